@@ -1,0 +1,74 @@
+"""Configuration: frozen values with a default and a reason each. Options, files and ``--print-config`` meet here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+PolicyName = Literal["retention", "lru", "trailing-half", "whole-session"]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """Sizes and rules of the two-tier chunk cache."""
+
+    device_chunks: int
+    """Slots of the device tier, one chunk each."""
+    host_chunks: int
+    """Slots of the host tier; 0 switches the tier off."""
+    chunk_tokens: int = 32
+    """Tokens per chunk and KV page (EuroSys §4.3.1 found 32 to work well)."""
+    policy: PolicyName = "retention"
+    swap_watermark: float = 0.25
+    """Swap out ahead of time while less than this share of device slots is free or reclaimable; 0 = on demand."""
+    decode_reserve: float = 0.10
+    """A new request joins only while more than this share stays free or reclaimable (EuroSys §4.3.5)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits and off switches of batch formation."""
+
+    context_limit: int
+    """Longest context, in tokens, that the model takes."""
+    eos_token_ids: tuple[int, ...] = ()
+    max_batch_tokens: int = 512
+    max_running: int = 64
+    max_queued: int = 1024
+    stateless: bool = False
+    """Off switch: forget a session's KV when its turn ends."""
+    unified_batch: bool = True
+    """Off switch: a step holds either decode tokens or restore/prefill spans, never both."""
+    swap_in_first: bool = True
+    """No ahead-of-time swap-out in a step that swaps in (EuroSys §5)."""
+
+
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an engine process is started with: the engine's share of the server's options, sizes still as written."""
+
+    model: str
+    """Local folder with config.json, safetensors and tokenizer; already resolved (never ``demo`` or a hub id)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device_cache: str = "1GiB"
+    """``40GiB``, ``512MiB`` or ``4096tokens``."""
+    host_cache: str = "1GiB"
+    chunk_tokens: int = 32
+    policy: PolicyName = "retention"
+    swap_watermark: float = 0.25
+    decode_reserve: float = 0.10
+    max_batch_tokens: int = 512
+    max_running: int = 64
+    max_queued: int = 1024
+    stateless: bool = False
+    unified_batch: bool = True
+    swap_in_first: bool = True
+    cost_profile: str = ""
+    """JSON written by ``pensieve profile``; empty: a built-in estimate from the architecture."""
+    context_limit: int = 0
+    """0: the model's own limit."""
+    torch_threads: int = 0
+    """CPU threads of the worker; 0: all cores."""
+    seed: int = 0

@@ -1,0 +1,132 @@
+"""Values that every part of Pensieve shares. No torch, no grpc, no I/O.
+
+Values that cross a process boundary or reach the store are ``msgspec.Struct``s; both kinds are frozen.
+Token ids travel as little-endian ``uint32`` bytes (``pack_tokens`` / ``unpack_tokens``).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from typing import NewType
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+SessionKey = NewType("SessionKey", str)
+"""``<tenant>/<session id>``: names one session everywhere behind the service."""
+
+RequestKey = NewType("RequestKey", int)
+"""Made by the server for one generation attempt. Never a client's request id: those may repeat."""
+
+TokenArray = npt.NDArray[np.int32]
+
+
+class Role(enum.IntEnum):
+    """Who an item speaks for; the numbers are those of ``pensieve.v1.Role``."""
+
+    SYSTEM = 1
+    USER = 2
+    ASSISTANT = 3
+    TOOL = 4
+
+
+class FinishReason(enum.IntEnum):
+    """Why a turn ended; the numbers are those of ``pensieve.v1.FinishReason``."""
+
+    EOS = 1
+    STOP_SEQUENCE = 2
+    STOP_TOKEN = 3
+    LENGTH = 4
+    CONTEXT_FULL = 5
+    TIME_LIMIT = 6
+    CANCELLED = 7
+
+
+class Phase(enum.IntEnum):
+    """Where a turn is; the numbers are those of ``pensieve.v1.TurnProgress.Phase``."""
+
+    QUEUED = 1
+    RESTORING = 2
+    PREFILL = 3
+    DECODE = 4
+    COMMIT = 5
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Sampling parameters of one turn, fully resolved: every field has its effective value."""
+
+    temperature: float = 0.0
+    """0 is greedy: the token with the largest logit, the lowest id on a tie."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    seed: int = 0
+    max_output_tokens: int | None = None
+    """None: until end of sequence or the context is full."""
+    min_output_tokens: int = 0
+    """No end-of-sequence or stop token before this many."""
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logit_bias: dict[int, float] = {}
+    top_logprobs: int | None = None
+    """None: no logprobs; 0: of the chosen token only."""
+
+    @property
+    def needs_context(self) -> bool:
+        """Whether the next token depends on earlier token ids other than through the model."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+        )
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability (natural log, after temperature 1 softmax of the raw logits) of a chosen token."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The most likely (token id, logprob) pairs, best first."""
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Receipt of one turn. ``context_tokens = gpu_cached + swapped_in + recomputed + new_tokens``, exactly."""
+
+    context_tokens: int = 0
+    """Tokens the generation started from: live history plus this turn's input."""
+    new_tokens: int = 0
+    """This turn's input, template glue included."""
+    gpu_cached_tokens: int = 0
+    swapped_in_tokens: int = 0
+    recomputed_tokens: int = 0
+    output_tokens: int = 0
+    queue_s: float = 0.0
+    restore_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+    @property
+    def reconciles(self) -> bool:
+        """Whether the sources of the context add up to it."""
+        return self.context_tokens == (
+            self.gpu_cached_tokens + self.swapped_in_tokens + self.recomputed_tokens + self.new_tokens
+        )
+
+
+def pack_tokens(tokens: Iterable[int] | TokenArray) -> bytes:
+    """Token ids as little-endian uint32 bytes."""
+    array = tokens if isinstance(tokens, np.ndarray) else np.fromiter(tokens, dtype=np.int64)
+    return array.astype("<u4").tobytes()
+
+
+def unpack_tokens(data: bytes) -> TokenArray:
+    """The inverse of ``pack_tokens``: a fresh int32 array [n]."""
+    return np.frombuffer(data, dtype="<u4").astype(np.int32)

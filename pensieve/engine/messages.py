@@ -1,0 +1,160 @@
+"""What front end and engine say to each other: typed msgpack messages, the same in-process and between processes.
+
+The front end sends a ``Command``, the engine answers with ``Report``s: one per step, holding everything that the
+step produced, so that the cost of talking does not grow with the batch. A ``Submit`` carries the *whole* context as
+token ids. The engine compares them with what it has cached and keeps the longest common prefix, so its cache can
+never disagree with the history: edits, rewinds, turns on other replicas and engine restarts need no message of
+their own (4 bytes a token: a context of 32k tokens is 128 KiB on a local socket).
+
+Frames on a socket: 4-byte little-endian length, then msgpack; longer than ``MAX_FRAME`` is refused.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pensieve.core import FinishReason, Phase, Sampling, TokenLogprob, Usage
+
+MAX_FRAME = 64 * 1024 * 1024
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """Start a generation. ``session`` keys the cache; ``tokens`` is the whole context, packed uint32."""
+
+    request: int
+    session: str
+    tokens: bytes
+    num_new: int
+    """How many trailing tokens of ``tokens`` are this turn's input; the rest is history."""
+    sampling: Sampling
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """Stop a generation; nothing more is reported for it. Unknown requests are ignored: it may just have ended."""
+
+    request: int
+
+
+class Evict(msgspec.Struct, frozen=True, tag="evict"):
+    """Drop cached KV of one session, or of all idle ones (empty). Answered by ``Evicted``."""
+
+    call: int
+    session: str = ""
+
+
+class GetResidency(msgspec.Struct, frozen=True, tag="residency"):
+    """Where a session's KV-tokens lie. Answered by ``Residency``."""
+
+    call: int
+    session: str
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Leave the loop at the end of the current step."""
+
+
+Command = Submit | Cancel | Evict | GetResidency | Stop
+
+
+class Output(msgspec.Struct, frozen=True, tag="output"):
+    """New output tokens of one request, in order."""
+
+    request: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """A request changed its phase, or moved on inside a long one."""
+
+    request: int
+    phase: Phase
+    queue_position: int = 0
+    tokens_done: int = 0
+    tokens_total: int = 0
+
+
+class Finished(msgspec.Struct, frozen=True, tag="finished"):
+    """A request has produced its last token. Stop strings and time limits are the front end's: it cancels."""
+
+    request: int
+    reason: FinishReason
+    usage: Usage
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """A request cannot be served. ``reason`` as in api.md a.4 (CONTEXT_LIMIT_EXCEEDED, ENGINE_FAILED)."""
+
+    request: int
+    reason: str
+    message: str
+
+
+class Started(msgspec.Struct, frozen=True, tag="started"):
+    """A request was admitted: its receipt is known from here on (output and times still zero)."""
+
+    request: int
+    usage: Usage
+
+
+class Evicted(msgspec.Struct, frozen=True, tag="evicted"):
+    call: int
+    tokens: int
+
+
+class Residency(msgspec.Struct, frozen=True, tag="resident"):
+    call: int
+    device_tokens: int
+    host_tokens: int
+    cached_tokens: int
+    """Tokens of the session the engine knows of; those in neither tier were dropped."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """First report of an engine."""
+
+    context_limit: int
+    vocab_size: int
+    device: str
+    dtype: str
+    device_capacity_tokens: int
+    host_capacity_tokens: int
+    chunk_tokens: int
+
+
+class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Counters since start (``*_total``) and gauges of the engine. Tokens unless named otherwise."""
+
+    steps_total: int = 0
+    running: int = 0
+    queued: int = 0
+    device_free: int = 0
+    device_reclaimable: int = 0
+    device_used: int = 0
+    host_free: int = 0
+    host_used: int = 0
+    cached_sessions: int = 0
+    gpu_cached_total: int = 0
+    swapped_in_total: int = 0
+    recomputed_total: int = 0
+    new_total: int = 0
+    output_total: int = 0
+    dropped_total: int = 0
+    suspensions_total: int = 0
+    swap_in_bytes_total: int = 0
+    swap_out_bytes_total: int = 0
+    swap_in_seconds_total: float = 0.0
+    swap_out_seconds_total: float = 0.0
+    step_seconds_total: float = 0.0
+    last_step_seconds: float = 0.0
+    last_batch_tokens: int = 0
+
+
+Event = Started | Output | Progress | Finished | Failed | Evicted | Residency | Ready
+
+
+class Report(msgspec.Struct, frozen=True):
+    """Everything one engine iteration has to say. Also sent, empty, as a heartbeat while idle."""
+
+    events: tuple[Event, ...]
+    stats: Stats

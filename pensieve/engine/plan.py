@@ -1,0 +1,110 @@
+"""Plan and result of one step: frozen values that the scheduler makes and the worker executes. No torch.
+
+Order inside a step, which every worker keeps (it is what makes reuse of a slot inside one plan safe):
+
+1. ``swap_out``: device pages are read into host pages;
+2. ``copies``: device pages are read into other device pages (copy on write);
+3. ``swap_in``: host pages are read into device pages, layer by layer, each layer before its attention;
+4. the model runs over the concatenated spans; in each layer all KV of the step is written before attention reads;
+5. the last token of each span with a ``sample`` is sampled.
+
+A device page freed by 1 may be the target of 2, 3 or 4 of the same plan. A host page is never both written by 1 and
+read by 3 of one plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from pensieve.core import RequestKey, Sampling, TokenArray, TokenLogprob
+
+PageTable = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """How to choose the token that follows a span."""
+
+    sampling: Sampling
+    output_index: int
+    """Index of the token to be chosen among the request's output: the counter of the random stream."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Banned while ``output_index < min_output_tokens``, with ``sampling.stop_token_ids``."""
+    prompt: TokenArray | None = None
+    """Context the generation started from [n]; only when ``sampling.needs_context``."""
+    output: TokenArray | None = None
+    """Output so far [output_index]; only when ``sampling.needs_context``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive input tokens of one request at a known position (the paper's sub-request, EuroSys §4.3.4)."""
+
+    request: RequestKey
+    start: int
+    """Position of the first token in the context."""
+    tokens: TokenArray
+    """Input token ids [q], q ≥ 1."""
+    page_table: int
+    """Row of ``Plan.page_tables``; page ``i`` holds positions ``[i * page_tokens, (i + 1) * page_tokens)``."""
+    sample: SampleSpec | None = None
+    """Set when the token after this span is to be chosen."""
+
+    @property
+    def end(self) -> int:
+        """Position after the last token: also the number of KV-tokens the last token sees."""
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One chunk, all layers, from page ``src`` to page ``dst`` (of the tiers that the list's name says)."""
+
+    src: int
+    dst: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step for all requests in the batch, whatever phase each is in."""
+
+    step: int
+    spans: tuple[Span, ...] = ()
+    page_tables: tuple[PageTable, ...] = ()
+    """One per request: device page of each chunk of its context, int32 [chunks]."""
+    swap_out: tuple[Copy, ...] = ()
+    copies: tuple[Copy, ...] = ()
+    swap_in: tuple[Copy, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(span.tokens) for span in self.spans)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.spans or self.swap_out or self.copies or self.swap_in)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The token chosen after one span."""
+
+    request: RequestKey
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came of a plan."""
+
+    sampled: tuple[Sampled, ...] = ()
+    """In the order of the plan's spans that asked for one."""
+    swap_in_bytes: int = 0
+    swap_out_bytes: int = 0
+    swap_in_seconds: float = 0.0
+    swap_out_seconds: float = 0.0
+    timings: dict[str, float] = field(default_factory=dict)

@@ -1,0 +1,192 @@
+"""What the history store holds: an append-only log of records per session, and one row of metadata.
+
+A session's history is the fold of its records (``History.apply``): each record may supersede the tail after some item
+and append items. Item numbers start at 1 and are never reused, so a superseded item stays readable in the log.
+``revision`` grows by one per record; the record that creates a session has revision 1.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from pensieve.core import FinishReason, Role, TokenArray, Usage, unpack_tokens
+
+
+class Kind(enum.StrEnum):
+    """What made a record."""
+
+    CREATE = "create"
+    TURN = "turn"
+    REWIND = "rewind"
+    UPDATE = "update"
+
+
+class Overflow(enum.IntEnum):
+    """What a turn does that does not fit; the numbers are those of ``pensieve.v1.OverflowPolicy``."""
+
+    REJECT = 1
+    DROP_OLDEST_TURNS = 2
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Sampling values a session or a turn sets; None and empty mean "not set here"."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    seed: int | None = None
+    max_output_tokens: int | None = None
+    min_output_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool | None = None
+    logit_bias: dict[int, float] = {}
+
+
+class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a client may set of a session."""
+
+    model: str = ""
+    system_prompt: str = ""
+    sampling: SamplingDefaults = SamplingDefaults()
+    ttl_s: float = 0.0
+    """Idle lifetime, extended by each commit; 0 = never expires."""
+    overflow: Overflow = Overflow.REJECT
+
+
+class Item(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One immutable entry of history. ``tokens`` (packed uint32) includes the template glue that introduces it."""
+
+    number: int
+    role: Role
+    text: str
+    tokens: bytes
+    request_id: str = ""
+    finish_reason: FinishReason | None = None
+    create_ms: int = 0
+    prefix_tokens: int = 0
+    """Leading tokens of ``tokens`` that are glue (an assistant item's output starts after them)."""
+
+
+class TurnResult(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a committed turn answers to GetTurn and to late retries, beside its items."""
+
+    base_revision: int
+    finish_reason: FinishReason
+    stop_sequence: str = ""
+    seed: int = 0
+    usage: Usage = Usage()
+    input_items: int = 0
+    """How many of the record's items are input; the last one is the output."""
+
+
+class Record(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One committed change. Immutable."""
+
+    revision: int
+    kind: Kind
+    time_ms: int
+    request_id: str = ""
+    keep_items: int | None = None
+    """Supersede every live item with a larger number; None: keep all."""
+    items: tuple[Item, ...] = ()
+    turn: TurnResult | None = None
+    config: SessionConfig | None = None
+    """The configuration from this record on; None: unchanged."""
+    labels: dict[str, str] | None = None
+    hidden_before: int | None = None
+    """Overflow view: live non-system items with a smaller number are no longer part of the context."""
+
+
+class State(enum.StrEnum):
+    """Of a session; DELETED rows are tombstones without content."""
+
+    ACTIVE = "active"
+    DAMAGED = "damaged"
+    DELETED = "deleted"
+
+
+class RunningTurn(msgspec.Struct, frozen=True):
+    """The turn that holds a session's lease."""
+
+    request_id: str
+    owner: str
+    attempt: str
+    lease_ms_left: int
+    start_ms: int
+
+
+class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Metadata of one session; cheap to read, enough for GetSession."""
+
+    tenant: str
+    session_id: str
+    state: State = State.ACTIVE
+    revision: int = 0
+    head_item: int = 0
+    """Largest item number ever given out."""
+    head_hash: str = ""
+    """Chain hash (hex) of the newest record."""
+    item_count: int = 0
+    context_tokens: int = 0
+    config: SessionConfig = SessionConfig()
+    labels: dict[str, str] = {}
+    create_ms: int = 0
+    update_ms: int = 0
+    expire_ms: int = 0
+    """0: never."""
+    forked_from: str = ""
+    forked_from_item: int = 0
+    running: RunningTurn | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The live items of a session at one revision: what a model run would be given."""
+
+    revision: int = 0
+    head_hash: str = ""
+    items: tuple[Item, ...] = ()
+    head_item: int = 0
+    config: SessionConfig = SessionConfig()
+    labels: tuple[tuple[str, str], ...] = ()
+    hidden_before: int = 0
+
+    def apply(self, record: Record, head_hash: str) -> History:
+        """This history after one more record. Pure. Raises ValueError when the record is not the next one."""
+        if record.revision != self.revision + 1:
+            raise ValueError(f"record {record.revision} cannot follow revision {self.revision}")
+        items = self.truncated(record.keep_items) if record.keep_items is not None else self.items
+        hidden = record.hidden_before if record.hidden_before is not None else self.hidden_before
+        return History(
+            revision=record.revision,
+            head_hash=head_hash,
+            items=items + record.items,
+            head_item=max([self.head_item, *(item.number for item in record.items)]),
+            config=record.config if record.config is not None else self.config,
+            labels=tuple(sorted(record.labels.items())) if record.labels is not None else self.labels,
+            hidden_before=hidden,
+        )
+
+    def truncated(self, keep: int) -> tuple[Item, ...]:
+        """Live items with a number of at most ``keep``."""
+        return tuple(item for item in self.items if item.number <= keep)
+
+    def visible(self) -> tuple[Item, ...]:
+        """Live items inside the context: all but what the overflow policy took out of view."""
+        return tuple(
+            item for item in self.items if item.role is Role.SYSTEM or item.number >= self.hidden_before
+        )
+
+    def tokens(self) -> TokenArray:
+        """The model's context: token ids of the visible items, concatenated; int32 [n]."""
+        parts = [unpack_tokens(item.tokens) for item in self.visible()]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
