@@ -15,6 +15,7 @@ read by 3 of one plan.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -108,3 +109,13 @@ class StepResult:
     swap_in_seconds: float = 0.0
     swap_out_seconds: float = 0.0
     timings: dict[str, float] = field(default_factory=dict)
+
+
+class StepWorker(Protocol):
+    """Executes plans: PyTorch on a CPU, CUDA, or a cost model under a virtual clock."""
+
+    def run(self, plan: Plan) -> StepResult:
+        """Do what ``plan`` says, in the order of the module docstring. An exception leaves the KV undefined."""
+        ...
+
+    def close(self) -> None: ...

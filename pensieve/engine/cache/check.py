@@ -1,0 +1,68 @@
+"""The cache's invariants, spelled out. Run when idle, in debug mode after each step, in tests after each operation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from pensieve.core import SessionKey
+from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, Place
+from pensieve.engine.cache.pool import SlotPool
+
+if TYPE_CHECKING:
+    from pensieve.engine.cache.manager import CacheManager
+
+
+def check_manager(
+    manager: CacheManager,
+    chunks: Sequence[Chunk],
+    sessions: Mapping[SessionKey, CachedSession],
+    running: Mapping[SessionKey, CachedSession],
+    pinned: int,
+) -> None:
+    """Raise AssertionError on the first invariant that does not hold."""
+    _check_pool("device", manager.tiers.device, [c.device for c in chunks if c.device != NOWHERE])
+    _check_pool("host", manager.tiers.host, [c.host for c in chunks if c.host != NOWHERE])
+    assert pinned == sum(c.pins > 0 for c in chunks), f"{pinned} pinned, chunks say otherwise"
+    for chunk in chunks:
+        _check_chunk(chunk, manager.config.chunk_tokens)
+    for session in sessions.values():
+        _check_session(session, manager.config.chunk_tokens)
+        assert session.running == (session.key in running), f"{session.key}: running flag is wrong"
+    manager.index.check()
+
+
+def _check_pool(name: str, pool: SlotPool, held: list[int]) -> None:
+    twice = [slot for slot, count in Counter(held).items() if count > 1]
+    assert not twice, f"{name} slots {twice} have two owners"
+    assert len(held) + pool.free == pool.capacity, (
+        f"{name}: {len(held)} held + {pool.free} free != {pool.capacity}: a slot leaked"
+    )
+    both = [slot for slot in held if pool.is_free(slot)]
+    assert not both, f"{name} slots {both} are held and free"
+
+
+def _check_chunk(chunk: Chunk, size: int) -> None:
+    name = f"chunk {chunk.index}"
+    assert 0 <= chunk.filled <= size, f"{name}: filled {chunk.filled} of {size}"
+    assert chunk.filled == 0 or chunk.place is not Place.DROPPED, f"{name}: dropped but filled"
+    assert chunk.pins == sum(owner.running for owner in chunk.owners), f"{name}: {chunk.pins} pins"
+    assert not chunk.pins or chunk.device != NOWHERE, f"{name}: pinned without a device slot"
+    assert len({id(owner) for owner in chunk.owners}) == len(chunk.owners) > 0, f"{name}: owners"
+
+
+def _check_session(session: CachedSession, size: int) -> None:
+    key = session.key
+    for index, chunk in enumerate(session.chunks):
+        assert chunk.index == index, f"{key}: chunk {chunk.index} at {index}"
+        assert session in chunk.owners, f"{key}: does not own its chunk {index}"
+    cached = sum(chunk.place is not Place.DROPPED for chunk in session.chunks)
+    assert session.cached == cached, f"{key}: counts {session.cached} cached chunks, has {cached}"
+    assert session.running or cached, f"{key}: nothing cached, but not forgotten"
+    assert len(session.tokens) <= len(session.chunks) * size or session.running, (
+        f"{key}: tokens without chunks"
+    )
+    if session.running:
+        slots = [chunk.device for chunk in session.chunks]
+        assert list(session.table) == slots, f"{key}: page table {list(session.table)} is not {slots}"

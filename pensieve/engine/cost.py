@@ -1,0 +1,95 @@
+"""What it costs to recompute a chunk: ``Cost(l) = Cost_attention(l) + c`` (EuroSys §4.3.1). No torch.
+
+``l`` is the context length at the chunk's end. ``Cost_attention`` is profiled at powers of two and interpolated
+linearly; beyond the last point the line through the last two is continued. ``c`` is everything but attention.
+Retention values compare costs only with each other, so an estimate needs the right *shape*, not the right seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+FORMAT = 1
+
+
+class CostProfileError(ValueError):
+    """A cost profile that cannot be used; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Cost of one chunk, in seconds when profiled, in arbitrary but consistent units when estimated."""
+
+    attention: tuple[tuple[int, float], ...]
+    """(context tokens, cost) in ascending order, at least two points."""
+    other: float
+    chunk_tokens: int
+
+    def __post_init__(self) -> None:
+        lengths = [length for length, _ in self.attention]
+        if len(lengths) < 2 or lengths != sorted(set(lengths)):
+            raise CostProfileError("attention cost needs at least two points with ascending context lengths")
+        if not all(np.isfinite(cost) and cost >= 0 for _, cost in self.attention):
+            raise CostProfileError("attention costs must be finite and not negative")
+        if not (np.isfinite(self.other) and self.other >= 0):
+            raise CostProfileError("the cost of everything else must be finite and not negative")
+
+    def attention_cost(self, context: npt.ArrayLike) -> npt.NDArray[np.float64]:
+        """Attention cost of a chunk that ends at each context length."""
+        lengths = np.array([length for length, _ in self.attention], dtype=np.float64)
+        costs = np.array([cost for _, cost in self.attention], dtype=np.float64)
+        x = np.asarray(context, dtype=np.float64)
+        slope = (costs[-1] - costs[-2]) / (lengths[-1] - lengths[-2])
+        beyond = costs[-1] + np.maximum(slope, 0.0) * (x - lengths[-1])
+        return np.where(x > lengths[-1], beyond, np.interp(x, lengths, costs))
+
+    def cost(self, context: npt.ArrayLike) -> npt.NDArray[np.float64]:
+        """``Cost(l)`` for each context length."""
+        return self.attention_cost(context) + self.other
+
+    def chunk_costs(self, chunks: int) -> npt.NDArray[np.float64]:
+        """Cost of chunk 0, 1, … of a session, float64 [chunks]."""
+        return self.cost((np.arange(chunks) + 1) * self.chunk_tokens)
+
+    @classmethod
+    def from_json(cls, path: Path) -> CostModel:
+        """A profile written by ``pensieve profile``. Raises CostProfileError."""
+        try:
+            data = json.loads(path.read_text())
+            if data["format"] != FORMAT:
+                raise CostProfileError(f"{path}: format {data['format']} is not {FORMAT}; profile again")
+            points = tuple((int(length), float(cost)) for length, cost in data["attention"])
+            return cls(points, float(data["other_seconds"]), int(data["chunk_tokens"]))
+        except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise CostProfileError(f"{path}: not a cost profile ({error!r})") from error
+
+    @classmethod
+    def estimate(
+        cls,
+        *,
+        layers: int,
+        query_heads: int,
+        head_dim: int,
+        parameters: int,
+        chunk_tokens: int,
+        context_limit: int,
+        flops_per_second: float = 1e12,
+        attention_efficiency: float = 0.5,
+    ) -> CostModel:
+        """A model from the architecture alone: floating point operations over a nominal rate.
+
+        ``attention_efficiency``: attention reaches a smaller share of the peak than the matrix products do.
+        """
+        attention_rate = flops_per_second * attention_efficiency
+        per_token = 4.0 * layers * query_heads * head_dim * chunk_tokens / attention_rate
+        points: list[tuple[int, float]] = [(0, 0.0)]
+        length = chunk_tokens
+        while length < 2 * max(context_limit, chunk_tokens):
+            points.append((length, per_token * length))
+            length *= 2
+        return cls(tuple(points), 2.0 * parameters * chunk_tokens / flops_per_second, chunk_tokens)

@@ -1,0 +1,247 @@
+"""The engine: one step at a time over all conversations. Life of a request inside it:
+
+1. ``handle(Submit)``: the context (token ids, whole) enters the scheduler's queue; one that can never fit is refused.
+2. ``scheduler.plan``: when slots and budget allow, the cache pins what it has of the context and gives slots to the
+   rest; hits cost nothing, host chunks are planned to be copied in, dropped and new ranges become spans.
+3. ``worker.run``: copies, runs the model over all spans, samples.
+4. ``scheduler.commit``: tokens are appended; requests go on, or finish and leave their chunks behind.
+
+Who writes what:
+
+==============================  =================  ===========================================
+state                           only writer        readers
+==============================  =================  ===========================================
+queue, running set, progress    ``Scheduler``      engine
+chunk places, counts, slots     ``CacheManager``   scheduler (ids), worker (slots, in the plan)
+KV tensors                      worker             kernels
+conversation history            the front end      nobody here: it comes with each ``Submit``
+==============================  =================  ===========================================
+
+One thread owns an engine. It knows token ids only: no text, no clients, no durable state; it may die at any time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pensieve.core import FinishReason, Phase, RequestKey, SessionKey, unpack_tokens
+from pensieve.debug import debug_enabled
+from pensieve.engine.messages import (
+    Cancel,
+    Command,
+    Event,
+    Evict,
+    Evicted,
+    Failed,
+    Finished,
+    GetResidency,
+    Output,
+    Progress,
+    Ready,
+    Residency,
+    Started,
+    Stats,
+    Stop,
+    Submit,
+)
+from pensieve.engine.plan import Plan, StepResult, StepWorker
+from pensieve.engine.request import Request
+from pensieve.engine.scheduler import Scheduler, Token
+
+
+@dataclass(slots=True)
+class _Totals:
+    """Counters since start."""
+
+    steps: int = 0
+    gpu_cached: int = 0
+    swapped_in: int = 0
+    recomputed: int = 0
+    new: int = 0
+    output: int = 0
+    swap_in_bytes: int = 0
+    swap_out_bytes: int = 0
+    swap_in_seconds: float = 0.0
+    swap_out_seconds: float = 0.0
+    step_seconds: float = 0.0
+    last_step_seconds: float = 0.0
+    last_batch_tokens: int = 0
+
+
+class Engine:
+    """Scheduler, cache and worker in one loop body. ``clock``: monotonic seconds; tests inject a virtual one."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        worker: StepWorker,
+        ready: Ready,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = scheduler
+        self._cache = scheduler.cache
+        self._worker = worker
+        self._ready = ready
+        self._clock = clock
+        self._requests: dict[RequestKey, Request] = {}
+        self._phases: dict[RequestKey, Phase] = {}
+        self._totals = _Totals()
+        self._background = False
+        self._checks = debug_enabled()
+
+    def ready(self) -> Ready:
+        """What this engine can do."""
+        return self._ready
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` may have something to do without a further command."""
+        return self._scheduler.has_requests or self._background
+
+    def handle(self, command: Command) -> list[Event]:
+        """Take in one command, between steps; returns what can be answered at once."""
+        match command:
+            case Submit():
+                return self._submit(command)
+            case Cancel(request):
+                self._forget(RequestKey(request))
+                self._scheduler.cancel(RequestKey(request), self._clock())
+            case Evict(call, session):
+                freed = self._cache.evict(SessionKey(session) if session else None)
+                return [Evicted(call, freed)]
+            case GetResidency(call, session):
+                tiers = self._cache.residency(SessionKey(session))
+                return [Residency(call, tiers.device, tiers.host, tiers.known)]
+            case Stop():
+                pass  # the loop leaves; nothing here outlives it
+        return []
+
+    def step(self) -> list[Event]:
+        """Plan, run and commit one step; [] when there was nothing to do. Raises whatever the worker raises."""
+        started = self._clock()
+        plan = self._scheduler.plan(started)
+        self._background = not plan.is_empty
+        if plan.is_empty:
+            return []
+        events: list[Event] = []
+        for request in self._scheduler.admitted:
+            events.append(self._started(request))
+        result = self._worker.run(plan)
+        now = self._clock()
+        tokens = self._scheduler.commit(plan, result, now)
+        self._count(plan, result, now - started)
+        for token in tokens:
+            events.extend(self._output(token, now))
+        events.extend(self._progress())
+        if self._checks:
+            self._cache.check()
+        return events
+
+    def stats(self) -> Stats:
+        """Counters and gauges as of now."""
+        tiers = self._cache.tiers
+        size = self._cache.config.chunk_tokens
+        totals = self._totals
+        return Stats(
+            steps_total=totals.steps,
+            running=len(self._scheduler.running),
+            queued=len(self._scheduler.waiting),
+            device_free=tiers.device.free * size,
+            device_reclaimable=tiers.reclaimable() * size,
+            device_used=tiers.device.used * size,
+            host_free=tiers.host.free * size,
+            host_used=tiers.host.used * size,
+            cached_sessions=self._cache.cached_sessions,
+            gpu_cached_total=totals.gpu_cached,
+            swapped_in_total=totals.swapped_in,
+            recomputed_total=totals.recomputed,
+            new_total=totals.new,
+            output_total=totals.output,
+            dropped_total=tiers.dropped_tokens,
+            suspensions_total=self._scheduler.suspensions,
+            swap_in_bytes_total=totals.swap_in_bytes,
+            swap_out_bytes_total=totals.swap_out_bytes,
+            swap_in_seconds_total=totals.swap_in_seconds,
+            swap_out_seconds_total=totals.swap_out_seconds,
+            step_seconds_total=totals.step_seconds,
+            last_step_seconds=totals.last_step_seconds,
+            last_batch_tokens=totals.last_batch_tokens,
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError unless the cache's books balance."""
+        self._cache.check()
+
+    def close(self) -> None:
+        """Give back what the worker holds."""
+        self._worker.close()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _submit(self, submit: Submit) -> list[Event]:
+        key = RequestKey(submit.request)
+        tokens = unpack_tokens(submit.tokens)
+        limit = self._scheduler.context_limit
+        if not self._scheduler.fits(len(tokens)):
+            message = f"a context of {len(tokens)} tokens leaves no room for an answer; the limit is {limit}"
+            return [Failed(submit.request, "CONTEXT_LIMIT_EXCEEDED", message)]
+        if len(self._scheduler.waiting) >= self._scheduler.config.max_queued:
+            return [Failed(submit.request, "SERVER_OVERLOADED", "the queue is full")]
+        request = self._scheduler.submit(
+            key, SessionKey(submit.session), tokens, submit.num_new, submit.sampling, self._clock()
+        )
+        self._requests[key] = request
+        position = len(self._scheduler.waiting) - 1
+        return [Progress(submit.request, Phase.QUEUED, position, 0, len(tokens))]
+
+    def _started(self, request: Request) -> Started:
+        usage = request.usage(self._clock())
+        self._totals.gpu_cached += usage.gpu_cached_tokens
+        self._totals.swapped_in += usage.swapped_in_tokens
+        self._totals.recomputed += usage.recomputed_tokens
+        self._totals.new += usage.new_tokens
+        return Started(request.key, usage)
+
+    def _output(self, token: Token, now: float) -> list[Event]:
+        self._totals.output += 1
+        logprobs = () if token.logprob is None else (token.logprob,)
+        events: list[Event] = [Output(token.request, (token.token_id,), logprobs)]
+        if token.finished is not None:
+            events.append(self._finished(token.request, token.finished, now))
+        return events
+
+    def _finished(self, key: RequestKey, reason: FinishReason, now: float) -> Finished:
+        usage = self._requests[key].usage(now)
+        self._forget(key)
+        return Finished(key, reason, usage)
+
+    def _forget(self, key: RequestKey) -> None:
+        self._requests.pop(key, None)
+        self._phases.pop(key, None)
+
+    def _progress(self) -> list[Event]:
+        """Where requests are that have not begun to decode, and the moment they begin."""
+        events: list[Event] = []
+        for request in self._scheduler.running:
+            if request.key not in self._requests:
+                continue
+            phase = request.phase
+            if phase is Phase.DECODE and self._phases.get(request.key) is Phase.DECODE:
+                continue
+            self._phases[request.key] = phase
+            total = request.length
+            events.append(Progress(request.key, phase, 0, total - request.num_missing, total))
+        return events
+
+    def _count(self, plan: Plan, result: StepResult, seconds: float) -> None:
+        totals = self._totals
+        totals.steps += 1
+        totals.swap_in_bytes += result.swap_in_bytes
+        totals.swap_out_bytes += result.swap_out_bytes
+        totals.swap_in_seconds += result.swap_in_seconds
+        totals.swap_out_seconds += result.swap_out_seconds
+        totals.step_seconds += seconds
+        totals.last_step_seconds = seconds
+        totals.last_batch_tokens = plan.num_tokens

@@ -1,0 +1,71 @@
+"""The random schedules notice every deliberate fault: what they promise is really tested."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from pensieve.config import CacheConfig, SchedulerConfig
+from pensieve.core import SessionKey
+from pensieve.engine.cache.manager import CacheManager
+from pensieve.engine.plan import StepWorker
+from support.engine_driver import Clock, Driver, make_engine
+from support.hash_worker import VOCABULARY, HashWorker, oracle_tokens
+from support.mutants import PLAN_MUTANTS, MutantWorker, SwapOutLastWorker
+
+CACHE = CacheConfig(device_chunks=12, host_chunks=10, chunk_tokens=4)
+SCHEDULER = SchedulerConfig(context_limit=48, max_batch_tokens=16, max_running=4)
+
+
+def caught(wrap: Callable[[StepWorker], StepWorker], seeds: int = 12) -> bool:
+    """Whether some schedule gives a wrong answer or breaks an invariant."""
+    for seed in range(seeds):
+        rng = random.Random(seed)
+        clock = Clock()
+        worker = wrap(HashWorker(CACHE.device_chunks, CACHE.host_chunks, CACHE.chunk_tokens))
+        engine = make_engine(CACHE, SCHEDULER, worker, clock)
+        driver = Driver(engine, clock, rng, oracle_tokens, VOCABULARY, SCHEDULER.context_limit)
+        try:
+            for _ in range(100):
+                driver.act()
+                driver.step()
+            driver.run_until_idle()
+        except AssertionError:
+            return True
+    return False
+
+
+def test_without_a_fault_nothing_is_caught() -> None:
+    assert not caught(lambda worker: worker)
+
+
+@pytest.mark.parametrize("name", PLAN_MUTANTS)
+def test_broken_plans_are_caught(name: str) -> None:
+    assert caught(lambda worker: MutantWorker(worker, PLAN_MUTANTS[name]))
+
+
+def test_copy_order_swap_out_after_the_writes_is_caught() -> None:
+    assert caught(SwapOutLastWorker)
+
+
+def test_stale_host_copies_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tail that grew after its copy must not be restored from that copy."""
+
+    def computed(self: CacheManager, key: SessionKey, start: int, end: int) -> None:
+        size = self.config.chunk_tokens
+        for index in range(start // size, self.chunks_for(end)):
+            self._running[key].chunks[index].filled = min(end - index * size, size)
+
+    monkeypatch.setattr(CacheManager, "computed", computed)
+    assert caught(lambda worker: worker, seeds=80)
+
+
+def test_a_restore_that_evicts_itself_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinning only what already has a slot lets a restore take the slots it has just given out."""
+    original = CacheManager._pin
+    monkeypatch.setattr(
+        CacheManager, "_pin", lambda self, chunk: original(self, chunk) if chunk.device >= 0 else None
+    )
+    assert caught(lambda worker: worker)

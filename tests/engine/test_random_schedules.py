@@ -1,0 +1,61 @@
+"""Whatever happens to the cache, every answer is that of a stateless run: random schedules on hashed KV."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pensieve.config import CacheConfig, PolicyName, SchedulerConfig
+from support.engine_driver import Clock, Driver, make_engine
+from support.hash_worker import VOCABULARY, HashWorker, oracle_tokens
+
+POLICIES: tuple[PolicyName, ...] = ("retention", "lru", "trailing-half", "whole-session")
+
+
+def random_setup(rng: random.Random) -> tuple[CacheConfig, SchedulerConfig]:
+    """Sizes down to the minimum, every switch in every position."""
+    size = rng.choice((1, 2, 8, 32))
+    device = rng.choice((2, 3, 5, 9, 20)) * max(1, 32 // size)
+    cache = CacheConfig(
+        device_chunks=device,
+        host_chunks=rng.choice((0, 1, device // 2, device, 4 * device)),
+        chunk_tokens=size,
+        policy=rng.choice(POLICIES),
+        swap_watermark=rng.choice((0.0, 0.25, 0.5, 1.0)),
+        decode_reserve=rng.choice((0.0, 0.1, 0.3)),
+    )
+    scheduler = SchedulerConfig(
+        context_limit=rng.choice((64, 150, 400)),
+        max_batch_tokens=rng.choice((1, 7, 32, 500)),
+        max_running=rng.choice((1, 3, 16)),
+        stateless=rng.random() < 0.1,
+        unified_batch=rng.random() < 0.8,
+        swap_in_first=rng.random() < 0.5,
+    )
+    return cache, scheduler
+
+
+@pytest.mark.parametrize("block", range(6))
+def test_answers_equal_a_stateless_run(block: int) -> None:
+    totals = {"swapped": 0, "recomputed": 0, "cached": 0, "suspended": 0}
+    for seed in range(block * 25, block * 25 + 25):
+        rng = random.Random(seed)
+        cache, scheduler = random_setup(rng)
+        clock = Clock()
+        worker = HashWorker(cache.device_chunks, cache.host_chunks, cache.chunk_tokens)
+        engine = make_engine(cache, scheduler, worker, clock)
+        limit = min(scheduler.context_limit, cache.device_chunks * cache.chunk_tokens)
+        driver = Driver(engine, clock, rng, oracle_tokens, VOCABULARY, limit)
+        for _ in range(120):
+            driver.act()
+            for _ in range(rng.randrange(4)):
+                driver.step()
+        driver.run_until_idle()
+        for turn in driver.finished:
+            assert turn.usage is not None and turn.usage.reconciles
+            totals["swapped"] += turn.usage.swapped_in_tokens
+            totals["recomputed"] += turn.usage.recomputed_tokens
+            totals["cached"] += turn.usage.gpu_cached_tokens
+        totals["suspended"] += engine.stats().suspensions_total
+    assert all(totals.values()), f"a path was never taken: {totals}"

@@ -1,0 +1,82 @@
+"""Deliberate faults of the engine, by name. A suite that claims exactness must fail under each of them.
+
+Each takes a plan and returns the plan that a broken scheduler, cache or worker would have executed instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from pensieve.engine.plan import Plan, Span, StepResult, StepWorker
+
+
+def without_swap_in(plan: Plan) -> Plan:
+    """Chunks on the host are given device slots, but nothing is copied into them."""
+    return replace(plan, swap_in=())
+
+
+def without_swap_out(plan: Plan) -> Plan:
+    """Chunks are marked as saved, but nothing is copied out."""
+    return replace(plan, swap_out=())
+
+
+def without_recomputation(plan: Plan) -> Plan:
+    """Only the span that ends in a sample is computed: dropped ranges before it stay as they are."""
+    return replace(plan, spans=tuple(span for span in plan.spans if span.sample is not None))
+
+
+def shifted_positions(plan: Plan) -> Plan:
+    """A restored range is computed one position too early."""
+
+    def shift(span: Span) -> Span:
+        moved = span.sample is None and span.start > 0
+        return replace(span, start=span.start - 1) if moved else span
+
+    return replace(plan, spans=tuple(shift(span) for span in plan.spans))
+
+
+def swapped_pages(plan: Plan) -> Plan:
+    """Copies in arrive in each other's pages."""
+    if len(plan.swap_in) < 2:
+        return plan
+    first, second, *rest = plan.swap_in
+    return replace(plan, swap_in=(replace(first, dst=second.dst), replace(second, dst=first.dst), *rest))
+
+
+PLAN_MUTANTS: dict[str, Callable[[Plan], Plan]] = {
+    "swap-in: not copied": without_swap_in,
+    "swap-in: pages exchanged": swapped_pages,
+    "swap-out: not copied": without_swap_out,
+    "recomputation: dropped range skipped": without_recomputation,
+    "span positions: off by one": shifted_positions,
+}
+
+
+class MutantWorker:
+    """Runs what a mutant makes of each plan."""
+
+    def __init__(self, worker: StepWorker, mutant: Callable[[Plan], Plan]) -> None:
+        self._worker = worker
+        self._mutant = mutant
+
+    def run(self, plan: Plan) -> StepResult:
+        return self._worker.run(self._mutant(plan))
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+class SwapOutLastWorker:
+    """Copy order: swap-out runs after the step has written, so it saves what took the chunk's place."""
+
+    def __init__(self, worker: StepWorker) -> None:
+        self._worker = worker
+
+    def run(self, plan: Plan) -> StepResult:
+        result = self._worker.run(replace(plan, swap_out=()))
+        self._worker.run(Plan(plan.step, swap_out=plan.swap_out))
+        return result
+
+    def close(self) -> None:
+        self._worker.close()
