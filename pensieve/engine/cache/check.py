@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pensieve.core import SessionKey
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 def check_manager(
     manager: CacheManager,
-    chunks: Sequence[Chunk],
     sessions: Mapping[SessionKey, CachedSession],
     running: Mapping[SessionKey, CachedSession],
     pinned: int,
 ) -> None:
     """Raise AssertionError on the first invariant that does not hold."""
+    chunks = list({id(chunk): chunk for session in sessions.values() for chunk in session.chunks}.values())
     _check_pool("device", manager.tiers.device, [c.device for c in chunks if c.device != NOWHERE])
     _check_pool("host", manager.tiers.host, [c.host for c in chunks if c.host != NOWHERE])
     assert pinned == sum(c.pins > 0 for c in chunks), f"{pinned} pinned, chunks say otherwise"

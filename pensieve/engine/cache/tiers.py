@@ -103,20 +103,27 @@ class Tiers:
     def _evict_round(
         self, victims: EvictionRound, slots: int, now: float, running: Iterable[CachedSession]
     ) -> bool:
-        """Evict from one round until enough is free; whether it gave anything."""
-        room: EvictionRound | None = None
-        gave = False
-        while self.device.free < slots and (group := victims.take()):
+        """Evict from one round until enough is free; whether it gave anything.
+
+        All victims are chosen before the first is moved: where the host cannot take them all, the most valuable are
+        saved and the least valuable dropped.
+        """
+        chosen: list[tuple[float, Chunk]] = []
+        while self.device.free + len(chosen) < slots and (group := victims.take()):
             value = victims.peek()
-            gave = True
             for chunk in group:
-                if chunk.host == NOWHERE:
-                    room = room or self._index.round(Give.HOST_COPY, now, slots)
-                    if self._make_host_room(room, value) or self._discard_pinned_copy(running):
-                        self._save(chunk)
-                self._leave_device(chunk)
+                chunk.saving = True  # no candidate any more
+                chosen.append((value, chunk))
             victims.put_back()
-        return gave
+        room: EvictionRound | None = None
+        for value, chunk in reversed(chosen):
+            chunk.saving = False
+            if chunk.host == NOWHERE:
+                room = room or self._index.round(Give.HOST_COPY, now, len(chosen))
+                if self._make_host_room(room, value) or self._discard_pinned_copy(running):
+                    self._save(chunk)
+            self._leave_device(chunk)
+        return bool(chosen)
 
     def _make_host_room(self, room: EvictionRound, value: float) -> bool:
         """A free host slot, dropping chunks that are worth no more than ``value``; False when there is none."""

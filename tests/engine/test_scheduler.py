@@ -1,0 +1,224 @@
+"""Rules of batch formation: unified batches, first come first served, reserve, suspension, finish reasons."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from pensieve.config import CacheConfig, SchedulerConfig
+from pensieve.core import FinishReason, Phase, Sampling, pack_tokens
+from pensieve.engine.engine import Engine
+from pensieve.engine.messages import Failed, Finished, GetResidency, Progress, Residency, Submit
+from pensieve.engine.plan import Plan
+from support.engine_driver import Clock, Driver, make_engine
+from support.hash_worker import VOCABULARY, HashWorker, oracle_tokens
+
+CACHE = CacheConfig(device_chunks=16, host_chunks=16, chunk_tokens=4, swap_watermark=0.0)
+SCHEDULER = SchedulerConfig(context_limit=64, max_batch_tokens=16, max_running=8)
+
+
+class Rig:
+    """An engine on hashed KV, its plans at hand."""
+
+    def __init__(self, cache: CacheConfig = CACHE, scheduler: SchedulerConfig = SCHEDULER) -> None:
+        self.clock = Clock()
+        self.worker = HashWorker(cache.device_chunks, cache.host_chunks, cache.chunk_tokens)
+        self.engine: Engine = make_engine(cache, scheduler, self.worker, self.clock)
+        limit = min(scheduler.context_limit, cache.device_chunks * cache.chunk_tokens)
+        self.driver = Driver(self.engine, self.clock, random.Random(0), oracle_tokens, VOCABULARY, limit)
+
+    def turn(self, session: str, count: int, want: int) -> int:
+        key = self.driver.start_turn(session, list(range(count)), want)
+        assert key is not None
+        return key
+
+    def step(self) -> Plan:
+        self.driver.step()
+        return self.worker.plans[-1]
+
+
+def sizes(plan: Plan) -> list[tuple[int, int]]:
+    """(request, tokens) of each span."""
+    return [(span.request, len(span.tokens)) for span in plan.spans]
+
+
+def test_prefill_and_decode_share_a_step() -> None:
+    rig = Rig()
+    first = rig.turn("a", 5, 8)
+    assert sizes(rig.step()) == [(first, 5)]
+    second = rig.turn("b", 6, 8)
+    assert sizes(rig.step()) == [(first, 1), (second, 6)]
+
+
+def test_without_unified_batches_they_do_not() -> None:
+    rig = Rig(scheduler=replace(SCHEDULER, unified_batch=False))
+    first = rig.turn("a", 5, 8)
+    rig.step()
+    second = rig.turn("b", 6, 8)
+    assert sizes(rig.step()) == [(second, 6)]
+    assert sizes(rig.step()) == [(first, 1), (second, 1)]
+
+
+def test_long_prefill_is_split_by_the_budget_while_others_decode() -> None:
+    rig = Rig()
+    first = rig.turn("a", 3, 9)
+    rig.step()
+    second = rig.turn("b", 40, 2)
+    assert [sizes(rig.step()) for _ in range(3)] == [
+        [(first, 1), (second, 15)],
+        [(first, 1), (second, 15)],
+        [(first, 1), (second, 10)],
+    ]
+    plan = rig.worker.plans[-1]
+    assert [span.sample is not None for span in plan.spans] == [True, True]
+    assert all(span.sample is None for span in rig.worker.plans[-2].spans if span.request == second)
+
+
+def test_nobody_overtakes_the_head_of_the_queue() -> None:
+    rig = Rig()
+    first = rig.turn("a", 40, 12)
+    rig.step()
+    rig.turn("big", 40, 2)  # does not fit beside the first
+    rig.turn("small", 2, 2)  # would
+    for _ in range(3):
+        assert {request for request, _ in sizes(rig.step())} == {first}
+    rig.driver.run_until_idle()
+    assert [turn.session for turn in rig.driver.finished] == ["a", "big", "small"]
+
+
+def test_dropped_range_and_new_input_are_two_spans_of_one_step() -> None:
+    rig = Rig(CacheConfig(device_chunks=10, host_chunks=0, chunk_tokens=4, swap_watermark=0.0))
+    rig.turn("a", 14, 2)
+    rig.driver.run_until_idle()
+    rig.turn("b", 27, 1)  # takes seven of ten slots: drops a's first chunk
+    rig.driver.run_until_idle()
+    rig.driver.start_turn("a", [1, 2, 3], 1)
+    plan = rig.step()
+    assert [(span.start, span.end) for span in plan.spans] == [(0, 4), (16, 19)]
+    assert [span.sample is not None for span in plan.spans] == [False, True]
+
+
+def test_the_youngest_is_suspended_and_returns_first() -> None:
+    rig = Rig(CacheConfig(device_chunks=8, host_chunks=8, chunk_tokens=4, decode_reserve=0.0))
+    rig.turn("a", 12, 12)
+    rig.step()
+    rig.turn("b", 10, 12)
+    while not rig.engine.stats().suspensions_total:
+        rig.step()
+    rig.turn("c", 2, 2)
+    waiting = [request.session for request in rig.engine._scheduler.waiting]
+    assert waiting == ["b", "c"]
+    before = len(rig.worker.plans)
+    rig.driver.run_until_idle()
+    later = [span.request for plan in rig.worker.plans[before:] for span in plan.spans]
+    assert later.index(2) < later.index(3)
+    assert sorted(turn.session for turn in rig.driver.finished) == ["a", "b", "c"]
+
+
+def ahead_of_time(plan: Plan) -> bool:
+    """Whether a plan saves a chunk whose slot it does not itself give to another."""
+    reused = {copy.dst for copy in plan.swap_in + plan.copies}.union(
+        *(set(t.tolist()) for t in plan.page_tables)
+    )
+    return any(copy.src not in reused for copy in plan.swap_out)
+
+
+@pytest.mark.parametrize("swap_in_first", [True, False])
+def test_swap_out_ahead_of_time_yields_to_swap_in(swap_in_first: bool) -> None:
+    cache = CacheConfig(device_chunks=24, host_chunks=60, chunk_tokens=4, swap_watermark=0.6)
+    rig = Rig(cache, replace(SCHEDULER, swap_in_first=swap_in_first))
+    rig.driver.rng.seed(3)
+    for _ in range(400):
+        rig.driver.act()
+        rig.step() if rig.engine.has_work else None
+    together = [plan for plan in rig.worker.plans if plan.swap_in and ahead_of_time(plan)]
+    assert any(plan.swap_in for plan in rig.worker.plans)
+    assert bool(together) is not swap_in_first
+
+
+def test_the_last_token_is_cached_before_the_next_turn() -> None:
+    rig = Rig()
+    rig.turn("a", 6, 4)
+    rig.driver.run_until_idle()
+    rig.driver.start_turn("a", [7, 8], 1)
+    rig.driver.run_until_idle()
+    usage = rig.driver.finished[-1].usage
+    assert usage is not None
+    assert (usage.gpu_cached_tokens, usage.recomputed_tokens, usage.new_tokens) == (10, 0, 2)
+
+
+def test_stateless_recomputes_all_of_the_history() -> None:
+    rig = Rig(scheduler=replace(SCHEDULER, stateless=True))
+    rig.turn("a", 6, 4)
+    rig.driver.run_until_idle()
+    rig.driver.start_turn("a", [7, 8], 1)
+    rig.driver.run_until_idle()
+    usage = rig.driver.finished[-1].usage
+    assert usage is not None
+    assert (usage.gpu_cached_tokens, usage.recomputed_tokens, usage.new_tokens) == (0, 10, 2)
+    assert rig.engine.stats().device_used == 0
+
+
+def run_one(sampling: Sampling, scheduler: SchedulerConfig = SCHEDULER) -> tuple[FinishReason, int]:
+    """Finish reason and output length of a turn on the context 0 … 9."""
+    rig = Rig(scheduler=scheduler)
+    rig.engine.handle(Submit(1, "a", pack_tokens(range(10)), 10, sampling))
+    for _ in range(100):
+        for event in rig.engine.step():
+            if isinstance(event, Finished):
+                return event.reason, event.usage.output_tokens
+    raise AssertionError("did not finish")
+
+
+def test_finish_reasons() -> None:
+    answer = oracle_tokens(range(10), 60)
+    third = answer[2]
+    assert third not in answer[:2]
+    assert run_one(Sampling(max_output_tokens=5)) == (FinishReason.LENGTH, 5)
+    assert run_one(Sampling(stop_token_ids=(third,))) == (FinishReason.STOP_TOKEN, 3)
+    with_eos = replace(SCHEDULER, eos_token_ids=(third,))
+    assert run_one(Sampling(max_output_tokens=9), with_eos) == (FinishReason.EOS, 3)
+    assert run_one(Sampling(max_output_tokens=9, ignore_eos=True), with_eos) == (FinishReason.LENGTH, 9)
+    assert run_one(Sampling(ignore_eos=True)) == (FinishReason.CONTEXT_FULL, 54)
+
+
+@pytest.mark.parametrize(("count", "refused"), [(63, False), (64, True), (1000, True)])
+def test_a_context_that_can_never_fit_is_refused_at_once(count: int, refused: bool) -> None:
+    rig = Rig()
+    events = rig.engine.handle(Submit(1, "a", pack_tokens(range(count)), count, Sampling()))
+    assert isinstance(events[0], Failed if refused else Progress)
+    if refused:
+        assert events[0].reason == "CONTEXT_LIMIT_EXCEEDED"
+        assert not rig.engine.has_work
+
+
+def test_a_full_queue_refuses() -> None:
+    rig = Rig(scheduler=replace(SCHEDULER, max_queued=2))
+    events = [rig.engine.handle(Submit(n, f"s{n}", pack_tokens([1]), 1, Sampling()))[0] for n in range(3)]
+    assert [isinstance(event, Failed) for event in events] == [False, False, True]
+
+
+def test_progress_names_the_phase() -> None:
+    rig = Rig()
+    rig.engine.handle(Submit(1, "a", pack_tokens(range(20)), 20, Sampling(max_output_tokens=2)))
+    phases = [
+        (event.phase, event.tokens_done)
+        for _ in range(2)
+        for event in rig.engine.step()
+        if isinstance(event, Progress)
+    ]
+    assert phases == [(Phase.PREFILL, 16), (Phase.DECODE, 20)]
+
+
+def test_cancel_leaves_what_was_computed() -> None:
+    rig = Rig()
+    key = rig.turn("a", 20, 5)
+    rig.step()
+    rig.driver.cancel(key, keep=False)
+    assert not rig.engine._scheduler.has_requests
+    rig.engine.check()
+    (residency,) = rig.engine.handle(GetResidency(1, "a"))
+    assert isinstance(residency, Residency)
+    assert residency.device_tokens == 16
