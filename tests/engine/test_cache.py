@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pensieve.config import CacheConfig, PolicyName
 from pensieve.core import SessionKey, TokenArray
 from pensieve.engine.cache.chunk import Place
-from pensieve.engine.cache.index import Give
+from pensieve.engine.cache.index import Give, lowest
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cache.restore import Restore
 from pensieve.engine.cost import CostModel
@@ -226,6 +228,14 @@ def test_evict_frees_idle_sessions_only() -> None:
     cache.check()
     assert cache.residency(SessionKey("a")).known == 0
     assert cache.tiers.device.used == 2
+
+
+@given(st.lists(st.floats(0, 100) | st.just(float("inf")), min_size=1, max_size=2000), st.integers(1, 50))
+def test_lowest_is_a_partial_sort(values: list[float], count: int) -> None:
+    array = np.array(values)
+    found = sorted(array[lowest(array, count)].tolist())
+    assert found[:count] == sorted(values)[:count]
+    assert len(found) == min(count, len(values))
 
 
 def test_many_sessions_keep_their_order_under_a_partial_ranking() -> None:

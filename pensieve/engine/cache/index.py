@@ -12,9 +12,10 @@ import enum
 import heapq
 
 import numpy as np
+import numpy.typing as npt
 
 from pensieve.engine.cache.chunk import CachedSession, Chunk, Place
-from pensieve.engine.cache.policy import Policy
+from pensieve.engine.cache.policy import Floats, Policy
 from pensieve.engine.cost import CostModel
 
 
@@ -39,6 +40,26 @@ def can_give(chunk: Chunk, give: Give) -> bool:
     if give is Give.SAVED_SLOT:
         return place is Place.DEVICE
     return place is Place.HOST
+
+
+SAMPLE_STRIDE = 64
+
+
+def lowest(values: Floats, count: int) -> npt.NDArray[np.intp]:
+    """Indices that include the ``count`` lowest values (all, when there are fewer), in no order.
+
+    A sample gives a cut-off that most likely has ``count`` values below it, so that of a large array only a few are
+    ever ranked; when it has fewer, the whole array is.
+    """
+    if count >= values.size:
+        return np.arange(values.size)
+    sample = values[::SAMPLE_STRIDE]
+    rank = 2 * count // SAMPLE_STRIDE + 4
+    if rank < sample.size:
+        below = np.flatnonzero(values <= np.partition(sample, rank)[rank])
+        if count <= below.size < values.size:
+            return below[np.argpartition(values[below], count - 1)[:count]]
+    return np.argpartition(values, count - 1)[:count]
 
 
 class EvictionIndex:
@@ -101,14 +122,13 @@ class EvictionIndex:
     def round(self, give: Give, now: float, expected: int) -> EvictionRound:
         """Victims in ascending value, as the cache is now. ``expected``: how many will likely be taken."""
         self._refresh()
-        rows = np.flatnonzero(np.isfinite(self._first_cost[give]))
-        values = self.policy.values(
-            self._first_cost[give, rows], self._candidates[give, rows], now - self._last_active[rows]
-        )
-        if 0 < expected < rows.size:
-            lowest = np.argpartition(values, expected - 1)[:expected]
-            rows, values = rows[lowest], values[lowest]
-        return EvictionRound(self, give, now, rows.tolist(), values.tolist())
+        used = len(self._sessions)
+        first_cost = self._first_cost[give, :used]
+        values = self.policy.values(first_cost, self._candidates[give, :used], now - self._last_active[:used])
+        values[np.isinf(first_cost)] = np.inf
+        rows = lowest(values, expected)
+        rows = rows[np.isfinite(values[rows])]
+        return EvictionRound(self, give, now, rows.tolist(), values[rows].tolist())
 
     def session_at(self, row: int) -> CachedSession | None:
         """The session of a row; None when it was forgotten since the round began."""
