@@ -109,8 +109,9 @@ class Engine:
                 self._forget(RequestKey(request))
                 self._scheduler.cancel(RequestKey(request), self._clock())
             case Evict(call, session):
-                freed = self._cache.evict(SessionKey(session) if session else None)
-                return [Evicted(call, freed)]
+                key = SessionKey(session) if session else None
+                self._scheduler.hurry(key, self._clock())
+                return [Evicted(call, self._cache.evict(key))]
             case GetResidency(call, session):
                 tiers = self._cache.residency(SessionKey(session))
                 return [Residency(call, tiers.device, tiers.host, tiers.known)]

@@ -75,15 +75,25 @@ class Scheduler:
         return request
 
     def cancel(self, key: RequestKey, now: float) -> bool:
-        """Take a request out at once; False when it is not known (any more). What it computed stays cached."""
-        request = self._by_key.pop(key, None)
-        if request is None:
+        """Take a request out at once; False when it is not known (any more). What it computed stays cached.
+
+        A finished request is no longer anybody's to cancel: it leaves when its last token is cached.
+        """
+        request = self._by_key.get(key)
+        if request is None or request.finished is not None:
             return False
+        del self._by_key[key]
         if request in self.running:
             self._leave(request, now)
         else:
             self.waiting.remove(request)
         return True
+
+    def hurry(self, session: SessionKey | None, now: float) -> None:
+        """Let finished requests (of one session, or all) go without caching their last token."""
+        for request in list(self.running):
+            if request.finished is not None and session in (None, request.session):
+                self._leave(request, now)
 
     @property
     def has_requests(self) -> bool:

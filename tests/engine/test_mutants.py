@@ -12,7 +12,7 @@ from pensieve.core import SessionKey
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.plan import StepWorker
 from support.engine_driver import Clock, Driver, make_engine
-from support.hash_worker import VOCABULARY, HashWorker, oracle_tokens
+from support.hash_worker import VOCABULARY, HashWorker, verify_tokens
 from support.mutants import PLAN_MUTANTS, MutantWorker, SwapOutLastWorker
 
 CACHE = CacheConfig(device_chunks=12, host_chunks=10, chunk_tokens=4)
@@ -26,7 +26,7 @@ def caught(wrap: Callable[[StepWorker], StepWorker], seeds: int = 12) -> bool:
         clock = Clock()
         worker = wrap(HashWorker(CACHE.device_chunks, CACHE.host_chunks, CACHE.chunk_tokens))
         engine = make_engine(CACHE, SCHEDULER, worker, clock)
-        driver = Driver(engine, clock, rng, oracle_tokens, VOCABULARY, SCHEDULER.context_limit)
+        driver = Driver(engine, clock, rng, verify_tokens, VOCABULARY, SCHEDULER.context_limit)
         try:
             for _ in range(100):
                 driver.act()

@@ -8,7 +8,7 @@ import pytest
 
 from pensieve.config import CacheConfig, PolicyName, SchedulerConfig
 from support.engine_driver import Clock, Driver, make_engine
-from support.hash_worker import VOCABULARY, HashWorker, oracle_tokens
+from support.hash_worker import VOCABULARY, HashWorker, verify_tokens
 
 POLICIES: tuple[PolicyName, ...] = ("retention", "lru", "trailing-half", "whole-session")
 
@@ -46,7 +46,7 @@ def test_answers_equal_a_stateless_run(block: int) -> None:
         worker = HashWorker(cache.device_chunks, cache.host_chunks, cache.chunk_tokens)
         engine = make_engine(cache, scheduler, worker, clock)
         limit = min(scheduler.context_limit, cache.device_chunks * cache.chunk_tokens)
-        driver = Driver(engine, clock, rng, oracle_tokens, VOCABULARY, limit)
+        driver = Driver(engine, clock, rng, verify_tokens, VOCABULARY, limit)
         for _ in range(120):
             driver.act()
             for _ in range(rng.randrange(4)):

@@ -10,10 +10,20 @@ import pytest
 from pensieve.config import CacheConfig, SchedulerConfig
 from pensieve.core import FinishReason, Phase, Sampling, pack_tokens
 from pensieve.engine.engine import Engine
-from pensieve.engine.messages import Failed, Finished, GetResidency, Progress, Residency, Submit
+from pensieve.engine.messages import (
+    Cancel,
+    Evict,
+    Evicted,
+    Failed,
+    Finished,
+    GetResidency,
+    Progress,
+    Residency,
+    Submit,
+)
 from pensieve.engine.plan import Plan
 from support.engine_driver import Clock, Driver, make_engine
-from support.hash_worker import VOCABULARY, HashWorker, oracle_tokens
+from support.hash_worker import VOCABULARY, HashWorker, oracle_tokens, verify_tokens
 
 CACHE = CacheConfig(device_chunks=16, host_chunks=16, chunk_tokens=4, swap_watermark=0.0)
 SCHEDULER = SchedulerConfig(context_limit=64, max_batch_tokens=16, max_running=8)
@@ -27,7 +37,7 @@ class Rig:
         self.worker = HashWorker(cache.device_chunks, cache.host_chunks, cache.chunk_tokens)
         self.engine: Engine = make_engine(cache, scheduler, self.worker, self.clock)
         limit = min(scheduler.context_limit, cache.device_chunks * cache.chunk_tokens)
-        self.driver = Driver(self.engine, self.clock, random.Random(0), oracle_tokens, VOCABULARY, limit)
+        self.driver = Driver(self.engine, self.clock, random.Random(0), verify_tokens, VOCABULARY, limit)
 
     def turn(self, session: str, count: int, want: int) -> int:
         key = self.driver.start_turn(session, list(range(count)), want)
@@ -147,6 +157,37 @@ def test_the_last_token_is_cached_before_the_next_turn() -> None:
     usage = rig.driver.finished[-1].usage
     assert usage is not None
     assert (usage.gpu_cached_tokens, usage.recomputed_tokens, usage.new_tokens) == (10, 0, 2)
+
+
+def finish_without_a_further_step(rig: Rig) -> int:
+    """A turn that has just finished; its last token is not cached yet."""
+    key = rig.turn("a", 6, 4)
+    while not rig.driver.finished:
+        rig.step()
+    assert rig.engine.has_work
+    return key
+
+
+def test_a_late_cancel_does_not_cost_the_last_token() -> None:
+    rig = Rig()
+    key = finish_without_a_further_step(rig)
+    rig.engine.handle(Cancel(key))
+    rig.driver.run_until_idle()
+    rig.driver.start_turn("a", [7], 1)
+    rig.driver.run_until_idle()
+    usage = rig.driver.finished[-1].usage
+    assert usage is not None
+    assert usage.recomputed_tokens == 0
+
+
+@pytest.mark.parametrize("session", ["a", ""])
+def test_evict_leaves_nothing_of_a_session_that_has_just_finished(session: str) -> None:
+    rig = Rig()
+    finish_without_a_further_step(rig)
+    (evicted,) = rig.engine.handle(Evict(1, session))
+    assert isinstance(evicted, Evicted)
+    assert evicted.tokens == 9
+    assert rig.engine.stats().device_used == 0
 
 
 def test_stateless_recomputes_all_of_the_history() -> None:

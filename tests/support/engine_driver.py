@@ -41,7 +41,8 @@ class Turn:
     failed: str | None = None
 
 
-Oracle = Callable[[Sequence[int], int], list[int]]
+Verify = Callable[[Sequence[int], Sequence[int]], None]
+"""(context, output): raises AssertionError unless a stateless run over the context gives that output."""
 
 
 def make_engine(
@@ -65,12 +66,12 @@ class Driver:
     """Random sessions against one engine. Histories are kept here, as the front end would keep them."""
 
     def __init__(
-        self, engine: Engine, clock: Clock, rng: random.Random, oracle: Oracle, vocabulary: int, limit: int
+        self, engine: Engine, clock: Clock, rng: random.Random, verify: Verify, vocabulary: int, limit: int
     ) -> None:
         self.engine = engine
         self.clock = clock
         self.rng = rng
-        self.oracle = oracle
+        self.verify = verify
         self.vocabulary = vocabulary
         self.limit = limit
         self.history: dict[str, list[int]] = {}
@@ -159,6 +160,8 @@ class Driver:
                     self.turns.pop(request).failed = reason
 
     def _verify(self, turn: Turn) -> None:
-        expected = self.oracle(turn.context, len(turn.output))
-        where = f"{turn.session} after {len(turn.context)} tokens"
-        assert turn.output == expected, f"{where}: {turn.output} is not {expected}"
+        try:
+            self.verify(turn.context, turn.output)
+        except AssertionError as error:
+            error.add_note(f"session {turn.session}, {turn.num_new} of {len(turn.context)} tokens new")
+            raise

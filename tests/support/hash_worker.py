@@ -54,6 +54,11 @@ def oracle_tokens(context: Sequence[int], count: int) -> list[int]:
     return output
 
 
+def verify_tokens(context: Sequence[int], output: Sequence[int]) -> None:
+    """Raise AssertionError unless ``output`` is what a stateless run over ``context`` gives."""
+    assert list(output) == oracle_tokens(context, len(output))
+
+
 class HashWorker:
     """Executes plans on two pools of hashes [chunks, chunk_tokens]."""
 
