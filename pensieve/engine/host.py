@@ -28,7 +28,7 @@ from pensieve.engine.messages import Command, Report
 from pensieve.errors import PensieveError
 from pensieve.logs import configure_logging
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("pensieve.engine.host")  # Also when this module is __main__.
 
 LAST_WORDS: Final = "engine: "
 """Begins the last line on stderr of an engine that failed."""
@@ -61,7 +61,7 @@ def load_builder(dotted: str) -> Builder:
 
 
 def _die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the front end dies, however stuck it is. Linux only; elsewhere EOF does it."""
+    """Have the kernel kill this process when the front end dies, however stuck it is. Other systems: EOF."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)

@@ -1,0 +1,5 @@
+"""``python -m pensieve`` is the ``pensieve`` command."""
+
+from pensieve.cli import main
+
+main()

@@ -1,0 +1,233 @@
+"""Executes plans: the only owner of KV memory and weights. Decides nothing.
+
+The order inside a step is that of ``pensieve.engine.plan``. What differs between a CPU and a GPU is the set of
+kernels and what ``LayerTransfers.wait`` waits for; the step is the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from pensieve.config import EngineOptions, parse_cache_size
+from pensieve.engine.plan import Plan, Sampled, StepResult
+from pensieve.engine.sampler import sample
+from pensieve.engine.step_batch import StepBatch, make_batch
+from pensieve.engine.transfer import ChunkCopy, KvPools, LayerTransfers
+from pensieve.kernels import reference
+from pensieve.kernels.span_table import SpanTable
+from pensieve.model.arch import Arch, load_arch
+from pensieve.model.transformer import Transformer
+from pensieve.model.weights import load_weights
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker has to work with."""
+
+    device: str
+    dtype: str
+    device_chunks: int
+    host_chunks: int
+    chunk_tokens: int
+    context_limit: int
+
+
+class Worker(Protocol):
+    """A worker with its model; the engine's own view of it is ``pensieve.engine.plan.StepWorker``."""
+
+    @property
+    def arch(self) -> Arch: ...
+
+    @property
+    def info(self) -> WorkerInfo: ...
+
+    def run(self, plan: Plan) -> StepResult:
+        """Execute one plan, in the order that ``pensieve.engine.plan`` fixes."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back; the worker is of no use afterwards."""
+        ...
+
+
+class AttentionOp(Protocol):
+    """See ``pensieve.kernels.reference.ragged_paged_attention``."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        kv_pool_of_layer: torch.Tensor,
+        spans: SpanTable,
+        page_tables: torch.Tensor,
+        *,
+        scale: float,
+    ) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The operations that have one implementation per kind of device."""
+
+    attention: AttentionOp
+    kv_write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+    chunk_copy: ChunkCopy
+
+
+REFERENCE = Kernels(reference.ragged_paged_attention, reference.kv_write, reference.chunk_copy)
+
+
+class TorchWorker:
+    """A worker in one process on one device."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        info: WorkerInfo,
+        *,
+        kernels: Kernels = REFERENCE,
+        pipelined_swap_in: bool = True,
+    ) -> None:
+        """Allocates both pools. Raises ValueError when there is not that much memory."""
+        self.arch = model.arch
+        self.info = info
+        self._model = model
+        self._kernels = kernels
+        self._pipelined = pipelined_swap_in
+        self._device = torch.device(info.device)
+        try:
+            self._pools = KvPools(
+                model.arch,
+                device_chunks=info.device_chunks,
+                host_chunks=info.host_chunks,
+                chunk_tokens=info.chunk_tokens,
+                dtype=DTYPES[info.dtype],
+                device=self._device,
+                chunk_copy=kernels.chunk_copy,
+            )
+        except RuntimeError as error:  # torch has no narrower class for this on a CPU
+            raise ValueError(
+                f"no memory for {info.device_chunks} device and {info.host_chunks} host chunks of "
+                f"{info.chunk_tokens} tokens: give smaller cache sizes"
+            ) from error
+
+    @property
+    def pools(self) -> KvPools:
+        """For tests and tools; only ``run`` writes them."""
+        return self._pools
+
+    @torch.inference_mode()
+    def run(self, plan: Plan) -> StepResult:
+        """See ``Worker.run``."""
+        started = time.perf_counter()
+        self._pools.swap_out(plan.swap_out)
+        swapped_out = time.perf_counter()
+        self._pools.copy_on_device(plan.copies)
+        swap_in = self._pools.swap_in(plan.swap_in, pipelined=self._pipelined)
+        timings: dict[str, float] = {}
+        sampled = self._compute(plan, swap_in, timings) if plan.spans else ()
+        swap_in.finish()
+        return StepResult(
+            sampled=sampled,
+            swap_in_bytes=len(plan.swap_in) * self._pools.chunk_bytes,
+            swap_out_bytes=len(plan.swap_out) * self._pools.chunk_bytes,
+            swap_in_seconds=swap_in.seconds,
+            swap_out_seconds=swapped_out - started if plan.swap_out else 0.0,
+            timings=timings,
+        )
+
+    def close(self) -> None:
+        """See ``Worker.close``."""
+        del self._pools, self._model
+
+    def _compute(self, plan: Plan, swap_in: LayerTransfers, timings: dict[str, float]) -> tuple[Sampled, ...]:
+        started = time.perf_counter()
+        batch = make_batch(
+            plan,
+            page_tokens=self.info.chunk_tokens,
+            padding_page=self._pools.padding_page,
+            device=self._device,
+        )
+        attention = _StepAttention(self._pools, self._kernels, batch, swap_in, self.arch.attention_scale)
+        prepared = time.perf_counter()
+        logits = self._model.forward(batch.tokens, batch.positions, attention, batch.sample_rows)
+        computed = time.perf_counter()
+        asked = [(span.request, span.sample) for span in plan.spans if span.sample is not None]
+        chosen = sample(logits, [spec for _, spec in asked])
+        timings |= {
+            "prepare": prepared - started,
+            "model": computed - prepared,
+            "attention": attention.seconds,
+            "sample": time.perf_counter() - computed,
+        }
+        return tuple(
+            Sampled(request, token, logprob)
+            for (request, _), (token, logprob) in zip(asked, chosen, strict=True)
+        )
+
+
+class _StepAttention:
+    """Attention of one step over the paged pool (``pensieve.model.transformer.Attend``)."""
+
+    def __init__(
+        self, pools: KvPools, kernels: Kernels, batch: StepBatch, swap_in: LayerTransfers, scale: float
+    ) -> None:
+        self.pools, self.kernels, self.batch, self.swap_in, self.scale = pools, kernels, batch, swap_in, scale
+        self.seconds = 0.0
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        # Before the write, not only before the read: a swapped-in page may be the one that is appended to.
+        self.swap_in.wait(layer)
+        started = time.perf_counter()
+        pool, batch = self.pools.device[layer], self.batch
+        self.kernels.kv_write(pool, k, v, batch.slots)
+        out = self.kernels.attention(q, pool, batch.spans, batch.page_tables, scale=self.scale)
+        self.seconds += time.perf_counter() - started
+        return out
+
+
+def build_worker(options: EngineOptions) -> TorchWorker:
+    """A worker for the model and sizes of ``options``.
+
+    Raises ModelError when the model cannot be served, ValueError when an option cannot be followed here.
+    """
+    if options.torch_threads:
+        torch.set_num_threads(options.torch_threads)
+    folder = Path(options.model)
+    arch = load_arch(folder)
+    info = worker_info(options, arch)
+    weights = load_weights(folder, arch, dtype=DTYPES[info.dtype], device=info.device)
+    return TorchWorker(Transformer(arch, weights), info, pipelined_swap_in=options.pipelined_swap_in)
+
+
+def worker_info(options: EngineOptions, arch: Arch) -> WorkerInfo:
+    """What ``options`` come to on this machine. Raises ValueError."""
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda: torch sees no CUDA device here (try `pensieve doctor`)")
+    dtype = options.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    if options.chunk_tokens < 1:
+        raise ValueError(f"chunk tokens {options.chunk_tokens}: at least 1")
+    per_token = arch.kv_bytes_per_token(dtype)
+    device_chunks = parse_cache_size(options.device_cache, per_token) // options.chunk_tokens
+    host_chunks = parse_cache_size(options.host_cache, per_token) // options.chunk_tokens
+    if device_chunks < 1:
+        raise ValueError(
+            f"device cache {options.device_cache}: less than one chunk, which is {options.chunk_tokens} tokens or "
+            f"{per_token * options.chunk_tokens} bytes"
+        )
+    limit = options.context_limit or arch.context_limit
+    if limit > arch.context_limit:
+        raise ValueError(f"context limit {limit}: this model takes at most {arch.context_limit} tokens")
+    return WorkerInfo(device, dtype, device_chunks, host_chunks, options.chunk_tokens, limit)

@@ -1,0 +1,60 @@
+"""Logging of both processes: to stderr, as text or as one JSON object per line.
+
+Configured once, before any channel or server exists, and never again (grpcio can deadlock on a later reconfiguration).
+Log ids, counts and durations; never prompts, outputs or credentials. Fields go into ``extra={"turn": …}``.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Any, Final
+
+import msgspec
+
+_STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_encoder = msgspec.json.Encoder(enc_hook=str)
+
+
+def _extras(record: logging.LogRecord) -> dict[str, Any]:
+    return {name: value for name, value in vars(record).items() if name not in _STANDARD}
+
+
+class TextFormatter(logging.Formatter):
+    """``2026-01-31T12:00:00.123Z INFO pensieve.server.app: text key=value``, UTC."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = "".join(f" {name}={value}" for name, value in _extras(record).items())
+        line = f"{_timestamp(record)} {record.levelname} {record.name}: {record.getMessage()}{fields}"
+        return line + (f"\n{self.formatException(record.exc_info)}" if record.exc_info else "")
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line: time, level, logger, message, the record's extra fields, exception."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, Any] = {
+            "time": _timestamp(record),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_extras(record),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return _encoder.encode(entry).decode()
+
+
+def _timestamp(record: logging.LogRecord) -> str:
+    seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+    return f"{seconds}.{int(record.msecs):03d}Z"
+
+
+def configure_logging(*, level: str = "INFO", json_lines: bool = False) -> None:
+    """Install the one handler of this process. Raises ValueError on an unknown level."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if json_lines else TextFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())

@@ -1,0 +1,117 @@
+"""gRPC servers as this project runs them: options, binding, TLS. Why each option is there: api.md a.5."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import grpc
+from grpc import aio
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+
+log = logging.getLogger(__name__)
+
+MAX_RECEIVE_BYTES: Final = 4 * 1024 * 1024
+SERVER_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
+    # By default a second server binds the same port without an error and takes half of the calls.
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
+    ("grpc.max_concurrent_streams", 256),
+    # A dead peer is noticed after keepalive time + ping timeout; without the last one, after a minute more.
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
+    # What clients may do: the SDK pings every 30 s.
+    ("grpc.http2.min_ping_interval_without_data_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Connections move on now and then, so that load spreads over replicas again.
+    ("grpc.max_connection_idle_ms", 900_000),
+    ("grpc.max_connection_age_ms", 1_800_000),
+    ("grpc.max_connection_age_grace_ms", 600_000),
+)
+
+
+class BindError(Exception):
+    """A port cannot be listened on; the text is for the operator."""
+
+
+def make_server(interceptors: Sequence[aio.ServerInterceptor]) -> aio.Server:
+    """A server with this project's options, not yet bound."""
+    return aio.server(interceptors=tuple(interceptors), options=SERVER_OPTIONS)
+
+
+def add_health_and_reflection(
+    server: aio.Server, servicer: health_aio.HealthServicer, services: Sequence[str]
+) -> None:
+    """Serve ``grpc.health.v1`` and describe ``services``, health and reflection themselves."""
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    names = (*services, "grpc.health.v1.Health", reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+
+
+def bind(server: aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
+    """Listen on ``HOST:PORT``; the port, found by the system when it was 0. Raises BindError."""
+    _check_free(address)
+    try:
+        if credentials is None:
+            port: int = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise BindError(f"cannot listen on {address}: {error}") from error
+    if port == 0:
+        raise BindError(f"cannot listen on {address}")
+    return port
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host (without brackets) and port of ``HOST:PORT``. Raises ValueError."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _check_free(address: str) -> None:
+    """grpc says only that binding failed; the system says why. Raises BindError."""
+    host, port = split_address(address)
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+            probe.listen()
+    except OSError as error:
+        raise BindError(f"cannot listen on {address}: {error.strerror or error}") from error
+
+
+def tls_credentials(cert: Path, key: Path) -> grpc.ServerCredentials:
+    """TLS with these PEM files; a renewed certificate is used from the next connection on. Raises OSError."""
+
+    def stamp() -> tuple[int, int]:
+        return cert.stat().st_mtime_ns, key.stat().st_mtime_ns
+
+    def load() -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(key.read_bytes(), cert.read_bytes())])
+
+    known = stamp()
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal known
+        try:
+            now = stamp()
+            if now == known:
+                return None
+            configuration = load()
+        except OSError as error:
+            log.error("certificate not read again, the one in force stays: %s", error)
+            return None
+        known = now
+        return configuration
+
+    return grpc.dynamic_ssl_server_credentials(load(), renewed, require_client_authentication=False)

@@ -1,0 +1,169 @@
+"""The link to an engine in a process of its own, and its supervision.
+
+An engine that dies, breaks the protocol or makes no progress is replaced: its generations end with ENGINE_RESTARTING,
+the state is RESTARTING at once, and a new process is started, after a growing pause when it fails again and again.
+Nothing needs to be told to the new engine: every ``Submit`` carries its whole context.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Final
+
+from pensieve.config import EngineOptions
+from pensieve.engine.frames import FrameError
+from pensieve.engine.host import DEFAULT_BUILDER
+from pensieve.engine.messages import Command, Stop
+from pensieve.errors import Internal, PensieveError
+from pensieve.server.engine_link import LinkState
+from pensieve.server.links._base import DEFAULT_STALL_LIMIT_S, BaseLink, restarting
+from pensieve.server.links._generations import GenerationObserver
+from pensieve.server.links._process import EngineProcess, HostCommand
+
+log = logging.getLogger(__name__)
+
+FIRST_RESTART_DELAY_S: Final = 0.2
+LONGEST_RESTART_DELAY_S: Final = 30.0
+GOOD_LIFE_S: Final = 60.0
+"""An engine that served this long was fine: the next restart is prompt again."""
+STOP_PATIENCE_S: Final = 5.0
+
+
+class EngineStartError(Exception):
+    """An engine process ended before it was ready; the text is its last words."""
+
+
+class ProcessLink(BaseLink):
+    """``EngineLink`` to a supervised engine process."""
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        *,
+        builder: str = DEFAULT_BUILDER,
+        observer: GenerationObserver | None = None,
+        stall_limit_s: float = DEFAULT_STALL_LIMIT_S,
+        log_level: str = "INFO",
+        log_json: bool = False,
+    ) -> None:
+        super().__init__(observer, stall_limit_s)
+        self._command = HostCommand(options=options, builder=builder, log_level=log_level, log_json=log_json)
+        self._process: EngineProcess | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine process, if there is one."""
+        return self._process.pid if self._process is not None else None
+
+    async def start(self) -> None:
+        try:
+            await self._bring_up(first=True)
+        except EngineStartError as error:
+            raise Internal(f"the engine did not start: {error}", reason="ENGINE_FAILED") from error
+        self._supervisor = asyncio.create_task(self._supervise(), name="engine supervisor")
+
+    async def stop(self) -> None:
+        await self._end()
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is None:
+            return
+        if self._process is None:
+            supervisor.cancel()  # In a pause or a start-up, which cleans up after itself.
+        else:
+            self._ask_to_stop(self._process)
+            await asyncio.wait({supervisor}, timeout=STOP_PATIENCE_S)
+            if not supervisor.done():
+                log.error("the engine did not stop within %.0f s: killing it", STOP_PATIENCE_S)
+                self._kill()
+        with contextlib.suppress(asyncio.CancelledError):
+            await supervisor
+
+    def _send(self, command: Command) -> None:
+        if self._process is None:
+            raise restarting()
+        self._process.send(command)
+
+    def _on_stall(self) -> None:
+        log.error("the engine has made no progress for %.0f s: killing it", self._watchdog.limit_s)
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+    @staticmethod
+    def _ask_to_stop(process: EngineProcess) -> None:
+        try:
+            process.send(Stop())
+        except PensieveError:
+            process.kill()  # So much waits to be taken that it has not read for a long time.
+
+    async def _bring_up(self, *, first: bool) -> None:
+        """Spawn an engine and wait, as long as it lives, for its first report. Raises EngineStartError."""
+        try:
+            process = await EngineProcess.spawn(self._command, failpoints=first)
+        except OSError as error:
+            raise EngineStartError(f"cannot start a process: {error}") from error
+        report = None
+        try:
+            report = await process.receive()
+        except FrameError as error:
+            log.error("the engine broke the protocol: %s", error)
+        finally:
+            if report is None:
+                # Also when this task is cancelled in the middle of a long start: leave no process behind.
+                process.kill()
+                status = await process.wait(STOP_PATIENCE_S)
+        if report is None:
+            raise EngineStartError(process.last_words(status))
+        self._process = process
+        self._receive(report)
+        self._engine_up()
+
+    async def _supervise(self) -> None:
+        loop = asyncio.get_running_loop()
+        delay = FIRST_RESTART_DELAY_S
+        while True:
+            began = loop.time()
+            await self._serve()
+            if self._state is LinkState.STOPPED:
+                return
+            if loop.time() - began > GOOD_LIFE_S:
+                delay = FIRST_RESTART_DELAY_S
+            while self._process is None:
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, LONGEST_RESTART_DELAY_S)
+                try:
+                    await self._bring_up(first=False)
+                except EngineStartError as error:
+                    log.error("the engine did not start again: %s", error)
+            self.restarts_total += 1
+            log.warning("the engine is back", extra={"restarts": self.restarts_total, "pid": self.pid})
+
+    async def _serve(self) -> None:
+        """Deal out reports until this engine is gone; then nothing of it is left."""
+        process = self._process
+        assert process is not None
+        try:
+            while (report := await process.receive()) is not None:
+                if self._state is LinkState.SERVING:
+                    self._receive(report)
+        except FrameError as error:
+            log.error("the engine broke the protocol: %s", error)
+            process.kill()
+        except Exception:
+            # A bug of ours in dealing a report: who gets what is unknown now, so it ends like an engine's death.
+            log.exception("a report could not be dealt out")
+            process.kill()
+        finally:
+            # Callers are told first: the process may take a while to be gone.
+            self._process = None
+            stopping = self._state is LinkState.STOPPED
+            if not stopping:
+                self._engine_lost()
+            status = await process.wait(STOP_PATIENCE_S)
+        if not stopping:
+            log.error("the engine is gone: %s", process.last_words(status), extra={"status": status})

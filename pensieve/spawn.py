@@ -1,0 +1,130 @@
+"""A server of one's own: start ``pensieve serve`` in a child process, talk to it, stop it.
+
+Used by chat, demo, benchmarks and tests. Imports neither torch nor grpc.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from types import TracebackType
+from typing import Self
+from urllib.request import urlopen
+
+from pensieve.debug import child_environment
+
+READY = re.compile(r"ready grpc=(?P<grpc>\S+) admin=(?P<admin>\S+)")
+STOP_GRACE_S = 60.0
+
+
+class SpawnError(RuntimeError):
+    """The server did not come up; the message has its last words."""
+
+
+class ServerProcess:
+    """A running ``pensieve serve``. Leaving the ``with`` block sends SIGTERM and waits for the drain."""
+
+    def __init__(
+        self,
+        *arguments: str,
+        environment: dict[str, str] | None = None,
+        start_timeout_s: float = 120.0,
+        listen: str = "127.0.0.1:0",
+    ) -> None:
+        command = [sys.executable, "-P", "-m", "pensieve", "serve", "--listen", listen, *arguments]
+        self._log: deque[str] = deque(maxlen=200)
+        self._process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            env={**child_environment(failpoints=False), **(environment or {})},
+            start_new_session=True,  # Ctrl-C in the terminal is for the program that owns this server
+        )
+        self._drain = threading.Thread(target=self._read_log, daemon=True)
+        self._drain.start()
+        try:
+            match = READY.fullmatch(self._first_line(start_timeout_s))
+        except BaseException:
+            self.kill()
+            raise
+        if match is None:
+            self.kill()
+            raise SpawnError(f"the server did not start:\n{self.log}")
+        self.target: str = match["grpc"]
+        """HOST:PORT of the gRPC service."""
+        self.admin: str = match["admin"]
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def log(self) -> str:
+        """The end of what the server wrote to stderr."""
+        return "\n".join(self._log)
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of a Prometheus metric's samples that carry these labels; 0 when there are none."""
+        with urlopen(f"http://{self.admin}/metrics", timeout=10) as response:
+            text = response.read().decode()
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        total = 0.0
+        for line in text.splitlines():
+            head, _, value = line.rpartition(" ")
+            if head.split("{")[0] == name and all(label in head for label in wanted):
+                total += float(value)
+        return total
+
+    def stop(self) -> int:
+        """SIGTERM, wait for the drain; the exit status. Kills a server that outstays ``STOP_GRACE_S``."""
+        if self.running:
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            status = self._process.wait(STOP_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise SpawnError(f"the server did not stop within {STOP_GRACE_S:.0f} s:\n{self.log}") from None
+        self._drain.join(5)
+        return status
+
+    def kill(self) -> None:
+        """SIGKILL: what a power cut looks like to this process. Its engine goes with it."""
+        if self.running:
+            self._process.kill()
+        self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _first_line(self, timeout_s: float) -> str:
+        assert self._process.stdout is not None
+        timer = threading.Timer(timeout_s, self._process.kill)
+        timer.start()
+        try:
+            line = self._process.stdout.readline().strip()
+        finally:
+            timer.cancel()
+        if not line:
+            self._process.wait()
+            self._drain.join(5)
+        return line
+
+    def _read_log(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._log.append(line.rstrip("\n"))

@@ -1,0 +1,169 @@
+"""One port, two protocols; limits of the HTTP side; metrics as scraped."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+from prometheus_client.parser import text_string_to_metric_families
+
+from pensieve.core import Usage
+from pensieve.engine.messages import Stats
+from pensieve.server import admin_port
+from pensieve.server.admin_port import AdminPort
+from pensieve.server.engine_link import LinkState
+from pensieve.server.metrics import ENGINE_METRICS, Metrics
+
+
+class Engine:
+    state = LinkState.SERVING
+    stats = Stats(
+        gpu_cached_total=1,
+        swapped_in_total=2,
+        recomputed_total=3,
+        new_total=4,
+        device_free=5,
+        device_reclaimable=6,
+        device_used=7,
+        host_free=8,
+        host_used=9,
+        swap_in_bytes_total=1000,
+        swap_in_seconds_total=0.5,
+        steps_total=11,
+        last_batch_tokens=12,
+    )
+    restarts_total = 2
+
+
+class Setup:
+    def __init__(self, folder: Path) -> None:
+        self.metrics = Metrics()
+        self.metrics.watch_engine(Engine())
+        self.problem = ""
+        self.socket = folder / "grpc"
+        self.port = AdminPort(self.metrics.registry, lambda: self.problem, self.socket)
+        self.number = 0
+
+    async def http(self, request: bytes) -> tuple[int, str]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.number)
+        writer.write(request)
+        answer = (await asyncio.wait_for(reader.read(), 20)).decode()
+        writer.close()
+        head, _, body = answer.partition("\r\n\r\n")
+        return (int(head.split()[1]) if head else 0), body
+
+    async def get(self, path: str) -> tuple[int, str]:
+        return await self.http(f"GET {path} HTTP/1.1\r\nHost: x\r\nAccept: */*\r\n\r\n".encode())
+
+
+@pytest.fixture
+async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
+    made = Setup(tmp_path)
+    made.number = await made.port.start("127.0.0.1", 0)
+    yield made
+    await made.port.close()
+
+
+async def serve_health(socket: Path) -> aio.Server:
+    server = aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(health_aio.HealthServicer(), server)
+    server.add_insecure_port(f"unix:{socket}")
+    await server.start()
+    return server
+
+
+async def test_grpc_and_http_share_the_port(setup: Setup) -> None:
+    server = await serve_health(setup.socket)
+    async with aio.insecure_channel(f"127.0.0.1:{setup.number}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        calls = [stub.Check(health_pb2.HealthCheckRequest(), timeout=10) for _ in range(20)]
+        answers = await asyncio.gather(*calls, setup.get("/healthz"), setup.get("/metrics"))
+        assert {answer.status for answer in answers[:20]} == {health_pb2.HealthCheckResponse.SERVING}
+        assert answers[20] == (200, "ok\n")
+        assert answers[21][0] == 200
+        stream = stub.Watch(health_pb2.HealthCheckRequest())
+        assert (await stream.read()).status == health_pb2.HealthCheckResponse.SERVING
+        stream.cancel()
+    await server.stop(None)
+
+
+async def test_http_answers_while_grpc_is_not_up_yet(setup: Setup) -> None:
+    setup.problem = "engine starting"
+    assert await setup.get("/healthz") == (200, "ok\n")
+    assert await setup.get("/readyz") == (503, "engine starting\n")
+    setup.problem = ""
+    assert await setup.get("/readyz") == (200, "ok\n")
+    async with aio.insecure_channel(f"127.0.0.1:{setup.number}") as channel:
+        with pytest.raises(aio.AioRpcError) as caught:
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+        assert caught.value.code().name == "UNAVAILABLE"
+
+
+async def test_other_requests_are_refused(setup: Setup) -> None:
+    assert (await setup.get("/"))[0] == 404
+    assert (await setup.get("/metrics/../etc"))[0] == 404
+    assert (await setup.http(b"POST /metrics HTTP/1.1\r\n\r\n"))[0] == 405
+    assert await setup.http(b"HEAD /healthz HTTP/1.0\r\n\r\n") == (200, "")
+    assert (await setup.http(b"\x00\xff\x16\x03\r\n\r\n"))[0] == 405
+
+
+async def test_heads_without_end_are_cut_off(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await setup.http(b"G" * 100_000) == (0, "")
+    assert await setup.http(b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 10_000) == (0, "")
+    monkeypatch.setattr(admin_port, "_HEAD_TIMEOUT_S", 0.05)
+    assert await setup.http(b"GET /healthz") == (0, "")
+    assert (await setup.get("/healthz"))[0] == 200
+
+
+async def test_metrics_names_labels_and_values(setup: Setup) -> None:
+    setup.metrics.first_token(0.3, Usage())
+    setup.metrics.first_token(0.1, Usage(swapped_in_tokens=32))
+    setup.metrics.next_tokens(0.2, 4)
+    setup.metrics.ended("length")
+    setup.metrics.turn_ended("committed")
+    setup.metrics.store_error()
+    status, text = await setup.get("/metrics")
+    assert status == 200
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    samples = {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in families.values()
+        for sample in family.samples
+    }
+    assert all(name.startswith("pensieve_") for name in families)
+    assert all(family.documentation for family in families.values())
+    for metric in ENGINE_METRICS:
+        assert metric.name.removesuffix("_total") in families
+    tokens = [
+        samples["pensieve_context_tokens_total", source] for source in ("device", "host", "recomputed", "new")
+    ]
+    assert tokens == [1, 2, 3, 4]
+    assert samples["pensieve_cache_tokens", "device", "reclaimable"] == 6
+    assert samples["pensieve_cache_tokens", "host", "used"] == 9
+    assert samples["pensieve_swap_bytes_per_second", "in"] == 2000
+    assert samples["pensieve_swap_bytes_per_second", "out"] == 0
+    assert samples["pensieve_batch_tokens",] == 12
+    assert samples["pensieve_engine_restarts_total",] == 2
+    assert samples["pensieve_engine_up",] == 1
+    assert samples["pensieve_time_to_first_token_seconds_count", "cold"] == 1
+    assert samples["pensieve_time_to_first_token_seconds_sum", "warm"] == 0.1
+    assert samples["pensieve_inter_token_seconds_count",] == 4
+    assert samples["pensieve_inter_token_seconds_sum",] == pytest.approx(0.2)
+    assert samples["pensieve_generations_total", "length"] == 1
+    assert samples["pensieve_turns_total", "committed"] == 1
+    assert samples["pensieve_store_errors_total",] == 1
+    labels = {name for family in families.values() for sample in family.samples for name in sample.labels}
+    assert not labels & {"tenant", "session", "request"}
+
+
+async def test_close_drops_open_connections(setup: Setup) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", setup.number)
+    assert (await setup.get("/healthz"))[0] == 200
+    await setup.port.close()
+    assert await asyncio.wait_for(reader.read(), 10) == b""
+    writer.close()

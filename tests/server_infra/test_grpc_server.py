@@ -1,0 +1,106 @@
+"""Binding and TLS of the gRPC servers."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+
+from pensieve.server.grpc_server import (
+    SERVER_OPTIONS,
+    BindError,
+    add_health_and_reflection,
+    bind,
+    make_server,
+    split_address,
+    tls_credentials,
+)
+
+
+def serving() -> aio.Server:
+    server = make_server([])
+    add_health_and_reflection(server, health_aio.HealthServicer(), [])
+    return server
+
+
+async def test_a_port_is_taken_once() -> None:
+    first, second = serving(), serving()
+    port = bind(first, "127.0.0.1:0", None)
+    assert port > 0
+    with pytest.raises(BindError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+        bind(second, f"127.0.0.1:{port}", None)
+    await first.start()
+    with pytest.raises(BindError, match="Address already in use"):
+        bind(second, f"127.0.0.1:{port}", None)
+    await first.stop(None)
+    await second.stop(None)
+
+
+@pytest.mark.parametrize("address", ["no.such.host.invalid:1", "192.0.2.1:0"])
+async def test_an_address_of_somebody_else_is_refused(address: str) -> None:
+    server = serving()
+    with pytest.raises(BindError, match="cannot listen on"):
+        bind(server, address, None)
+    await server.stop(None)
+
+
+def test_addresses() -> None:
+    assert split_address("127.0.0.1:80") == ("127.0.0.1", 80)
+    assert split_address("[::1]:80") == ("::1", 80)
+
+
+def test_dead_peers_and_double_binds_are_in_the_options() -> None:
+    options = dict(SERVER_OPTIONS)
+    assert options["grpc.so_reuseport"] == 0
+    assert options["grpc.http2.ping_timeout_ms"] <= 20_000  # without it a dead peer is held for a minute more
+
+
+def certificate(folder: Path, name: str) -> tuple[Path, Path]:
+    cert, key = folder / f"{name}.crt", folder / f"{name}.key"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+    ]
+    command += ["-days", "1", "-subj", f"/CN={name}", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    return cert, key
+
+
+async def check(port: int, root: Path) -> Any:
+    credentials = grpc.ssl_channel_credentials(root.read_bytes())
+    async with aio.secure_channel(f"127.0.0.1:{port}", credentials) as channel:
+        return await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl")
+async def test_tls_and_a_renewed_certificate(tmp_path: Path) -> None:
+    old, new = certificate(tmp_path, "old"), certificate(tmp_path, "new")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    for source, target in zip(old, (cert, key), strict=True):
+        shutil.copy(source, target)
+    server = serving()
+    port = bind(server, "127.0.0.1:0", tls_credentials(cert, key))
+    await server.start()
+    assert (await check(port, old[0])).status == health_pb2.HealthCheckResponse.SERVING
+    for source, target in zip(new, (cert, key), strict=True):
+        shutil.copy(source, target)
+    assert (await check(port, new[0])).status == health_pb2.HealthCheckResponse.SERVING
+    with pytest.raises(aio.AioRpcError, match="UNAVAILABLE"):
+        await check(port, old[0])
+    async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        with pytest.raises(aio.AioRpcError, match="UNAVAILABLE"):
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+    await server.stop(None)

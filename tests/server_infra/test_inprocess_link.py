@@ -1,0 +1,80 @@
+"""The thread link behaves as the process link does, as far as a thread can."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pensieve.core import Sampling, SessionKey
+from pensieve.engine.messages import Finished, Output
+from pensieve.errors import Internal, Unavailable
+from pensieve.server.engine_link import LinkState
+from pensieve.server.links.inprocess_link import InProcessLink
+from support.fake_engine import FakeEngine, Script, build, options
+
+SESSION = SessionKey("default/abc")
+TOKENS = np.arange(8, dtype=np.int32)
+
+
+async def test_generations_calls_and_stop() -> None:
+    engines: list[FakeEngine] = []
+
+    def make() -> FakeEngine:
+        engines.append(FakeEngine(Script()))
+        return engines[-1]
+
+    link = InProcessLink(make)
+    with pytest.raises(Unavailable, match="STARTING"):
+        link.submit(SESSION, TOKENS, 3, Sampling())
+    await link.start()
+    assert link.state is LinkState.SERVING and link.info.vocab_size == 512
+    events = [event async for event in link.submit(SESSION, TOKENS, 3, Sampling(max_output_tokens=9))]
+    assert sum(len(event.token_ids) for event in events if isinstance(event, Output)) == 9
+    assert isinstance(events[-1], Finished)
+    assert await link.evict() == 77
+    running = link.submit(SESSION, TOKENS, 3, Sampling(max_output_tokens=10**6))
+    await anext(running)
+    await link.stop()
+    with pytest.raises(Unavailable, match="DRAINING"):
+        async for _ in running:
+            pass
+    assert [engine.closed for engine in engines] == [True]
+
+
+async def test_a_failed_engine_is_replaced(tmp_path: Path) -> None:
+    script = options(Script(raise_at_step=2, only_in_life=str(tmp_path / "life")))
+    link = InProcessLink(lambda: build(script), restart_delay_s=0.01)
+    await link.start()
+    with pytest.raises(Unavailable, match="ENGINE_RESTARTING"):
+        async for _ in link.submit(SESSION, TOKENS, 3, Sampling()):
+            pass
+    async with asyncio.timeout(10):
+        while link.state is not LinkState.SERVING:
+            await asyncio.sleep(0.005)
+    assert link.restarts_total == 1
+    assert [event async for event in link.submit(SESSION, TOKENS, 3, Sampling())]
+    await link.stop()
+
+
+async def test_a_failed_start_is_told_in_the_engines_words() -> None:
+    link = InProcessLink(lambda: build(options(Script(fail_to_start="no such folder"))))
+    with pytest.raises(Internal, match="no such folder"):
+        await link.start()
+    await link.stop()
+
+
+async def test_a_stall_is_reported() -> None:
+    link = InProcessLink(lambda: FakeEngine(Script(never_steps=True)), stall_limit_s=0.2)
+    await link.start()
+    generation = link.submit(SESSION, TOKENS, 3, Sampling())
+    async with asyncio.timeout(10):
+        while not link.stalled:
+            await asyncio.sleep(0.01)
+    generation.cancel()
+    async with asyncio.timeout(10):
+        while link.stalled:
+            await asyncio.sleep(0.01)
+    await link.stop()
