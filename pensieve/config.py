@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -65,6 +66,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     stateless: bool = False
     unified_batch: bool = True
     swap_in_first: bool = True
+    pipelined_swap_in: bool = True
+    """Off switch: copy all layers of a step's swap-in before its first layer runs."""
     cost_profile: str = ""
     """JSON written by ``pensieve profile``; empty: a built-in estimate from the architecture."""
     context_limit: int = 0
@@ -72,3 +75,21 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     torch_threads: int = 0
     """CPU threads of the worker; 0: all cores."""
     seed: int = 0
+
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|tokens?)\s*", re.IGNORECASE)
+_UNITS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+
+
+def parse_cache_size(size: str, bytes_per_token: int) -> int:
+    """Tokens that a cache of ``size`` (``40GiB``, ``512MiB``, ``4096tokens``, ``0``) holds, rounded down.
+
+    Raises ValueError with the accepted forms on anything else.
+    """
+    if size.strip() == "0":
+        return 0
+    match = _SIZE.fullmatch(size)
+    if match is None:
+        raise ValueError(f"cache size {size!r}: write it as 40GiB, 512MiB or 4096tokens")
+    number, unit = float(match[1]), match[2].lower()
+    return int(number) if unit.startswith("token") else int(number * _UNITS[unit]) // bytes_per_token

@@ -99,6 +99,9 @@ class Request:
         first = self.receipt is None
         if first:
             self.admitted = now
+            history = self.prompt_tokens - self.num_new
+            if not restore.swapped_in and not (self.missing and self.missing[0][0] < history):
+                self.restored = now  # nothing to bring back
             self.receipt = Usage(
                 context_tokens=self.prompt_tokens,
                 new_tokens=self.num_new,

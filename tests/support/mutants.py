@@ -36,17 +36,20 @@ def shifted_positions(plan: Plan) -> Plan:
     return replace(plan, spans=tuple(shift(span) for span in plan.spans))
 
 
-def swapped_pages(plan: Plan) -> Plan:
-    """Copies in arrive in each other's pages."""
+def repeated_page(plan: Plan) -> Plan:
+    """The second page to be copied in gets the first one's content.
+
+    (Pages in each other's place would be no fault that anyone could see: attention does not ask for the order.)
+    """
     if len(plan.swap_in) < 2:
         return plan
     first, second, *rest = plan.swap_in
-    return replace(plan, swap_in=(replace(first, dst=second.dst), replace(second, dst=first.dst), *rest))
+    return replace(plan, swap_in=(first, replace(second, src=first.src), *rest))
 
 
 PLAN_MUTANTS: dict[str, Callable[[Plan], Plan]] = {
     "swap-in: not copied": without_swap_in,
-    "swap-in: pages exchanged": swapped_pages,
+    "swap-in: one page read twice": repeated_page,
     "swap-out: not copied": without_swap_out,
     "recomputation: dropped range skipped": without_recomputation,
     "span positions: off by one": shifted_positions,

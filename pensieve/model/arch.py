@@ -1,0 +1,132 @@
+"""What a decoder looks like: a frozen description, read from a Hugging Face model folder. No torch.
+
+One ``Arch`` covers all families. It says what is computed (which norm, which positions, gated or not), never how the
+checkpoint names it; the names are the business of ``weights.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pensieve.core import Sampling
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class ModelError(Exception):
+    """A model folder that cannot be served; the message says what is missing or not supported."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary positions, first half of a head rotated against its second half.
+
+    ``linear`` divides all frequencies by ``factor``. ``llama3`` does so for wavelengths above
+    ``original_context / low_freq_factor``, leaves those below ``original_context / high_freq_factor`` alone and blends
+    between.
+    """
+
+    theta: float
+    scaling: Literal["default", "linear", "llama3"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arch:
+    """A decoder-only transformer whose layers all have one KV geometry."""
+
+    family: Literal["opt", "llama", "mistral", "qwen2", "qwen3"]
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context_limit: int
+    """Longest context that is computed exactly (a sliding window shortens it)."""
+    norm: Literal["rms", "layer"]
+    norm_eps: float
+    activation: Literal["silu", "relu", "gelu"]
+    gated_mlp: bool
+    """``down(act(gate(x)) * up(x))`` rather than ``down(act(up(x)))``."""
+    rope: Rope | None
+    """None: learned positions."""
+    position_offset: int = 0
+    """Learned positions: row of position 0."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """RMS norm over each query and key head, before the rotation."""
+    tied_embeddings: bool = False
+    dtype: str = "float32"
+    """Of the checkpoint, as its config says."""
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    generation: Sampling = field(default_factory=Sampling)
+    """What the model's authors recommend; greedy unless they say ``do_sample``."""
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(
+                f"{self.num_heads} attention heads do not divide over {self.num_kv_heads} KV heads"
+            )
+
+    @property
+    def attention_scale(self) -> float:
+        return 1.0 / math.sqrt(self.head_dim)
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """Bytes of one KV-token: keys and values of all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights that take part in computing a token, biases and norms left out."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        mlp = self.hidden_size * self.intermediate_size * (3 if self.gated_mlp else 2)
+        return self.num_layers * (attention + mlp) + self.vocab_size * self.hidden_size
+
+
+def load_arch(folder: Path) -> Arch:
+    """The architecture of the model in ``folder``.
+
+    Reads config.json and, when there, generation_config.json. Raises ModelError.
+    """
+    from pensieve.model.families import READERS
+
+    config = read_json(folder / "config.json")
+    if config is None:
+        raise ModelError(f"{folder}: no config.json")
+    family = str(config.get("model_type", ""))
+    if family not in READERS:
+        names = ", ".join(config.get("architectures") or [family or "none named"])
+        raise ModelError(f"{folder}: architecture {names} is not supported (supported: {', '.join(READERS)})")
+    if config.get("quantization_config"):
+        raise ModelError(f"{folder}: quantised checkpoints are not supported")
+    generation = read_json(folder / "generation_config.json") or {}
+    try:
+        return READERS[family](config, generation)
+    except KeyError as error:
+        raise ModelError(f"{folder}/config.json: {error.args[0]} is missing") from error
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file, None when there is no such file. Raises ModelError when it is not one."""
+    try:
+        data = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read ({error})") from error
+    if not isinstance(data, dict):
+        raise ModelError(f"{path}: not a JSON object")
+    return data

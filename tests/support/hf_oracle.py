@@ -1,0 +1,63 @@
+"""What Hugging Face transformers gives on the whole history: the oracle of exactness."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+NEAR_TIE = 1e-4
+"""Logits closer than this are equal to within float32 rounding of two different summation orders."""
+
+
+class HfOracle:
+    """Greedy continuations by a transformers model in float32.
+
+    ``verify`` runs the model once over context and output together and demands that each output token is the argmax
+    after what precedes it: by induction exactly the sequence that ``generate`` gives. Every ``every``-th call runs
+    ``generate`` itself. A token that differs only where the two best logits are a near tie is counted, not refused.
+    """
+
+    def __init__(self, folder: Path, *, every: int = 25) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
+        self._model.eval()
+        self._every = every
+        self.calls = self.tokens = self.near_ties = 0
+
+    @torch.inference_mode()
+    def verify(self, context: Sequence[int], output: Sequence[int]) -> None:
+        """Raise AssertionError unless ``output`` is the greedy continuation of ``context``."""
+        if not output:
+            return
+        self.calls += 1
+        self.tokens += len(output)
+        ids = torch.tensor([[*context, *output]])
+        logits = self._model(ids[:, :-1]).logits[0, len(context) - 1 :]
+        expected = logits.argmax(-1)
+        for index in (expected != ids[0, len(context) :]).nonzero().flatten().tolist():
+            gap = (logits[index].max() - logits[index, output[index]]).item()
+            assert gap < NEAR_TIE, (
+                f"token {index} of the output is {output[index]}, not {expected[index].item()} (logit gap {gap:.4g})"
+            )
+            self.near_ties += 1
+        if self.calls % self._every == 0 and not self.near_ties:
+            assert list(output) == self.generate(context, len(output))
+
+    @torch.inference_mode()
+    def generate(self, context: Sequence[int], count: int) -> list[int]:
+        """``count`` greedy tokens by ``generate``, end of sequence ignored."""
+        ids = torch.tensor([list(context)])
+        result = self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        return [int(token) for token in result[0, len(context) :]]
