@@ -1,0 +1,55 @@
+"""The Python SDK: ``Client`` blocks, ``AsyncClient`` is its twin for asyncio. Imports without torch.
+
+The life of a turn: ``_requests`` builds it under a fresh request id, ``_turn_machine`` decides what to send and what
+every message or failure means, a shell (``_sync_link``, ``_aio_link``) performs that on a channel, ``_decode`` makes
+values. Unary calls are ``_flows``. Errors are the classes of ``pensieve.errors``.
+"""
+
+from pensieve.client._aio import AsyncClient, AsyncSession
+from pensieve.client._aio_link import AsyncTurnStream
+from pensieve.client._requests import SamplingOptions, TurnOptions
+from pensieve.client._retry import RetryPolicy
+from pensieve.client._sync import Client, Session
+from pensieve.client._sync_link import TurnStream
+from pensieve.client._values import (
+    Item,
+    Limits,
+    Piece,
+    Progress,
+    Residency,
+    ServerInfo,
+    SessionInfo,
+    SessionState,
+    TokenCount,
+    Turn,
+    TurnState,
+)
+from pensieve.core import FinishReason, Phase, Role, TokenLogprob, Usage
+
+__all__ = [
+    "AsyncClient",
+    "AsyncSession",
+    "AsyncTurnStream",
+    "Client",
+    "FinishReason",
+    "Item",
+    "Limits",
+    "Phase",
+    "Piece",
+    "Progress",
+    "Residency",
+    "RetryPolicy",
+    "Role",
+    "SamplingOptions",
+    "ServerInfo",
+    "Session",
+    "SessionInfo",
+    "SessionState",
+    "TokenCount",
+    "TokenLogprob",
+    "Turn",
+    "TurnOptions",
+    "TurnState",
+    "TurnStream",
+    "Usage",
+]

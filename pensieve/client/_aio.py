@@ -1,0 +1,229 @@
+"""The asyncio client: the same names as the blocking one, to be awaited. Belongs to the loop of its first call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import grpc
+
+from pensieve.client import _flows, _requests
+from pensieve.client._aio_link import AsyncLink, AsyncTurnStream
+from pensieve.client._requests import (
+    InputLike,
+    Keep,
+    Overflow,
+    SamplingOptions,
+    SessionChanges,
+    TurnOptions,
+)
+from pensieve.client._retry import RetryPolicy
+from pensieve.client._transport import Settings
+from pensieve.client._values import Item, ServerInfo, SessionInfo, TokenCount, Turn
+from pensieve.client._view import SessionView
+
+
+class AsyncClient:
+    """A connection to a Pensieve server. Use it as a context manager, or call ``close``.
+
+    ``target`` is ``HOST:PORT``. ``api_key`` goes out as a bearer token. ``tls`` uses the system's roots,
+    ``credentials`` is for anything else. ``timeout`` bounds every call that is not a turn, in seconds.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        api_key: str | None = None,
+        tls: bool = False,
+        credentials: grpc.ChannelCredentials | None = None,
+        timeout: float = 60.0,
+        retry: RetryPolicy | None = None,
+        options: Sequence[tuple[str, Any]] = (),
+    ) -> None:
+        settings = Settings(target, api_key, tls, credentials, timeout, retry or RetryPolicy(), options)
+        self._link = AsyncLink(settings)
+
+    async def create_session(
+        self,
+        *,
+        system_prompt: str | None = None,
+        session_id: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        ttl: float | None = None,
+        model: str | None = None,
+        overflow: Overflow | None = None,
+        default_sampling: SamplingOptions | None = None,
+        initial_items: Sequence[InputLike] = (),
+        request_id: str | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> AsyncSession:
+        """A new conversation. ``ttl``: idle lifetime in seconds. Sampling keywords become the session's defaults.
+
+        ``initial_items`` imports a transcript. Raises AlreadyExists when ``session_id`` is taken by another session.
+        """
+        config = _requests.session_config(
+            model=model,
+            system_prompt=system_prompt,
+            ttl=ttl,
+            overflow=overflow,
+            default_sampling={**(default_sampling or {}), **sampling},
+        )
+        info = await self._link.run(
+            _flows.create_session(
+                self._link.settings,
+                session_id=session_id,
+                config=config,
+                labels=labels,
+                initial_items=initial_items,
+                request_id=request_id,
+            )
+        )
+        return AsyncSession(self._link, info.name, info)
+
+    def session(self, name_or_id: str) -> AsyncSession:
+        """A handle on an existing session. Makes no call: a session that is not there is found out later."""
+        return AsyncSession(self._link, name_or_id)
+
+    async def sessions(
+        self, *, labels: Mapping[str, str] | None = None, limit: int | None = None
+    ) -> list[SessionInfo]:
+        """Sessions with all these labels, newest first, eventually consistent."""
+        return await self._link.run(_flows.list_sessions(self._link.settings, labels, limit))
+
+    async def server_info(self) -> ServerInfo:
+        return await self._link.run(_flows.server_info(self._link.settings))
+
+    async def close(self) -> None:
+        """End all streams and calls. Idempotent."""
+        await self._link.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class AsyncSession(SessionView):
+    """One conversation. Handles are cheap and independent of each other."""
+
+    def __init__(self, link: AsyncLink, name_or_id: str, info: SessionInfo | None = None) -> None:
+        super().__init__(link.settings, name_or_id, info)
+        self._link = link
+
+    def stream(
+        self,
+        text: str | None = None,
+        *,
+        tokens: Sequence[int] | None = None,
+        items: Sequence[InputLike] | None = None,
+        **options: Unpack[TurnOptions],
+    ) -> AsyncTurnStream:
+        """One turn, piece by piece; sent when the first piece is asked for.
+
+        Leaving the loop early cancels the turn: the server is told to discard it, nothing of it stays in history.
+        To keep what was said so far call ``await stream.cancel()``. To let it run on, pass ``on_disconnect="finish"``.
+        """
+        machine = self._core.turn_machine(text, tokens, items, options)
+        return AsyncTurnStream(
+            self._link, self._core, machine, options.get("on_disconnect", "cancel") == "cancel"
+        )
+
+    async def send(
+        self,
+        text: str | None = None,
+        *,
+        tokens: Sequence[int] | None = None,
+        items: Sequence[InputLike] | None = None,
+        **options: Unpack[TurnOptions],
+    ) -> Turn:
+        """One whole turn."""
+        return await self.stream(text, tokens=tokens, items=items, **options).finish()
+
+    async def regenerate(self, **options: Unpack[TurnOptions]) -> Turn:
+        """Another answer to the newest user item. The old answer stays until the new one is committed."""
+        item, revision = await self._link.run(self._core.last_user_item())
+        options.setdefault("expected_revision", revision)
+        options["replace_after_item"] = item
+        return await self.send(**options)
+
+    async def edit(self, item: int, text: str, **options: Unpack[TurnOptions]) -> Turn:
+        """Replace item number ``item`` and everything after it by ``text`` and a new answer."""
+        options["replace_after_item"] = item - 1
+        return await self.send(text, **options)
+
+    def attach(self, request_id: str, *, timeout: float | None = None) -> AsyncTurnStream:
+        """Follow a turn that was started elsewhere, from its first token; leaving does not end it."""
+        return AsyncTurnStream(self._link, self._core, self._core.attach_machine(request_id, timeout), False)
+
+    async def get_turn(self, request_id: str) -> Turn:
+        """State and result of a turn."""
+        return await self._link.run(self._core.get_turn(request_id))
+
+    async def cancel(
+        self,
+        request_id: str | None = None,
+        *,
+        keep: Keep = "partial",
+        keep_output_tokens: int | None = None,
+    ) -> Turn:
+        """Stop a turn (default: the one that runs) and say what stands in history afterwards.
+
+        ``partial`` commits the input and the answer so far, or its first ``keep_output_tokens``.
+        """
+        return await self._link.run(self._core.cancel(request_id, keep, keep_output_tokens))
+
+    async def last_user_item(self) -> int:
+        """Number of the newest user item. Raises NotFound (ITEM_NOT_FOUND) when there is none."""
+        return (await self._link.run(self._core.last_user_item()))[0]
+
+    async def items(self, *, include_tokens: bool = False, after_item: int = 0) -> list[Item]:
+        """The live history, oldest first, all from one revision."""
+        return await self._link.run(self._core.items(include_tokens, after_item))
+
+    async def rewind(
+        self, *, to_item: int, expected_revision: int | None = None, request_id: str | None = None
+    ) -> SessionInfo:
+        """Drop everything after item ``to_item``."""
+        return await self._link.run(self._core.rewind(to_item, expected_revision, request_id))
+
+    async def fork(
+        self,
+        item: int | None = None,
+        *,
+        session_id: str | None = None,
+        expected_revision: int | None = None,
+        request_id: str | None = None,
+    ) -> AsyncSession:
+        """A new session with the history up to ``item`` (default: all of it)."""
+        info = await self._link.run(self._core.fork(item, session_id, expected_revision, request_id))
+        return AsyncSession(self._link, info.name, info)
+
+    async def refresh(self, *, residency: bool = False) -> SessionInfo:
+        """Read the metadata again; ``residency`` adds where the KV-tokens lie."""
+        return await self._link.run(self._core.refresh(residency))
+
+    async def update(
+        self, *, expected_revision: int | None = None, **changes: Unpack[SessionChanges]
+    ) -> SessionInfo:
+        """Change what is given, and nothing else. A changed system prompt makes all cached state useless."""
+        _requests.check_names(changes, frozenset(_flows.UPDATE_PATHS))
+        return await self._link.run(self._core.update(changes, expected_revision))
+
+    async def delete(self, *, expected_revision: int | None = None, allow_missing: bool = False) -> None:
+        """Erase the conversation at once."""
+        await self._link.run(self._core.delete(expected_revision, allow_missing))
+
+    async def count_tokens(
+        self,
+        text: str | None = None,
+        *,
+        tokens: Sequence[int] | None = None,
+        items: Sequence[InputLike] | None = None,
+    ) -> TokenCount:
+        """What this input would cost, without running the model."""
+        return await self._link.run(self._core.count_tokens(text, tokens, items))

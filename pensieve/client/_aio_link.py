@@ -1,0 +1,228 @@
+"""The asyncio shell: performs what the flows and the turn machine ask for, on a ``grpc.aio`` channel."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import grpc
+import grpc.aio
+
+from pensieve.client._flows import Flow, Invoke, SessionCore, Sleep
+from pensieve.client._requests import Keep
+from pensieve.client._transport import Settings, open_channel
+from pensieve.client._turn_machine import TurnMachine
+from pensieve.client._values import Piece, Turn
+from pensieve.client._view import StreamView
+from pensieve.errors import Cancelled, PensieveError
+from pensieve.rpc_status import from_rpc_error
+from pensieve.v1 import pensieve_pb2 as pb
+
+T = TypeVar("T")
+
+DISCARD_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 1.0
+
+
+class AsyncLink:
+    """Channel and stub, made inside the running loop by the first call; belongs to that loop."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.closed = False
+        self._channel: Any = None
+        self._stub: Any = None
+        self._discards: set[asyncio.Task[None]] = set()
+
+    @property
+    def stub(self) -> Any:
+        if self.closed:
+            raise Cancelled("the client is closed", reason="CLIENT_CLOSED")
+        if self._stub is None:
+            self._channel, self._stub = open_channel(self.settings, grpc.aio)
+        return self._stub
+
+    async def run(self, flow: Flow[T]) -> T:
+        """Drive a flow to its end."""
+        try:
+            step = next(flow)
+            while True:
+                if isinstance(step, Sleep):
+                    await asyncio.sleep(step.seconds)
+                    step = flow.send(None)
+                    continue
+                try:
+                    response = await self._invoke(step)
+                except grpc.RpcError as error:
+                    step = flow.throw(from_rpc_error(error))
+                else:
+                    step = flow.send(response)
+        except StopIteration as stop:
+            value: T = stop.value
+            return value
+
+    async def _invoke(self, step: Invoke) -> Any:
+        metadata = self.settings.metadata(step.session)
+        call = getattr(self.stub, step.method)(step.request, timeout=step.timeout, metadata=metadata)
+        try:
+            return await call
+        finally:
+            call.cancel()  # No-op when done. A call that is dropped without it is never collected.
+
+    def discard(self, session: str, request_id: str) -> None:
+        """Tell the server, in the background, that nobody will come back; else the session stays busy."""
+        if not self.closed:
+            task = asyncio.get_running_loop().create_task(self._discard(session, request_id))
+            self._discards.add(task)
+            task.add_done_callback(self._discards.discard)
+
+    async def _discard(self, session: str, request_id: str) -> None:
+        request = pb.CancelTurnRequest(
+            session=session, request_id=request_id, keep=pb.CancelTurnRequest.KEEP_NOTHING
+        )
+        try:
+            await self._invoke(Invoke("CancelTurn", request, session, DISCARD_TIMEOUT_S))
+        except (grpc.RpcError, Cancelled):
+            return  # A courtesy: the server's own grace time ends the turn as well.
+
+    async def close(self) -> None:
+        if self.closed:
+            return
+        discards = list(self._discards)
+        if discards:
+            await asyncio.wait(discards, timeout=CLOSE_TIMEOUT_S)
+        self.closed = True
+        for task in discards:
+            task.cancel()
+        if self._channel is not None:
+            await self._channel.close()
+
+
+class AsyncTurnStream(StreamView):
+    """The pieces of one turn. Iterate it, and leave the loop whenever you like; or await ``finish``."""
+
+    def __init__(
+        self, link: AsyncLink, core: SessionCore, machine: TurnMachine, discard_on_leave: bool
+    ) -> None:
+        super().__init__(core, machine, discard_on_leave=discard_on_leave)
+        self._link = link
+        self._call: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        # asyncio closes a generator that is dropped in mid-loop, and so ends the turn.
+        try:
+            while (piece := await self._next()) is not None:
+                yield piece
+        finally:
+            self.close()
+
+    async def __anext__(self) -> Piece:
+        piece = await self._next()
+        if piece is None:
+            raise StopAsyncIteration
+        return piece
+
+    async def finish(self) -> Turn:
+        """Read to the end; the turn."""
+        try:
+            while await self._next() is not None:
+                pass
+        finally:
+            self.close()
+        return self.turn
+
+    async def cancel(self, *, keep: Keep = "partial", keep_output_tokens: int | None = None) -> Turn:
+        """Stop the turn and end the stream; what stands in history afterwards is the answer, and ``turn``."""
+        turn = await self._link.run(self._core.cancel(self.request_id, keep, keep_output_tokens))
+        self._machine.cancelled(turn)
+        self.close()
+        return turn
+
+    def close(self) -> None:
+        """Walk away: a turn that is not complete is discarded (see ``AsyncSession.stream``). Idempotent."""
+        discard = self._leave()
+        self._drop()
+        if discard:
+            self._link.discard(self._core.name, self.request_id)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # May run in another thread, or after the loop: hand the work over without the stream itself.
+        call, link, loop = self._call, self._link, self._loop
+        discard = self._leave()
+        if loop is None or loop.is_closed():
+            return
+        if call is not None:
+            loop.call_soon_threadsafe(call.cancel)
+        if discard:
+            loop.call_soon_threadsafe(link.discard, self._core.name, self.request_id)
+
+    async def _next(self) -> Piece | None:
+        pending = self._machine.pending
+        try:
+            while not pending and not self._machine.done and not self._over:
+                await self._advance()
+        except PensieveError:
+            self._discard_on_leave = False  # The server has said no, or cannot be asked.
+            self.close()
+            raise
+        if pending:
+            return pending.popleft()
+        self.close()
+        return None
+
+    async def _advance(self) -> None:
+        """Take one message, or get over one failure."""
+        try:
+            self._machine.received(await self._read())
+            return
+        except grpc.RpcError as error:
+            failure = from_rpc_error(error)
+        except TimeoutError:
+            failure = self._machine.silent()
+        except PensieveError as error:
+            failure = error
+        except asyncio.CancelledError:
+            # grpc.aio reports a call that was cancelled by us like a cancelled task.
+            task = asyncio.current_task()
+            if (task is not None and task.cancelling()) or not (self._over or self._link.closed):
+                raise
+            failure = Cancelled("the client is closed", reason="CLIENT_CLOSED")
+        self._drop()
+        if not (self._machine.done or self._over):
+            await asyncio.sleep(self._machine.failed(failure))
+
+    async def _read(self) -> pb.StreamTurnResponse:
+        if self._call is None:
+            self._open()
+        async with asyncio.timeout(self._machine.silence_s):
+            message: pb.StreamTurnResponse = await self._call.read()
+        if message is grpc.aio.EOF:
+            raise self._machine.ended()
+        return message
+
+    def _open(self) -> None:
+        remaining = self._machine.remaining_s()
+        stub = self._link.stub
+        self._start()
+        self._loop = asyncio.get_running_loop()
+        self._call = stub.StreamTurn(
+            self._machine.next_request(),
+            timeout=remaining,
+            metadata=self._link.settings.metadata(self._core.name),
+        )
+
+    def _drop(self) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            call.cancel()

@@ -1,0 +1,207 @@
+"""Messages of the contract into the SDK's values. Pure."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from enum import IntEnum
+from typing import TypeVar
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from pensieve.client._values import (
+    Item,
+    Limits,
+    Piece,
+    Progress,
+    Residency,
+    ServerInfo,
+    SessionInfo,
+    SessionState,
+    TokenCount,
+    Turn,
+    TurnState,
+)
+from pensieve.core import FinishReason, Phase, Role, TokenLogprob, Usage
+from pensieve.v1 import pensieve_pb2 as pb
+
+E = TypeVar("E", bound=IntEnum)
+
+SESSION_STATES = {
+    pb.Session.STATE_ACTIVE: SessionState.ACTIVE,
+    pb.Session.STATE_DAMAGED: SessionState.DAMAGED,
+    pb.Session.STATE_DELETED: SessionState.DELETED,
+}
+TURN_STATES = {
+    pb.Turn.STATE_RUNNING: TurnState.RUNNING,
+    pb.Turn.STATE_COMMITTED: TurnState.COMMITTED,
+    pb.Turn.STATE_DISCARDED: TurnState.DISCARDED,
+}
+
+
+def open_enum(kind: type[E], number: int) -> E | int:
+    """The member with this number, or the number itself when a newer server knows more."""
+    return kind(number) if number in kind._value2member_map_ else number
+
+
+def seconds(duration: Duration) -> float:
+    return duration.seconds + duration.nanos / 1e9
+
+
+def time_of(message: Timestamp) -> datetime:
+    return message.ToDatetime(tzinfo=UTC)
+
+
+def finish_reason(number: int) -> FinishReason | int | None:
+    return open_enum(FinishReason, number) if number else None
+
+
+def item(message: pb.Item) -> Item:
+    return Item(
+        item=message.item,
+        role=open_enum(Role, message.role),
+        text=message.text,
+        token_ids=tuple(message.tokens.ids),
+        request_id=message.request_id,
+        finish_reason=finish_reason(message.finish_reason),
+        create_time=time_of(message.create_time) if message.HasField("create_time") else None,
+    )
+
+
+def usage(message: pb.Usage) -> Usage:
+    return Usage(
+        context_tokens=message.context_tokens,
+        new_tokens=message.new_tokens,
+        gpu_cached_tokens=message.gpu_cached_tokens,
+        swapped_in_tokens=message.swapped_in_tokens,
+        recomputed_tokens=message.recomputed_tokens,
+        output_tokens=message.output_tokens,
+        queue_s=seconds(message.queue_time),
+        restore_s=seconds(message.restore_time),
+        prefill_s=seconds(message.prefill_time),
+        decode_s=seconds(message.decode_time),
+    )
+
+
+def turn(message: pb.Turn) -> Turn:
+    return Turn(
+        session=message.session,
+        request_id=message.request_id,
+        state=TURN_STATES.get(message.state, TurnState.UNSPECIFIED),
+        text=message.output.text,
+        finish_reason=finish_reason(message.finish_reason),
+        usage=usage(message.usage),
+        revision=message.revision,
+        base_revision=message.base_revision,
+        seed=message.seed,
+        stop_sequence=message.stop_sequence,
+        input=tuple(item(one) for one in message.input),
+        output=item(message.output) if message.HasField("output") else None,
+        discard_reason=message.discard_reason,
+    )
+
+
+def piece(message: pb.TurnDelta) -> Piece:
+    return Piece(
+        text=message.text,
+        token_ids=tuple(message.tokens.ids),
+        logprobs=tuple(
+            TokenLogprob(
+                token_id=one.token_id,
+                logprob=one.logprob,
+                top=tuple((top.token_id, top.logprob) for top in one.top),
+            )
+            for one in message.logprobs
+        ),
+        token_offset=message.token_offset,
+        token_count=message.token_count,
+    )
+
+
+def progress(message: pb.TurnProgress) -> Progress:
+    return Progress(
+        phase=open_enum(Phase, message.phase),
+        queue_position=message.queue_position,
+        tokens_done=message.tokens_done,
+        tokens_total=message.tokens_total,
+    )
+
+
+def sampling(message: pb.SamplingParams) -> dict[str, object]:
+    """Only what is set, as keyword arguments."""
+    values: dict[str, object] = {}
+    for descriptor, value in message.ListFields():
+        if descriptor.name == "logit_bias":
+            values["logit_bias"] = dict(value)
+        elif descriptor.name in ("stop", "stop_token_ids"):
+            values[descriptor.name] = tuple(value)
+        else:
+            values[descriptor.name] = value
+    return values
+
+
+def session(message: pb.Session) -> SessionInfo:
+    config = message.config
+    drop = config.overflow_policy == pb.OVERFLOW_POLICY_DROP_OLDEST_TURNS
+    return SessionInfo(
+        name=message.name,
+        state=SESSION_STATES.get(message.state, SessionState.UNSPECIFIED),
+        revision=message.revision,
+        item_count=message.item_count,
+        context_tokens=message.context_tokens,
+        context_limit=message.context_limit,
+        model=config.model,
+        system_prompt=config.system_prompt,
+        default_sampling=sampling(config.default_sampling),
+        ttl_s=seconds(config.ttl),
+        overflow="drop_oldest_turns" if drop else "reject",
+        labels=dict(message.labels),
+        create_time=time_of(message.create_time) if message.HasField("create_time") else None,
+        update_time=time_of(message.update_time) if message.HasField("update_time") else None,
+        expire_time=time_of(message.expire_time) if message.HasField("expire_time") else None,
+        forked_from=message.forked_from,
+        forked_from_item=message.forked_from_item,
+        active_request_id=message.active_turn.request_id,
+        residency=residency(message.residency) if message.HasField("residency") else None,
+    )
+
+
+def residency(message: pb.CacheResidency) -> Residency:
+    return Residency(
+        replica=message.replica,
+        as_of_revision=message.as_of_revision,
+        gpu_tokens=message.gpu_tokens,
+        host_tokens=message.host_tokens,
+        dropped_tokens=message.dropped_tokens,
+    )
+
+
+def token_count(message: pb.CountTokensResponse) -> TokenCount:
+    return TokenCount(
+        input_tokens=message.input_tokens,
+        context_tokens=message.context_tokens,
+        context_limit=message.context_limit,
+    )
+
+
+def server_info(message: pb.GetServerInfoResponse) -> ServerInfo:
+    limits = message.limits
+    return ServerInfo(
+        version=message.version,
+        replica=message.replica,
+        model=message.model,
+        tokenizer_sha256=message.tokenizer_sha256,
+        chat_template_sha256=message.chat_template_sha256,
+        vocab_size=message.vocab_size,
+        context_limit=message.context_limit,
+        limits=Limits(
+            max_request_bytes=limits.max_request_bytes,
+            max_input_chars=limits.max_input_chars,
+            max_stop_sequences=limits.max_stop_sequences,
+            max_top_logprobs=limits.max_top_logprobs,
+            max_ttl_s=seconds(limits.max_ttl),
+            request_id_retention_s=seconds(limits.request_id_retention),
+            disconnect_grace_s=seconds(limits.disconnect_grace),
+        ),
+        features=tuple(message.features),
+    )

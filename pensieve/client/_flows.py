@@ -1,0 +1,325 @@
+"""What the SDK does, step by step, without doing any I/O.
+
+A *flow* is a generator: it yields ``Invoke`` and ``Sleep`` steps and returns a value. A shell performs each step and
+sends the response back, or throws the call's ``PensieveError`` into it. Both clients drive the same flows, so paging,
+replays and read-modify-write are written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from pensieve.client import _decode, _requests
+from pensieve.client._requests import InputLike
+from pensieve.client._retry import Backoff, Verdict, verdict
+from pensieve.client._transport import Settings
+from pensieve.client._turn_machine import TurnMachine
+from pensieve.client._values import Item, ServerInfo, SessionInfo, TokenCount, Turn, TurnState
+from pensieve.core import Role
+from pensieve.errors import NotFound, PensieveError
+from pensieve.v1 import pensieve_pb2 as pb
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Invoke:
+    """Make one unary call."""
+
+    method: str
+    request: Message
+    session: str
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """Wait this many seconds."""
+
+    seconds: float
+
+
+Flow = Generator[Invoke | Sleep, Any, T]
+
+PAGE = 500
+ABANDONED_KEPT = 16
+
+
+def call(
+    settings: Settings, method: str, request: Message, *, session: str = "", replay: bool = True
+) -> Flow[Any]:
+    """One unary call, sent again while that is safe and worth it. ``replay=False``: at most once."""
+    backoff = Backoff(settings.retry)
+    while True:
+        try:
+            return (yield Invoke(method, request, session, settings.timeout))
+        except PensieveError as error:
+            what = verdict(error)
+            if not replay or what is Verdict.RAISE:
+                raise
+            delay = backoff.delay(at_least=error.retry_after_s, slowly=what is Verdict.RESEND_SLOWLY)
+            if delay is None:
+                raise
+        yield Sleep(delay)
+
+
+def server_info(settings: Settings) -> Flow[ServerInfo]:
+    response = yield from call(settings, "GetServerInfo", pb.GetServerInfoRequest())
+    return _decode.server_info(response)
+
+
+def list_sessions(
+    settings: Settings, labels: Mapping[str, str] | None, limit: int | None
+) -> Flow[list[SessionInfo]]:
+    found: list[SessionInfo] = []
+    request = pb.ListSessionsRequest(label_selector=",".join(f"{k}={v}" for k, v in (labels or {}).items()))
+    while limit is None or len(found) < limit:
+        request.page_size = PAGE if limit is None else min(PAGE, limit - len(found))
+        response = yield from call(settings, "ListSessions", request)
+        found.extend(_decode.session(one) for one in response.sessions)
+        request.page_token = response.next_page_token
+        if not request.page_token:
+            break
+    return found
+
+
+def create_session(
+    settings: Settings,
+    *,
+    session_id: str | None,
+    config: pb.SessionConfig,
+    labels: Mapping[str, str] | None,
+    initial_items: Sequence[InputLike],
+    request_id: str | None,
+) -> Flow[SessionInfo]:
+    request = pb.CreateSessionRequest(
+        request_id=request_id or _requests.new_request_id(),
+        session_id=session_id or "",
+        config=config,
+        labels=labels or {},
+        initial_items=[_requests.input_item(one) for one in initial_items],
+    )
+    response = yield from call(settings, "CreateSession", request)
+    return _decode.session(response.session)
+
+
+class SessionCore:
+    """What a session handle knows, and what it can do, as flows."""
+
+    def __init__(self, settings: Settings, name: str, info: SessionInfo | None = None) -> None:
+        self.settings = settings
+        self.name = name
+        self.info = info
+        self.last_turn: Turn | None = None
+        self.running: str | None = None
+        """Request id of the newest turn of this handle that has not ended."""
+        self.abandoned: list[str] = []
+
+    @property
+    def revision(self) -> int | None:
+        """Newest revision this handle has seen."""
+        seen = [one.revision for one in (self.info, self.last_turn) if one is not None]
+        return max(seen, default=None)
+
+    def call(self, method: str, request: Message, *, replay: bool = True) -> Flow[Any]:
+        return call(self.settings, method, request, session=self.name, replay=replay)
+
+    # -- turns
+
+    def turn_machine(
+        self,
+        text: str | None,
+        tokens: Sequence[int] | None,
+        items: Sequence[InputLike] | None,
+        options: Mapping[str, Any],
+    ) -> TurnMachine:
+        """A new turn, not yet sent. ``timeout`` counts from here."""
+        options = dict(options)
+        timeout = options.pop("timeout", None)
+        wait_if_busy = options.pop("wait_if_busy", False)
+        request = _requests.stream_turn(self.name, _requests.turn_input(text, tokens, items), options)
+        return self._machine(request, timeout, wait_if_busy)
+
+    def attach_machine(self, request_id: str, timeout: float | None) -> TurnMachine:
+        """An existing turn, from its first token."""
+        request = pb.StreamTurnRequest(
+            session=self.name, turn=pb.TurnSpec(request_id=request_id), attach_only=True
+        )
+        # Whoever started the turn decides what becomes of it; an onlooker that leaves must not end it.
+        request.on_disconnect = pb.DISCONNECT_POLICY_FINISH
+        return self._machine(request, timeout, False)
+
+    def _machine(
+        self, request: pb.StreamTurnRequest, timeout: float | None, wait_if_busy: bool
+    ) -> TurnMachine:
+        return TurnMachine(
+            request,
+            policy=self.settings.retry,
+            timeout=timeout,
+            wait_if_busy=wait_if_busy,
+            abandoned=self.abandoned,
+        )
+
+    def ended(self, machine: TurnMachine) -> None:
+        """Remember how a turn ended."""
+        if self.running == machine.request_id:
+            self.running = None
+        if machine.turn is not None and machine.turn.state is TurnState.COMMITTED:
+            self.last_turn = machine.turn
+
+    def abandon(self, request_id: str) -> None:
+        """The user walked away from this turn; a new turn may meet it for a moment."""
+        self.abandoned.append(request_id)
+        del self.abandoned[:-ABANDONED_KEPT]
+
+    def get_turn(self, request_id: str) -> Flow[Turn]:
+        request = pb.GetTurnRequest(session=self.name, request_id=request_id)
+        response = yield from self.call("GetTurn", request)
+        return _decode.turn(response.turn)
+
+    def cancel(self, request_id: str | None, keep: str, keep_output_tokens: int | None) -> Flow[Turn]:
+        request_id = request_id or self.running
+        if request_id is None:
+            info = yield from self.refresh()
+            request_id = info.active_request_id
+        if not request_id:
+            raise NotFound("no turn is running in this session", reason="TURN_NOT_FOUND")
+        request = pb.CancelTurnRequest(
+            session=self.name,
+            request_id=request_id,
+            keep=_requests.choice("keep", keep, _requests.KEEP),
+            keep_output_tokens=keep_output_tokens,
+        )
+        response = yield from self.call("CancelTurn", request)
+        return _decode.turn(response.turn)
+
+    def last_user_item(self) -> Flow[tuple[int, int]]:
+        """(number of the newest USER item, revision it was seen at). Raises NotFound (ITEM_NOT_FOUND)."""
+        starts = [0]
+        if self.last_turn is not None and self.last_turn.input:
+            starts.insert(
+                0, self.last_turn.input[0].item - 1
+            )  # Spares the pages before the last turn we know.
+        for start in starts:
+            items, revision = yield from self._items(False, start)
+            for one in reversed(items):
+                if one.role == Role.USER:
+                    return one.item, revision
+        raise NotFound("the session has no user item", reason="ITEM_NOT_FOUND")
+
+    # -- history
+
+    def items(self, include_tokens: bool, after_item: int) -> Flow[list[Item]]:
+        items, _ = yield from self._items(include_tokens, after_item)
+        return items
+
+    def _items(self, include_tokens: bool, after_item: int) -> Flow[tuple[list[Item], int]]:
+        found: list[Item] = []
+        request = pb.ListItemsRequest(
+            name=self.name, page_size=PAGE, include_tokens=include_tokens, after_item=after_item or None
+        )
+        while True:
+            response = yield from self.call("ListItems", request)
+            found.extend(_decode.item(one) for one in response.items)
+            if not response.next_page_token:
+                return found, response.revision
+            request.page_token = response.next_page_token
+
+    def rewind(
+        self, to_item: int, expected_revision: int | None, request_id: str | None
+    ) -> Flow[SessionInfo]:
+        request = pb.RewindSessionRequest(
+            name=self.name,
+            request_id=request_id or _requests.new_request_id(),
+            item=to_item,
+            expected_revision=expected_revision,
+        )
+        response = yield from self.call("RewindSession", request)
+        return self._learn(response.session)
+
+    def fork(
+        self, item: int | None, session_id: str | None, expected_revision: int | None, request_id: str | None
+    ) -> Flow[SessionInfo]:
+        request = pb.ForkSessionRequest(
+            name=self.name,
+            request_id=request_id or _requests.new_request_id(),
+            item=item,
+            session_id=session_id or "",
+            expected_revision=expected_revision,
+        )
+        response = yield from self.call("ForkSession", request)
+        return _decode.session(response.session)
+
+    # -- the session itself
+
+    def refresh(self, residency: bool = False) -> Flow[SessionInfo]:
+        view = pb.SESSION_VIEW_FULL if residency else pb.SESSION_VIEW_BASIC
+        response = yield from self.call("GetSession", pb.GetSessionRequest(name=self.name, view=view))
+        return self._learn(response.session)
+
+    def update(self, changes: Mapping[str, Any], expected_revision: int | None) -> Flow[SessionInfo]:
+        """``changes`` holds the keyword arguments of ``Session.update`` that were given."""
+        session = pb.Session(
+            name=self.name,
+            labels=changes.get("labels") or {},
+            config=_requests.session_config(
+                model=None,
+                system_prompt=changes.get("system_prompt"),
+                ttl=changes.get("ttl"),
+                overflow=changes.get("overflow"),
+                default_sampling=changes.get("default_sampling") or {},
+            ),
+        )
+        request = pb.UpdateSessionRequest(
+            name=self.name, session=session, expected_revision=expected_revision
+        )
+        request.update_mask.paths.extend(UPDATE_PATHS[key] for key in changes)
+        # With an expected revision a replay of an update that had succeeded would be refused.
+        response = yield from self.call("UpdateSession", request, replay=expected_revision is None)
+        return self._learn(response.session)
+
+    def delete(self, expected_revision: int | None, allow_missing: bool) -> Flow[None]:
+        request = pb.DeleteSessionRequest(
+            name=self.name, expected_revision=expected_revision, allow_missing=allow_missing
+        )
+        backoff = Backoff(self.settings.retry)
+        tried = False
+        while True:
+            try:
+                yield from self.call("DeleteSession", request, replay=False)
+                return
+            except NotFound as error:
+                if tried and error.reason == "SESSION_DELETED":
+                    return  # By the try whose answer was lost.
+                raise
+            except PensieveError as error:
+                delay = backoff.delay(at_least=error.retry_after_s)
+                if verdict(error) is Verdict.RAISE or delay is None:
+                    raise
+            tried = True
+            yield Sleep(delay)
+
+    def count_tokens(
+        self, text: str | None, tokens: Sequence[int] | None, items: Sequence[InputLike] | None
+    ) -> Flow[TokenCount]:
+        request = pb.CountTokensRequest(session=self.name, input=_requests.turn_input(text, tokens, items))
+        response = yield from self.call("CountTokens", request)
+        return _decode.token_count(response)
+
+    def _learn(self, message: pb.Session) -> SessionInfo:
+        info = _decode.session(message)
+        self.info = info
+        return info
+
+
+UPDATE_PATHS = {
+    "labels": "labels",
+    "system_prompt": "config.system_prompt",
+    "default_sampling": "config.default_sampling",
+    "ttl": "config.ttl",
+    "overflow": "config.overflow_policy",
+}

@@ -1,0 +1,219 @@
+"""Keyword arguments into messages of the contract. Pure; wrong names and types fail here, before any call."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+from google.protobuf.duration_pb2 import Duration
+
+from pensieve.client._values import Item
+from pensieve.core import Role
+from pensieve.errors import InvalidArgument
+from pensieve.v1 import pensieve_pb2 as pb
+
+Content = str | Sequence[int]
+"""Text goes through the model's chat template; token ids are appended verbatim."""
+InputLike = tuple[Role | str, Content] | Item
+"""``("user", "Hi")``, ``(Role.TOOL, [1, 2, 3])``, or an item of another session."""
+Overflow = Literal["reject", "drop_oldest_turns"]
+Keep = Literal["partial", "nothing"]
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Left out = the session's default = the server's default."""
+
+    temperature: float
+    """0 is greedy."""
+    top_p: float
+    top_k: int
+    """0 is off."""
+    min_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    seed: int
+    max_output_tokens: int
+    min_output_tokens: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    logit_bias: Mapping[int, float]
+
+
+class TurnOptions(SamplingOptions, total=False):
+    """Everything that may go with a turn beside its input."""
+
+    request_id: str
+    """UUID; made when left out. The same id and content never append twice."""
+    expected_revision: int
+    """Raise RevisionMismatch unless the session is at this revision."""
+    replace_after_item: int
+    """Replace everything after this item, in the same commit as the new turn."""
+    token_ids: bool
+    """Whether pieces carry token ids; default True."""
+    top_logprobs: int
+    """Left out: none; 0: of the chosen token only."""
+    max_chunk_tokens: int
+    max_chunk_delay: float
+    """Seconds."""
+    pad_chunks: bool
+    max_duration: float
+    """Seconds after which the server ends the turn as TIME_LIMIT, committed."""
+    priority: int
+    on_disconnect: Literal["cancel", "finish"]
+    """What becomes of the turn when this client goes away for good; default ``cancel``."""
+    timeout: float
+    """Seconds for the whole turn, resumes included; then DeadlineExceeded, and nothing is committed."""
+    wait_if_busy: bool
+    """Wait for another turn of this session to end, instead of raising TurnInProgress."""
+
+
+class SessionChanges(TypedDict, total=False):
+    """What may be changed of a session."""
+
+    labels: Mapping[str, str]
+    system_prompt: str
+    default_sampling: SamplingOptions
+    ttl: float
+    """Seconds."""
+    overflow: Overflow
+
+
+SAMPLING_KEYS = frozenset(SamplingOptions.__annotations__)
+TURN_KEYS = frozenset(TurnOptions.__annotations__)
+DISCONNECT = {"cancel": "DISCONNECT_POLICY_CANCEL", "finish": "DISCONNECT_POLICY_FINISH"}
+OVERFLOW = {"reject": "OVERFLOW_POLICY_REJECT", "drop_oldest_turns": "OVERFLOW_POLICY_DROP_OLDEST_TURNS"}
+KEEP = {"partial": "KEEP_PARTIAL", "nothing": "KEEP_NOTHING"}
+
+
+def new_request_id() -> str:
+    return str(uuid.uuid4())
+
+
+def session_name(name_or_id: str) -> str:
+    """``sessions/{id}`` from either form. Raises InvalidArgument on an empty one."""
+    if not name_or_id.removeprefix("sessions/"):
+        raise InvalidArgument.field("session", "must not be empty")
+    return name_or_id if name_or_id.startswith("sessions/") else f"sessions/{name_or_id}"
+
+
+def duration(seconds: float) -> Duration:
+    message = Duration()
+    message.FromNanoseconds(round(seconds * 1e9))
+    return message
+
+
+def check_names(options: Mapping[str, object], allowed: frozenset[str]) -> None:
+    """Raises TypeError like a call with a keyword that does not exist."""
+    unknown = sorted(set(options) - allowed)
+    if unknown:
+        raise TypeError(f"unknown option {unknown[0]!r}; known: {', '.join(sorted(allowed))}")
+
+
+def sampling(options: Mapping[str, Any]) -> pb.SamplingParams:
+    """Only the given values become present. ``options`` may hold other keys; None means "not given".
+
+    Raises InvalidArgument for a value that its field cannot hold.
+    """
+    params = pb.SamplingParams()
+    for key in sorted(SAMPLING_KEYS & options.keys()):
+        value = options[key]
+        if value is None:
+            continue
+        if key == "stop" and isinstance(value, str):
+            value = [value]
+        try:
+            params.MergeFrom(pb.SamplingParams(**{key: value}))
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument.field(f"sampling.{key}", str(error)) from error
+    return params
+
+
+def choice(field: str, value: str, names: Mapping[str, str]) -> str:
+    """Name of the contract's enum value. Raises InvalidArgument."""
+    if value not in names:
+        raise InvalidArgument.field(field, f"{value!r} is not one of {', '.join(names)}")
+    return names[value]
+
+
+def role(value: Role | int | str) -> str:
+    """Name of the contract's enum value, from a role, its number or its name in any case."""
+    name = Role(value).name if isinstance(value, int) else value
+    return choice("input.role", name.lower(), {one.name.lower(): f"ROLE_{one.name}" for one in Role})
+
+
+def input_item(value: InputLike) -> pb.InputItem:
+    if isinstance(value, Item):
+        content: Content = value.token_ids or value.text
+        return input_item((Role(value.role), content))
+    who, content = value
+    if isinstance(content, str):
+        return pb.InputItem(role=role(who), text=content)
+    return pb.InputItem(role=role(who), tokens=pb.TokenIds(ids=content))
+
+
+def turn_input(
+    text: str | None, tokens: Sequence[int] | None, items: Sequence[InputLike] | None
+) -> list[pb.InputItem]:
+    """At most one of the three; none = no input (regenerate). Raises InvalidArgument."""
+    if sum(value is not None for value in (text, tokens, items)) > 1:
+        raise InvalidArgument.field("input", "give one of text, tokens and items")
+    if text is not None:
+        return [input_item((Role.USER, text))]
+    if tokens is not None:
+        return [input_item((Role.USER, tokens))]
+    return [input_item(one) for one in items or ()]
+
+
+def stream_turn(
+    session: str, request_input: Sequence[pb.InputItem], options: Mapping[str, Any]
+) -> pb.StreamTurnRequest:
+    """A whole turn. Raises TypeError on an unknown option, InvalidArgument on a value out of its type's range."""
+    check_names(options, TURN_KEYS)
+    output = pb.OutputOptions(
+        token_ids=options.get("token_ids", True),
+        top_logprobs=options.get("top_logprobs"),
+        max_chunk_tokens=options.get("max_chunk_tokens"),
+        pad_chunks=options.get("pad_chunks", False),
+    )
+    if (delay := options.get("max_chunk_delay")) is not None:
+        output.max_chunk_delay.CopyFrom(duration(delay))
+    spec = pb.TurnSpec(
+        request_id=options.get("request_id") or new_request_id(),
+        input=request_input,
+        expected_revision=options.get("expected_revision"),
+        replace_after_item=options.get("replace_after_item"),
+        sampling=sampling(options),
+        output=output,
+        priority=options.get("priority", 0),
+    )
+    if (limit := options.get("max_duration")) is not None:
+        spec.max_duration.CopyFrom(duration(limit))
+    return pb.StreamTurnRequest(
+        session=session,
+        turn=spec,
+        on_disconnect=choice("on_disconnect", options.get("on_disconnect", "cancel"), DISCONNECT),
+    )
+
+
+def session_config(
+    *,
+    model: str | None,
+    system_prompt: str | None,
+    ttl: float | None,
+    overflow: str | None,
+    default_sampling: Mapping[str, Any],
+) -> pb.SessionConfig:
+    check_names(default_sampling, SAMPLING_KEYS)
+    config = pb.SessionConfig(
+        model=model or "",
+        system_prompt=system_prompt or "",
+        overflow_policy=choice("overflow", overflow, OVERFLOW) if overflow else None,
+    )
+    if default_sampling:
+        config.default_sampling.CopyFrom(sampling(default_sampling))
+    if ttl is not None:
+        config.ttl.CopyFrom(duration(ttl))
+    return config

@@ -1,0 +1,107 @@
+"""When to send a call again, and after how long. Pure: the shells sleep, this decides.
+
+A replay is safe because every mutation carries a request id that the SDK made once. What a status means:
+
+===============================================  ==========================================================
+UNAVAILABLE with any reason                       send again
+no reason, and UNAVAILABLE, INTERNAL, UNKNOWN     the connection died; each proxy reports that in its own way, the
+or CANCELLED that nobody asked for                outcome is unknown: send again
+TURN_FENCED, STREAM_INCONSISTENT                  send again
+SERVER_OVERLOADED                                 send again after RetryInfo
+ENGINE_FAILED                                     send again, once
+everything else                                   raise
+===============================================  ==========================================================
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pensieve.errors import PensieveError
+from pensieve.rpc_status import TRANSPORT, TRANSPORT_FINAL
+
+STREAM_INCONSISTENT = "STREAM_INCONSISTENT"
+"""Reason of a stream that contradicts what was received before; made by the SDK, never raised before retries end."""
+
+
+class Verdict(enum.Enum):
+    """What an error calls for."""
+
+    RAISE = enum.auto()
+    RESEND = enum.auto()
+    RESEND_ONCE = enum.auto()
+    RESEND_SLOWLY = enum.auto()
+
+
+_BY_REASON = {
+    "TURN_FENCED": Verdict.RESEND,
+    "SERVER_OVERLOADED": Verdict.RESEND,
+    "ENGINE_FAILED": Verdict.RESEND_ONCE,
+    "STORE_FULL": Verdict.RESEND_SLOWLY,
+    STREAM_INCONSISTENT: Verdict.RESEND,
+    TRANSPORT_FINAL: Verdict.RAISE,
+}
+_BROKEN = ("UNAVAILABLE", "INTERNAL", "UNKNOWN", "CANCELLED")
+
+
+def verdict(error: PensieveError) -> Verdict:
+    """See the table above."""
+    if error.reason == TRANSPORT:
+        return Verdict.RESEND if error.metadata.get("grpc_code", error.code) in _BROKEN else Verdict.RAISE
+    if error.reason in _BY_REASON:
+        return _BY_REASON[error.reason]
+    return Verdict.RESEND if error.code == "UNAVAILABLE" else Verdict.RAISE
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """Budget of one call or turn. The defaults ride out a rolling restart and give up within about a minute."""
+
+    max_attempts: int = 8
+    """Tries in a row without any new output; new output starts the count again. 1 switches retries off."""
+    initial_s: float = 0.1
+    """Upper end of the first random wait; doubles with each failure."""
+    max_s: float = 5.0
+    """Upper end of any random wait."""
+    max_wait_s: float = 60.0
+    """Sum of all waits in a row without new output."""
+
+
+class Backoff:
+    """Full-jitter exponential backoff inside a budget."""
+
+    def __init__(
+        self, policy: RetryPolicy, uniform: Callable[[float, float], float] = random.uniform
+    ) -> None:
+        self._policy = policy
+        self._uniform = uniform
+        self._failures = 0
+        self._waited = 0.0
+
+    def reset(self) -> None:
+        """The peer made progress."""
+        self._failures = 0
+        self._waited = 0.0
+
+    def delay(self, *, at_least: float | None = None, slowly: bool = False) -> float | None:
+        """Seconds until the next try; None when the budget is used up. ``at_least``: what the server asked for."""
+        self._failures += 1
+        if self._failures >= self._policy.max_attempts:
+            return None
+        ceiling = min(self._policy.max_s, self._policy.initial_s * 2.0 ** (self._failures - 1))
+        # Added, not the larger of both: callers that were told the same delay must not come back together.
+        wait = (at_least or 0.0) + self._uniform(0.0, ceiling) + (1.0 if slowly else 0.0)
+        return self._spend(wait)
+
+    def poll(self, wait: float) -> float | None:
+        """A wait for somebody else to finish: not a failure, but it costs waiting time."""
+        return self._spend(wait)
+
+    def _spend(self, wait: float) -> float | None:
+        if self._waited + wait > self._policy.max_wait_s:
+            return None
+        self._waited += wait
+        return wait

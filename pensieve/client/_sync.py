@@ -1,0 +1,227 @@
+"""The blocking client. Thread-safe, except that one turn stream belongs to one reading thread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import grpc
+
+from pensieve.client import _flows, _requests
+from pensieve.client._requests import (
+    InputLike,
+    Keep,
+    Overflow,
+    SamplingOptions,
+    SessionChanges,
+    TurnOptions,
+)
+from pensieve.client._retry import RetryPolicy
+from pensieve.client._sync_link import Link, TurnStream
+from pensieve.client._transport import Settings
+from pensieve.client._values import Item, ServerInfo, SessionInfo, TokenCount, Turn
+from pensieve.client._view import SessionView
+
+
+class Client:
+    """A connection to a Pensieve server. Use it as a context manager, or call ``close``.
+
+    ``target`` is ``HOST:PORT``. ``api_key`` goes out as a bearer token. ``tls`` uses the system's roots,
+    ``credentials`` is for anything else. ``timeout`` bounds every call that is not a turn, in seconds.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        api_key: str | None = None,
+        tls: bool = False,
+        credentials: grpc.ChannelCredentials | None = None,
+        timeout: float = 60.0,
+        retry: RetryPolicy | None = None,
+        options: Sequence[tuple[str, Any]] = (),
+    ) -> None:
+        settings = Settings(target, api_key, tls, credentials, timeout, retry or RetryPolicy(), options)
+        self._link = Link(settings)
+
+    def create_session(
+        self,
+        *,
+        system_prompt: str | None = None,
+        session_id: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        ttl: float | None = None,
+        model: str | None = None,
+        overflow: Overflow | None = None,
+        default_sampling: SamplingOptions | None = None,
+        initial_items: Sequence[InputLike] = (),
+        request_id: str | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Session:
+        """A new conversation. ``ttl``: idle lifetime in seconds. Sampling keywords become the session's defaults.
+
+        ``initial_items`` imports a transcript. Raises AlreadyExists when ``session_id`` is taken by another session.
+        """
+        config = _requests.session_config(
+            model=model,
+            system_prompt=system_prompt,
+            ttl=ttl,
+            overflow=overflow,
+            default_sampling={**(default_sampling or {}), **sampling},
+        )
+        info = self._link.run(
+            _flows.create_session(
+                self._link.settings,
+                session_id=session_id,
+                config=config,
+                labels=labels,
+                initial_items=initial_items,
+                request_id=request_id,
+            )
+        )
+        return Session(self._link, info.name, info)
+
+    def session(self, name_or_id: str) -> Session:
+        """A handle on an existing session. Makes no call: a session that is not there is found out later."""
+        return Session(self._link, name_or_id)
+
+    def sessions(
+        self, *, labels: Mapping[str, str] | None = None, limit: int | None = None
+    ) -> list[SessionInfo]:
+        """Sessions with all these labels, newest first, eventually consistent."""
+        return self._link.run(_flows.list_sessions(self._link.settings, labels, limit))
+
+    def server_info(self) -> ServerInfo:
+        return self._link.run(_flows.server_info(self._link.settings))
+
+    def close(self) -> None:
+        """End all streams and calls. Idempotent."""
+        self._link.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Session(SessionView):
+    """One conversation. Handles are cheap and independent of each other."""
+
+    def __init__(self, link: Link, name_or_id: str, info: SessionInfo | None = None) -> None:
+        super().__init__(link.settings, name_or_id, info)
+        self._link = link
+
+    def stream(
+        self,
+        text: str | None = None,
+        *,
+        tokens: Sequence[int] | None = None,
+        items: Sequence[InputLike] | None = None,
+        **options: Unpack[TurnOptions],
+    ) -> TurnStream:
+        """One turn, piece by piece; sent when the first piece is asked for.
+
+        Leaving the loop early cancels the turn: the server is told to discard it, nothing of it stays in history.
+        To keep what was said so far call ``stream.cancel()``. To let it run on, pass ``on_disconnect="finish"``.
+        """
+        machine = self._core.turn_machine(text, tokens, items, options)
+        return TurnStream(self._link, self._core, machine, options.get("on_disconnect", "cancel") == "cancel")
+
+    def send(
+        self,
+        text: str | None = None,
+        *,
+        tokens: Sequence[int] | None = None,
+        items: Sequence[InputLike] | None = None,
+        **options: Unpack[TurnOptions],
+    ) -> Turn:
+        """One whole turn."""
+        return self.stream(text, tokens=tokens, items=items, **options).finish()
+
+    def regenerate(self, **options: Unpack[TurnOptions]) -> Turn:
+        """Another answer to the newest user item. The old answer stays until the new one is committed."""
+        item, revision = self._link.run(self._core.last_user_item())
+        options.setdefault("expected_revision", revision)
+        options["replace_after_item"] = item
+        return self.send(**options)
+
+    def edit(self, item: int, text: str, **options: Unpack[TurnOptions]) -> Turn:
+        """Replace item number ``item`` and everything after it by ``text`` and a new answer."""
+        options["replace_after_item"] = item - 1
+        return self.send(text, **options)
+
+    def attach(self, request_id: str, *, timeout: float | None = None) -> TurnStream:
+        """Follow a turn that was started elsewhere, from its first token; leaving does not end it."""
+        return TurnStream(self._link, self._core, self._core.attach_machine(request_id, timeout), False)
+
+    def get_turn(self, request_id: str) -> Turn:
+        """State and result of a turn."""
+        return self._link.run(self._core.get_turn(request_id))
+
+    def cancel(
+        self,
+        request_id: str | None = None,
+        *,
+        keep: Keep = "partial",
+        keep_output_tokens: int | None = None,
+    ) -> Turn:
+        """Stop a turn (default: the one that runs) and say what stands in history afterwards.
+
+        ``partial`` commits the input and the answer so far, or its first ``keep_output_tokens``.
+        """
+        return self._link.run(self._core.cancel(request_id, keep, keep_output_tokens))
+
+    def last_user_item(self) -> int:
+        """Number of the newest user item. Raises NotFound (ITEM_NOT_FOUND) when there is none."""
+        return self._link.run(self._core.last_user_item())[0]
+
+    def items(self, *, include_tokens: bool = False, after_item: int = 0) -> list[Item]:
+        """The live history, oldest first, all from one revision."""
+        return self._link.run(self._core.items(include_tokens, after_item))
+
+    def rewind(
+        self, *, to_item: int, expected_revision: int | None = None, request_id: str | None = None
+    ) -> SessionInfo:
+        """Drop everything after item ``to_item``."""
+        return self._link.run(self._core.rewind(to_item, expected_revision, request_id))
+
+    def fork(
+        self,
+        item: int | None = None,
+        *,
+        session_id: str | None = None,
+        expected_revision: int | None = None,
+        request_id: str | None = None,
+    ) -> Session:
+        """A new session with the history up to ``item`` (default: all of it)."""
+        info = self._link.run(self._core.fork(item, session_id, expected_revision, request_id))
+        return Session(self._link, info.name, info)
+
+    def refresh(self, *, residency: bool = False) -> SessionInfo:
+        """Read the metadata again; ``residency`` adds where the KV-tokens lie."""
+        return self._link.run(self._core.refresh(residency))
+
+    def update(
+        self, *, expected_revision: int | None = None, **changes: Unpack[SessionChanges]
+    ) -> SessionInfo:
+        """Change what is given, and nothing else. A changed system prompt makes all cached state useless."""
+        _requests.check_names(changes, frozenset(_flows.UPDATE_PATHS))
+        return self._link.run(self._core.update(changes, expected_revision))
+
+    def delete(self, *, expected_revision: int | None = None, allow_missing: bool = False) -> None:
+        """Erase the conversation at once."""
+        self._link.run(self._core.delete(expected_revision, allow_missing))
+
+    def count_tokens(
+        self,
+        text: str | None = None,
+        *,
+        tokens: Sequence[int] | None = None,
+        items: Sequence[InputLike] | None = None,
+    ) -> TokenCount:
+        """What this input would cost, without running the model."""
+        return self._link.run(self._core.count_tokens(text, tokens, items))

@@ -1,0 +1,219 @@
+"""The blocking shell: performs what the flows and the turn machine ask for, on a ``grpc`` channel."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import grpc
+
+from pensieve.client._flows import Flow, Invoke, SessionCore, Sleep
+from pensieve.client._janitor import Janitor, Watch
+from pensieve.client._requests import Keep
+from pensieve.client._transport import Settings, open_channel
+from pensieve.client._turn_machine import TurnMachine
+from pensieve.client._values import Piece, Turn
+from pensieve.client._view import StreamView
+from pensieve.errors import Cancelled, PensieveError
+from pensieve.rpc_status import from_rpc_error
+from pensieve.v1 import pensieve_pb2 as pb
+
+T = TypeVar("T")
+
+DISCARD_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 2.0
+
+
+class Link:
+    """Channel, stub and helper thread: what a client and its handles share, closed when the last of them goes."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.channel, self.stub = open_channel(settings, grpc)
+        self.janitor = Janitor()
+        self.closed = threading.Event()
+        self._close = weakref.finalize(self, _close, self.channel, self.janitor, self.closed)
+
+    def run(self, flow: Flow[T]) -> T:
+        """Drive a flow to its end."""
+        try:
+            step = next(flow)
+            while True:
+                if isinstance(step, Sleep):
+                    self.closed.wait(step.seconds)
+                    step = flow.send(None)
+                    continue
+                try:
+                    response = self._invoke(step)
+                except grpc.RpcError as error:
+                    step = flow.throw(from_rpc_error(error))
+                else:
+                    step = flow.send(response)
+        except StopIteration as stop:
+            value: T = stop.value
+            return value
+
+    def _invoke(self, step: Invoke) -> Any:
+        self.check_open()
+        metadata = self.settings.metadata(step.session)
+        return getattr(self.stub, step.method)(step.request, timeout=step.timeout, metadata=metadata)
+
+    def check_open(self) -> None:
+        if self.closed.is_set():
+            raise Cancelled("the client is closed", reason="CLIENT_CLOSED")
+
+    def close(self) -> None:
+        self._close()
+
+
+def _close(channel: Any, janitor: Janitor, closed: threading.Event) -> None:
+    closed.set()
+    janitor.close(CLOSE_TIMEOUT_S)
+    channel.close()
+
+
+class TurnStream(StreamView):
+    """The pieces of one turn. Iterate it, and leave the loop whenever you like; or call ``finish``.
+
+    ``cancel`` and ``close`` may come from another thread than the reading one.
+    """
+
+    def __init__(self, link: Link, core: SessionCore, machine: TurnMachine, discard_on_leave: bool) -> None:
+        super().__init__(core, machine, discard_on_leave=discard_on_leave)
+        self._link = link
+        self._call: Any = None
+        self._watch = Watch()
+        self._wake = threading.Event()
+
+    def __iter__(self) -> Iterator[Piece]:
+        try:
+            while (piece := self._next()) is not None:
+                yield piece
+        finally:
+            self.close()
+
+    def __next__(self) -> Piece:
+        piece = self._next()
+        if piece is None:
+            raise StopIteration
+        return piece
+
+    def finish(self) -> Turn:
+        """Read to the end; the turn."""
+        for _ in self:
+            pass
+        return self.turn
+
+    def cancel(self, *, keep: Keep = "partial", keep_output_tokens: int | None = None) -> Turn:
+        """Stop the turn and end the stream; what stands in history afterwards is the answer, and ``turn``."""
+        turn = self._link.run(self._core.cancel(self.request_id, keep, keep_output_tokens))
+        self._machine.cancelled(turn)
+        self.close()
+        return turn
+
+    def close(self) -> None:
+        """Walk away: a turn that is not complete is discarded (see ``Session.stream``). Idempotent."""
+        discard = self._leave()
+        self._wake.set()
+        self._drop()
+        if discard:
+            self._link.janitor.submit(_discard_job(self._link, self._core.name, self.request_id))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # May run inside grpc, under its locks: only hand the work over.
+        call, link = self._call, self._link
+        if self._leave():
+            link.janitor.submit(_discard_job(link, self._core.name, self.request_id))
+        if call is not None:
+            link.janitor.submit(_cancel_job(call))
+            link.janitor.unwatch(self._watch)
+
+    def _next(self) -> Piece | None:
+        pending = self._machine.pending
+        try:
+            while not pending and not self._machine.done and not self._over:
+                self._advance()
+        except PensieveError:
+            self._discard_on_leave = False  # The server has said no, or cannot be asked.
+            self.close()
+            raise
+        if pending:
+            return pending.popleft()
+        self.close()
+        return None
+
+    def _advance(self) -> None:
+        """Take one message, or get over one failure."""
+        try:
+            self._machine.received(self._read())
+            return
+        except grpc.RpcError as error:
+            failure = self._machine.silent() if self._watch.expired else from_rpc_error(error)
+        except PensieveError as error:
+            failure = error
+        self._drop()
+        if self._machine.done or self._over:
+            return  # Ended from another thread.
+        self._link.check_open()
+        self._wake.wait(self._machine.failed(failure))
+
+    def _read(self) -> pb.StreamTurnResponse:
+        if self._call is None:
+            self._open()
+        watch = self._watch
+        watch.deadline = time.monotonic() + self._machine.silence_s
+        try:
+            message: pb.StreamTurnResponse = next(self._call)
+        except StopIteration:
+            raise self._machine.ended() from None
+        finally:
+            watch.deadline = None
+        return message
+
+    def _open(self) -> None:
+        self._link.check_open()
+        remaining = self._machine.remaining_s()
+        self._start()
+        self._watch = Watch()
+        self._call = self._watch.call = self._link.stub.StreamTurn(
+            self._machine.next_request(),
+            timeout=remaining,
+            metadata=self._link.settings.metadata(self._core.name),
+        )
+        self._link.janitor.start()
+        self._link.janitor.watch(self._watch)
+
+    def _drop(self) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            call.cancel()
+            self._watch.call = None
+            self._link.janitor.unwatch(self._watch)
+
+
+def _cancel_job(call: Any) -> Callable[[], None]:
+    def job() -> None:
+        call.cancel()
+
+    return job
+
+
+def _discard_job(link: Link, session: str, request_id: str) -> Callable[[], Any]:
+    """Tells the server not to wait for this client to come back; without it the session stays busy for the grace."""
+    stub, metadata = link.stub, link.settings.metadata(session)
+    request = pb.CancelTurnRequest(
+        session=session, request_id=request_id, keep=pb.CancelTurnRequest.KEEP_NOTHING
+    )
+    return lambda: stub.CancelTurn.future(request, timeout=DISCARD_TIMEOUT_S, metadata=metadata)

@@ -1,0 +1,95 @@
+"""How a channel is set up: target, credentials, options, metadata. The same for both clients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from pensieve.client._retry import RetryPolicy
+from pensieve.v1 import pensieve_pb2_grpc
+
+SERVICE = "pensieve.v1.ConversationService"
+ROUTE_KEY = "x-session-route"
+
+RETRY = {
+    "maxAttempts": 4,
+    "initialBackoff": "0.1s",
+    "maxBackoff": "2s",
+    "backoffMultiplier": 2,
+    "retryableStatusCodes": ["UNAVAILABLE"],
+}
+# The two mutations without a request id: whether a replay is harmless depends on their arguments, so the flows decide.
+NOT_REPLAYED = ("DeleteSession", "UpdateSession")
+SERVICE_CONFIG = json.dumps(
+    {
+        "methodConfig": [
+            {"name": [{"service": SERVICE}], "retryPolicy": RETRY},
+            {"name": [{"service": SERVICE, "method": method} for method in NOT_REPLAYED]},
+        ],
+        "retryThrottling": {"maxTokens": 10, "tokenRatio": 0.1},
+    }
+)
+CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
+    ("grpc.service_config", SERVICE_CONFIG),
+    ("grpc.enable_retries", 1),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),  # The one that bounds detection of a dead peer.
+    ("grpc.max_receive_message_length", 16 * 1024 * 1024),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Of a client."""
+
+    target: str
+    """``HOST:PORT`` or any gRPC target; a leading ``pensieve://`` is dropped."""
+    api_key: str | None = None
+    """Sent as ``authorization: Bearer KEY``."""
+    tls: bool = False
+    """TLS with the system's root certificates."""
+    credentials: grpc.ChannelCredentials | None = None
+    """TLS with other roots or a client certificate; implies ``tls``."""
+    timeout: float = 60.0
+    """Seconds for each call that is not a turn."""
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    options: Sequence[tuple[str, Any]] = ()
+    """More channel options; a later one wins over ours."""
+
+    @property
+    def address(self) -> str:
+        return self.target.removeprefix("pensieve://")
+
+    @property
+    def channel_credentials(self) -> grpc.ChannelCredentials | None:
+        """None: plain text."""
+        if self.credentials is not None:
+            return self.credentials
+        return grpc.ssl_channel_credentials() if self.tls else None
+
+    @property
+    def channel_options(self) -> list[tuple[str, Any]]:
+        return list({**dict(CHANNEL_OPTIONS), **dict(self.options)}.items())
+
+    def metadata(self, session: str) -> list[tuple[str, str]]:
+        """Of one call: the routing key for proxies, and the credential."""
+        pairs = [(ROUTE_KEY, session)] if session else []
+        if self.api_key is not None:
+            pairs.append(("authorization", f"Bearer {self.api_key}"))
+        return pairs
+
+
+def open_channel(settings: Settings, library: Any) -> tuple[Any, Any]:
+    """Channel and stub of ``library``, which is ``grpc`` or ``grpc.aio``."""
+    make_stub: Any = pensieve_pb2_grpc.ConversationServiceStub  # Generated code has no annotations.
+    credentials = settings.channel_credentials
+    if credentials is None:
+        channel = library.insecure_channel(settings.address, options=settings.channel_options)
+    else:
+        channel = library.secure_channel(settings.address, credentials, options=settings.channel_options)
+    return channel, make_stub(channel)

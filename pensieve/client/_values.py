@@ -1,0 +1,194 @@
+"""What the SDK hands out: frozen values, none of them tied to a connection.
+
+Enumerations are open, as the contract says: a value that this SDK does not know yet stays a plain ``int``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+
+from pensieve.core import FinishReason, Phase, Role, TokenLogprob, Usage
+
+
+class SessionState(StrEnum):
+    """Of a session. DAMAGED: readable, not writable."""
+
+    UNSPECIFIED = "unspecified"
+    ACTIVE = "active"
+    DAMAGED = "damaged"
+    DELETED = "deleted"
+
+
+class TurnState(StrEnum):
+    """Of a turn. DISCARDED: no trace in history; the same request id may start again."""
+
+    UNSPECIFIED = "unspecified"
+    RUNNING = "running"
+    COMMITTED = "committed"
+    DISCARDED = "discarded"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a running answer. Provisional until the turn is complete."""
+
+    text: str = ""
+    """Whole code points; may be empty while a character is still incomplete."""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One entry per token when ``top_logprobs`` was asked for."""
+    token_offset: int = 0
+    """Index of the first token of this piece in the answer."""
+    token_count: int = 0
+    restarted: bool = False
+    """The attempt that produced the text so far is gone: drop that text, the answer starts again after this piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One immutable entry of a session's history."""
+
+    item: int
+    """Position; never reused within a session."""
+    role: Role | int
+    text: str
+    token_ids: tuple[int, ...] = ()
+    """Filled when asked for; all live items' ids, concatenated, are the model's context."""
+    request_id: str = ""
+    finish_reason: FinishReason | int | None = None
+    """Of assistant items."""
+    create_time: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One finished turn: the input and the model's answer, in history as a whole."""
+
+    session: str
+    request_id: str
+    state: TurnState
+    text: str
+    """The answer as it stands in history."""
+    finish_reason: FinishReason | int | None
+    usage: Usage
+    revision: int
+    """Of the session, after this turn."""
+    base_revision: int
+    seed: int
+    stop_sequence: str
+    input: tuple[Item, ...]
+    output: Item | None
+    discard_reason: str = ""
+    """ErrorInfo reason of the failure, for a discarded turn."""
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        """Everything this turn put into history, oldest first."""
+        return self.input if self.output is None else (*self.input, self.output)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Ids of the answer's item, if the server sent them."""
+        return self.output.token_ids if self.output is not None else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a turn does before and between its pieces."""
+
+    phase: Phase | int
+    queue_position: int = 0
+    tokens_done: int = 0
+    tokens_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """Where a session's KV-tokens lie; best effort."""
+
+    replica: str
+    as_of_revision: int
+    gpu_tokens: int
+    host_tokens: int
+    dropped_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """Metadata of one session."""
+
+    name: str
+    state: SessionState
+    revision: int
+    """Grows by one with each committed change."""
+    item_count: int
+    context_tokens: int
+    """What the next turn starts from."""
+    context_limit: int
+    model: str
+    system_prompt: str
+    default_sampling: dict[str, object]
+    """Only the parameters the session sets; names as in ``SamplingOptions``."""
+    ttl_s: float
+    """Idle lifetime; 0: never expires."""
+    overflow: str
+    """``reject`` or ``drop_oldest_turns``."""
+    labels: dict[str, str] = field(default_factory=dict)
+    create_time: datetime | None = None
+    update_time: datetime | None = None
+    expire_time: datetime | None = None
+    forked_from: str = ""
+    forked_from_item: int = 0
+    active_request_id: str = ""
+    """Of the turn that runs right now, if any."""
+    residency: Residency | None = None
+
+    @property
+    def id(self) -> str:
+        """The name without ``sessions/``."""
+        return self.name.removeprefix("sessions/")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCount:
+    """Answer of ``count_tokens``."""
+
+    input_tokens: int
+    context_tokens: int
+    """History plus this input."""
+    context_limit: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether a turn with this input starts inside the limit."""
+        return self.context_tokens <= self.context_limit
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of a server; 0: not announced."""
+
+    max_request_bytes: int
+    max_input_chars: int
+    max_stop_sequences: int
+    max_top_logprobs: int
+    max_ttl_s: float
+    request_id_retention_s: float
+    disconnect_grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What a server says of itself."""
+
+    version: str
+    replica: str
+    model: str
+    tokenizer_sha256: str
+    chat_template_sha256: str
+    vocab_size: int
+    context_limit: int
+    limits: Limits
+    features: tuple[str, ...]

@@ -1,0 +1,111 @@
+"""What both kinds of turn stream and of session handle show of their state."""
+
+from __future__ import annotations
+
+from pensieve.client._flows import SessionCore
+from pensieve.client._requests import session_name
+from pensieve.client._transport import Settings
+from pensieve.client._turn_machine import TurnMachine
+from pensieve.client._values import Progress, SessionInfo, Turn
+
+
+class StreamView:
+    """Read-only view of a turn under way."""
+
+    def __init__(self, core: SessionCore, machine: TurnMachine, *, discard_on_leave: bool) -> None:
+        self._core = core
+        self._machine = machine
+        self._discard_on_leave = discard_on_leave
+        self._started = False
+        self._over = False
+        """Complete, failed or closed: no call is open and none will be."""
+
+    @property
+    def request_id(self) -> str:
+        """Of the turn; enough to fetch its outcome later with ``get_turn`` or ``attach``."""
+        return self._machine.request_id
+
+    @property
+    def turn(self) -> Turn:
+        """The finished turn. Raises Cancelled while it is not complete."""
+        return self._machine.result()
+
+    @property
+    def done(self) -> bool:
+        """Whether the turn is complete, which is to say durable."""
+        return self._machine.done
+
+    @property
+    def text(self) -> str:
+        """The answer so far; right after a restart, too."""
+        return self._machine.text
+
+    @property
+    def token_count(self) -> int:
+        """Output tokens received so far."""
+        return self._machine.token_count
+
+    @property
+    def progress(self) -> Progress | None:
+        """Latest news from the server about what the turn is waiting for."""
+        return self._machine.progress
+
+    @property
+    def seed(self) -> int | None:
+        """The seed in force, once the server has accepted the turn."""
+        return self._machine.seed
+
+    @property
+    def resumes(self) -> int:
+        """How often the turn had to be sent again."""
+        return self._machine.resumes
+
+    def _leave(self) -> bool:
+        """Mark as over. Whether the server should be told to discard the turn."""
+        if self._over:
+            return False
+        self._over = True
+        discard = self._started and self._discard_on_leave and not self._machine.done
+        self._core.ended(self._machine)
+        if discard:
+            self._core.abandon(self.request_id)
+        return discard
+
+    def _start(self) -> None:
+        if not self._started:
+            self._started = True
+            self._core.running = self.request_id
+
+
+class SessionView:
+    """Read-only view of a session handle."""
+
+    def __init__(self, settings: Settings, name_or_id: str, info: SessionInfo | None = None) -> None:
+        self._core = SessionCore(settings, session_name(name_or_id), info)
+
+    @property
+    def name(self) -> str:
+        """``sessions/{id}``."""
+        return self._core.name
+
+    @property
+    def id(self) -> str:
+        return self._core.name.removeprefix("sessions/")
+
+    @property
+    def info(self) -> SessionInfo | None:
+        """Metadata as last seen; None before the first ``refresh`` of a session that was opened by name."""
+        return self._core.info
+
+    @property
+    def revision(self) -> int | None:
+        """Newest revision this handle has seen."""
+        return self._core.revision
+
+    @property
+    def last_turn(self) -> Turn | None:
+        """Newest finished turn of this handle."""
+        return self._core.last_turn
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name} revision={self.revision}>"

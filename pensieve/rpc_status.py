@@ -1,0 +1,148 @@
+"""Errors on the wire: ``PensieveError`` to ``google.rpc.Status`` and back. The one place both ends agree in.
+
+Every error carries ``ErrorInfo{reason, domain, metadata}``; beside it ``BadRequest`` for wrong fields, ``RetryInfo``
+where a wait helps, ``QuotaFailure`` for quotas. The trailer ``grpc-retry-pushback-ms`` speaks to the gRPC *library*
+only: -1 forbids its built-in replay, a delay allows it after that time, no trailer leaves it to its own backoff.
+What the SDK does with an error is decided by the reason, never by that trailer, unless there is no reason.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from pensieve.errors import BY_CODE, BY_REASON, ERROR_DOMAIN, InvalidArgument, PensieveError
+
+PUSHBACK_KEY = "grpc-retry-pushback-ms"
+DETAILS_KEY = "grpc-status-details-bin"
+
+TRANSPORT = "TRANSPORT"
+"""Reason of an error that no Pensieve server made: the connection, a proxy or the gRPC library did."""
+TRANSPORT_FINAL = "TRANSPORT_FINAL"
+"""The same, with a pushback that forbids trying again."""
+
+LIBRARY_MAY_RETRY: dict[str, int | None] = {
+    "TURN_RUNNING_ELSEWHERE": 1000,
+    "DRAINING": None,
+    "STARTING": None,
+    "ENGINE_RESTARTING": None,
+    "STORE_UNAVAILABLE": None,
+    "STORE_REPLACED": None,
+    "STORE_FULL": 2000,
+}
+"""Reasons the gRPC library may replay by itself, with the smallest delay in ms; None: its own backoff will do."""
+
+_CODE_BY_NAME = {code.name: code for code in grpc.StatusCode}
+
+
+def pushback_ms(error: PensieveError) -> int | None:
+    """Value of the pushback trailer for this error; None: send no trailer."""
+    if error.reason not in LIBRARY_MAY_RETRY:
+        return -1
+    smallest = LIBRARY_MAY_RETRY[error.reason]
+    if error.retry_after_s is None:
+        return smallest
+    return max(smallest or 0, round(error.retry_after_s * 1000))
+
+
+def to_proto(error: PensieveError) -> status_pb2.Status:
+    """The error as ``google.rpc.Status`` with its details packed."""
+    code = _CODE_BY_NAME[error.code]
+    status = status_pb2.Status(code=code.value[0], message=error.message)
+    status.details.add().Pack(
+        error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=error.metadata)
+    )
+    if isinstance(error, InvalidArgument) and error.violations:
+        bad = error_details_pb2.BadRequest()
+        for field, description in error.violations:
+            bad.field_violations.add(field=field, description=description)
+        status.details.add().Pack(bad)
+    if error.retry_after_s is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(round(error.retry_after_s * 1e9))
+        status.details.add().Pack(retry)
+    if error.reason == "QUOTA_EXCEEDED":
+        quota = error_details_pb2.QuotaFailure()
+        quota.violations.add(subject=error.metadata.get("subject", ""), description=error.message)
+        status.details.add().Pack(quota)
+    return status
+
+
+def to_grpc(error: PensieveError) -> Any:
+    """The error as a ``grpc.Status`` for ``context.abort_with_status``, trailing metadata included."""
+    status = rpc_status.to_status(to_proto(error))
+    pushback = pushback_ms(error)
+    if pushback is None:
+        return status
+    return status._replace(trailing_metadata=(*status.trailing_metadata, (PUSHBACK_KEY, str(pushback))))
+
+
+def from_proto(status: status_pb2.Status) -> PensieveError | None:
+    """The error in a ``google.rpc.Status``; None when it carries no ErrorInfo of ours."""
+    info, retry, bad = (
+        error_details_pb2.ErrorInfo(),
+        error_details_pb2.RetryInfo(),
+        error_details_pb2.BadRequest(),
+    )
+    for detail in status.details:
+        for message in (info, retry, bad):
+            detail.Unpack(message)
+    if info.domain != ERROR_DOMAIN:
+        return None
+    code = next((code.name for code in grpc.StatusCode if code.value[0] == status.code), "UNKNOWN")
+    kind = BY_REASON.get(info.reason) or BY_CODE.get(code, PensieveError)
+    wait = retry.retry_delay.ToNanoseconds() / 1e9 if retry.HasField("retry_delay") else None
+    metadata = dict(info.metadata)
+    if issubclass(kind, InvalidArgument):
+        violations = [(one.field, one.description) for one in bad.field_violations]
+        return kind(
+            status.message, reason=info.reason, metadata=metadata, retry_after_s=wait, violations=violations
+        )
+    return kind(status.message, reason=info.reason, metadata=metadata, retry_after_s=wait)
+
+
+def from_rpc_error(error: Any) -> PensieveError:
+    """The error in a failed call (``grpc.RpcError``, sync or aio).
+
+    Without details of ours the class follows the status code, the reason is ``TRANSPORT`` or ``TRANSPORT_FINAL``, and
+    metadata ``grpc_code`` keeps the code (some codes have no class of their own).
+    """
+    trailers = {key: value for key, value in error.trailing_metadata() or ()}
+    pushback = _pushback(trailers.get(PUSHBACK_KEY))
+    ours = _details(trailers.get(DETAILS_KEY))
+    if ours is not None:
+        if ours.retry_after_s is None and pushback is not None and pushback >= 0:
+            ours.retry_after_s = pushback / 1000
+        return ours
+    code = error.code().name
+    final = pushback is not None and pushback < 0
+    return BY_CODE.get(code, PensieveError)(
+        error.details() or code,
+        reason=TRANSPORT_FINAL if final else TRANSPORT,
+        metadata={"grpc_code": code},
+        retry_after_s=pushback / 1000 if pushback is not None and pushback >= 0 else None,
+    )
+
+
+def _pushback(value: str | bytes | None) -> int | None:
+    """Anything but a number means "do not retry", as in the gRPC library."""
+    if value is None:
+        return None
+    try:
+        return int(value)
+    except ValueError:
+        return -1
+
+
+def _details(value: str | bytes | None) -> PensieveError | None:
+    """A proxy may have cut the trailer; then the status code has to do."""
+    if not isinstance(value, bytes):
+        return None
+    try:
+        return from_proto(status_pb2.Status.FromString(value))
+    except DecodeError:
+        return None

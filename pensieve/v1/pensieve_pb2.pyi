@@ -1,0 +1,755 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import field_mask_pb2 as _field_mask_pb2
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class OverflowPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OVERFLOW_POLICY_UNSPECIFIED: _ClassVar[OverflowPolicy]
+    OVERFLOW_POLICY_REJECT: _ClassVar[OverflowPolicy]
+    OVERFLOW_POLICY_DROP_OLDEST_TURNS: _ClassVar[OverflowPolicy]
+
+class SessionView(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SESSION_VIEW_UNSPECIFIED: _ClassVar[SessionView]
+    SESSION_VIEW_BASIC: _ClassVar[SessionView]
+    SESSION_VIEW_FULL: _ClassVar[SessionView]
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_SYSTEM: _ClassVar[Role]
+    ROLE_USER: _ClassVar[Role]
+    ROLE_ASSISTANT: _ClassVar[Role]
+    ROLE_TOOL: _ClassVar[Role]
+
+class DisconnectPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DISCONNECT_POLICY_UNSPECIFIED: _ClassVar[DisconnectPolicy]
+    DISCONNECT_POLICY_CANCEL: _ClassVar[DisconnectPolicy]
+    DISCONNECT_POLICY_FINISH: _ClassVar[DisconnectPolicy]
+
+class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
+    FINISH_REASON_EOS: _ClassVar[FinishReason]
+    FINISH_REASON_STOP_SEQUENCE: _ClassVar[FinishReason]
+    FINISH_REASON_STOP_TOKEN: _ClassVar[FinishReason]
+    FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+    FINISH_REASON_CONTEXT_FULL: _ClassVar[FinishReason]
+    FINISH_REASON_TIME_LIMIT: _ClassVar[FinishReason]
+    FINISH_REASON_CANCELLED: _ClassVar[FinishReason]
+OVERFLOW_POLICY_UNSPECIFIED: OverflowPolicy
+OVERFLOW_POLICY_REJECT: OverflowPolicy
+OVERFLOW_POLICY_DROP_OLDEST_TURNS: OverflowPolicy
+SESSION_VIEW_UNSPECIFIED: SessionView
+SESSION_VIEW_BASIC: SessionView
+SESSION_VIEW_FULL: SessionView
+ROLE_UNSPECIFIED: Role
+ROLE_SYSTEM: Role
+ROLE_USER: Role
+ROLE_ASSISTANT: Role
+ROLE_TOOL: Role
+DISCONNECT_POLICY_UNSPECIFIED: DisconnectPolicy
+DISCONNECT_POLICY_CANCEL: DisconnectPolicy
+DISCONNECT_POLICY_FINISH: DisconnectPolicy
+FINISH_REASON_UNSPECIFIED: FinishReason
+FINISH_REASON_EOS: FinishReason
+FINISH_REASON_STOP_SEQUENCE: FinishReason
+FINISH_REASON_STOP_TOKEN: FinishReason
+FINISH_REASON_LENGTH: FinishReason
+FINISH_REASON_CONTEXT_FULL: FinishReason
+FINISH_REASON_TIME_LIMIT: FinishReason
+FINISH_REASON_CANCELLED: FinishReason
+
+class Session(_message.Message):
+    __slots__ = ("name", "state", "revision", "item_count", "context_tokens", "context_limit", "config", "labels", "create_time", "update_time", "expire_time", "forked_from", "forked_from_item", "active_turn", "residency")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[Session.State]
+        STATE_ACTIVE: _ClassVar[Session.State]
+        STATE_DAMAGED: _ClassVar[Session.State]
+        STATE_DELETED: _ClassVar[Session.State]
+    STATE_UNSPECIFIED: Session.State
+    STATE_ACTIVE: Session.State
+    STATE_DAMAGED: Session.State
+    STATE_DELETED: Session.State
+    class LabelsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    ITEM_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    EXPIRE_TIME_FIELD_NUMBER: _ClassVar[int]
+    FORKED_FROM_FIELD_NUMBER: _ClassVar[int]
+    FORKED_FROM_ITEM_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_TURN_FIELD_NUMBER: _ClassVar[int]
+    RESIDENCY_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    state: Session.State
+    revision: int
+    item_count: int
+    context_tokens: int
+    context_limit: int
+    config: SessionConfig
+    labels: _containers.ScalarMap[str, str]
+    create_time: _timestamp_pb2.Timestamp
+    update_time: _timestamp_pb2.Timestamp
+    expire_time: _timestamp_pb2.Timestamp
+    forked_from: str
+    forked_from_item: int
+    active_turn: ActiveTurn
+    residency: CacheResidency
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[Session.State, str]] = ..., revision: _Optional[int] = ..., item_count: _Optional[int] = ..., context_tokens: _Optional[int] = ..., context_limit: _Optional[int] = ..., config: _Optional[_Union[SessionConfig, _Mapping]] = ..., labels: _Optional[_Mapping[str, str]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., forked_from: _Optional[str] = ..., forked_from_item: _Optional[int] = ..., active_turn: _Optional[_Union[ActiveTurn, _Mapping]] = ..., residency: _Optional[_Union[CacheResidency, _Mapping]] = ...) -> None: ...
+
+class ActiveTurn(_message.Message):
+    __slots__ = ("request_id", "start_time")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    START_TIME_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    start_time: _timestamp_pb2.Timestamp
+    def __init__(self, request_id: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+
+class CacheResidency(_message.Message):
+    __slots__ = ("replica", "as_of_revision", "gpu_tokens", "host_tokens", "dropped_tokens", "as_of_time")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    AS_OF_REVISION_FIELD_NUMBER: _ClassVar[int]
+    GPU_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    AS_OF_TIME_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    as_of_revision: int
+    gpu_tokens: int
+    host_tokens: int
+    dropped_tokens: int
+    as_of_time: _timestamp_pb2.Timestamp
+    def __init__(self, replica: _Optional[str] = ..., as_of_revision: _Optional[int] = ..., gpu_tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ..., dropped_tokens: _Optional[int] = ..., as_of_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+
+class SessionConfig(_message.Message):
+    __slots__ = ("model", "system_prompt", "default_sampling", "ttl", "overflow_policy")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    SYSTEM_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    TTL_FIELD_NUMBER: _ClassVar[int]
+    OVERFLOW_POLICY_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    system_prompt: str
+    default_sampling: SamplingParams
+    ttl: _duration_pb2.Duration
+    overflow_policy: OverflowPolicy
+    def __init__(self, model: _Optional[str] = ..., system_prompt: _Optional[str] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., overflow_policy: _Optional[_Union[OverflowPolicy, str]] = ...) -> None: ...
+
+class CreateSessionRequest(_message.Message):
+    __slots__ = ("request_id", "session_id", "config", "labels", "initial_items")
+    class LabelsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    INITIAL_ITEMS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    session_id: str
+    config: SessionConfig
+    labels: _containers.ScalarMap[str, str]
+    initial_items: _containers.RepeatedCompositeFieldContainer[InputItem]
+    def __init__(self, request_id: _Optional[str] = ..., session_id: _Optional[str] = ..., config: _Optional[_Union[SessionConfig, _Mapping]] = ..., labels: _Optional[_Mapping[str, str]] = ..., initial_items: _Optional[_Iterable[_Union[InputItem, _Mapping]]] = ...) -> None: ...
+
+class CreateSessionResponse(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: Session
+    def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ...) -> None: ...
+
+class GetSessionRequest(_message.Message):
+    __slots__ = ("name", "view")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    view: SessionView
+    def __init__(self, name: _Optional[str] = ..., view: _Optional[_Union[SessionView, str]] = ...) -> None: ...
+
+class GetSessionResponse(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: Session
+    def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ...) -> None: ...
+
+class ListSessionsRequest(_message.Message):
+    __slots__ = ("page_size", "page_token", "label_selector")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    LABEL_SELECTOR_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    label_selector: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., label_selector: _Optional[str] = ...) -> None: ...
+
+class ListSessionsResponse(_message.Message):
+    __slots__ = ("sessions", "next_page_token")
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    sessions: _containers.RepeatedCompositeFieldContainer[Session]
+    next_page_token: str
+    def __init__(self, sessions: _Optional[_Iterable[_Union[Session, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class UpdateSessionRequest(_message.Message):
+    __slots__ = ("name", "session", "update_mask", "expected_revision")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_MASK_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_REVISION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    session: Session
+    update_mask: _field_mask_pb2.FieldMask
+    expected_revision: int
+    def __init__(self, name: _Optional[str] = ..., session: _Optional[_Union[Session, _Mapping]] = ..., update_mask: _Optional[_Union[_field_mask_pb2.FieldMask, _Mapping]] = ..., expected_revision: _Optional[int] = ...) -> None: ...
+
+class UpdateSessionResponse(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: Session
+    def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ...) -> None: ...
+
+class DeleteSessionRequest(_message.Message):
+    __slots__ = ("name", "expected_revision", "allow_missing")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_REVISION_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_MISSING_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    expected_revision: int
+    allow_missing: bool
+    def __init__(self, name: _Optional[str] = ..., expected_revision: _Optional[int] = ..., allow_missing: bool = ...) -> None: ...
+
+class DeleteSessionResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ForkSessionRequest(_message.Message):
+    __slots__ = ("name", "request_id", "item", "session_id", "expected_revision")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ITEM_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_REVISION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    request_id: str
+    item: int
+    session_id: str
+    expected_revision: int
+    def __init__(self, name: _Optional[str] = ..., request_id: _Optional[str] = ..., item: _Optional[int] = ..., session_id: _Optional[str] = ..., expected_revision: _Optional[int] = ...) -> None: ...
+
+class ForkSessionResponse(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: Session
+    def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ...) -> None: ...
+
+class RewindSessionRequest(_message.Message):
+    __slots__ = ("name", "request_id", "item", "expected_revision")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ITEM_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_REVISION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    request_id: str
+    item: int
+    expected_revision: int
+    def __init__(self, name: _Optional[str] = ..., request_id: _Optional[str] = ..., item: _Optional[int] = ..., expected_revision: _Optional[int] = ...) -> None: ...
+
+class RewindSessionResponse(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: Session
+    def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ...) -> None: ...
+
+class TokenIds(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class InputItem(_message.Message):
+    __slots__ = ("role", "text", "tokens")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    role: Role
+    text: str
+    tokens: TokenIds
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ...) -> None: ...
+
+class Item(_message.Message):
+    __slots__ = ("item", "role", "text", "tokens", "request_id", "finish_reason", "create_time")
+    ITEM_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    item: int
+    role: Role
+    text: str
+    tokens: TokenIds
+    request_id: str
+    finish_reason: FinishReason
+    create_time: _timestamp_pb2.Timestamp
+    def __init__(self, item: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., request_id: _Optional[str] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+
+class ListItemsRequest(_message.Message):
+    __slots__ = ("name", "page_size", "page_token", "include_tokens", "after_item")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    AFTER_ITEM_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    page_size: int
+    page_token: str
+    include_tokens: bool
+    after_item: int
+    def __init__(self, name: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., include_tokens: bool = ..., after_item: _Optional[int] = ...) -> None: ...
+
+class ListItemsResponse(_message.Message):
+    __slots__ = ("items", "next_page_token", "revision")
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    items: _containers.RepeatedCompositeFieldContainer[Item]
+    next_page_token: str
+    revision: int
+    def __init__(self, items: _Optional[_Iterable[_Union[Item, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., revision: _Optional[int] = ...) -> None: ...
+
+class SamplingParams(_message.Message):
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "max_output_tokens", "min_output_tokens", "stop", "stop_token_ids", "ignore_eos", "logit_bias")
+    class LogitBiasEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    MAX_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MIN_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    seed: int
+    max_output_tokens: int
+    min_output_tokens: int
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    ignore_eos: bool
+    logit_bias: _containers.ScalarMap[int, float]
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., max_output_tokens: _Optional[int] = ..., min_output_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., logit_bias: _Optional[_Mapping[int, float]] = ...) -> None: ...
+
+class OutputOptions(_message.Message):
+    __slots__ = ("token_ids", "top_logprobs", "max_chunk_tokens", "max_chunk_delay", "pad_chunks")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    MAX_CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_CHUNK_DELAY_FIELD_NUMBER: _ClassVar[int]
+    PAD_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: bool
+    top_logprobs: int
+    max_chunk_tokens: int
+    max_chunk_delay: _duration_pb2.Duration
+    pad_chunks: bool
+    def __init__(self, token_ids: bool = ..., top_logprobs: _Optional[int] = ..., max_chunk_tokens: _Optional[int] = ..., max_chunk_delay: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pad_chunks: bool = ...) -> None: ...
+
+class TurnSpec(_message.Message):
+    __slots__ = ("request_id", "input", "expected_revision", "replace_after_item", "sampling", "output", "max_duration", "priority")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    INPUT_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_REVISION_FIELD_NUMBER: _ClassVar[int]
+    REPLACE_AFTER_ITEM_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    MAX_DURATION_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    input: _containers.RepeatedCompositeFieldContainer[InputItem]
+    expected_revision: int
+    replace_after_item: int
+    sampling: SamplingParams
+    output: OutputOptions
+    max_duration: _duration_pb2.Duration
+    priority: int
+    def __init__(self, request_id: _Optional[str] = ..., input: _Optional[_Iterable[_Union[InputItem, _Mapping]]] = ..., expected_revision: _Optional[int] = ..., replace_after_item: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., max_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
+
+class StreamTurnRequest(_message.Message):
+    __slots__ = ("session", "turn", "on_disconnect", "resume_attempt", "resume_token_offset", "attach_only")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    ON_DISCONNECT_FIELD_NUMBER: _ClassVar[int]
+    RESUME_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    RESUME_TOKEN_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    ATTACH_ONLY_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    turn: TurnSpec
+    on_disconnect: DisconnectPolicy
+    resume_attempt: str
+    resume_token_offset: int
+    attach_only: bool
+    def __init__(self, session: _Optional[str] = ..., turn: _Optional[_Union[TurnSpec, _Mapping]] = ..., on_disconnect: _Optional[_Union[DisconnectPolicy, str]] = ..., resume_attempt: _Optional[str] = ..., resume_token_offset: _Optional[int] = ..., attach_only: bool = ...) -> None: ...
+
+class StreamTurnResponse(_message.Message):
+    __slots__ = ("accepted", "progress", "delta", "completed")
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    accepted: TurnAccepted
+    progress: TurnProgress
+    delta: TurnDelta
+    completed: Turn
+    def __init__(self, accepted: _Optional[_Union[TurnAccepted, _Mapping]] = ..., progress: _Optional[_Union[TurnProgress, _Mapping]] = ..., delta: _Optional[_Union[TurnDelta, _Mapping]] = ..., completed: _Optional[_Union[Turn, _Mapping]] = ...) -> None: ...
+
+class TurnAccepted(_message.Message):
+    __slots__ = ("request_id", "base_revision", "context_tokens", "seed", "attempt", "replayed", "heartbeat_interval")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    BASE_REVISION_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    REPLAYED_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    base_revision: int
+    context_tokens: int
+    seed: int
+    attempt: str
+    replayed: bool
+    heartbeat_interval: _duration_pb2.Duration
+    def __init__(self, request_id: _Optional[str] = ..., base_revision: _Optional[int] = ..., context_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., attempt: _Optional[str] = ..., replayed: bool = ..., heartbeat_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class TurnProgress(_message.Message):
+    __slots__ = ("phase", "queue_position", "tokens_done", "tokens_total")
+    class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        PHASE_UNSPECIFIED: _ClassVar[TurnProgress.Phase]
+        PHASE_QUEUED: _ClassVar[TurnProgress.Phase]
+        PHASE_RESTORING: _ClassVar[TurnProgress.Phase]
+        PHASE_PREFILL: _ClassVar[TurnProgress.Phase]
+        PHASE_DECODE: _ClassVar[TurnProgress.Phase]
+        PHASE_COMMIT: _ClassVar[TurnProgress.Phase]
+    PHASE_UNSPECIFIED: TurnProgress.Phase
+    PHASE_QUEUED: TurnProgress.Phase
+    PHASE_RESTORING: TurnProgress.Phase
+    PHASE_PREFILL: TurnProgress.Phase
+    PHASE_DECODE: TurnProgress.Phase
+    PHASE_COMMIT: TurnProgress.Phase
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_POSITION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_DONE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    phase: TurnProgress.Phase
+    queue_position: int
+    tokens_done: int
+    tokens_total: int
+    def __init__(self, phase: _Optional[_Union[TurnProgress.Phase, str]] = ..., queue_position: _Optional[int] = ..., tokens_done: _Optional[int] = ..., tokens_total: _Optional[int] = ...) -> None: ...
+
+class TurnDelta(_message.Message):
+    __slots__ = ("token_offset", "token_count", "text", "tokens", "logprobs", "padding")
+    TOKEN_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
+    token_offset: int
+    token_count: int
+    text: str
+    tokens: TokenIds
+    logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
+    padding: bytes
+    def __init__(self, token_offset: _Optional[int] = ..., token_count: _Optional[int] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., padding: _Optional[bytes] = ...) -> None: ...
+
+class TokenLogprob(_message.Message):
+    __slots__ = ("token_id", "logprob", "top")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    TOP_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    logprob: float
+    top: _containers.RepeatedCompositeFieldContainer[TopToken]
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TopToken, _Mapping]]] = ...) -> None: ...
+
+class TopToken(_message.Message):
+    __slots__ = ("token_id", "logprob")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    logprob: float
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
+
+class Turn(_message.Message):
+    __slots__ = ("session", "request_id", "state", "base_revision", "revision", "input", "output", "finish_reason", "stop_sequence", "seed", "usage", "discard_reason")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[Turn.State]
+        STATE_RUNNING: _ClassVar[Turn.State]
+        STATE_COMMITTED: _ClassVar[Turn.State]
+        STATE_DISCARDED: _ClassVar[Turn.State]
+    STATE_UNSPECIFIED: Turn.State
+    STATE_RUNNING: Turn.State
+    STATE_COMMITTED: Turn.State
+    STATE_DISCARDED: Turn.State
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    BASE_REVISION_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    INPUT_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    STOP_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    DISCARD_REASON_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    request_id: str
+    state: Turn.State
+    base_revision: int
+    revision: int
+    input: _containers.RepeatedCompositeFieldContainer[Item]
+    output: Item
+    finish_reason: FinishReason
+    stop_sequence: str
+    seed: int
+    usage: Usage
+    discard_reason: str
+    def __init__(self, session: _Optional[str] = ..., request_id: _Optional[str] = ..., state: _Optional[_Union[Turn.State, str]] = ..., base_revision: _Optional[int] = ..., revision: _Optional[int] = ..., input: _Optional[_Iterable[_Union[Item, _Mapping]]] = ..., output: _Optional[_Union[Item, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_sequence: _Optional[str] = ..., seed: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., discard_reason: _Optional[str] = ...) -> None: ...
+
+class Usage(_message.Message):
+    __slots__ = ("context_tokens", "new_tokens", "gpu_cached_tokens", "swapped_in_tokens", "recomputed_tokens", "output_tokens", "queue_time", "restore_time", "prefill_time", "decode_time")
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GPU_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SWAPPED_IN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_TIME_FIELD_NUMBER: _ClassVar[int]
+    RESTORE_TIME_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TIME_FIELD_NUMBER: _ClassVar[int]
+    DECODE_TIME_FIELD_NUMBER: _ClassVar[int]
+    context_tokens: int
+    new_tokens: int
+    gpu_cached_tokens: int
+    swapped_in_tokens: int
+    recomputed_tokens: int
+    output_tokens: int
+    queue_time: _duration_pb2.Duration
+    restore_time: _duration_pb2.Duration
+    prefill_time: _duration_pb2.Duration
+    decode_time: _duration_pb2.Duration
+    def __init__(self, context_tokens: _Optional[int] = ..., new_tokens: _Optional[int] = ..., gpu_cached_tokens: _Optional[int] = ..., swapped_in_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., restore_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class RunTurnRequest(_message.Message):
+    __slots__ = ("session", "turn")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    turn: TurnSpec
+    def __init__(self, session: _Optional[str] = ..., turn: _Optional[_Union[TurnSpec, _Mapping]] = ...) -> None: ...
+
+class RunTurnResponse(_message.Message):
+    __slots__ = ("turn",)
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    turn: Turn
+    def __init__(self, turn: _Optional[_Union[Turn, _Mapping]] = ...) -> None: ...
+
+class GetTurnRequest(_message.Message):
+    __slots__ = ("session", "request_id")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    request_id: str
+    def __init__(self, session: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class GetTurnResponse(_message.Message):
+    __slots__ = ("turn",)
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    turn: Turn
+    def __init__(self, turn: _Optional[_Union[Turn, _Mapping]] = ...) -> None: ...
+
+class CancelTurnRequest(_message.Message):
+    __slots__ = ("session", "request_id", "keep", "keep_output_tokens")
+    class Keep(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KEEP_UNSPECIFIED: _ClassVar[CancelTurnRequest.Keep]
+        KEEP_PARTIAL: _ClassVar[CancelTurnRequest.Keep]
+        KEEP_NOTHING: _ClassVar[CancelTurnRequest.Keep]
+    KEEP_UNSPECIFIED: CancelTurnRequest.Keep
+    KEEP_PARTIAL: CancelTurnRequest.Keep
+    KEEP_NOTHING: CancelTurnRequest.Keep
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
+    KEEP_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    request_id: str
+    keep: CancelTurnRequest.Keep
+    keep_output_tokens: int
+    def __init__(self, session: _Optional[str] = ..., request_id: _Optional[str] = ..., keep: _Optional[_Union[CancelTurnRequest.Keep, str]] = ..., keep_output_tokens: _Optional[int] = ...) -> None: ...
+
+class CancelTurnResponse(_message.Message):
+    __slots__ = ("turn",)
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    turn: Turn
+    def __init__(self, turn: _Optional[_Union[Turn, _Mapping]] = ...) -> None: ...
+
+class CountTokensRequest(_message.Message):
+    __slots__ = ("session", "input")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    INPUT_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    input: _containers.RepeatedCompositeFieldContainer[InputItem]
+    def __init__(self, session: _Optional[str] = ..., input: _Optional[_Iterable[_Union[InputItem, _Mapping]]] = ...) -> None: ...
+
+class CountTokensResponse(_message.Message):
+    __slots__ = ("input_tokens", "context_tokens", "context_limit")
+    INPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    input_tokens: int
+    context_tokens: int
+    context_limit: int
+    def __init__(self, input_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., context_limit: _Optional[int] = ...) -> None: ...
+
+class GetServerInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetServerInfoResponse(_message.Message):
+    __slots__ = ("version", "replica", "model", "tokenizer_sha256", "chat_template_sha256", "vocab_size", "context_limit", "limits", "features")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
+    CHAT_TEMPLATE_SHA256_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    replica: str
+    model: str
+    tokenizer_sha256: str
+    chat_template_sha256: str
+    vocab_size: int
+    context_limit: int
+    limits: Limits
+    features: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[str] = ..., replica: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., chat_template_sha256: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_limit: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., features: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Limits(_message.Message):
+    __slots__ = ("max_request_bytes", "max_input_chars", "max_stop_sequences", "max_top_logprobs", "max_ttl", "request_id_retention", "disconnect_grace")
+    MAX_REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_INPUT_CHARS_FIELD_NUMBER: _ClassVar[int]
+    MAX_STOP_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TTL_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_RETENTION_FIELD_NUMBER: _ClassVar[int]
+    DISCONNECT_GRACE_FIELD_NUMBER: _ClassVar[int]
+    max_request_bytes: int
+    max_input_chars: int
+    max_stop_sequences: int
+    max_top_logprobs: int
+    max_ttl: _duration_pb2.Duration
+    request_id_retention: _duration_pb2.Duration
+    disconnect_grace: _duration_pb2.Duration
+    def __init__(self, max_request_bytes: _Optional[int] = ..., max_input_chars: _Optional[int] = ..., max_stop_sequences: _Optional[int] = ..., max_top_logprobs: _Optional[int] = ..., max_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., request_id_retention: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., disconnect_grace: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class GetStatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetStatsResponse(_message.Message):
+    __slots__ = ("replica", "running_turns", "queued_turns", "gpu_tokens_used", "gpu_tokens_capacity", "host_tokens_used", "host_tokens_capacity", "last_engine_step_time", "store_state")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_TURNS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_TURNS_FIELD_NUMBER: _ClassVar[int]
+    GPU_TOKENS_USED_FIELD_NUMBER: _ClassVar[int]
+    GPU_TOKENS_CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    HOST_TOKENS_USED_FIELD_NUMBER: _ClassVar[int]
+    HOST_TOKENS_CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    LAST_ENGINE_STEP_TIME_FIELD_NUMBER: _ClassVar[int]
+    STORE_STATE_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    running_turns: int
+    queued_turns: int
+    gpu_tokens_used: int
+    gpu_tokens_capacity: int
+    host_tokens_used: int
+    host_tokens_capacity: int
+    last_engine_step_time: _timestamp_pb2.Timestamp
+    store_state: str
+    def __init__(self, replica: _Optional[str] = ..., running_turns: _Optional[int] = ..., queued_turns: _Optional[int] = ..., gpu_tokens_used: _Optional[int] = ..., gpu_tokens_capacity: _Optional[int] = ..., host_tokens_used: _Optional[int] = ..., host_tokens_capacity: _Optional[int] = ..., last_engine_step_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., store_state: _Optional[str] = ...) -> None: ...
+
+class EvictCacheRequest(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    def __init__(self, session: _Optional[str] = ...) -> None: ...
+
+class EvictCacheResponse(_message.Message):
+    __slots__ = ("tokens_evicted",)
+    TOKENS_EVICTED_FIELD_NUMBER: _ClassVar[int]
+    tokens_evicted: int
+    def __init__(self, tokens_evicted: _Optional[int] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("deadline",)
+    DEADLINE_FIELD_NUMBER: _ClassVar[int]
+    deadline: _duration_pb2.Duration
+    def __init__(self, deadline: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("turns_left",)
+    TURNS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    turns_left: int
+    def __init__(self, turns_left: _Optional[int] = ...) -> None: ...

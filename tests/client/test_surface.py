@@ -1,0 +1,138 @@
+"""The public names, pinned: adding one is a decision, losing one breaks callers."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+
+import pytest
+
+import pensieve
+import pensieve.client as sdk
+from pensieve.client._transport import CHANNEL_OPTIONS, SERVICE_CONFIG, Settings
+
+ERRORS = set(
+    [
+        "Aborted",
+        "AlreadyExists",
+        "Cancelled",
+        "ContextLimitExceeded",
+        "DataLoss",
+        "DeadlineExceeded",
+        "FailedPrecondition",
+        "Internal",
+        "InvalidArgument",
+        "NotFound",
+        "PensieveError",
+        "PermissionDenied",
+        "ResourceExhausted",
+        "RevisionMismatch",
+        "TurnFenced",
+        "TurnInProgress",
+        "Unauthenticated",
+        "Unavailable",
+    ]
+)
+SDK = set(
+    [
+        "AsyncClient",
+        "AsyncSession",
+        "AsyncTurnStream",
+        "Client",
+        "FinishReason",
+        "Item",
+        "Limits",
+        "Phase",
+        "Piece",
+        "Progress",
+        "Residency",
+        "RetryPolicy",
+        "Role",
+        "SamplingOptions",
+        "ServerInfo",
+        "Session",
+        "SessionInfo",
+        "SessionState",
+        "TokenCount",
+        "TokenLogprob",
+        "Turn",
+        "TurnOptions",
+        "TurnState",
+        "TurnStream",
+        "Usage",
+    ]
+)
+CLIENT = "close create_session server_info session sessions"
+SESSION = """attach cancel count_tokens delete edit fork get_turn id info items last_turn last_user_item name refresh
+regenerate revision rewind send stream update"""
+STREAM = "cancel close done finish progress request_id resumes seed text token_count turn"
+TWINS = [
+    (sdk.Client, sdk.AsyncClient),
+    (sdk.Session, sdk.AsyncSession),
+    (sdk.TurnStream, sdk.AsyncTurnStream),
+]
+
+
+def public(kind: type) -> list[str]:
+    return sorted(name for name in dir(kind) if not name.startswith("_"))
+
+
+def test_exports() -> None:
+    assert set(pensieve.__all__) == ERRORS | {"AsyncClient", "Client", "__version__"}
+    assert set(sdk.__all__) == SDK
+    assert pensieve.Client is sdk.Client and pensieve.AsyncClient is sdk.AsyncClient
+    assert pensieve.__version__ == "0.1.0"
+    assert all(getattr(pensieve, name) and getattr(sdk, other) for name in ERRORS for other in SDK)
+    with pytest.raises(AttributeError, match="no attribute 'Clint'"):
+        _ = pensieve.Clint
+
+
+@pytest.mark.parametrize(("twins", "names"), list(zip(TWINS, (CLIENT, SESSION, STREAM), strict=True)))
+def test_methods_of_both_twins(twins: tuple[type, type], names: str) -> None:
+    for twin in twins:
+        assert public(twin) == sorted(names.split())
+    for name in (*names.split(), "__init__"):
+        blocking, awaited = (inspect.getattr_static(twin, name) for twin in twins)
+        if not callable(blocking):
+            continue
+        ours, theirs = (
+            [str(one) for one in inspect.signature(method).parameters.values()]
+            for method in (blocking, awaited)
+        )
+        assert ours == [re.sub(r"\bAsync(?=[A-Z])", "", one) for one in theirs], name
+
+
+def test_import_costs_neither_grpc_nor_torch() -> None:
+    code = (
+        "import sys, pensieve; print([m for m in ('grpc', 'torch', 'google.protobuf') if m in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_the_sdk_does_not_import_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; import pensieve.client, pensieve.chat"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_channel_options() -> None:
+    options = dict(CHANNEL_OPTIONS)
+    assert (
+        options["grpc.http2.ping_timeout_ms"] == 20_000
+    )  # Keepalive alone takes a minute to see a dead peer.
+    assert options["grpc.keepalive_time_ms"] >= 20_000  # Servers allow no more frequent pings than that.
+    assert options["grpc.max_receive_message_length"] == 16 * 1024 * 1024
+    assert '"UNAVAILABLE"' in SERVICE_CONFIG
+    own = dict(Settings("x", options=[("grpc.keepalive_time_ms", 1)]).channel_options)
+    assert own == {**options, "grpc.keepalive_time_ms": 1}
+
+
+def test_targets_and_credentials() -> None:
+    assert Settings("pensieve://h:1").address == Settings("h:1").address == "h:1"
+    assert Settings("h:1").channel_credentials is None
+    assert Settings("h:1", tls=True).channel_credentials is not None
+    assert Settings("h:1", api_key="ck_1").metadata("sessions/a") == [
+        ("x-session-route", "sessions/a"),
+        ("authorization", "Bearer ck_1"),
+    ]
