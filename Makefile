@@ -1,0 +1,76 @@
+# One command per intent. `make demo` and `make test` do all the set-up themselves, on a machine that has Python >= 3.11.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# More arguments for pip, such as an index with CPU builds of torch.
+PIP_ARGS ?=
+WORKERS ?= 2
+PYTEST_ARGS ?=
+DATASET ?=
+MODEL ?= pensieve/demo/model
+BENCH_ARGS ?= --limit 20 --name local
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help setup demo test lint types proto proto-release bench-replay redis clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+
+setup: $(VENV)/.ready ## Make the virtual environment and install everything
+
+# A stamp: instant when nothing it depends on has changed. torch comes first and exactly: a looser request, or one made
+# through another package, may fetch another build of several gigabytes.
+$(VENV)/.ready: pyproject.toml constraints.txt proto/requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Python >= 3.11 is needed, $(PYTHON) is $$($(PYTHON) -V 2>&1); use: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { \
+	  echo "cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt 'torch==2.13.0'
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	rm -rf $(VENV)/protoc
+	$(BIN)/python -m pip install -q $(PIP_ARGS) --no-deps --target $(VENV)/protoc -r proto/requirements.txt
+	@touch $@
+
+demo: setup ## Watch a small model remember across evictions and restarts
+	@$(BIN)/pensieve demo
+
+test: setup redis lint types ## Everything that CI checks: lint, types, stubs, tests
+	@command -v redis-server >/dev/null || export PENSIEVE_TEST_WITHOUT_REDIS=1; \
+	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+lint: setup ## Style and common mistakes
+	$(BIN)/ruff check .
+
+types: setup ## Static types
+	$(BIN)/mypy
+
+proto: setup ## Regenerate the gRPC stubs
+	$(BIN)/python -P proto/generate.py
+
+proto-release: setup ## Make the present contract the baseline of the compatibility check
+	cd proto && ../$(BIN)/buf breaking . --against released.binpb
+	cd proto && ../$(BIN)/buf build . --exclude-source-info -o released.binpb
+
+bench-replay: setup ## Replay DATASET=FILE on Pensieve, without its cache, and on transformers (MODEL=, BENCH_ARGS=)
+	@test -n "$(DATASET)" || { echo "usage: make bench-replay DATASET=FILE [MODEL=FOLDER] [BENCH_ARGS=...]" >&2; exit 2; }
+	$(BIN)/python bench/replay_compare.py "$(DATASET)" --model "$(MODEL)" $(BENCH_ARGS)
+
+# The Redis store is tested against a real server. Without the right to install one, its tests are left out, loudly.
+redis:
+	@if ! command -v redis-server >/dev/null; then \
+	  as_root=; test "$$(id -u)" = 0 || as_root="sudo -n"; \
+	  if command -v apt-get >/dev/null && $$as_root true 2>/dev/null; then \
+	    $$as_root apt-get update -qq && DEBIAN_FRONTEND=noninteractive $$as_root apt-get install -y -qq redis-server || true; \
+	  fi; \
+	fi
+	@command -v redis-server >/dev/null || \
+	  echo "NOTE: no redis-server: the tests of the Redis store will be skipped. Install it: sudo apt-get install redis-server" >&2
+
+clean: ## Remove what make and the tools have made, the virtual environment included
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,181 @@
+"""Parsers of option values: each takes what a flag (a ``str``) or a TOML file (also numbers, booleans) gives.
+
+Each returns the typed value, or raises ValueError with words that fit behind "--name: ". No I/O but looking at paths.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from pensieve.config import parse_cache_size
+
+Parser = Callable[[object], object]
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
+STORE_FORMS = "memory:, sqlite:///PATH or redis://HOST:PORT/DB"
+
+
+def text(value: object) -> str:
+    """Any non-empty string."""
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"expected a non-empty string, got {value!r}")
+    return value
+
+
+def boolean(value: object) -> bool:
+    """``true`` or ``false`` of TOML, or a flag."""
+    if not isinstance(value, bool):
+        raise ValueError(f"expected true or false, got {value!r}")
+    return value
+
+
+def integer(low: int, high: int | None = None) -> Parser:
+    """A whole number of at least ``low`` and at most ``high``."""
+    wanted = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
+
+    def parse(value: object) -> int:
+        if isinstance(value, str) and re.fullmatch(r"-?\d+", value):
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"expected {wanted}, got {value!r}")
+        if value < low or (high is not None and value > high):
+            raise ValueError(f"expected {wanted}, got {value}")
+        return value
+
+    return parse
+
+
+def power_of_two(high: int) -> Parser:
+    """1, 2, 4, … up to ``high``."""
+    whole = integer(1, high)
+
+    def parse(value: object) -> int:
+        number = whole(value)
+        assert isinstance(number, int)
+        if number & (number - 1):
+            raise ValueError(f"expected a power of two from 1 to {high}, got {number}")
+        return number
+
+    return parse
+
+
+def fraction(value: object) -> float:
+    """A share: 0 ≤ x < 1."""
+    try:
+        number = (
+            float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else None
+        )
+    except ValueError:
+        number = None
+    if number is None or not 0 <= number < 1:
+        raise ValueError(f"expected a share of at least 0 and below 1, such as 0.25, got {value!r}")
+    return number
+
+
+def duration(low_s: float, high_s: float) -> Parser:
+    """Seconds, from ``15s``, ``500ms``, ``2m``, ``1h`` or a plain number of seconds."""
+
+    def parse(value: object) -> float:
+        match = None if isinstance(value, bool) else _DURATION.fullmatch(str(value))
+        if match is None:
+            raise ValueError(f"expected a duration such as 15s, 500ms or 2m, got {value!r}")
+        seconds = float(match[1]) * _SECONDS[match[2]]
+        if not low_s <= seconds <= high_s:
+            raise ValueError(f"expected {low_s:g}s to {high_s:g}s, got {value}")
+        return seconds
+
+    return parse
+
+
+def size(low: int) -> Parser:
+    """A cache size as written: ``40GiB``, ``512MiB``, ``4096tokens``; its number at least ``low``."""
+
+    def parse(value: object) -> str:
+        if not isinstance(value, str):
+            raise ValueError(f"expected a size such as 40GiB, 512MiB or 4096tokens, got {value!r}")
+        if parse_cache_size(value, bytes_per_token=1) < low:
+            raise ValueError(f"must not be {value}")
+        return value
+
+    return parse
+
+
+def choice(*allowed: str) -> Parser:
+    """One of ``allowed``."""
+
+    def parse(value: object) -> str:
+        if not isinstance(value, str) or value not in allowed:
+            raise ValueError(f"expected one of {', '.join(allowed)}, got {value!r}")
+        return value
+
+    return parse
+
+
+def split_address(value: str) -> tuple[str, int]:
+    """``HOST:PORT`` or ``[IPV6]:PORT`` → (host without brackets, port). Raises ValueError."""
+    host, colon, port = value.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not colon or not bare or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"expected HOST:PORT with a port from 0 to 65535, got {value!r}")
+    if ":" in bare and bare == host:
+        raise ValueError(f"an IPv6 address goes in brackets, as in [::1]:50051, got {value!r}")
+    return bare, int(port)
+
+
+def address(value: object) -> str:
+    """``HOST:PORT``; port 0 picks a free one."""
+    split_address(text(value))
+    return str(value)
+
+
+def is_loopback(value: str) -> bool:
+    """Whether ``HOST:PORT`` can only be reached from this machine."""
+    host, _ = split_address(value)
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def store_url(value: object) -> str:
+    """A history store: see ``STORE_FORMS``."""
+    url = text(value)
+    if url == "memory:":
+        return url
+    try:
+        parts = urlsplit(url)
+        complete = (
+            url.startswith("sqlite:///") and not url.endswith("/")
+            if parts.scheme == "sqlite"
+            else parts.scheme in ("redis", "rediss") and bool(parts.hostname) and parts.port != 0
+        )
+    except ValueError:  # a port that is no number
+        complete = False
+    if not complete:
+        raise ValueError(f"expected {STORE_FORMS}, got {url!r}")
+    return url
+
+
+def existing_file(value: object) -> Path:
+    """A readable file; returned absolute, so that a later change of directory does not matter."""
+    path = Path(text(value)).expanduser()
+    try:
+        with path.open("rb"):
+            return path.resolve()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+
+
+def only_one(value: object) -> int:
+    """Tensor parallelism: a place for the option, and an honest refusal of what does not work yet."""
+    number = integer(1)(value)
+    if number != 1:
+        raise ValueError(f"tensor parallelism is not built yet: only 1 works, got {number}")
+    return 1

@@ -1,0 +1,153 @@
+"""The ``pensieve`` command as a user meets it: help, version, exit codes, one line per mistake."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+import types
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pensieve import __version__, cli, options
+from pensieve.option_table import OPTIONS
+
+PENSIEVE = Path(sys.executable).parent / "pensieve"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([PENSIEVE, *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+def loaded_modules(code: str) -> set[str]:
+    """Names in ``sys.modules`` after ``code``, in a fresh interpreter."""
+    script = f"{code}\nimport sys; print(' '.join(sys.modules))"
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    return set(result.stdout.splitlines()[-1].split())
+
+
+def test_help_lists_every_command_and_loads_none() -> None:
+    result = run("--help")
+    assert result.returncode == 0
+    for name in ("serve", *cli.LAZY):
+        assert re.search(rf"^  {name} ", result.stdout, re.MULTILINE), name
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = "from click.testing import CliRunner; from pensieve.cli import cli; CliRunner().invoke(cli, ['--help'])"
+    heavy = {"torch", "transformers", "grpc", "redis", "rich", "pensieve.server", "pensieve.client"}
+    assert not heavy & loaded_modules(code)
+
+
+def test_serve_help_names_every_option() -> None:
+    result = run("serve", "--help")
+    assert result.returncode == 0
+    for option in OPTIONS:
+        assert f"--{option.name}" in result.stdout
+    assert "--insecure-i-know " in result.stdout
+    assert "TEXT" not in result.stdout
+
+
+@pytest.mark.parametrize("name", sorted(cli.LAZY))
+def test_every_command_has_help(name: str) -> None:
+    result = run(name, "--help")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(f"Usage: pensieve {name} ")
+
+
+def test_version() -> None:
+    assert run("--version").stdout == f"pensieve, version {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["serve", "--chunk-tokens", "33"], "pensieve serve: --chunk-tokens: expected a power of two"),
+        (["serve", "--bogus"], "pensieve serve: No such option '--bogus'"),
+        (["serve", "--config", "/no/such.toml"], "pensieve serve: --config: cannot read /no/such.toml"),
+        (["serve", "stray"], "pensieve serve: Got unexpected extra argument"),
+        (["serve", "--listen", "0.0.0.0:0"], "pensieve serve: --listen: 0.0.0.0:0 is not loopback"),
+        (["doctor", "--store", "mysql://x"], "pensieve doctor: --store: expected memory:"),
+        (["nonsense"], "pensieve: No such command 'nonsense'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_code_2(arguments: list[str], line: str) -> None:
+    result = run(*arguments)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith(line)
+    assert result.stderr.count("\n") == 1
+
+
+def test_no_arguments_shows_help() -> None:
+    result = run()
+    assert result.returncode == 2
+    assert "Commands:" in result.stdout + result.stderr
+
+
+def test_print_config(tmp_path: Path) -> None:
+    config = tmp_path / "server.toml"
+    config.write_text("max-queued = 5\n")
+    result = run("serve", "--config", str(config), "--lease", "3s", "--no-unified-batch", "--print-config")
+    assert result.returncode == 0
+    values = tomllib.loads(result.stdout)
+    assert (values["max-queued"], values["lease"], values["unified-batch"]) == (5, "3s", False)
+    assert f"file {config}" in result.stdout
+
+
+def install_server(monkeypatch: pytest.MonkeyPatch, code: int) -> list[options.ServeOptions]:
+    """Put a recording server in the place of the real one, which needs a model."""
+    seen: list[options.ServeOptions] = []
+
+    def fake_run(given: options.ServeOptions) -> int:
+        seen.append(given)
+        return code
+
+    module = types.ModuleType("pensieve.server.app")
+    module.run = fake_run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pensieve.server.app", module)
+    return seen
+
+
+def test_serve_hands_over_the_options_and_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    seen = install_server(monkeypatch, 3)
+    result = CliRunner().invoke(cli.cli, ["serve", "--max-running", "2", "--insecure-i-know"])
+    assert result.exit_code == 3
+    assert seen == [options.ServeOptions(max_running=2, insecure_i_know=True)]
+    assert (tmp_path / "pensieve").stat().st_mode & 0o777 == 0o700
+
+
+def test_serve_makes_no_folder_for_a_store_that_was_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    install_server(monkeypatch, 0)
+    result = CliRunner().invoke(cli.cli, ["serve", "--store", "memory:"])
+    assert result.exit_code == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_command_that_cannot_be_loaded_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cli.LAZY, "chat", ("pensieve.no_such_module", "chat", ""))
+    result = CliRunner().invoke(cli.cli, ["chat"])
+    assert result.exit_code == 1
+    assert "cannot load `pensieve chat`: No module named 'pensieve.no_such_module'" in result.output
+
+
+def test_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(options, "resolve", interrupted)
+    monkeypatch.setattr(options, "by_name", lambda _: interrupted())
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["serve"])
+    assert caught.value.code == 130

@@ -1,0 +1,233 @@
+"""Flags, file and defaults: who wins, what is refused, and what --print-config says about it."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import click
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pensieve.config import EngineOptions
+from pensieve.option_table import OPTIONS
+from pensieve.option_values import duration, is_loopback, split_address
+from pensieve.options import ServeOptions, resolve
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "server.toml"
+    path.write_text(text)
+    return path
+
+
+def refusal(flags: dict[str, object], config: Path | None = None) -> str:
+    with pytest.raises(click.UsageError) as caught:
+        resolve(flags, config)
+    assert caught.value.exit_code == 2
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+def test_table_and_struct_agree() -> None:
+    assert sorted(option.field for option in OPTIONS) == sorted(ServeOptions.__struct_fields__)
+    assert len({option.name for option in OPTIONS}) == len(OPTIONS)
+    assert all(option.help.endswith(".") and option.why for option in OPTIONS)
+
+
+def test_defaults_pass_their_own_parser() -> None:
+    defaults = ServeOptions()
+    for option in OPTIONS:
+        value = getattr(defaults, option.field)
+        if value is not None:
+            assert option.parse(value) == value, option.name
+
+
+def test_flag_beats_file_beats_default(tmp_path: Path) -> None:
+    config = write(tmp_path, 'max-running = 7\nmax-queued = 9\nlease = "4s"\nstateless = true\n')
+    resolved = resolve({"max-running": "3", "stateless": False}, config)
+    assert resolved.options.max_running == 3
+    assert resolved.options.max_queued == 9
+    assert resolved.options.lease_s == 4.0
+    assert resolved.options.stateless is False
+    assert resolved.options.chunk_tokens == ServeOptions().chunk_tokens
+    assert {resolved.sources[name] for name in ("max-running", "stateless")} == {"flag"}
+    assert {resolved.sources[name] for name in ("max-queued", "lease")} == {"file"}
+    assert resolved.sources["chunk-tokens"] == "default"
+
+
+def test_the_environment_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSIEVE_MAX_RUNNING", "1")
+    assert resolve({}).options.max_running == ServeOptions().max_running
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("chunk-tokens", "33", "power of two"),
+        ("chunk-tokens", "0", "from 1 to 256"),
+        ("max-running", "many", "whole number"),
+        ("max-running", "1.5", "whole number"),
+        ("device-cache", "4GB", "40GiB"),
+        ("device-cache", "0", "must not be"),
+        ("host-cache", "-1GiB", "40GiB"),
+        ("policy", "fifo", "retention, lru"),
+        ("device", "tpu", "auto, cpu, cuda"),
+        ("swap-watermark", "1.0", "below 1"),
+        ("swap-watermark", "nan", "below 1"),
+        ("decode-reserve", "-0.1", "below 1"),
+        ("listen", "localhost", "HOST:PORT"),
+        ("listen", "127.0.0.1:70000", "65535"),
+        ("listen", "::1:50051", "brackets"),
+        ("store", "postgres://x", "sqlite:///PATH"),
+        ("store", "sqlite:history.db", "sqlite:///PATH"),
+        ("store", "redis://:abc/0", "redis://HOST:PORT/DB"),
+        ("store", "redis://host:port/0", "redis://HOST:PORT/DB"),
+        ("lease", "soon", "15s"),
+        ("lease", "10ms", "1s to 3600s"),
+        ("tensor-parallel", "2", "only 1"),
+        ("cost-profile", "/no/such/file.json", "cannot read"),
+        ("model", "", "non-empty"),
+        ("log-level", "loud", "warning"),
+    ],
+)
+def test_bad_value(name: str, value: str, said: str) -> None:
+    message = refusal({name: value})
+    assert message.startswith(f"--{name}: ")
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("max_running = 3", "did you mean 'max-running'?"),
+        ("polcy = 'lru'", "did you mean 'policy'?"),
+        ("zzzzzz = 1", "known keys: admin"),
+        ("[serve]\nmodel = 'demo'", "unknown key 'serve'"),
+        ("max-running = true", "whole number"),
+        ("max-running = 2.0", "whole number"),
+        ("stateless = 'yes'", "true or false"),
+        ("swap-watermark = true", "share"),
+        ("lease = true", "duration"),
+        ("model = 3", "non-empty string"),
+        ("model = ", "is not TOML"),
+    ],
+)
+def test_bad_file(tmp_path: Path, line: str, said: str) -> None:
+    message = refusal({}, write(tmp_path, line))
+    assert said in message
+    assert "server.toml" in message
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    assert "cannot read" in refusal({}, tmp_path / "absent.toml")
+
+
+def test_files_named_in_a_file_lie_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "profile.json").write_text("{}")
+    resolved = resolve({}, write(tmp_path, 'cost-profile = "profile.json"'))
+    assert resolved.options.cost_profile == (tmp_path / "profile.json").resolve()
+    assert resolved.options.engine_options("/m").cost_profile == str(tmp_path.resolve() / "profile.json")
+
+
+def test_off_loopback_needs_protection(tmp_path: Path) -> None:
+    pem = tmp_path / "file.pem"
+    pem.write_text("x")
+    tls = {"tls-cert": str(pem), "tls-key": str(pem)}
+    assert "--tls-cert and --tls-key" in refusal({"listen": "0.0.0.0:1"})
+    assert "--tls-cert" in refusal({"listen": "[::]:1", "api-keys": str(pem)})
+    assert "--api-keys" in refusal({"listen": "0.0.0.0:1", **tls})
+    assert "--admin" in refusal({"admin": "0.0.0.0:1"})
+    assert "--tls-key" in refusal({"tls-cert": str(pem)})
+    assert "--tls-cert" in refusal({"tls-key": str(pem)})
+    resolve({"listen": "0.0.0.0:1", "api-keys": str(pem), **tls})
+    resolve({"listen": "0.0.0.0:1", "admin": "0.0.0.0:2", "insecure-i-know": True})
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("127.0.0.1:1", True),
+        ("127.9.9.9:1", True),
+        ("[::1]:1", True),
+        ("localhost:1", True),
+        ("0.0.0.0:1", False),
+        ("[::]:1", False),
+        ("10.0.0.1:1", False),
+        ("example.org:1", False),
+        ("localhost.example.org:1", False),
+    ],
+)
+def test_is_loopback(address: str, expected: bool) -> None:
+    assert is_loopback(address) is expected
+
+
+@given(st.text(max_size=30))
+def test_split_address_never_breaks_otherwise(text: str) -> None:
+    try:
+        host, port = split_address(text)
+    except ValueError:
+        return
+    assert host
+    assert 0 <= port <= 65535
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"),
+    [("15s", 15.0), ("500ms", 0.5), ("2m", 120.0), ("1h", 3600.0), (3, 3.0), ("0.5", 0.5)],
+)
+def test_duration(written: object, seconds: float) -> None:
+    assert duration(0, 3600)(written) == seconds
+
+
+def test_print_config_is_a_config(tmp_path: Path) -> None:
+    first = resolve({"lease": "1500ms", "model": 'odd "name"', "swap-watermark": "0", "stateless": True})
+    text = first.render()
+    assert "flag --lease" in text
+    assert "default: " in text
+    again = resolve({}, write(tmp_path, text))
+    assert again.options == first.options
+    assert set(tomllib.loads(text)) | {
+        option.name for option in OPTIONS if f"# {option.name} is unset" in text
+    } == {option.name for option in OPTIONS}
+
+
+def test_print_config_shows_no_password() -> None:
+    text = resolve({"store": "redis://user:s3cret@127.0.0.1:6379/0"}).render()
+    assert "s3cret" not in text
+    assert "redis://user:***@127.0.0.1:6379/0" in text
+
+
+def test_engine_options_carry_every_shared_value() -> None:
+    changed = ServeOptions(
+        device="cpu", dtype="float32", device_cache="7tokens", host_cache="8tokens", chunk_tokens=16, policy="lru",
+        swap_watermark=0.5, decode_reserve=0.2, max_batch_tokens=5, max_running=6, max_queued=7, stateless=True,
+        unified_batch=False, swap_in_first=False, pipelined_swap_in=False,
+        context_limit=99, threads=3, cost_profile=Path("/p.json"),
+    )  # fmt: skip
+    engine, default = changed.engine_options("/model"), EngineOptions(model="")
+    names = set(EngineOptions.__struct_fields__) - {"seed"}
+    assert {name for name in names if getattr(engine, name) == getattr(default, name)} == set()
+
+
+def test_defaults_are_those_of_the_engine() -> None:
+    assert ServeOptions().engine_options("/m") == EngineOptions(model="/m")
+
+
+def test_default_store_is_the_users_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert ServeOptions().store == f"sqlite:///{tmp_path}/pensieve/pensieve.sqlite3"
+    monkeypatch.setenv("XDG_STATE_HOME", "relative/is/ignored")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert ServeOptions().store == f"sqlite:///{tmp_path}/.local/state/pensieve/pensieve.sqlite3"
+
+
+def test_options_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        ServeOptions().model = "other"  # type: ignore[misc]
+
+
+def test_a_misspelt_flag_name_is_a_bug() -> None:
+    with pytest.raises(KeyError, match="max_running"):
+        resolve({"max_running": 3})

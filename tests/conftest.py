@@ -1,0 +1,35 @@
+"""What every test gets: no network, one thread per process, and honest skips."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import hypothesis
+import pytest
+
+# Before torch and transformers are imported anywhere. Several test processes share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+# The same examples on every run, so that a red test is red again; `explore` looks for new ones.
+hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run. A missing redis-server skips only when it was said to be missing."""
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in gpu:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    without_redis = os.environ.get("PENSIEVE_TEST_WITHOUT_REDIS") == "1"
+    if without_redis and shutil.which("redis-server") is None:
+        for item in items:
+            if item.get_closest_marker("redis"):
+                item.add_marker(pytest.mark.skip(reason="no redis-server, and PENSIEVE_TEST_WITHOUT_REDIS=1"))

@@ -1,0 +1,249 @@
+"""The shape of the repository: what may lie where, how long things may be, and that its documents tell the truth."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import pensieve
+from pensieve import cli
+from pensieve.option_table import OPTIONS
+from support.sources import LINKS, ROOT, files, python_files, tree
+
+TOP_FOLDERS = {"proto", "pensieve", "kernels", "store", "tests", "bench", "deploy"}
+TOP_FILES = {"pyproject.toml", "README.md", "Makefile", "LICENSE", "constraints.txt"}
+MAX_FILE_LINES = 350
+MAX_FUNCTION_LINES = 80
+ENVIRONMENT_READERS = {
+    "pensieve/debug.py",  # debug switches
+    "pensieve/options.py",  # XDG_STATE_HOME, where a user's data goes
+}
+SERVE_FLAGS = {option.name.removeprefix("no-") for option in OPTIONS} | {"config", "print-config", "help"}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def text_files() -> list[tuple[Path, str]]:
+    found = []
+    for path in files():
+        if (ROOT / path).is_file() and not (ROOT / path).is_symlink():
+            data = (ROOT / path).read_bytes()
+            if b"\0" not in data[:8192]:
+                found.append((path, data.decode("utf-8")))
+    return found
+
+
+def test_top_level_entries() -> None:
+    for path in files():
+        top = path.parts[0]
+        if len(path.parts) > 1:
+            assert top in TOP_FOLDERS or top.startswith("."), f"{top}/ is no folder of the layout"
+        else:
+            assert top in TOP_FILES or top.endswith(".md") or top.startswith("."), (
+                f"{top} does not belong here"
+            )
+    assert {path.parts[0] for path in files()} >= TOP_FOLDERS | TOP_FILES
+
+
+@pytest.mark.parametrize(
+    ("forbidden", "why"),
+    [
+        (
+            "kernels/__init__.py",
+            "a root package `kernels` shadows the PyPI package that transformers imports",
+        ),
+        ("proto/__init__.py", "a root package `proto` shadows proto-plus"),
+        ("tests/__init__.py", "it would put the root on sys.path"),
+        ("conftest.py", "it would put the root on sys.path"),
+    ],
+)
+def test_files_that_must_not_exist(forbidden: str, why: str) -> None:
+    assert not (ROOT / forbidden).exists(), why
+
+
+def test_links() -> None:
+    for link, folder in LINKS.items():
+        assert (ROOT / link).is_symlink(), f"{link} must be a link: some downloads make it a text file"
+        assert os.readlink(ROOT / link) == f"../{folder}"
+
+
+def test_our_names_do_not_shadow_others() -> None:
+    code = "import importlib.util as u; print([n for n in ('kernels', 'store', 'proto', 'tests') if u.find_spec(n)])"
+    command = [sys.executable, "-P", "-c", f"import pensieve.store\n{code}"]
+    assert (
+        subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
+
+
+def test_file_lengths() -> None:
+    lengths = {str(path): len((ROOT / path).read_text().splitlines()) for path in python_files()}
+    assert {path: count for path, count in lengths.items() if count > MAX_FILE_LINES} == {}
+    package = sorted(lengths[str(path)] for path in python_files("pensieve", "kernels", "store"))
+    assert package[len(package) // 2] <= 150, "the median file has grown too long"
+
+
+def test_function_lengths() -> None:
+    too_long = {}
+    for path in python_files():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    too_long[f"{path}:{node.lineno} {node.name}"] = length
+    assert too_long == {}
+
+
+def test_only_named_modules_read_the_environment() -> None:
+    readers = set()
+    for path in python_files("pensieve", "kernels", "store"):
+        nodes = list(ast.walk(tree(path)))
+        written = {
+            node.value
+            for node in nodes
+            if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)
+        }
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in (
+                "os.environ",
+                "os.getenv",
+                "os.environb",
+            ):
+                readers |= {str(path)} if node not in written else set()
+            if isinstance(node, ast.ImportFrom) and node.module == "os":
+                assert not {alias.name for alias in node.names} & {"environ", "getenv"}, path
+    assert readers <= ENVIRONMENT_READERS
+
+
+def test_no_swallowed_errors() -> None:
+    for path in python_files():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ExceptHandler):
+                assert node.type is not None, f"{path}:{node.lineno}: bare except"
+                broad = ast.unparse(node.type) in ("Exception", "BaseException")
+                silent = all(isinstance(line, ast.Pass | ast.Continue) for line in node.body)
+                assert not (broad and silent), f"{path}:{node.lineno}: any error is swallowed here"
+
+
+def test_no_private_paths_and_no_leftovers() -> None:
+    home = re.compile(r"(?<![\w.])/(?:home|Users|root|work)/\w")
+    leftover = re.compile(r"\b(?:TODO|FIXME|XXX|HACK)\b")
+    for path, text in text_files():
+        if path == Path("tests/test_repo.py"):
+            continue
+        for pattern in (home, leftover):
+            match = pattern.search(text)
+            line = text.count("\n", 0, match.start()) + 1 if match else 0
+            assert match is None, f"{path}:{line}: {match[0]!r}"
+
+
+def test_no_link_leaves_the_tree() -> None:
+    for path in files():
+        if (ROOT / path).is_symlink():
+            assert (ROOT / path).resolve().is_relative_to(ROOT), path
+
+
+def test_large_files() -> None:
+    sizes = {str(path): (ROOT / path).stat().st_size for path in files() if (ROOT / path).is_file()}
+    assert sum(size for path, size in sizes.items() if path.startswith("pensieve/demo/model/")) <= 8 * 2**20
+    others = {path: size for path, size in sizes.items() if not path.startswith("pensieve/demo/model/")}
+    assert {path: size for path, size in others.items() if size > 2**20} == {}
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z][a-z-]*):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def documents() -> list[Path]:
+    return [path for path in files() if path.suffix == ".md"]
+
+
+@pytest.mark.parametrize("document", documents(), ids=str)
+def test_documents_name_what_exists(document: Path) -> None:
+    text = (ROOT / document).read_text()
+    code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL))
+    for target in re.findall(r"(?:^|[`$;&]\s*)make ([a-z][a-z-]*)", code, re.MULTILINE):
+        assert target in make_targets(), f"{document}: no `make {target}`"
+    for command in re.findall(r"(?:^|[`$;&]\s*)pensieve ([a-z]+)\b", code, re.MULTILINE):
+        assert command in {"serve", *cli.LAZY}, f"{document}: no `pensieve {command}`"
+    for arguments in re.findall(r"pensieve serve\b([^\n`|;#]*)", code):
+        for flag in re.findall(r"--(?:no-)?([a-z][a-z-]+)", arguments):
+            assert flag in SERVE_FLAGS, f"{document}: `pensieve serve` has no --{flag}"
+    for link in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", text):
+        assert (ROOT / document.parent / link).exists(), f"{document}: dead link {link}"
+
+
+def test_makefile_help_names_the_public_targets() -> None:
+    shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    named = {line.split()[0] for line in shown.splitlines()}
+    assert {"setup", "demo", "test", "lint", "types", "proto", "bench-replay", "clean", "help"} <= named
+    assert named <= make_targets()
+
+
+def test_ci_runs_make_test() -> None:
+    script = ROOT / ".ci/run"
+    assert os.access(script, os.X_OK)
+    assert "set -euo pipefail" in script.read_text()
+    assert script.read_text().rstrip().endswith("make test")
+
+
+def test_versions_agree() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert pensieve.__version__ == PROJECT["version"]
+    assert f"## [{PROJECT['version']}]" in changelog
+
+
+def test_every_dependency_is_pinned() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = {normal(line.split("==")[0]) for line in lines if "==" in line and not line.startswith("#")}
+    assert all("==" in line for line in lines if line and not line.startswith("#"))
+    wanted = [*PROJECT["dependencies"], *itertools.chain(*PROJECT["optional-dependencies"].values())]
+    missing = {
+        name for name in (normal(re.split(r"[^\w.-]", line)[0]) for line in wanted) if name not in pins
+    }
+    assert missing <= {"pensieve"}
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_public_names() -> None:
+    assert {"Client", "AsyncClient", "PensieveError", "__version__"} <= set(pensieve.__all__)
+    for name in pensieve.__all__:
+        assert getattr(pensieve, name) is not None
+    errors = {name for name in dir(pensieve.errors) if isinstance(getattr(pensieve.errors, name), type)}
+    ours = {name for name in errors if issubclass(getattr(pensieve.errors, name), pensieve.PensieveError)}
+    assert ours <= set(pensieve.__all__)
+
+
+def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    for path in files():
+        (source / path).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / path).is_symlink():
+            (source / path).symlink_to(os.readlink(ROOT / path))
+        else:
+            (source / path).write_bytes((ROOT / path).read_bytes())
+    command = ["pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(source)]
+    subprocess.run([sys.executable, "-m", *command], check=True, timeout=100)
+    (wheel,) = tmp_path.glob("pensieve-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    info = f"pensieve-{pensieve.__version__}.dist-info"
+    assert {name.split("/")[0] for name in names} == {"pensieve", info}
+    expected = {
+        f"{link}/{path.relative_to(folder)}"
+        for link, folder in LINKS.items()
+        for path in python_files(folder)
+    } | {str(path) for path in python_files("pensieve")}
+    expected |= {"pensieve/py.typed", "pensieve/v1/pensieve_pb2.py", "pensieve/v1/pensieve_pb2.pyi"}
+    expected |= {str(path) for path in files() if path.parts[:3] == ("pensieve", "demo", "model")}
+    assert expected - set(names) == set()
+    assert f"{info}/licenses/LICENSE" in names
