@@ -181,6 +181,13 @@ OPTIONS: tuple[Option, ...] = (
         "chat-template", values.existing_file, "Jinja file in place of the model's own.", _NO_FILE, "FILE"
     ),
     Option(
+        "allow-rewriting-template",
+        values.boolean,
+        "Take a chat template that changes earlier turns; the history keeps what was generated.",
+        "a rewritten history could not be cached",
+        can_negate=False,
+    ),
+    Option(
         "api-keys", values.existing_file, "TOML file of API keys; without: no login.", "loopback only", "FILE"
     ),
     Option("tls-cert", values.existing_file, "PEM certificate chain.", "loopback only", "FILE"),

@@ -66,6 +66,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: int = 1
     threads: int = 0
     chat_template: Path | None = None
+    allow_rewriting_template: bool = False
     api_keys: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None

@@ -103,7 +103,7 @@ class App:
         options = self._options
         authenticator = Authenticator(options.api_keys, on_failure=self._metrics.auth_failure)
         folder = await asyncio.to_thread(resolve_model, options.model)
-        tokenizer = await asyncio.to_thread(_load_tokenizer, folder, options.chat_template)
+        tokenizer = await asyncio.to_thread(_load_tokenizer, folder, options)
         store = await self._open_store()
         self._link = ProcessLink(
             options.engine_options(folder),
@@ -193,9 +193,12 @@ class App:
         self.admin_address = _with_port(self._options.admin, bound)
 
 
-def _load_tokenizer(folder: Path, template: Path | None) -> ChatTokenizer:
+def _load_tokenizer(folder: Path, options: ServeOptions) -> ChatTokenizer:
+    template = options.chat_template
     text = template.read_text(encoding="utf-8") if template is not None else None
-    return ChatTokenizer.from_folder(folder, chat_template=text)
+    return ChatTokenizer.from_folder(
+        folder, chat_template=text, allow_rewriting=options.allow_rewriting_template
+    )
 
 
 def _with_port(address: str, port: int) -> str:

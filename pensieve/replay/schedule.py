@@ -1,0 +1,81 @@
+"""When each turn is due. Drawn before anything is sent, so that every target meets the same load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pensieve.core import TokenArray
+from pensieve.replay.workload import Conversation
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """How conversations start and go on."""
+
+    rate: float | None = None
+    """Turns per second that are offered on average, as a Poisson process of conversation starts; None: no pacing."""
+    think_time_s: float = 0.0
+    """Mean of the exponential time between an answer and the next turn."""
+    recorded: bool = False
+    """Turns are due at their timestamps; pacing and think time are not used."""
+    time_scale: float = 1.0
+    """Recorded times are multiplied by this: 0.5 replays twice as fast."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A turn is due when both are over."""
+
+    at_s: float
+    """Seconds after the start of the replay."""
+    after_answer_s: float
+    """Seconds after the answer to the turn before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """One conversation to be replayed."""
+
+    number: int
+    conversation: Conversation
+    due: tuple[Due, ...]
+    """One per turn."""
+
+    def input_ids(self, turn: int, vocab_size: int, seed: int) -> TokenArray:
+        """Pseudo-random token ids, int32 [input_tokens]: the same for every target with this vocabulary."""
+        generator = np.random.default_rng([seed, self.number, turn])
+        wanted = self.conversation.turns[turn].input_tokens
+        return generator.integers(0, vocab_size, wanted, dtype=np.int32)
+
+
+def scripts(conversations: Sequence[Conversation], arrivals: Arrivals) -> list[Script]:
+    """In order of their first turn."""
+    if arrivals.recorded:
+        return _recorded(conversations, arrivals.time_scale)
+    starts = np.zeros(len(conversations))
+    generator = np.random.default_rng(arrivals.seed)
+    if arrivals.rate is not None and conversations:
+        turns_each = sum(len(talk.turns) for talk in conversations) / len(conversations)
+        starts = np.cumsum(generator.exponential(turns_each / arrivals.rate, len(conversations)))
+        starts -= starts[0]
+    result = []
+    for number, (talk, start) in enumerate(zip(conversations, starts, strict=True)):
+        pauses = generator.exponential(arrivals.think_time_s, len(talk.turns))
+        pauses[0] = 0.0
+        due = tuple(Due(float(start), float(pause)) for pause in pauses)
+        result.append(Script(number, talk, due))
+    return result
+
+
+def _recorded(conversations: Sequence[Conversation], scale: float) -> list[Script]:
+    stamps = [[turn.timestamp_s or 0.0 for turn in talk.turns] for talk in conversations]
+    first = min((times[0] for times in stamps), default=0.0)
+    found = [
+        Script(number, talk, tuple(Due((at - first) * scale, 0.0) for at in times))
+        for number, (talk, times) in enumerate(zip(conversations, stamps, strict=True))
+    ]
+    return sorted(found, key=lambda script: script.due[0].at_s)

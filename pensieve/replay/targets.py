@@ -1,0 +1,65 @@
+"""What is measured: anything that holds conversations and answers turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pensieve.core import TokenArray, Usage
+
+OnTokens = Callable[[int, float], None]
+"""Called as output arrives: number of new tokens, time of their arrival on ``time.perf_counter``'s clock."""
+
+
+class TurnFailed(Exception):
+    """The target could not answer a turn. ``code`` groups failures in the report."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class TargetInfo:
+    """What a target says of itself before the replay."""
+
+    vocab_size: int
+    context_limit: int
+    details: dict[str, str] = field(default_factory=dict)
+    """For the report: model, version, switches."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSpec:
+    """One turn to be answered, greedily."""
+
+    input_ids: TokenArray
+    output_tokens: int
+    forced: bool
+    """Exactly ``output_tokens`` of output, whatever the model wants; otherwise at most so many."""
+
+
+class Target(Protocol):
+    """A system under test. Turns of different sessions run at the same time."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def open(self) -> TargetInfo:
+        """Connect. Raises TurnFailed when the target is not there."""
+        ...
+
+    async def start_session(self) -> str:
+        """A new, empty conversation; returns what names it."""
+        ...
+
+    async def turn(self, session: str, spec: TurnSpec, on_tokens: OnTokens) -> Usage | None:
+        """Answer one turn and keep it; returns the receipt, None from targets that give none. Raises TurnFailed."""
+        ...
+
+    async def end_session(self, session: str) -> None:
+        """Forget a conversation; called after the measurement."""
+        ...
+
+    async def close(self) -> None: ...

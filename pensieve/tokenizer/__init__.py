@@ -1,0 +1,35 @@
+"""Text to tokens and back: chat-template deltas, incremental detokenisation, stop strings. No torch.
+
+A new turn is rendered and tokenised once, as a delta behind what the session already holds (design.md, promise 2)::
+
+    tokenizer = ChatTokenizer.from_folder(Path("model"))
+    rendered = tokenizer.render([], [TextMessage(Role.USER, "Hello!")], generation_prompt=True)
+    rendered.item_tokens      # one int32 array per new message: the glue that introduces it, its content, its closing
+    rendered.generation_prompt
+
+Every method may be called from several threads at once.
+"""
+
+from pensieve.tokenizer.chat import (
+    ChatTokenizer,
+    HistoryItem,
+    Rendered,
+    TextMessage,
+    TokenMessage,
+)
+from pensieve.tokenizer.detokenizer import Detokenizer
+from pensieve.tokenizer.stops import StopMatcher, StopResult
+from pensieve.tokenizer.template import PLAIN_TEMPLATE, TemplateError
+
+__all__ = [
+    "PLAIN_TEMPLATE",
+    "ChatTokenizer",
+    "Detokenizer",
+    "HistoryItem",
+    "Rendered",
+    "StopMatcher",
+    "StopResult",
+    "TemplateError",
+    "TextMessage",
+    "TokenMessage",
+]

@@ -1,0 +1,109 @@
+"""Token ids to text, token by token.
+
+Text is defined on bytes: every token stands for a fixed byte string, the text of a token sequence is the UTF-8 decoding
+of their concatenation with each maximal invalid part replaced by U+FFFD. That makes the text a pure function of the
+token prefix, whatever pieces it is asked for in. It equals what the ``tokenizers`` decoders give on valid UTF-8; on
+invalid byte-fallback sequences those blank out neighbouring valid characters too, which no stream can do in hindsight.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from tokenizers import Tokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The printable stand-in of each byte in byte-level vocabularies, as character to byte."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_LEVEL = byte_alphabet()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    if all(char in _BYTE_LEVEL for char in token):
+        return bytes(_BYTE_LEVEL[char] for char in token)
+    return token.encode()  # an added token: its content is plain text
+
+
+def _metaspace_bytes(token: str, replacement: str, byte_fallback: bool) -> bytes:
+    if byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
+        return bytes([int(match[1], 16)])
+    return token.replace(replacement, " ").encode()
+
+
+class TokenBytes:
+    """The byte string behind each token id. Special tokens and ids without a token stand for nothing."""
+
+    def __init__(self, tokenizer: Tokenizer, decoder: dict[str, Any] | None, special: frozenset[int]) -> None:
+        """``decoder``: that entry of tokenizer.json. Raises ValueError on a kind that is not byte-based."""
+        self._tokenizer = tokenizer
+        self._special = special
+        self._cache: dict[int, bytes] = {}
+        self.strips_leading_space = False
+        self._to_bytes = self._reader(decoder)
+
+    def __getitem__(self, token_id: int) -> bytes:
+        data = self._cache.get(token_id)
+        if data is None:
+            token = None if token_id in self._special else self._tokenizer.id_to_token(token_id)
+            data = self._cache[token_id] = b"" if token is None else self._to_bytes(token)
+        return data
+
+    def _reader(self, decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
+        steps = (decoder or {}).get("decoders", [decoder] if decoder else [])
+        kinds = [step["type"] for step in steps]
+        if "ByteLevel" in kinds:
+            return _byte_level_bytes
+        if set(kinds) <= {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}:
+            replacement = "\u2581"
+            for step in steps:
+                if step["type"] == "Metaspace":
+                    replacement = step.get("replacement", replacement)
+                    self.strips_leading_space |= step.get("prepend_scheme", "always") != "never"
+                elif step["type"] == "Replace":
+                    replacement = step["pattern"].get("String", replacement)
+                elif step["type"] == "Strip":
+                    self.strips_leading_space |= step.get("start", 0) > 0
+            byte_fallback = "ByteFallback" in kinds
+            return lambda token: _metaspace_bytes(token, replacement, byte_fallback)
+        raise ValueError(
+            f"the tokenizer's decoder ({' + '.join(kinds)}) is neither byte-level nor Metaspace; "
+            "Pensieve serves decoder-only models, whose tokenizers are one of the two"
+        )
+
+
+class Detokenizer:
+    """Turns ids into text as they come; the pieces concatenated are the decoding of all ids."""
+
+    def __init__(self, table: TokenBytes) -> None:
+        self._table = table
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._at_start = table.strips_leading_space
+
+    @property
+    def pending(self) -> bool:
+        """Whether bytes of an incomplete code point wait for more ids."""
+        return bool(self._utf8.getstate()[0])
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Text of some more ids: whole code points; an incomplete one waits for its other bytes."""
+        return self._strip_start(self._utf8.decode(b"".join(self._table[int(i)] for i in ids)))
+
+    def finish(self) -> str:
+        """What still waits, as U+FFFD; no more ids follow."""
+        return self._strip_start(self._utf8.decode(b"", True))
+
+    def _strip_start(self, text: str) -> str:
+        if self._at_start and text:
+            self._at_start = False
+            return text.removeprefix(" ")
+        return text

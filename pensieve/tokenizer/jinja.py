@@ -1,0 +1,65 @@
+"""The Jinja environment that chat templates are written for, sandboxed: templates come with downloaded models."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+class _GenerationBlock(Extension):
+    """``{% generation %}`` marks answers for training; rendering passes its body through."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    # Jinja's own filter escapes for HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def compile_template(source: str) -> jinja2.Template:
+    """Raises jinja2.TemplateSyntaxError."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    return environment.from_string(source)
+
+
+def render(
+    template: jinja2.Template,
+    messages: Sequence[dict[str, str]],
+    *,
+    generation_prompt: bool,
+    bos_token: str,
+    eos_token: str,
+    day: dt.date,
+) -> str:
+    """Text of the messages. Raises jinja2.TemplateError, also where the template calls ``raise_exception``."""
+    midnight = dt.datetime.combine(day, dt.time())
+    return template.render(
+        messages=messages,
+        add_generation_prompt=generation_prompt,
+        bos_token=bos_token,
+        eos_token=eos_token,
+        tools=None,
+        documents=None,
+        strftime_now=midnight.strftime,
+    )

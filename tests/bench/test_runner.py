@@ -1,0 +1,210 @@
+"""The runner and the report against a target made of Python."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections import defaultdict
+
+import pytest
+
+from pensieve.core import Usage
+from pensieve.replay.receipts import violations
+from pensieve.replay.report import is_clean, statistics, summarise
+from pensieve.replay.runner import Outcome, RunOptions, TurnRecord, replay
+from pensieve.replay.schedule import Arrivals, scripts
+from pensieve.replay.session import Plan, run
+from pensieve.replay.shaping import Shape
+from pensieve.replay.targets import OnTokens, TargetInfo, TurnFailed, TurnSpec
+from pensieve.replay.workload import Conversation, Dataset, Turn
+
+INFO = TargetInfo(vocab_size=50, context_limit=1000)
+TALKS = (
+    Conversation("a", (Turn(4, 3), Turn(2, 5), Turn(1, 1))),
+    Conversation("b", (Turn(6, 2), Turn(3, 4))),
+)
+
+
+class FakeTarget:
+    """Keeps histories as lengths; half of each history is "cached". Fails and lies when told to."""
+
+    name = "fake"
+
+    def __init__(self, *, fail_at: int | None = None, lie: bool = False, short: bool = False) -> None:
+        self.fail_at, self.lie, self.short = fail_at, lie, short
+        self.contexts: dict[str, int] = {}
+        self.running: dict[str, int] = defaultdict(int)
+        self.most_running = self.calls = 0
+        self.ids: list[list[int]] = []
+        self.ended: list[str] = []
+        self.closed = False
+
+    async def open(self) -> TargetInfo:
+        return INFO
+
+    async def start_session(self) -> str:
+        name = f"s{len(self.contexts)}"
+        self.contexts[name] = 0
+        return name
+
+    async def turn(self, session: str, spec: TurnSpec, on_tokens: OnTokens) -> Usage | None:
+        assert not self.running[session], "a turn came before the answer to the one before"
+        self.running[session] = 1
+        self.most_running = max(self.most_running, sum(self.running.values()))
+        self.calls += 1
+        self.ids.append(spec.input_ids.tolist())
+        if self.calls == self.fail_at:
+            raise TurnFailed("UNAVAILABLE", "down")
+        for _ in range(spec.output_tokens - self.short):
+            await asyncio.sleep(0)
+            on_tokens(1, time.perf_counter())
+        history, new = self.contexts[session], len(spec.input_ids)
+        self.contexts[session] = history + new + spec.output_tokens
+        self.running[session] = 0
+        cached = history // 2
+        return Usage(
+            context_tokens=history + new + (self.lie and history > 0),
+            new_tokens=new,
+            gpu_cached_tokens=cached,
+            recomputed_tokens=history - cached,
+            output_tokens=spec.output_tokens,
+        )
+
+    async def end_session(self, session: str) -> None:
+        self.ended.append(session)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def plan(**run_options: object) -> Plan:
+    return Plan(
+        Dataset("d", TALKS, "0"), Shape(), Arrivals(seed=3), RunOptions(seed=3, **run_options)  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+async def play(target: FakeTarget, **options: object) -> Outcome:
+    return await replay(target, INFO, scripts(TALKS, Arrivals()), RunOptions(**options))  # type: ignore[arg-type]
+
+
+async def test_every_turn_once_and_in_order() -> None:
+    target = FakeTarget()
+    outcome = await play(target)
+    assert {(r.conversation, r.turn) for r in outcome.records} == {(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)}
+    assert sorted(map(len, target.ids)) == [1, 2, 3, 4, 6]
+    assert target.most_running == 2
+    for record in outcome.records:
+        assert record.due_s <= record.sent_s <= record.arrivals[0][1] <= record.done_s
+    assert sorted(target.ended) == ["s0", "s1"], "sessions go after the measurement"
+
+
+async def test_concurrency_bounds_open_conversations() -> None:
+    target = FakeTarget()
+    await play(target, concurrency=1)
+    assert target.most_running == 1
+
+
+async def test_failure_ends_its_conversation_only() -> None:
+    target = FakeTarget(fail_at=1)
+    outcome = await play(target, concurrency=1)
+    summary = summarise(outcome)
+    assert summary["turns"] == {"completed": 2, "failed": 1, "skipped": 2}
+    assert summary["errors"] == {"UNAVAILABLE": 1}
+    assert not is_clean(summary)
+
+
+async def test_forced_lengths_are_checked() -> None:
+    assert summarise(await play(FakeTarget(short=True)))["errors"] == {"WRONG_LENGTH": 2}
+    outcome = await play(FakeTarget(short=True), force_lengths=False)
+    assert not summarise(outcome)["errors"]
+
+
+async def test_pauses_follow_the_answer() -> None:
+    script = scripts(TALKS, Arrivals(think_time_s=0.01, seed=5))
+    outcome = await replay(FakeTarget(), INFO, script, RunOptions())
+    records = {(r.conversation, r.turn): r for r in outcome.records}
+    for (talk, turn), record in records.items():
+        if turn:
+            pause = script[talk].due[turn].after_answer_s
+            assert record.due_s == pytest.approx(records[talk, turn - 1].done_s + pause)
+            assert record.sent_s >= record.due_s
+
+
+async def test_report_adds_up() -> None:
+    target = FakeTarget()
+    seen: list[TurnRecord] = []
+    report = await run(plan(), [target], lambda name, turns: seen.append)
+    assert target.closed and len(seen) == 5
+    (summary,) = report["targets"]
+    assert is_clean(summary)
+    assert report["workload"]["turns"] == summary["turns"]["completed"] == 5
+    tokens = summary["tokens"]
+    assert tokens["new"] == report["workload"]["input_tokens"] == 16
+    assert tokens["output"] == report["workload"]["output_tokens"] == 15
+    assert tokens["context"] == 4 + 9 + 15 + 6 + 11
+    assert tokens["context"] == sum(tokens[k] for k in ("gpu_cached", "swapped_in", "recomputed", "new"))
+    assert [row["turns"] for row in summary["by_turn"]] == [2, 2, 1]
+    for key in tokens:
+        assert tokens[key] == sum(row["tokens"][key] for row in summary["by_turn"])
+    assert summary["ttft_s"]["cold"]["count"] == 2 and summary["ttft_s"]["warm"]["count"] == 3
+    assert summary["inter_token_s"]["count"] == 15 - 5
+    assert summary["client_lag_s"]["count"] == 5
+
+
+async def test_all_targets_get_the_same_tokens() -> None:
+    one, two = FakeTarget(), FakeTarget()
+    await run(plan(concurrency=1), [one, two])
+    assert one.ids == two.ids
+
+
+async def test_false_receipts_are_found() -> None:
+    summary = summarise(await play(FakeTarget(lie=True)))
+    assert summary["receipts"]["checked"] == 5
+    # Each of the three later turns alone, and both second turns against a first turn that told the truth.
+    assert summary["receipts"]["violations"] == 5
+    assert not is_clean(summary)
+
+
+def record(turn: int, usage: Usage) -> TurnRecord:
+    return TurnRecord(0, turn, usage.new_tokens, 2, 0.0, arrivals=[(2, 1.0)], usage=usage)
+
+
+def test_each_receipt_rule() -> None:
+    first = record(0, Usage(context_tokens=5, new_tokens=5, output_tokens=2))
+    second = record(1, Usage(context_tokens=8, new_tokens=1, gpu_cached_tokens=7, output_tokens=2))
+    assert violations([second, first]) == []
+    assert second.usage is not None and first.usage is not None
+
+    def broken(**changes: int) -> str:
+        values = {f: getattr(second.usage, f) for f in second.usage.__struct_fields__}
+        (problem,) = violations([first, record(1, Usage(**(values | changes)))])
+        return problem
+
+    assert "is not gpu" in broken(gpu_cached_tokens=6)
+    assert "turn before" in broken(context_tokens=9, gpu_cached_tokens=8)
+    assert "tokens came" in broken(output_tokens=3)
+    (problem,) = violations(
+        [record(0, Usage(context_tokens=5, new_tokens=3, recomputed_tokens=2, output_tokens=2))]
+    )
+    assert "first turn" in problem
+
+
+def test_gap_of_a_merged_piece_is_shared_by_its_tokens() -> None:
+    merged = TurnRecord(0, 0, 1, 4, 0.0, arrivals=[(1, 1.0), (3, 1.6)], done_s=2.0)
+    summary = summarise(Outcome("x", INFO, (merged,), 0, 2.0))
+    assert summary["inter_token_s"]["count"] == 3
+    assert summary["inter_token_s"]["max"] == pytest.approx(0.2)
+    assert summary["normalised_latency_s"]["mean"] == pytest.approx(0.5)
+    assert summary["output_tokens_per_s"] == 2.0
+
+
+def test_statistics_of_nothing() -> None:
+    assert statistics([])["mean"] is None
+    assert statistics([1.0, 3.0])["p50"] == 2.0
+
+
+async def test_nothing_fits() -> None:
+    small = dataclasses.replace(plan(), context_limit=5)
+    with pytest.raises(ValueError, match="scale-lengths"):
+        await run(small, [FakeTarget()])

@@ -1,0 +1,263 @@
+"""Deltas against the whole conversation as transformers renders and tokenises it."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from pensieve.core import Role, TokenArray
+from pensieve.errors import InvalidArgument
+from pensieve.tokenizer import ChatTokenizer, HistoryItem, TemplateError, TextMessage, TokenMessage
+from pensieve.tokenizer.template import ChatTemplate
+from support import tokenizers_ as tiny
+
+S, U, A = Role.SYSTEM, Role.USER, Role.ASSISTANT
+STYLES = {
+    "chatml": (tiny.byte_level, tiny.CHATML, "<|im_end|>"),
+    "llama3": (tiny.byte_level, tiny.LLAMA3, "<|eot_id|>"),
+    "qwen3": (tiny.byte_level, tiny.QWEN3, "<|im_end|>"),
+    "llama2-legacy": (lambda: tiny.metaspace(True), tiny.LLAMA2, "</s>"),
+    "llama2-first": (lambda: tiny.metaspace(False), tiny.LLAMA2, "</s>"),
+    "plain-bytes": (tiny.byte_level, None, "</s>"),
+    "plain-metaspace": (lambda: tiny.metaspace(False), None, "</s>"),
+}
+
+
+@pytest.fixture(scope="module", params=sorted(STYLES))
+def style(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    make, template, eos = STYLES[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    return request.param, tiny.write_folder(folder, make(), template, eos=eos)
+
+
+@pytest.fixture(scope="module")
+def chat(style: tuple[str, Path]) -> ChatTokenizer:
+    return ChatTokenizer.from_folder(style[1], allow_rewriting=style[0] == "qwen3")
+
+
+def oracle_of(style: tuple[str, Path]) -> Any:
+    oracle = PreTrainedTokenizerFast.from_pretrained(str(style[1]))
+    if oracle.chat_template is None:
+        from pensieve.tokenizer import PLAIN_TEMPLATE
+
+        oracle.chat_template = PLAIN_TEMPLATE.replace("{{ bos_token }}", "")
+    return oracle
+
+
+def messages(*pairs: tuple[Role, str]) -> list[dict[str, str]]:
+    return [{"role": role.name.lower(), "content": text} for role, text in pairs]
+
+
+def converse(chat: ChatTokenizer, turns: Sequence[tuple[Role, str]], answers: Sequence[str]) -> TokenArray:
+    """The context after these turns, each answered: built from deltas alone, as the server does."""
+    history: list[HistoryItem] = []
+    context: list[TokenArray] = []
+    for (role, text), answer in zip(turns, answers, strict=True):
+        new = [TextMessage(role, text)]
+        if not history:
+            new = [TextMessage(S, "Be brief."), *new]
+        rendered = chat.render(history, new, generation_prompt=True)
+        produced = chat.render(
+            [*history, *(HistoryItem(m.role) for m in new)], [TextMessage(A, answer)], generation_prompt=False
+        )
+        context += [*rendered.item_tokens, produced.item_tokens[0]]
+        closed = chat.is_closed(context[-1])
+        history += [*(HistoryItem(m.role) for m in new), HistoryItem(A, closed=closed)]
+    return np.concatenate(context)
+
+
+def test_first_turn_is_what_transformers_makes(style: tuple[str, Path], chat: ChatTokenizer) -> None:
+    for pairs in ([(U, "hello world")], [(S, "Be brief."), (U, "what is my name?")]):
+        rendered = chat.render([], [TextMessage(*pair) for pair in pairs], generation_prompt=True)
+        ours = [*np.concatenate(rendered.item_tokens), *rendered.generation_prompt]
+        oracle = oracle_of(style)
+        text = oracle.apply_chat_template(messages(*pairs), tokenize=False, add_generation_prompt=True)
+        whole = oracle.encode(text, add_special_tokens=False)
+        if style[0].startswith(
+            "plain"
+        ):  # no control token between turns: token borders may differ, text may not
+            assert chat.decode(ours) == oracle.decode(whole, skip_special_tokens=True)
+        else:
+            assert ours == whole
+
+
+def test_whole_conversation_from_deltas(style: tuple[str, Path], chat: ChatTokenizer) -> None:
+    users = ["hello world", "what is my name? <b>", "the  quick\nbrown fox \u00e9\u4e16"]
+    answers = ["My name is Ada.", "in the beginning", "fox"]
+    ours = converse(chat, [(U, text) for text in users], answers)
+    pairs = [(S, "Be brief.")]
+    for user, answer in zip(users, answers, strict=True):
+        pairs += [(U, user), (A, answer)]
+    oracle = oracle_of(style)
+    whole = oracle.encode(
+        oracle.apply_chat_template(messages(*pairs), tokenize=False), add_special_tokens=False
+    )
+    whole = whole[: len(whole) - whole[::-1].index(oracle.eos_token_id)]  # ours ends with the answer's EOS
+    if style[0] in ("chatml", "llama3", "qwen3"):
+        assert ours.tolist() == whole
+    assert oracle.decode(ours, skip_special_tokens=False) == oracle.decode(whole, skip_special_tokens=False)
+
+
+def test_answer_cut_short_is_closed_by_what_follows(tmp_path: Path) -> None:
+    chat = ChatTokenizer.from_folder(
+        tiny.write_folder(tmp_path, tiny.byte_level(), tiny.CHATML, eos="<|im_end|>")
+    )
+    cut = chat.render([HistoryItem(U), HistoryItem(A)], [TextMessage(U, "hi")], generation_prompt=False)
+    closed = chat.render(
+        [HistoryItem(U), HistoryItem(A, closed=True)], [TextMessage(U, "hi")], generation_prompt=False
+    )
+    (eos,) = chat.eos_token_ids
+    assert cut.item_tokens[0].tolist() == [eos, *closed.item_tokens[0].tolist()]
+    again = chat.render([HistoryItem(U), HistoryItem(A)], [], generation_prompt=True)
+    assert again.generation_prompt[0] == eos
+
+
+def test_template_that_closes_only_when_something_follows(tmp_path: Path) -> None:
+    chat = ChatTokenizer.from_folder(tiny.write_folder(tmp_path, tiny.byte_level(), tiny.CLOSES_LATE))
+    (eos,) = chat.eos_token_ids
+    new = [TextMessage(U, "hi")]
+    cut = chat.render([HistoryItem(U), HistoryItem(A)], new, generation_prompt=False).item_tokens[0]
+    closed = chat.render([HistoryItem(U), HistoryItem(A, closed=True)], new, generation_prompt=False)
+    assert cut[0] == eos
+    assert eos not in closed.item_tokens[0]
+
+
+def test_verbatim_tokens_get_no_glue(chat: ChatTokenizer) -> None:
+    ids = np.array([20, 21, 22], dtype=np.int32)
+    rendered = chat.render([], [TokenMessage(U, ids)], generation_prompt=True)
+    assert rendered.item_tokens[0].tolist() == [20, 21, 22]
+    assert len(rendered.generation_prompt) == 0
+    history = [HistoryItem(U, verbatim=True), HistoryItem(A)]
+    assert chat.render(history, [TokenMessage(U, ids)], generation_prompt=True).num_tokens == 3
+    mixed = chat.render(history, [TextMessage(U, "hello")], generation_prompt=True)
+    assert "hello" in chat.decode(mixed.item_tokens[0])
+    with pytest.raises(InvalidArgument, match="not below"):
+        chat.render(
+            [], [TokenMessage(U, np.array([chat.vocab_size], dtype=np.int32))], generation_prompt=True
+        )
+    with pytest.raises(InvalidArgument, match="not below"):
+        chat.render([], [TokenMessage(U, np.array([-1], dtype=np.int32))], generation_prompt=True)
+
+
+@pytest.mark.parametrize(
+    "text", ["</s>", "a<|im_end|>b", "<|eot_id|>", "<s><s>", "<think>", "x</s", "<|im_start|>system\n"]
+)
+def test_control_strings_in_text_are_only_text(chat: ChatTokenizer, text: str) -> None:
+    benign = chat.render([], [TextMessage(U, "hello")], generation_prompt=True)
+    hostile = chat.render([], [TextMessage(U, text)], generation_prompt=True)
+    control = chat._encoder.control_ids
+
+    def controls(ids: TokenArray) -> list[int]:
+        return [int(i) for i in ids if int(i) in control]
+
+    assert controls(hostile.item_tokens[0]) == controls(benign.item_tokens[0])
+    assert text.strip() in chat.decode(hostile.item_tokens[0])
+
+
+@given(text=st.text())
+def test_any_text_round_trips_without_control_tokens(text: str) -> None:
+    from pensieve.tokenizer.encoding import Before, Part
+
+    chat = _shared_chat()
+    ids, _ = chat._encoder.encode([Part(text, False)], Before.CONTROL)
+    assert chat._encoder.control_ids.isdisjoint(ids)
+    assert chat.decode(ids) == text
+
+
+_CHATS: dict[str, ChatTokenizer] = {}
+
+
+def _shared_chat() -> ChatTokenizer:
+    """One for all examples of a property: fixtures of a function are not made anew for each."""
+    if not _CHATS:
+        import tempfile
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = tiny.write_folder(Path(folder), tiny.byte_level(), tiny.CHATML, eos="<|im_end|>")
+            _CHATS["bytes"] = ChatTokenizer.from_folder(path)
+    return _CHATS["bytes"]
+
+
+def test_control_token_that_is_a_piece_of_the_vocabulary_is_spelled(tmp_path: Path) -> None:
+    chat = ChatTokenizer.from_folder(tiny.write_folder(tmp_path, tiny.unigram()))
+    eos = chat.eos_token_ids[0]
+    plain = PreTrainedTokenizerFast.from_pretrained(str(tmp_path)).backend_tokenizer
+    plain.encode_special_tokens = True
+    assert eos in plain.encode("a</s>b").ids, "the tokenizer no longer shows the trap"
+    ids = chat.render([], [TextMessage(U, "a</s>b")], generation_prompt=False).item_tokens[0]
+    assert eos not in ids
+    assert "a</s>b" in chat.decode(ids)
+
+
+def test_content_is_stripped_where_the_template_strips(tmp_path: Path) -> None:
+    trims = ChatTokenizer.from_folder(
+        tiny.write_folder(tmp_path / "a", tiny.byte_level(), tiny.LLAMA3, eos="<|eot_id|>")
+    )
+    keeps = ChatTokenizer.from_folder(
+        tiny.write_folder(tmp_path / "b", tiny.byte_level(), tiny.CHATML, eos="<|im_end|>")
+    )
+
+    def text(chat: ChatTokenizer, content: str) -> str:
+        return chat.decode(chat.render([], [TextMessage(U, content)], generation_prompt=False).item_tokens[0])
+
+    assert text(trims, " \n hello \n\n") == text(trims, "hello")
+    assert " \n hello \n\n" in text(keeps, " \n hello \n\n")
+
+
+@pytest.mark.parametrize(("template", "word"), [(tiny.QWEN3, "think"), (tiny.DATED, "date")])
+def test_rewriting_templates_are_named(tmp_path: Path, template: str, word: str) -> None:
+    folder = tiny.write_folder(tmp_path, tiny.byte_level(), template, eos="<|im_end|>")
+    with pytest.raises(TemplateError, match=word) as caught:
+        ChatTokenizer.from_folder(folder)
+    assert "--chat-template" in caught.value.message
+    accepted = ChatTokenizer.from_folder(folder, allow_rewriting=True)
+    assert accepted.render([], [TextMessage(U, "hi")], generation_prompt=True).num_tokens > 3
+    assert (
+        ChatTokenizer.from_folder(folder, chat_template=tiny.CHATML).template_sha256
+        != accepted.template_sha256
+    )
+
+
+@pytest.mark.parametrize("template", [tiny.NO_SYSTEM, tiny.LATE_SYSTEM])
+def test_missing_system_role_is_said_when_it_is_used(tmp_path: Path, template: str) -> None:
+    chat = ChatTokenizer.from_folder(tiny.write_folder(tmp_path, tiny.byte_level(), template))
+    chat.render([], [TextMessage(U, "hi")], generation_prompt=True)
+    with pytest.raises(TemplateError, match="system prompt"):
+        chat.render([], [TextMessage(S, "Be brief.")], generation_prompt=False)
+
+
+def test_roles_the_template_refuses(tmp_path: Path) -> None:
+    chat = ChatTokenizer.from_folder(tiny.write_folder(tmp_path, tiny.metaspace(True), tiny.LLAMA2))
+    with pytest.raises(TemplateError, match="alternate"):
+        chat.render([HistoryItem(U)], [TextMessage(U, "again")], generation_prompt=True)
+
+
+def test_broken_template(tmp_path: Path) -> None:
+    folder = tiny.write_folder(tmp_path, tiny.byte_level(), "{% for %}")
+    with pytest.raises(TemplateError, match="line 1"):
+        ChatTokenizer.from_folder(folder)
+    folder = tiny.write_folder(tmp_path, tiny.byte_level(), "always the same")
+    with pytest.raises(TemplateError, match="exactly once"):
+        ChatTokenizer.from_folder(folder)
+
+
+def test_accepted_dates_are_those_of_the_day() -> None:
+    today = dt.date(2024, 2, 29)
+    template = ChatTemplate(tiny.DATED, allow_rewriting=True, today=lambda: today)
+    assert "29 February 2024" in template.glue((U,)).opening
+    today = dt.date(2024, 3, 1)
+    assert "01 March 2024" in template.glue((U,)).opening
+
+
+def test_templates_cannot_reach_python(tmp_path: Path) -> None:
+    hostile = "{{ ''.__class__.__mro__ }}" + tiny.CHATML
+    with pytest.raises(TemplateError, match="unsafe"):
+        ChatTemplate(hostile)
