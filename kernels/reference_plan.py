@@ -16,7 +16,7 @@ from pensieve.kernels.span_table import HostSpans, SpanTable
 
 QUERY_BLOCK = 256
 """Most queries of one span attended at a time."""
-GROUP_ELEMENTS = 4 * 1024 * 1024
+GROUP_ELEMENTS = 1024 * 1024
 """Largest batch of single-token spans, in gathered key and value elements: bounds memory, keeps caches warm."""
 GROUP_FILL = 0.75
 """A span joins a batch only if its context fills at least this share of the longest one."""

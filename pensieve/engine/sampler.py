@@ -39,7 +39,7 @@ def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[tuple[int,
 
 def uniform(seed: int, index: int) -> float:
     """The number in [0, 1) that belongs to output ``index`` of a turn with ``seed``."""
-    bits = np.random.Philox(key=seed & _MASK64, counter=0).random_raw()
+    bits = np.random.Philox(key=seed & _MASK64, counter=index).random_raw()
     return (int(bits) >> 16) / float(1 << 48)  # 48 bits: u * total stays below total in float64
 
 

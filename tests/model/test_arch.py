@@ -1,0 +1,147 @@
+"""Reading architectures, old and new config files, and refusing what is not supported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve.core import Sampling
+from pensieve.model.arch import Arch, ModelError, Rope, load_arch
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 4096,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+OPT: dict[str, Any] = {
+    "model_type": "opt",
+    "vocab_size": 50272,
+    "hidden_size": 768,
+    "ffn_dim": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 2048,
+    "do_layer_norm_before": True,
+}
+
+
+def read(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> Arch:
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return load_arch(folder)
+
+
+def test_llama(tmp_path: Path) -> None:
+    arch = read(tmp_path, LLAMA)
+    assert (arch.num_kv_heads, arch.head_dim, arch.context_limit) == (8, 128, 4096)
+    assert arch.rope == Rope(10000.0)
+    assert arch.dtype == "bfloat16"
+    assert arch.eos_token_ids == (2,)
+    assert not (arch.qkv_bias or arch.mlp_bias or arch.qk_norm or arch.tied_embeddings)
+    assert arch.kv_bytes_per_token("bfloat16") == 2 * 32 * 8 * 128 * 2
+    assert arch.kv_bytes_per_token("float32") == 2 * arch.kv_bytes_per_token("float16")
+    assert arch.num_parameters == 32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 11008) + 32000 * 4096
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3"} | LLAMA3},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5} | LLAMA3},
+    ],
+)
+def test_llama3_scaling_in_old_and_new_files(tmp_path: Path, config: dict[str, Any]) -> None:
+    assert read(tmp_path, LLAMA | config).rope == Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
+
+
+def test_linear_scaling(tmp_path: Path) -> None:
+    assert read(tmp_path, LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}}).rope == Rope(
+        10000.0, "linear", 2.0
+    )
+
+
+def test_opt(tmp_path: Path) -> None:
+    arch = read(tmp_path, OPT)
+    assert arch.rope is None and arch.position_offset == 2
+    assert arch.qkv_bias and arch.output_bias and arch.mlp_bias and arch.tied_embeddings
+    assert arch.num_kv_heads == 12 and arch.norm == "layer" and arch.eos_token_ids == (2,)
+
+
+def test_qwen_biases_and_norms(tmp_path: Path) -> None:
+    two = read(tmp_path, LLAMA | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 64})
+    assert two.qkv_bias and not two.output_bias and not two.qk_norm and two.context_limit == 4096
+    three = read(tmp_path, LLAMA | {"model_type": "qwen3", "tie_word_embeddings": True})
+    assert three.qk_norm and not three.qkv_bias and three.tied_embeddings and three.head_dim == 128
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        ({"model_type": "mistral", "sliding_window": None}, 4096),
+        ({"model_type": "mistral", "sliding_window": 100}, 100),
+        ({"model_type": "mistral", "sliding_window": 8192}, 4096),
+        ({"model_type": "mistral", "max_position_embeddings": 32768}, 4096),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 512}, 512),
+        ({"model_type": "qwen3", "sliding_window": 512, "layer_types": ["full_attention"] * 32}, 4096),
+    ],
+)
+def test_a_sliding_window_limits_the_context(tmp_path: Path, config: dict[str, Any], limit: int) -> None:
+    assert read(tmp_path, LLAMA | config).context_limit == limit
+
+
+def test_generation_config(tmp_path: Path) -> None:
+    assert read(tmp_path, LLAMA).generation == Sampling()
+    greedy = read(tmp_path, LLAMA, {"temperature": 0.6, "eos_token_id": [7, 9]})
+    assert greedy.generation == Sampling() and greedy.eos_token_ids == (7, 9)
+    given = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}
+    assert read(tmp_path, LLAMA, given).generation == Sampling(
+        temperature=0.6, top_p=0.9, top_k=50, repetition_penalty=1.1
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (LLAMA | {"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
+        ({}, "none named"),
+        (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+        (LLAMA | {"rope_parameters": {"rope_type": "yarn"}}, "yarn"),
+        (LLAMA | {"quantization_config": {"bits": 4}}, "quantised"),
+        (LLAMA | {"hidden_act": "gelu"}, "gelu"),
+        (LLAMA | {"torch_dtype": "int8"}, "int8"),
+        (LLAMA | {"num_attention_heads": 30}, "do not divide"),
+        ({k: v for k, v in LLAMA.items() if k != "vocab_size"}, "vocab_size"),
+        (OPT | {"do_layer_norm_before": False}, "opt-350m"),
+        (OPT | {"word_embed_proj_dim": 512}, "word_embed_proj_dim"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        read(tmp_path, config)
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        load_arch(tmp_path)
+    for text in ("{", "[]"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ModelError, match=r"config\.json"):
+            load_arch(tmp_path)

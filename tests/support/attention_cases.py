@@ -1,0 +1,84 @@
+"""Attention inputs with everything that must not be read poisoned, and a slow oracle in float64.
+
+For every implementation of ``ragged_paged_attention``: nothing here knows how one works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pensieve.kernels.span_table import SpanTable
+
+Spans = Sequence[tuple[int, int, int]]
+"""(page-table row, position, query tokens)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    q: torch.Tensor
+    pool: torch.Tensor
+    """[P, 2, Hkv, N, D]: NaN in every slot that no query sees, and in a page before and after those in use."""
+    page_tables: torch.Tensor
+    spans: SpanTable
+    scale: float
+
+
+def make_case(
+    spans: Spans,
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 16,
+    page: int = 8,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    magnitude: float = 1.0,
+) -> Case:
+    """Random queries and KV. Rows have pages of their own in random order; table tails name a page full of NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = max(row for row, _, _ in spans) + 1
+    context = [max((p + n for r, p, n in spans if r == row), default=0) for row in range(rows)]
+    pages = [-(-length // page) for length in context]
+    order = torch.randperm(sum(pages), generator=generator) + 1
+    total = sum(pages) + 2
+    pool = torch.full((total, 2, kv_heads, page, dim), torch.nan)
+    tables = torch.full((rows, max(pages) + 2), total - 1, dtype=torch.int32)
+    used = 0
+    for row, (count, length) in enumerate(zip(pages, context, strict=True)):
+        tables[row, :count] = order[used : used + count].int()
+        used += count
+        for position in range(length):
+            values = torch.randn(2, kv_heads, dim, generator=generator) * magnitude
+            pool[int(tables[row, position // page]), :, :, position % page] = values
+    table = SpanTable.build([n for _, _, n in spans], [p for _, p, _ in spans], [r for r, _, _ in spans])
+    q = torch.randn(table.num_tokens, heads, dim, generator=generator) * magnitude
+    return Case(q.to(dtype), pool.to(dtype), tables, table, dim**-0.5)
+
+
+def oracle(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [T, Hq, D] and log of the softmax denominator [T, Hq], float64: one query token after the other."""
+    heads, kv_heads, page = case.q.shape[1], case.pool.shape[2], case.pool.shape[3]
+    out = torch.zeros(case.q.shape, dtype=torch.float64)
+    lse = torch.full(case.q.shape[:2], -torch.inf, dtype=torch.float64)
+    for start, length, position, row in case.spans.host.tolist():
+        kv = [
+            case.pool[int(case.page_tables[row, at // page]), :, :, at % page]
+            for at in range(position + length)
+        ]
+        for index in range(length):
+            seen = torch.stack(kv[: position + index + 1]).double()  # [k, 2, Hkv, D]
+            keys, values = seen[:, 0], seen[:, 1]
+            query = case.q[start + index].double().view(kv_heads, heads // kv_heads, -1)
+            scores = torch.einsum("hgd,khd->hgk", query, keys) * case.scale
+            weights = torch.softmax(scores, dim=-1)
+            out[start + index] = torch.einsum("hgk,khd->hgd", weights, values).reshape(heads, -1)
+            lse[start + index] = torch.logsumexp(scores, dim=-1).reshape(heads)
+    return out, lse
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Norm of the difference over the norm of what is wanted; NaN when ``got`` has one."""
+    return float((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-30))
