@@ -94,7 +94,7 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             self.kill()
             raise SpawnError(f"the server did not stop within {STOP_GRACE_S:.0f} s:\n{self.log}") from None
-        self._drain.join(5)
+        self._close_pipes()
         return status
 
     def kill(self) -> None:
@@ -102,6 +102,7 @@ class ServerProcess:
         if self.running:
             self._process.kill()
         self._process.wait()
+        self._close_pipes()
 
     def __enter__(self) -> Self:
         return self
@@ -123,6 +124,12 @@ class ServerProcess:
             self._process.wait()
             self._drain.join(5)
         return line
+
+    def _close_pipes(self) -> None:
+        self._drain.join(5)
+        for pipe in (self._process.stdout, self._process.stderr):
+            if pipe is not None and not self._drain.is_alive():
+                pipe.close()
 
     def _read_log(self) -> None:
         assert self._process.stderr is not None
