@@ -33,6 +33,7 @@ __all__ = [
     "Page",
     "Replay",
     "RunningElsewhere",
+    "head_hash_after",
     "open_store",
 ]
 
@@ -123,7 +124,7 @@ class HistoryStore(Protocol):
 
     @property
     def durability(self) -> str:
-        """``none``, ``fsync``, ``local`` or ``replicated(n)``: shown in GetServerInfo's features."""
+        """``none``, ``fsync``, ``local``, ``replicated(n)`` or ``unknown``: shown in GetServerInfo's features."""
         ...
 
     async def open(self) -> None:
@@ -154,6 +155,8 @@ class HistoryStore(Protocol):
 
         ``head_hash``: chain hash at ``after_revision`` as the caller knows it. Raises DataLoss (HISTORY_CORRUPT) on a
         bad checksum, a gap, or a chain that does not continue; the session is then DAMAGED: readable, not writable.
+        Raises DataLoss (HISTORY_REGRESSED), and damages nothing, when the store's log is sound but is behind
+        ``after_revision`` or had another hash there: the caller's copy is the wrong one, or a fail-over lost records.
         """
         ...
 
@@ -208,7 +211,20 @@ class HistoryStore(Protocol):
         """Erase content at once; a tombstone (id and time) stays for the life of the store's retention."""
         ...
 
-    async def mark_damaged(self, key: Key) -> None: ...
+    async def mark_damaged(self, key: Key) -> None:
+        """No more writes to this session; reads and deletion go on."""
+        ...
+
+    async def purge_expired(self) -> int:
+        """Remove what is left of expired sessions and of tombstones past their time; returns how many."""
+        ...
+
+
+def head_hash_after(record: Record, previous: str) -> str:
+    """What a row's ``head_hash`` is after ``record``, appended behind the chain hash ``previous``."""
+    from pensieve.store._codec import store_record
+
+    return store_record(record, previous).head_hash
 
 
 def open_store(url: str) -> HistoryStore:

@@ -74,6 +74,8 @@ class Item(msgspec.Struct, frozen=True, omit_defaults=True):
     create_ms: int = 0
     prefix_tokens: int = 0
     """Leading tokens of ``tokens`` that are glue (an assistant item's output starts after them)."""
+    verbatim: bool = False
+    """``tokens`` came from the client as they are, so no glue is added around them."""
 
 
 class TurnResult(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -86,6 +88,8 @@ class TurnResult(msgspec.Struct, frozen=True, omit_defaults=True):
     usage: Usage = Usage()
     input_items: int = 0
     """How many of the record's items are input; the last one is the output."""
+    attempt: str = ""
+    """Generation attempt that was committed: token offsets of another attempt mean nothing here."""
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):

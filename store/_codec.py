@@ -1,0 +1,136 @@
+"""Bytes of a record, and the proof that a log was not changed: a checksum per record and a hash chain over all.
+
+A stored record is one format byte followed by msgpack. ``crc`` tells which record is bad; the chain (each hash covers
+the hash before it and the record's bytes) tells that a record is missing, repeated, swapped or from another history.
+Neither Redis' append-only file nor SQLite's pages carry a checksum over values, so the store brings its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from pensieve.errors import FailedPrecondition
+from pensieve.store import Key, LoggedRecord
+from pensieve.store._refusals import corrupt, diverged, wrong_revision
+from pensieve.store.records import Record, SessionRow
+
+FORMAT = 1
+"""First byte of every stored record. Fields are added under the same number; it grows when meaning changes."""
+
+HASH_BYTES = 20
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Record)
+
+
+class StoredRecord(NamedTuple):
+    """One entry of a log as the storage holds it, not verified."""
+
+    revision: int
+    data: bytes
+    crc: int
+    """``zlib.crc32`` of ``data``, unsigned 32 bits."""
+    head_hash: str
+    """Chain hash (hex) after this record."""
+
+
+def encode_record(record: Record) -> bytes:
+    """Bytes to store."""
+    return bytes((FORMAT,)) + _encoder.encode(record)
+
+
+def chain_hash(previous: str, data: bytes) -> str:
+    """Chain hash (hex) after ``data``; ``previous`` is the hex hash before it, "" for the first record."""
+    return hashlib.blake2b(bytes.fromhex(previous) + data, digest_size=HASH_BYTES).hexdigest()
+
+
+def store_record(record: Record, previous: str) -> StoredRecord:
+    """Encode ``record`` as the one after chain hash ``previous``."""
+    data = encode_record(record)
+    return StoredRecord(record.revision, data, zlib.crc32(data), chain_hash(previous, data))
+
+
+def decode_record(data: bytes) -> Record:
+    """The inverse of ``encode_record``.
+
+    Raises FailedPrecondition (STORE_VERSION) on the format of a newer program, ``msgspec.MsgspecError`` or ValueError
+    on anything else that is not a record.
+    """
+    if not data:
+        raise ValueError("empty record")
+    if data[0] > FORMAT:
+        raise FailedPrecondition(
+            f"a record has format {data[0]}, this program reads up to {FORMAT}: upgrade Pensieve",
+            reason="STORE_VERSION",
+        )
+    if data[0] != FORMAT:
+        raise ValueError(f"unknown record format {data[0]}")
+    return _decoder.decode(data[1:])
+
+
+def read_log(
+    key: Key, row: SessionRow, stored: Sequence[StoredRecord], *, after_revision: int, head_hash: str
+) -> list[LoggedRecord]:
+    """Verify and decode the records after ``after_revision`` up to the row's head.
+
+    ``stored``: all records with a revision of at least ``after_revision``, oldest first. ``head_hash``: the chain hash
+    there as the caller knows it, "" if unknown. Raises DataLoss: HISTORY_CORRUPT names the bad revision;
+    HISTORY_REGRESSED means that the store is sound but behind the caller, or on another branch than the caller.
+    """
+    if after_revision > row.revision:
+        raise wrong_revision(row.revision, after_revision)
+    base = ""
+    rest = stored
+    if after_revision > 0:
+        if not stored or stored[0].revision != after_revision:
+            raise corrupt(key, after_revision, "is missing")
+        base, rest = stored[0].head_hash, stored[1:]
+    logged = _verify(key, row, rest, after_revision, base)
+    if head_hash and head_hash != base:
+        raise diverged(after_revision)
+    return logged
+
+
+def _verify(
+    key: Key, row: SessionRow, stored: Sequence[StoredRecord], after_revision: int, base_hash: str
+) -> list[LoggedRecord]:
+    """Records ``after_revision + 1 … row.revision``; they must lead from ``base_hash`` to ``row.head_hash``."""
+    expected = after_revision
+    running = base_hash
+    logged: list[LoggedRecord] = []
+    for entry in stored:
+        expected += 1
+        if entry.revision != expected:
+            raise corrupt(key, expected, "is missing")
+        running = _verified(key, entry, running)
+        logged.append(LoggedRecord(_decoded(key, entry), running))
+    if expected < row.revision:
+        raise corrupt(key, expected + 1, "is missing")
+    if expected > row.revision or running != row.head_hash:
+        raise corrupt(key, expected, "is not the one that the session's row names as newest")
+    return logged
+
+
+def _verified(key: Key, entry: StoredRecord, previous: str) -> str:
+    """The chain hash after ``entry``, which must equal the stored one."""
+    if zlib.crc32(entry.data) != entry.crc:
+        raise corrupt(key, entry.revision, "fails its checksum")
+    running = chain_hash(previous, entry.data)
+    if running != entry.head_hash:
+        raise corrupt(key, entry.revision, "does not continue the chain")
+    return running
+
+
+def _decoded(key: Key, entry: StoredRecord) -> Record:
+    try:
+        record = decode_record(entry.data)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise corrupt(key, entry.revision, f"cannot be decoded ({type(error).__name__})") from error
+    if record.revision != entry.revision:
+        raise corrupt(key, entry.revision, f"says it is revision {record.revision}")
+    return record

@@ -1,0 +1,294 @@
+"""What each operation decides, as pure functions over a session's metadata; storage is someone else's.
+
+``memory_store`` and ``sqlite_store`` run these inside their own transaction, so the order of checks exists once for
+both; the Lua scripts of ``redis_store`` state the same order for Redis, and one test suite holds all three together.
+``now`` is always the store's clock, in ms since the epoch.
+
+A lease whose time is over is not removed: until someone else takes it, its holder may still commit (nothing can
+have come in between), and its seed is there for a retry of the same request.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from pensieve.store import Began, BeginOutcome, BeginRequest, Counts, Key, Replay, RunningElsewhere, _refusals
+from pensieve.store.records import Kind, Record, RunningTurn, SessionConfig, SessionRow, State
+
+TOMBSTONE_MS = 30 * 24 * 3600 * 1000
+"""How long a deleted session's id answers SESSION_DELETED and cannot be used again."""
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """The turn that was begun last and is not yet committed or aborted."""
+
+    request_id: str
+    fingerprint: str
+    token: str
+    owner: str
+    attempt: str
+    seed: int
+    start_ms: int
+    until_ms: int
+
+
+class Meta(msgspec.Struct, frozen=True):
+    """All that is stored of a session beside its log and its request ids."""
+
+    row: SessionRow
+    """``running`` is None here; ``view`` derives it from the lease."""
+    create_fingerprint: str
+    lease: Lease | None = None
+
+
+class Known(NamedTuple):
+    """A request id that was committed before."""
+
+    fingerprint: str
+    revision: int
+
+
+class Begun(NamedTuple):
+    """Outcome of ``begin`` and the metadata to store, None when nothing changes."""
+
+    outcome: BeginOutcome
+    meta: Meta | None
+
+
+def view(meta: Meta, now: int) -> SessionRow:
+    """The row as callers see it: a lapsed lease is not a running turn."""
+    lease = meta.lease
+    if lease is None or lease.until_ms <= now:
+        return meta.row
+    running = RunningTurn(
+        request_id=lease.request_id,
+        owner=lease.owner,
+        attempt=lease.attempt,
+        lease_ms_left=lease.until_ms - now,
+        start_ms=lease.start_ms,
+    )
+    return msgspec.structs.replace(meta.row, running=running)
+
+
+def is_gone(meta: Meta | None, now: int) -> bool:
+    """Whether nothing is left of the session, not even a tombstone that still counts."""
+    return meta is None or 0 < meta.row.expire_ms <= now
+
+
+def present(meta: Meta | None, now: int) -> Meta:
+    """The metadata of a session that exists. Raises NotFound."""
+    if meta is None:
+        raise _refusals.not_found()
+    if is_gone(meta, now):
+        raise _refusals.expired()
+    if meta.row.state is State.DELETED:
+        raise _refusals.deleted()
+    return meta
+
+
+def expiry(config: SessionConfig, now: int) -> int:
+    """When a session idle since ``now`` expires; ms, 0 = never."""
+    return now + round(config.ttl_s * 1000) if config.ttl_s > 0 else 0
+
+
+def create(
+    meta: Meta | None, key: Key, row: SessionRow, record: Record, fingerprint: str, now: int
+) -> Meta | None:
+    """Metadata of the new session without its ``head_hash``; None when it exists and was created by this call."""
+    check_first(record)
+    if meta is not None and not is_gone(meta, now):
+        if meta.row.state is State.DELETED:
+            raise _refusals.deleted()
+        if meta.create_fingerprint != fingerprint:
+            raise _refusals.session_exists(key)
+        return None
+    fresh = msgspec.structs.replace(
+        row,
+        tenant=key.tenant,
+        session_id=key.session_id,
+        state=State.ACTIVE,
+        revision=1,
+        head_hash="",
+        create_ms=now,
+        update_ms=now,
+        expire_ms=expiry(row.config, now),
+        running=None,
+    )
+    return Meta(fresh, fingerprint)
+
+
+def begin(meta: Meta | None, known: Known | None, request: BeginRequest, now: int) -> Begun:
+    """Order of checks: exists → state → request id known → busy → revision."""
+    meta = present(meta, now)
+    if meta.row.state is State.DAMAGED:
+        raise _refusals.damaged()
+    if known is not None:
+        check_same_request(known, request.request_id, request.fingerprint)
+        return Begun(Replay(view(meta, now), known.revision), None)
+    lease = meta.lease
+    if lease is not None:
+        if lease.token == request.token:  # this very call, sent again
+            return Begun(Began(view(meta, now), lease.seed), None)
+        if lease.until_ms > now:
+            return Begun(_met_running(meta, lease, request, now), None)
+    check_revision(meta, request.expected_revision)
+    seed = request.seed
+    if lease is not None and (lease.request_id, lease.fingerprint) == (
+        request.request_id,
+        request.fingerprint,
+    ):
+        seed = lease.seed
+    taken = Lease(
+        request_id=request.request_id,
+        fingerprint=request.fingerprint,
+        token=request.token,
+        owner=request.owner,
+        attempt=request.attempt,
+        seed=seed,
+        start_ms=request.start_ms,
+        until_ms=now + request.lease_ms,
+    )
+    after = Meta(_kept_until(meta.row, taken.until_ms), meta.create_fingerprint, taken)
+    return Begun(Began(view(after, now), seed), after)
+
+
+def _met_running(meta: Meta, lease: Lease, request: BeginRequest, now: int) -> RunningElsewhere:
+    left = lease.until_ms - now
+    if lease.request_id != request.request_id:
+        raise _refusals.busy(lease.request_id, left)
+    if lease.fingerprint != request.fingerprint:
+        raise _refusals.request_reused(request.request_id)
+    return RunningElsewhere(view(meta, now), lease.owner, lease.attempt, left)
+
+
+def renew(meta: Meta | None, token: str, lease_ms: int, now: int) -> Meta:
+    """Raises TurnFenced when the token no longer holds the lease."""
+    meta = present(meta, now)
+    lease = meta.lease
+    if lease is None or lease.token != token:
+        raise _refusals.fenced()
+    until = now + lease_ms
+    return Meta(
+        _kept_until(meta.row, until), meta.create_fingerprint, msgspec.structs.replace(lease, until_ms=until)
+    )
+
+
+def commit(
+    meta: Meta | None,
+    known: Known | None,
+    token: str,
+    fingerprint: str,
+    record: Record,
+    counts: Counts,
+    now: int,
+) -> Meta | None:
+    """Metadata after the record, without its ``head_hash``; None when this request id was committed before."""
+    meta = present(meta, now)
+    if known is not None:
+        check_same_request(known, record.request_id, fingerprint)
+        return None
+    if meta.row.state is State.DAMAGED:
+        raise _refusals.damaged()
+    if meta.lease is None or meta.lease.token != token or record.revision != meta.row.revision + 1:
+        raise _refusals.fenced()
+    return _appended(meta, record, counts, now)
+
+
+def apply(
+    meta: Meta | None,
+    known: Known | None,
+    fingerprint: str,
+    record: Record,
+    counts: Counts,
+    expected_revision: int | None,
+    now: int,
+) -> Meta | None:
+    """As ``commit``, for a change without a lease. Same order of checks as ``begin``."""
+    meta = present(meta, now)
+    if meta.row.state is State.DAMAGED:
+        raise _refusals.damaged()
+    if known is not None:
+        check_same_request(known, record.request_id, fingerprint)
+        return None
+    if meta.lease is not None and meta.lease.until_ms > now:
+        raise _refusals.busy(meta.lease.request_id, meta.lease.until_ms - now)
+    check_revision(meta, expected_revision)
+    if record.revision != meta.row.revision + 1:
+        raise _refusals.not_next(meta.row.revision, record.revision)
+    return _appended(meta, record, counts, now)
+
+
+def delete(
+    meta: Meta | None, key: Key, expected_revision: int | None, allow_missing: bool, now: int
+) -> Meta | None:
+    """The tombstone; None when there is nothing to do. A running turn does not stop it: that turn loses its session."""
+    if meta is not None and not is_gone(meta, now):
+        if meta.row.state is State.DELETED:
+            return None
+        check_revision(meta, expected_revision)
+        tombstone = SessionRow(
+            tenant=key.tenant,
+            session_id=key.session_id,
+            state=State.DELETED,
+            revision=meta.row.revision,
+            update_ms=now,
+            expire_ms=now + TOMBSTONE_MS,
+        )
+        return Meta(tombstone, "")
+    if allow_missing:
+        return None
+    raise _refusals.not_found() if meta is None else _refusals.expired()
+
+
+def check_first(record: Record) -> None:
+    """Raises ValueError unless ``record`` can start a session: the caller's mistake, not the client's."""
+    if record.revision != 1 or record.kind is not Kind.CREATE:
+        raise ValueError("a session starts with a CREATE record of revision 1")
+
+
+def check_same_request(known: Known, request_id: str, fingerprint: str) -> None:
+    """Raises AlreadyExists (REQUEST_ID_REUSED)."""
+    if known.fingerprint != fingerprint:
+        raise _refusals.request_reused(request_id)
+
+
+def check_revision(meta: Meta, expected: int | None) -> None:
+    """Raises RevisionMismatch, or DataLoss when the store is behind."""
+    if expected is not None and expected != meta.row.revision:
+        raise _refusals.wrong_revision(meta.row.revision, expected)
+
+
+def _kept_until(row: SessionRow, until_ms: int) -> SessionRow:
+    """A session does not expire under a running turn: it is not idle."""
+    if 0 < row.expire_ms < until_ms:
+        return msgspec.structs.replace(row, expire_ms=until_ms)
+    return row
+
+
+def _appended(meta: Meta, record: Record, counts: Counts, now: int) -> Meta:
+    row = meta.row
+    config = record.config if record.config is not None else row.config
+    after = msgspec.structs.replace(
+        row,
+        revision=record.revision,
+        head_item=counts.head_item,
+        item_count=counts.item_count,
+        context_tokens=counts.context_tokens,
+        config=config,
+        labels=record.labels if record.labels is not None else row.labels,
+        update_ms=max(now, row.update_ms),
+        expire_ms=expiry(config, now),
+    )
+    return Meta(after, meta.create_fingerprint, None)
+
+
+def at_head(meta: Meta, head_hash: str) -> Meta:
+    """``meta`` with the chain hash of its newest record, which only the writer of the log knows."""
+    return msgspec.structs.replace(meta, row=msgspec.structs.replace(meta.row, head_hash=head_hash))
+
+
+def damage(meta: Meta) -> Meta:
+    """``meta`` of a session that takes no more writes."""
+    return msgspec.structs.replace(meta, row=msgspec.structs.replace(meta.row, state=State.DAMAGED))

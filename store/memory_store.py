@@ -1,0 +1,179 @@
+"""History in this process' memory: for tests, demonstrations and simulations. Gone with the process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from pensieve.errors import DataLoss
+from pensieve.store import BeginOutcome, BeginRequest, Counts, Key, LoggedRecord, Page, _rules
+from pensieve.store._codec import StoredRecord, read_log, store_record
+from pensieve.store._listing import decode_cursor, encode_cursor, has_labels, position
+from pensieve.store._rules import Known, Meta
+from pensieve.store.records import Record, SessionRow, State
+
+
+def wall_clock_ms() -> int:
+    """Ms since the epoch."""
+    return time.time_ns() // 1_000_000
+
+
+@dataclass(slots=True)
+class _Session:
+    meta: Meta
+    log: list[StoredRecord] = field(default_factory=list)
+    requests: dict[str, Known] = field(default_factory=dict)
+
+
+class MemoryStore:
+    """``HistoryStore`` over dicts. No method awaits anything, so each is atomic on its event loop."""
+
+    def __init__(self, *, clock: Callable[[], int] = wall_clock_ms) -> None:
+        """``clock``: ms since the epoch; the store's only time."""
+        self._clock = clock
+        self._sessions: dict[Key, _Session] = {}
+
+    @property
+    def durability(self) -> str:
+        return "none"
+
+    async def open(self) -> None:
+        """Nothing to do."""
+
+    async def close(self) -> None:
+        """Nothing to do; the content stays until the object goes."""
+
+    async def ping(self) -> None:
+        """Always answers."""
+
+    async def create(self, row: SessionRow, record: Record, fingerprint: str) -> SessionRow:
+        key = Key(row.tenant, row.session_id)
+        now = self._clock()
+        meta = _rules.create(self._meta(key), key, row, record, fingerprint, now)
+        if meta is None:
+            return self._view(key, now)
+        self._sessions[key] = session = _Session(meta)
+        return self._append(session, meta, record, fingerprint=None, now=now)
+
+    async def load(self, key: Key) -> SessionRow:
+        now = self._clock()
+        return _rules.view(_rules.present(self._meta(key), now), now)
+
+    async def list_sessions(
+        self, tenant: str, *, limit: int, cursor: str = "", labels: dict[str, str] | None = None
+    ) -> Page:
+        now = self._clock()
+        start = decode_cursor(cursor)
+        rows = [
+            _rules.view(session.meta, now)
+            for key, session in self._sessions.items()
+            if key.tenant == tenant
+            and not _rules.is_gone(session.meta, now)
+            and session.meta.row.state is not State.DELETED
+            and position(session.meta.row) < start
+            and has_labels(session.meta.row, labels)
+        ]
+        rows.sort(key=position, reverse=True)
+        more = len(rows) > limit
+        return Page(tuple(rows[:limit]), encode_cursor(position(rows[limit - 1])) if more else "")
+
+    async def read(self, key: Key, *, after_revision: int = 0, head_hash: str = "") -> list[LoggedRecord]:
+        now = self._clock()
+        row = _rules.present(self._meta(key), now).row
+        stored = [entry for entry in self._sessions[key].log if entry.revision >= after_revision]
+        try:
+            return read_log(key, row, stored, after_revision=after_revision, head_hash=head_hash)
+        except DataLoss as error:
+            if error.reason == "HISTORY_CORRUPT":
+                await self.mark_damaged(key)
+            raise
+
+    async def find_request(self, key: Key, request_id: str) -> int | None:
+        _rules.present(self._meta(key), self._clock())
+        known = self._sessions[key].requests.get(request_id)
+        return None if known is None else known.revision
+
+    async def begin(self, key: Key, request: BeginRequest) -> BeginOutcome:
+        begun = _rules.begin(self._meta(key), self._known(key, request.request_id), request, self._clock())
+        if begun.meta is not None:
+            self._sessions[key].meta = begun.meta
+        return begun.outcome
+
+    async def renew(self, key: Key, token: str, lease_ms: int) -> None:
+        self._sessions[key].meta = _rules.renew(self._meta(key), token, lease_ms, self._clock())
+
+    async def commit(
+        self, key: Key, token: str, fingerprint: str, record: Record, counts: Counts
+    ) -> SessionRow:
+        now = self._clock()
+        known = self._known(key, record.request_id)
+        meta = _rules.commit(self._meta(key), known, token, fingerprint, record, counts, now)
+        if meta is None:
+            return self._view(key, now)
+        return self._append(self._sessions[key], meta, record, fingerprint=fingerprint, now=now)
+
+    async def abort(self, key: Key, token: str) -> None:
+        session = self._sessions.get(key)
+        if session is not None and session.meta.lease is not None and session.meta.lease.token == token:
+            session.meta = msgspec.structs.replace(session.meta, lease=None)
+
+    async def apply(
+        self,
+        key: Key,
+        fingerprint: str,
+        record: Record,
+        counts: Counts,
+        *,
+        expected_revision: int | None = None,
+    ) -> SessionRow:
+        now = self._clock()
+        known = self._known(key, record.request_id)
+        meta = _rules.apply(self._meta(key), known, fingerprint, record, counts, expected_revision, now)
+        if meta is None:
+            return self._view(key, now)
+        return self._append(self._sessions[key], meta, record, fingerprint=fingerprint, now=now)
+
+    async def delete(
+        self, key: Key, *, expected_revision: int | None = None, allow_missing: bool = False
+    ) -> None:
+        now = self._clock()
+        tombstone = _rules.delete(self._meta(key), key, expected_revision, allow_missing, now)
+        if tombstone is not None:
+            self._sessions[key] = _Session(tombstone)
+
+    async def mark_damaged(self, key: Key) -> None:
+        meta = _rules.present(self._meta(key), self._clock())
+        self._sessions[key].meta = _rules.damage(meta)
+
+    async def purge_expired(self) -> int:
+        """Forget sessions and tombstones whose time is over; returns how many."""
+        now = self._clock()
+        gone = [key for key, session in self._sessions.items() if _rules.is_gone(session.meta, now)]
+        for key in gone:
+            del self._sessions[key]
+        return len(gone)
+
+    def _meta(self, key: Key) -> Meta | None:
+        session = self._sessions.get(key)
+        return None if session is None else session.meta
+
+    def _known(self, key: Key, request_id: str) -> Known | None:
+        session = self._sessions.get(key)
+        return None if session is None else session.requests.get(request_id)
+
+    def _view(self, key: Key, now: int) -> SessionRow:
+        return _rules.view(self._sessions[key].meta, now)
+
+    def _append(
+        self, session: _Session, meta: Meta, record: Record, *, fingerprint: str | None, now: int
+    ) -> SessionRow:
+        """Add ``record`` to the log and take over ``meta``; without a fingerprint no request id is remembered."""
+        stored = store_record(record, meta.row.head_hash)
+        session.log.append(stored)
+        if record.request_id and fingerprint is not None:
+            session.requests[record.request_id] = Known(fingerprint, record.revision)
+        session.meta = _rules.at_head(meta, stored.head_hash)
+        return _rules.view(session.meta, now)

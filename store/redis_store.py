@@ -1,0 +1,269 @@
+"""History in Redis, for any number of servers. As durable as the Redis is configured to be.
+
+Each operation is one Lua script over one session's keys (``_redis_scripts``), idempotent, so that the client library
+may send it again when a reply was lost. A commit carries the chain hash it was computed on; the script refuses it
+when the log has another head. Time is the Redis server's.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NoReturn
+
+from redis.exceptions import ResponseError
+
+from pensieve.errors import DataLoss, Unavailable
+from pensieve.store import (
+    Began,
+    BeginOutcome,
+    BeginRequest,
+    Counts,
+    Key,
+    LoggedRecord,
+    Page,
+    Replay,
+    RunningElsewhere,
+    _redis_scripts,
+    _refusals,
+)
+from pensieve.store._codec import read_log, store_record
+from pensieve.store._redis_index import RedisIndex
+from pensieve.store._redis_link import RedisLink
+from pensieve.store._redis_rows import (
+    append_args,
+    as_fields,
+    create_fields,
+    parse_log,
+    parse_row,
+    parse_time,
+    session_keys,
+)
+from pensieve.store._rules import TOMBSTONE_MS, check_first
+from pensieve.store.records import Record, SessionRow
+
+log = logging.getLogger(__name__)
+
+
+class RedisStore:
+    """``HistoryStore`` over one Redis database."""
+
+    def __init__(self, link: RedisLink) -> None:
+        self._link = link
+        self._index = RedisIndex(link)
+        self._create = link.script(_redis_scripts.CREATE)
+        self._read = link.script(_redis_scripts.READ)
+        self._begin = link.script(_redis_scripts.BEGIN)
+        self._renew = link.script(_redis_scripts.RENEW)
+        self._commit = link.script(_redis_scripts.COMMIT)
+        self._apply = link.script(_redis_scripts.APPLY)
+        self._abort = link.script(_redis_scripts.ABORT)
+        self._delete = link.script(_redis_scripts.DELETE)
+        self._damage = link.script(_redis_scripts.DAMAGE)
+
+    @classmethod
+    def from_url(cls, url: str) -> RedisStore:
+        """``redis://[USER:PASSWORD@]HOST:PORT/DB`` or ``rediss://…`` (TLS). Raises ValueError on other forms."""
+        return cls(RedisLink(url))
+
+    @property
+    def durability(self) -> str:
+        """``fsync`` (AOF, always), ``local`` (AOF, every second), ``none``, or ``unknown`` when CONFIG is forbidden."""
+        return self._link.durability
+
+    async def open(self) -> None:
+        try:
+            await self._link.open()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        await self._link.close()
+
+    async def ping(self) -> None:
+        await self._link.check_marker()
+
+    async def create(self, row: SessionRow, record: Record, fingerprint: str) -> SessionRow:
+        check_first(record)
+        key = Key(row.tenant, row.session_id)
+        await self._link.check_marker()
+        await self._index.enter(key, parse_time(await self._link.command("TIME")))
+        stored = store_record(record, "")
+        args = [fingerprint, stored.data, stored.crc, stored.head_hash, *create_fields(row)]
+        reply = await self._link.call(self._create, session_keys(key), args)
+        return await self._entered(key, reply)
+
+    async def load(self, key: Key) -> SessionRow:
+        clock, found = await self._link.commands([("TIME",), ("HGETALL", session_keys(key)[0])])
+        fields = as_fields(found)
+        await self._check_present(fields.get(b"state"))
+        return parse_row(key, fields, parse_time(clock))
+
+    async def list_sessions(
+        self, tenant: str, *, limit: int, cursor: str = "", labels: dict[str, str] | None = None
+    ) -> Page:
+        await self._link.check_marker()
+        return await self._index.page(tenant, limit=limit, cursor=cursor, labels=labels)
+
+    async def read(self, key: Key, *, after_revision: int = 0, head_hash: str = "") -> list[LoggedRecord]:
+        outcome, *values = await self._link.call(self._read, session_keys(key), [after_revision])
+        if outcome != b"OK":
+            await self._refuse(key, outcome, values)
+        row = parse_row(key, as_fields(values[1]), int(values[0]))
+        stored = parse_log(values[2])
+        try:
+            return read_log(key, row, stored, after_revision=after_revision, head_hash=head_hash)
+        except DataLoss as error:
+            if error.reason == "HISTORY_CORRUPT":
+                await self.mark_damaged(key)
+            raise
+
+    async def find_request(self, key: Key, request_id: str) -> int | None:
+        meta, requests, _ = session_keys(key)
+        # In this order: a session that is still there afterwards was there when its request ids were read.
+        entry, state = await self._link.commands([("HGET", requests, request_id), ("HGET", meta, "state")])
+        await self._check_present(state)
+        return None if entry is None else int(entry.partition(b"|")[0])
+
+    async def begin(self, key: Key, request: BeginRequest) -> BeginOutcome:
+        expected = "" if request.expected_revision is None else request.expected_revision
+        args = [
+            *(request.request_id, request.fingerprint, expected, request.token, request.owner),
+            *(request.attempt, request.lease_ms, request.seed, request.start_ms),
+        ]
+        outcome, *values = await self._link.call(self._begin, session_keys(key), args)
+        if outcome not in (b"OK", b"REPLAY", b"ELSEWHERE"):
+            await self._refuse(key, outcome, values, request.request_id, request.expected_revision)
+        now, fields = int(values[0]), as_fields(values[1])
+        row = parse_row(key, fields, now)
+        if outcome == b"OK":
+            return Began(row, int(fields[b"run_seed"]))
+        if outcome == b"REPLAY":
+            return Replay(row, int(values[2]))
+        left = int(fields[b"run_until_ms"]) - now
+        return RunningElsewhere(row, fields[b"run_owner"].decode(), fields[b"run_attempt"].decode(), left)
+
+    async def renew(self, key: Key, token: str, lease_ms: int) -> None:
+        outcome, *values = await self._link.call(self._renew, session_keys(key), [token, lease_ms])
+        if outcome != b"OK":
+            await self._refuse(key, outcome, values)
+
+    async def commit(
+        self, key: Key, token: str, fingerprint: str, record: Record, counts: Counts
+    ) -> SessionRow:
+        args = await self._record_args(key, record, fingerprint, counts)
+        reply = await self._append(self._commit, key, [token, *args])
+        return await self._entered(key, reply, request_id=record.request_id, offered=record.revision)
+
+    async def abort(self, key: Key, token: str) -> None:
+        await self._link.call(self._abort, session_keys(key), [token])
+
+    async def apply(
+        self,
+        key: Key,
+        fingerprint: str,
+        record: Record,
+        counts: Counts,
+        *,
+        expected_revision: int | None = None,
+    ) -> SessionRow:
+        args = await self._record_args(key, record, fingerprint, counts)
+        expected = "" if expected_revision is None else expected_revision
+        reply = await self._append(self._apply, key, [expected, *args])
+        return await self._entered(
+            key, reply, request_id=record.request_id, expected=expected_revision, offered=record.revision
+        )
+
+    async def delete(
+        self, key: Key, *, expected_revision: int | None = None, allow_missing: bool = False
+    ) -> None:
+        expected = "" if expected_revision is None else expected_revision
+        outcome, *values = await self._link.call(self._delete, session_keys(key), [expected, TOMBSTONE_MS])
+        if outcome == b"NOT_FOUND" and allow_missing:
+            await self._link.check_marker()
+        elif outcome not in (b"OK", b"DELETED"):
+            await self._refuse(key, outcome, values, expected=expected_revision)
+        await self._index.remove(key)
+
+    async def mark_damaged(self, key: Key) -> None:
+        outcome, *values = await self._link.call(self._damage, session_keys(key), [])
+        if outcome != b"OK":
+            await self._refuse(key, outcome, values)
+
+    async def purge_expired(self) -> int:
+        """Redis drops expired sessions by itself; this drops what is left of them in the listings."""
+        return await self._index.purge()
+
+    async def _record_args(self, key: Key, record: Record, fingerprint: str, counts: Counts) -> list[Any]:
+        """``record`` encoded on the head that the log has now; the script checks that it still has it."""
+        head = await self._link.command("HGET", session_keys(key)[0], "head_hash")
+        base = "" if head is None else head.decode()
+        return append_args(record, fingerprint, base, store_record(record, base), counts)
+
+    async def _append(self, script: Any, key: Key, args: list[Any]) -> list[Any]:
+        try:
+            return await self._link.call(script, session_keys(key), args)
+        except ResponseError as error:
+            if "equal or smaller" not in str(error):
+                raise
+            await self.mark_damaged(key)  # the stream holds records that the row does not know
+            raise DataLoss("the session's log is ahead of its row", reason="HISTORY_CORRUPT") from error
+
+    async def _entered(
+        self,
+        key: Key,
+        reply: list[Any],
+        *,
+        request_id: str = "",
+        expected: int | None = None,
+        offered: int = 0,
+    ) -> SessionRow:
+        """The row of an "OK" reply, entered in the listing; else raises what the reply says."""
+        outcome, *values = reply
+        if outcome != b"OK":
+            await self._refuse(key, outcome, values, request_id, expected, offered)
+        row = parse_row(key, as_fields(values[1]), int(values[0]))
+        try:
+            await self._index.enter(key, row.update_ms)
+        except Unavailable as error:  # the change itself is made; the listing is corrected when it is read
+            log.warning("the listing of sessions was not updated: %s", error)
+        return row
+
+    async def _check_present(self, state: bytes | None) -> None:
+        if state is None:
+            await self._link.check_marker()
+            raise _refusals.not_found()
+        if state == b"deleted":
+            raise _refusals.deleted()
+
+    async def _refuse(
+        self,
+        key: Key,
+        outcome: bytes,
+        values: list[Any],
+        request_id: str = "",
+        expected: int | None = None,
+        offered: int = 0,
+    ) -> NoReturn:
+        """Raise the error that a script's outcome stands for."""
+        match outcome:
+            case b"NOT_FOUND":
+                await self._link.check_marker()
+                raise _refusals.not_found()
+            case b"DELETED":
+                raise _refusals.deleted()
+            case b"EXISTS":
+                raise _refusals.session_exists(key)
+            case b"DAMAGED":
+                raise _refusals.damaged()
+            case b"REUSED":
+                raise _refusals.request_reused(request_id)
+            case b"BUSY":
+                raise _refusals.busy(values[0].decode(), int(values[1]))
+            case b"REVISION":
+                raise _refusals.wrong_revision(int(values[0]), expected or 0)
+            case b"NOT_NEXT":
+                raise _refusals.not_next(int(values[0]), offered)
+            case b"FENCED":
+                raise _refusals.fenced()
+        raise AssertionError(f"unknown script outcome {outcome!r}")

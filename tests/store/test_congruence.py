@@ -1,0 +1,259 @@
+"""The same random operations on the three stores and on the reference model must have the same outcomes."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from pensieve.errors import PensieveError, TurnInProgress
+from pensieve.store import Began, HistoryStore, Replay
+from pensieve.store.records import SessionRow
+from support.redis_server import RedisServer
+from support.store_bench import (
+    LEASE_MS,
+    TENANT,
+    Bench,
+    MemoryBench,
+    RedisBench,
+    SqliteBench,
+    counts,
+    first_record,
+    key,
+    opened,
+    request,
+    rewind_record,
+    row,
+    turn_record,
+)
+from support.store_model import Model, Outcome
+
+SLOTS = ["a", "a", "a", "b", "c"]
+"""Sessions in use at one time; a slot gets a new name some while after its session was deleted or damaged."""
+TTL_S = 86_400.0
+SEEDS = 8
+OPERATIONS = 400
+KINDS_SEEN_AT_LEAST = 38
+"""Different (operation, outcome) pairs over all seeds: a run that only meets "not found" proves nothing."""
+
+Call = Callable[[HistoryStore], Awaitable[object]]
+
+
+def described(result: object) -> Outcome:
+    """A store's result in the words of the model."""
+    match result:
+        case SessionRow():
+            running = result.running.request_id if result.running is not None else None
+            return ("row", result.state.value, result.revision, running)
+        case Began():
+            return ("began", result.row.revision, result.seed)
+        case Replay():
+            return ("replay", result.revision)
+        case None:
+            return ("done",)
+        case tuple():
+            return result
+    return ("elsewhere",)
+
+
+def described_error(error: PensieveError) -> Outcome:
+    # Redis cannot tell an expired session from none; the contract says that both are absent.
+    reason = error.reason.replace("EXPIRED", "NOT_FOUND")
+    busy = (error.metadata["active_request_id"],) if isinstance(error, TurnInProgress) else ()
+    return (type(error).__name__, reason, *busy)
+
+
+class Congruence:
+    """One run: the stores, empty, a model, and a source of random operations."""
+
+    def __init__(self, benches: list[Bench], seed: int, seen: Counter[tuple[str, object]]) -> None:
+        self.benches = benches
+        self.model = Model()
+        self.random = random.Random(seed)
+        self.seen = seen
+        self.trace: list[str] = []
+        self.generation: Counter[str] = Counter()
+        self.rules = [
+            *[self.create] * 2,
+            *[self.begin] * 8,
+            *[self.commit] * 3,
+            *[self.commit_what_runs] * 4,
+            *[self.apply] * 3,
+            *[self.renew, self.abort, self.find_request, self.read, self.read, self.lapse] * 2,
+        ]
+        self.rare = [self.delete, self.mark_damaged, self.sessions_expire, self.server_restarts]
+
+    async def step(self) -> None:
+        act = self.random.choice(self.rare if self.random.random() < 0.06 else self.rules)
+        name = await self.some_name()
+        await act(name)
+        await self.check("load", self.model.load(name), lambda s: s.load(key(name)))
+
+    async def some_name(self) -> str:
+        slot = self.random.choice(SLOTS)
+        session = self.model.sessions.get(f"{slot}{self.generation[slot]}")
+        if session is None or (session.state != "active" and self.random.random() < 0.15):
+            self.generation[slot] += 1
+            await self.create(f"{slot}{self.generation[slot]}")
+        return f"{slot}{self.generation[slot]}"
+
+    async def check(self, operation: str, expected: Outcome, call: Call) -> None:
+        """Run ``call`` on each store; each outcome must be the model's."""
+        self.trace.append(f"{operation} -> {expected}")
+        self.seen[operation, expected[:2] if str(expected[0])[0].isupper() else expected[0]] += 1
+        for bench in self.benches:
+            try:
+                outcome = described(await call(bench.store))
+            except PensieveError as error:
+                outcome = described_error(error)
+            recent = "\n".join(self.trace[-12:])
+            assert outcome == expected, (
+                f"{bench.name} answers {outcome}; the last operations and outcomes:\n{recent}"
+            )
+
+    def believed(self, name: str) -> int:
+        """A revision as a caller believes it: mostly the true one."""
+        return max(self.model.revision(name) + self.random.choice([0, 0, 0, 0, 0, -1, 1]), 0)
+
+    def believed_or_none(self, name: str) -> int | None:
+        return self.random.choice([None, self.believed(name)])
+
+    def any_request(self) -> str:
+        return f"r{self.random.randrange(12)}"
+
+    def any_token(self) -> str:
+        return f"t{self.random.randrange(4)}"
+
+    def any_print(self) -> str:
+        return self.random.choice(["f1", "f1", "f1", "f1", "f2"])
+
+    async def create(self, name: str) -> None:
+        fingerprint, ttl = self.any_print(), self.random.random() < 0.3
+        given = row(key(name), ttl_s=TTL_S if ttl else 0.0)
+        outcome = self.model.create(name, fingerprint, ttl)
+        await self.check("create", outcome, lambda s: s.create(given, first_record(), fingerprint))
+
+    async def begin(self, name: str) -> None:
+        request_id, token, fingerprint = self.any_request(), self.any_token(), self.any_print()
+        seed, expected = self.random.randrange(100), self.believed_or_none(name)
+        asked = request(request_id, token, fingerprint=fingerprint, seed=seed, expected_revision=expected)
+        outcome = self.model.begin(name, request_id, fingerprint, token, seed, expected)
+        await self.check("begin", outcome, lambda s: s.begin(key(name), asked))
+
+    async def commit(self, name: str) -> None:
+        await self._commit(name, self.any_request(), self.any_token(), self.any_print(), self.believed(name))
+
+    async def commit_what_runs(self, name: str) -> None:
+        session = self.model.sessions.get(name)
+        if session is not None and session.turn is not None:
+            turn = session.turn
+            await self._commit(name, turn.request_id, turn.token, turn.fingerprint, self.believed(name))
+
+    async def _commit(self, name: str, request_id: str, token: str, fingerprint: str, base: int) -> None:
+        outcome = self.model.commit(name, token, request_id, fingerprint, base)
+        record = turn_record(base, request_id)
+        await self.check(
+            "commit", outcome, lambda s: s.commit(key(name), token, fingerprint, record, counts(base + 1))
+        )
+
+    async def renew(self, name: str) -> None:
+        token = self.any_token()
+        await self.check(
+            "renew", self.model.renew(name, token), lambda s: s.renew(key(name), token, LEASE_MS)
+        )
+
+    async def abort(self, name: str) -> None:
+        token = self.any_token()
+        await self.check("abort", self.model.abort(name, token), lambda s: s.abort(key(name), token))
+
+    async def apply(self, name: str) -> None:
+        base, expected = self.believed(name), self.believed_or_none(name)
+        request_id, fingerprint = self.random.choice(["", self.any_request()]), self.any_print()
+        outcome = self.model.apply(name, request_id, fingerprint, base, expected)
+        record = rewind_record(base, request_id)
+        await self.check(
+            "apply",
+            outcome,
+            lambda s: s.apply(key(name), fingerprint, record, counts(base + 1), expected_revision=expected),
+        )
+
+    async def delete(self, name: str) -> None:
+        expected, allow_missing = self.believed_or_none(name), self.random.random() < 0.5
+        outcome = self.model.delete(name, expected, allow_missing)
+        await self.check(
+            "delete",
+            outcome,
+            lambda s: s.delete(key(name), expected_revision=expected, allow_missing=allow_missing),
+        )
+
+    async def mark_damaged(self, name: str) -> None:
+        await self.check("damage", self.model.mark_damaged(name), lambda s: s.mark_damaged(key(name)))
+
+    async def find_request(self, name: str) -> None:
+        request_id = self.any_request()
+
+        async def found(store: HistoryStore) -> Outcome:
+            return ("found", await store.find_request(key(name), request_id))
+
+        await self.check("find", self.model.find_request(name, request_id), found)
+
+    async def read(self, name: str) -> None:
+        after = self.random.choice([0, 1, self.believed(name)])
+
+        async def log(store: HistoryStore) -> Outcome:
+            found = await store.read(key(name), after_revision=after)
+            return ("log", *(logged.record.request_id for logged in found))
+
+        await self.check("read", self.model.read(name, after), log)
+
+    async def lapse(self, _name: str) -> None:
+        for bench in self.benches:
+            for name in self.model.sessions:
+                bench.lapse_lease(key(name))
+        self.model.lapse_all()
+
+    async def sessions_expire(self, name: str) -> None:
+        for bench in self.benches:
+            for one in self.model.expiring():
+                bench.expire(key(one))
+        self.model.expire_all()
+        await self.lapse(name)
+
+    async def server_restarts(self, name: str) -> None:
+        for bench in self.benches:
+            await bench.store.close()
+            await bench.store.open()
+            await bench.store.purge_expired()
+        await self.lapse(name)
+        await self.listings_agree()
+
+    async def listings_agree(self) -> None:
+        listings = []
+        for bench in self.benches:
+            page = await bench.store.list_sessions(TENANT, limit=1000)
+            assert sorted(one.session_id for one in page.rows) == self.model.live(), bench.name
+            listings.append({one.session_id: (one.head_hash, one.head_item, one.config) for one in page.rows})
+        assert listings[0] == listings[1] == listings[2], "hash chains or counts differ"
+
+
+@pytest.mark.redis
+async def test_stores_and_model_agree(shared_redis: RedisServer, tmp_path: Path) -> None:
+    seen: Counter[tuple[str, object]] = Counter()
+    for seed in range(SEEDS):
+        async with contextlib.AsyncExitStack() as stack:
+            client = stack.enter_context(contextlib.closing(shared_redis.client()))
+            client.flushall()
+            benches: list[Bench] = [
+                await stack.enter_async_context(opened(MemoryBench())),
+                await stack.enter_async_context(opened(SqliteBench(tmp_path / f"{seed}.db"))),
+                await stack.enter_async_context(opened(RedisBench(shared_redis.url, client))),
+            ]
+            run = Congruence(benches, seed, seen)
+            for _ in range(OPERATIONS):
+                await run.step()
+            await run.listings_agree()
+    assert len(seen) >= KINDS_SEEN_AT_LEAST, sorted(seen)

@@ -1,0 +1,161 @@
+"""What only the Redis store has: scripts, expiring keys, and a listing beside its sessions."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import redis
+
+from pensieve.errors import DataLoss, NotFound, TurnInProgress
+from pensieve.store import Began
+from pensieve.store._redis_index import BATCH, GRACE_MS
+from pensieve.store._redis_rows import index_key, session_keys
+from pensieve.store.records import State
+from pensieve.store.redis_store import RedisStore
+from support.store_bench import (
+    TENANT,
+    counts,
+    first_record,
+    key,
+    request,
+    row,
+    turn_record,
+    whole_turn,
+)
+
+pytestmark = pytest.mark.redis
+
+KEY = key()
+META, REQUESTS, LOG = session_keys(KEY)
+
+
+async def test_forgotten_scripts_are_loaded_again(store: RedisStore, client: redis.Redis) -> None:
+    await store.create(row(KEY), first_record(), "fp")
+    for base in (1, 2):
+        client.script_flush()
+        await whole_turn(store, KEY, base)
+    assert (await store.load(KEY)).revision == 3
+
+
+async def test_scripts_check_their_arguments_before_they_write(
+    store: RedisStore, client: redis.Redis
+) -> None:
+    await store.create(row(KEY), first_record(), "fp")
+    await store.begin(KEY, request("r1", "t1"))
+    before = {name: client.dump(name) for name in (META, REQUESTS, LOG)}
+    good = [
+        "t1",
+        "r1",
+        "fp-r1",
+        "2",
+        (await store.load(KEY)).head_hash,
+        b"d",
+        "1",
+        "h",
+        "4",
+        "2",
+        "9",
+        "",
+        "",
+        "0",
+    ]
+    bad_calls: list[tuple[Any, list[Any]]] = [
+        (store._commit, [*good[:3], "x", *good[4:]]),
+        (store._commit, [*good[:10], "1.5", *good[11:]]),
+        (store._commit, good[:-1]),
+        (store._renew, ["t1", "soon"]),
+        (store._begin, ["r2", "f", "", "t2", "o", "a", "-", "1", "1"]),
+        (store._delete, ["", "x"]),
+    ]
+    for script, args in bad_calls:
+        with pytest.raises(redis.ResponseError):
+            await store._link.call(script, [META, REQUESTS, LOG], args)
+    assert {name: client.dump(name) for name in (META, REQUESTS, LOG)} == before
+    assert (await store._link.call(store._commit, [META, REQUESTS, LOG], good))[0] == b"OK"
+
+
+async def test_a_commit_computed_on_another_head_is_fenced(store: RedisStore) -> None:
+    await store.create(row(KEY), first_record(), "fp")
+    await store.begin(KEY, request("r1", "t1"))
+    args = ["t1", "r1", "fp-r1", "2", "00" * 20, b"d", "1", "h", "4", "2", "9", "", "", "0"]
+    assert await store._link.call(store._commit, [META, REQUESTS, LOG], args) == [b"FENCED"]
+
+
+async def test_a_log_ahead_of_its_row_is_damage(store: RedisStore, client: redis.Redis) -> None:
+    await store.create(row(KEY), first_record(), "fp")
+    await store.begin(KEY, request("r1", "t1"))
+    client.xadd(LOG, {"d": b"x", "c": "1", "h": "y"}, id="2-0")
+    with pytest.raises(DataLoss) as caught:
+        await store.commit(KEY, "t1", "fp-r1", turn_record(1, "r1"), counts(2))
+    assert caught.value.reason == "HISTORY_CORRUPT"
+    assert (await store.load(KEY)).state is State.DAMAGED
+
+
+async def test_all_keys_of_a_session_expire_together(store: RedisStore, client: redis.Redis) -> None:
+    await store.create(row(KEY, ttl_s=1000), first_record(), "fp")
+    await whole_turn(store, KEY, 1)
+    expire_ms = (await store.load(KEY)).expire_ms
+    assert {client.pexpiretime(name) for name in (META, REQUESTS, LOG)} == {expire_ms}
+
+
+async def test_leases_and_lives_end_by_the_servers_clock(store: RedisStore) -> None:
+    await store.create(row(KEY, ttl_s=0.2), first_record(), "fp")
+    await store.begin(KEY, request("r1", "t1", lease_ms=100))
+    for _ in range(1000):
+        try:
+            assert isinstance(await store.begin(KEY, request("r2", "t2", lease_ms=100)), Began)
+            break
+        except TurnInProgress:
+            await asyncio.sleep(0.01)
+    else:
+        pytest.fail("the lease never lapsed")
+    for _ in range(1000):
+        try:
+            await store.load(KEY)
+            await asyncio.sleep(0.01)
+        except NotFound:
+            break
+    else:
+        pytest.fail("the session never expired")
+
+
+# ---- the listing
+
+
+async def test_the_listing_repairs_itself(store: RedisStore, client: redis.Redis) -> None:
+    index = index_key(TENANT)
+    await store.create(row(KEY), first_record(), "fp")
+    await store.create(row(key("s2")), first_record(), "fp")
+    now = (await store.load(KEY)).update_ms
+    client.zadd(index, {"s1": 5, "long-gone": now - 2 * GRACE_MS, "being-created": now})
+    page = await store.list_sessions(TENANT, limit=10)
+    assert {one.session_id for one in page.rows} == {"s1", "s2"}
+    assert client.zscore(index, "s1") == now
+    assert client.zscore(index, "long-gone") is None
+    assert client.zscore(index, "being-created") == now
+
+    client.delete(index)
+    await whole_turn(store, KEY, 1)
+    assert [one.session_id for one in (await store.list_sessions(TENANT, limit=10)).rows] == ["s1"]
+
+
+async def test_many_updates_in_one_millisecond_are_all_listed(store: RedisStore, client: redis.Redis) -> None:
+    """More entries of one time than a page of the index takes, and young, so that none is tidied away."""
+    names = [f"s{number}" for number in range(5)]
+    for name in names:
+        await store.create(row(key(name)), first_record(), "fp")
+    now = (await store.load(key("s4"))).update_ms
+    for name in names:
+        client.hset(session_keys(key(name))[0], "update_ms", str(now))
+    client.zadd(index_key(TENANT), {name: now for name in [*names, *(f"z{n}" for n in range(3 * BATCH))]})
+    found: list[str] = []
+    cursor = ""
+    while True:
+        page = await store.list_sessions(TENANT, limit=2, cursor=cursor)
+        found += [one.session_id for one in page.rows]
+        cursor = page.cursor
+        if not cursor:
+            break
+    assert found == ["s4", "s3", "s2", "s1", "s0"]

@@ -1,0 +1,130 @@
+"""A real redis-server for tests: own folder, free loopback port, append-only file on, ended by its process id."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import redis
+
+Scope = Literal["session", "package", "module", "class", "function"]
+
+START_LIMIT_S = 20.0
+STOP_LIMIT_S = 5.0
+
+
+def require_redis_server() -> str:
+    """Path of the binary. Fails the test when there is none, or skips it when PENSIEVE_TEST_WITHOUT_REDIS=1."""
+    found = shutil.which("redis-server")
+    if found is not None:
+        return found
+    problem = "redis-server is not installed: apt-get install redis-server"
+    if os.environ.get("PENSIEVE_TEST_WITHOUT_REDIS") == "1":
+        pytest.skip(f"{problem} (skipped: PENSIEVE_TEST_WITHOUT_REDIS=1)")
+    pytest.fail(f"{problem}, or set PENSIEVE_TEST_WITHOUT_REDIS=1 to skip the tests that need it")
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class RedisServer:
+    """One server process over ``folder``; may be killed and started again on the same port and data."""
+
+    def __init__(self, folder: Path, *, appendfsync: str = "everysec", options: tuple[str, ...] = ()) -> None:
+        self._binary = require_redis_server()
+        self._folder = folder
+        self._appendfsync = appendfsync
+        self._options = options
+        self._process: subprocess.Popen[bytes] | None = None
+        self.port = free_port()
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    @property
+    def append_only_folder(self) -> Path:
+        return self._folder / "appendonlydir"
+
+    def client(self) -> redis.Redis:
+        """A plain client for looking behind the store's back."""
+        return redis.Redis(host="127.0.0.1", port=self.port)
+
+    def start(self) -> None:
+        """Returns when the server answers; raises when it does not within START_LIMIT_S."""
+        command = [
+            *(self._binary, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self._folder)),
+            *("--appendonly", "yes", "--appendfsync", self._appendfsync, "--save", "", "--daemonize", "no"),
+            *self._options,
+        ]
+        log_path = self._folder / "redis.log"
+        with log_path.open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        limit = time.monotonic() + START_LIMIT_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > limit:
+                raise RuntimeError(f"redis-server did not start:\n{log_path.read_text()[-2000:]}")
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """SIGKILL: as a crash."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """SIGTERM, and SIGKILL for a server that refuses (it does when it cannot save). Nothing if it does not run."""
+        self._end(signal.SIGTERM)
+
+    def _end(self, how: signal.Signals) -> None:
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        process.send_signal(how)
+        try:
+            process.wait(timeout=STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _answers(self) -> bool:
+        try:
+            with contextlib.closing(self.client()) as client:
+                return bool(client.ping())
+        except redis.ConnectionError:
+            return False
+
+
+@contextlib.contextmanager
+def redis_server(*, appendfsync: str = "everysec", options: tuple[str, ...] = ()) -> Iterator[RedisServer]:
+    """A running server with an empty folder of its own, both gone at the end."""
+    with tempfile.TemporaryDirectory(prefix="pensieve-redis-") as folder:
+        server = RedisServer(Path(folder), appendfsync=appendfsync, options=options)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+def redis_server_fixture(scope: Scope = "session", *, appendfsync: str = "everysec") -> object:
+    """A pytest fixture that yields one running server; assign it to a name in a conftest or test file."""
+
+    @pytest.fixture(scope=scope)
+    def running_redis() -> Iterator[RedisServer]:
+        with redis_server(appendfsync=appendfsync) as server:
+            yield server
+
+    return running_redis

@@ -1,0 +1,246 @@
+"""The three history stores behind one face for tests: the same calls, and hands that reach behind the store.
+
+A bench can do what a test cannot do through the store: let a lease lapse, let a session expire, damage a record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import redis
+
+from pensieve.core import FinishReason, Role, pack_tokens
+from pensieve.store import BeginRequest, Counts, HistoryStore, Key
+from pensieve.store._redis_rows import session_keys
+from pensieve.store.memory_store import MemoryStore
+from pensieve.store.records import Item, Kind, Record, SessionConfig, SessionRow, TurnResult
+from pensieve.store.redis_store import RedisStore
+from pensieve.store.sqlite_store import SqliteStore
+
+TENANT = "acme"
+LEASE_MS = 600_000
+START_MS = 1_700_000_000_000
+
+
+def key(name: str = "s1", tenant: str = TENANT) -> Key:
+    return Key(tenant, name)
+
+
+def row(at: Key, *, labels: dict[str, str] | None = None, ttl_s: float = 0.0) -> SessionRow:
+    config = SessionConfig(model="tiny", system_prompt="Be brief.", ttl_s=ttl_s)
+    return SessionRow(tenant=at.tenant, session_id=at.session_id, config=config, labels=labels or {})
+
+
+def first_record() -> Record:
+    return Record(revision=1, kind=Kind.CREATE, time_ms=1, config=SessionConfig(model="tiny"))
+
+
+def turn_record(base: int, request_id: str, text: str = "hello") -> Record:
+    """A committed turn of two items on revision ``base``."""
+    user = Item(
+        number=2 * base, role=Role.USER, text=text, tokens=pack_tokens([1, 2, 3]), request_id=request_id
+    )
+    reply = Item(number=2 * base + 1, role=Role.ASSISTANT, text=text.upper(), tokens=pack_tokens([4, 5]))
+    result = TurnResult(base_revision=base, finish_reason=FinishReason.EOS, seed=7, input_items=1)
+    return Record(
+        revision=base + 1, kind=Kind.TURN, time_ms=2, request_id=request_id, items=(user, reply), turn=result
+    )
+
+
+def rewind_record(base: int, request_id: str, keep: int = 0) -> Record:
+    return Record(revision=base + 1, kind=Kind.REWIND, time_ms=3, request_id=request_id, keep_items=keep)
+
+
+def counts(revision: int) -> Counts:
+    return Counts(head_item=2 * revision, item_count=2 * revision - 2, context_tokens=5 * revision)
+
+
+def request(
+    request_id: str,
+    token: str,
+    *,
+    fingerprint: str = "",
+    seed: int = 1,
+    expected_revision: int | None = None,
+    lease_ms: int = LEASE_MS,
+) -> BeginRequest:
+    return BeginRequest(
+        request_id=request_id,
+        fingerprint=fingerprint or f"fp-{request_id}",
+        token=token,
+        owner="replica-1",
+        attempt=f"attempt-{token}",
+        lease_ms=lease_ms,
+        seed=seed,
+        expected_revision=expected_revision,
+        start_ms=5,
+    )
+
+
+class Bench(Protocol):
+    """A store, opened, and what tests do behind its back."""
+
+    name: str
+    store: HistoryStore
+
+    def lapse_lease(self, at: Key) -> None:
+        """As if the pending turn's lease time had passed."""
+        ...
+
+    def expire(self, at: Key) -> None:
+        """As if the session's time to live had passed."""
+        ...
+
+    def damage(self, at: Key, revision: int) -> None:
+        """Flip one bit in a stored record."""
+        ...
+
+    def drop_record(self, at: Key, revision: int) -> None: ...
+
+
+def flipped(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes((data[middle] ^ 0x10,)) + data[middle + 1 :]
+
+
+class Clock:
+    """Ms since the epoch, moved by hand; each reading is a ms later, so that no two updates are at one time."""
+
+    def __init__(self) -> None:
+        self.now = START_MS
+
+    def __call__(self) -> int:
+        self.now += 1
+        return self.now
+
+
+class MemoryBench:
+    """Over ``MemoryStore``; reaches into its dicts."""
+
+    name = "memory"
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.memory = MemoryStore(clock=self.clock)
+        self.store: HistoryStore = self.memory
+
+    def lapse_lease(self, at: Key) -> None:
+        self.clock.now += LEASE_MS + 1
+
+    def expire(self, at: Key) -> None:
+        self.clock.now = max(self.clock.now, self.memory._sessions[at].meta.row.expire_ms)
+
+    def damage(self, at: Key, revision: int) -> None:
+        log = self.memory._sessions[at].log
+        log[revision - 1] = log[revision - 1]._replace(data=flipped(log[revision - 1].data))
+
+    def drop_record(self, at: Key, revision: int) -> None:
+        del self.memory._sessions[at].log[revision - 1]
+
+
+class SqliteBench:
+    """Over ``SqliteStore``; reaches in through a second connection to the file."""
+
+    name = "sqlite"
+
+    def __init__(self, path: Path) -> None:
+        self.clock = Clock()
+        self.path = path
+        self.store: HistoryStore = SqliteStore(path, clock=self.clock)
+
+    def lapse_lease(self, at: Key) -> None:
+        self.clock.now += LEASE_MS + 1
+
+    def expire(self, at: Key) -> None:
+        found = self._execute("SELECT expire_ms FROM sessions WHERE tenant = ? AND session_id = ?", at)
+        self.clock.now = max(self.clock.now, found[0][0])
+
+    def damage(self, at: Key, revision: int) -> None:
+        where = (
+            "WHERE revision = ? AND session = (SELECT id FROM sessions WHERE tenant = ? AND session_id = ?)"
+        )
+        ((data,),) = self._execute(f"SELECT data FROM records {where}", at, revision)
+        self._execute(f"UPDATE records SET data = ? {where}", at, flipped(data), revision)
+
+    def drop_record(self, at: Key, revision: int) -> None:
+        where = (
+            "WHERE revision = ? AND session = (SELECT id FROM sessions WHERE tenant = ? AND session_id = ?)"
+        )
+        self._execute(f"DELETE FROM records {where}", at, revision)
+
+    def _execute(self, statement: str, at: Key, *values: object) -> list[tuple[Any, ...]]:
+        with contextlib.closing(sqlite3.connect(self.path, timeout=5)) as connection, connection:
+            return connection.execute(statement, (*values, at.tenant, at.session_id)).fetchall()
+
+
+class RedisBench:
+    """Over ``RedisStore``; reaches in through a client of its own."""
+
+    name = "redis"
+
+    def __init__(self, url: str, client: redis.Redis) -> None:
+        self._client: Any = client  # its reply types cover every option; only bytes come here
+        self.store: HistoryStore = RedisStore.from_url(url)
+
+    def lapse_lease(self, at: Key) -> None:
+        meta = session_keys(at)[0]
+        if self._client.hexists(meta, "run_until_ms"):
+            self._client.hset(meta, "run_until_ms", "1")
+
+    def expire(self, at: Key) -> None:
+        """The expiry that the store set is asserted, then brought forward."""
+        for name in session_keys(at):
+            if self._client.exists(name):
+                assert self._client.pttl(name) > 0, f"{name} has no expiry"
+                self._client.pexpireat(name, 1)
+
+    def damage(self, at: Key, revision: int) -> None:
+        def change(number: int, fields: dict[bytes, bytes]) -> dict[bytes, bytes] | None:
+            return {**fields, b"d": flipped(fields[b"d"])} if number == revision else fields
+
+        self._rewrite(at, change)
+
+    def drop_record(self, at: Key, revision: int) -> None:
+        self._rewrite(at, lambda number, fields: None if number == revision else fields)
+
+    def _rewrite(
+        self, at: Key, change: Callable[[int, dict[bytes, bytes]], dict[bytes, bytes] | None]
+    ) -> None:
+        """A stream's entries cannot be edited, so all are written again."""
+        stream = session_keys(at)[2]
+        entries = self._client.xrange(stream)
+        self._client.delete(stream)
+        for entry_id, fields in entries:
+            after = change(int(entry_id.partition(b"-")[0]), fields)
+            if after is not None:
+                self._client.xadd(stream, after, id=entry_id)
+
+
+@contextlib.asynccontextmanager
+async def opened(bench: Bench) -> AsyncIterator[Bench]:
+    await bench.store.open()
+    try:
+        yield bench
+    finally:
+        await bench.store.close()
+
+
+@contextlib.asynccontextmanager
+async def opened_redis(url: str) -> AsyncIterator[RedisStore]:
+    store = RedisStore.from_url(url)
+    await store.open()
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+async def whole_turn(store: HistoryStore, at: Key, base: int, text: str = "hello") -> SessionRow:
+    """Begin and commit request ``r<base>`` under token ``t<base>``, on revision ``base``."""
+    await store.begin(at, request(f"r{base}", f"t{base}"))
+    record = turn_record(base, f"r{base}", text)
+    return await store.commit(at, f"t{base}", f"fp-r{base}", record, counts(base + 1))
