@@ -119,6 +119,13 @@ def load_arch(folder: Path) -> Arch:
         raise ModelError(f"{folder}/config.json: {error.args[0]} is missing") from error
 
 
+def load_generation(folder: Path) -> Sampling:
+    """What the authors of the model in ``folder`` recommend; greedy unless they say ``do_sample``. Raises ModelError."""
+    from pensieve.model.families import generation_defaults
+
+    return generation_defaults(read_json(folder / "generation_config.json") or {})
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file, None when there is no such file. Raises ModelError when it is not one."""
     try:

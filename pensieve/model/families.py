@@ -54,7 +54,7 @@ def _opt(config: Config, generation: Config) -> Arch:
         dtype=_dtype(config),
         bos_token_id=config.get("bos_token_id", 2),
         eos_token_ids=_eos(config, generation, default=2),
-        generation=_generation(generation),
+        generation=generation_defaults(generation),
     )
 
 
@@ -90,7 +90,7 @@ def _llama_like(family: Family) -> Callable[[Config, Config], Arch]:
             dtype=_dtype(config),
             bos_token_id=config.get("bos_token_id"),
             eos_token_ids=_eos(config, generation, default=2 if family in ("llama", "mistral") else None),
-            generation=_generation(generation),
+            generation=generation_defaults(generation),
         )
 
     return read
@@ -155,7 +155,7 @@ def _eos(config: Config, generation: Config, default: int | None) -> tuple[int, 
     return tuple(int(token) for token in value) if isinstance(value, list) else (int(value),)
 
 
-def _generation(config: Config) -> Sampling:
+def generation_defaults(config: Config) -> Sampling:
     """Sampling as ``generate`` would do it with this generation_config.json."""
     penalty = float(config.get("repetition_penalty") or 1.0)
     if not config.get("do_sample"):

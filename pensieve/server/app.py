@@ -28,7 +28,7 @@ from pensieve.debug import debug_enabled
 from pensieve.engine.host import DEFAULT_BUILDER
 from pensieve.errors import PensieveError
 from pensieve.logs import configure_logging
-from pensieve.model.arch import ModelError
+from pensieve.model.arch import ModelError, load_generation
 from pensieve.model.resolve import resolve_model
 from pensieve.options import ServeOptions
 from pensieve.server.admin_port import AdminPort
@@ -44,12 +44,14 @@ from pensieve.server.grpc_server import (
     tls_credentials,
 )
 from pensieve.server.health import HealthMonitor
+from pensieve.server.housekeeping import end_task, purge_forever
 from pensieve.server.interceptor import Interceptor
 from pensieve.server.links.process_link import ProcessLink
 from pensieve.server.metrics import Metrics
 from pensieve.server.service import ConversationService
 from pensieve.server.settings import TurnSettings
 from pensieve.store import HistoryStore, open_store
+from pensieve.store.records import SamplingDefaults
 from pensieve.tokenizer import ChatTokenizer
 from pensieve.v1 import pensieve_pb2_grpc
 
@@ -114,8 +116,9 @@ class App:
             log_json=options.log_json,
         )
         self._metrics.watch_engine(self._link)
+        settings = self._settings(await asyncio.to_thread(_sampling_defaults, folder))
         self._conversations = Conversations(
-            store, self._link, tokenizer, self._settings(), on_turn_ended=self._metrics.turn_ended
+            store, self._link, tokenizer, settings, on_turn_ended=self._metrics.turn_ended
         )
         self._monitor = HealthMonitor(
             self._link,
@@ -130,6 +133,7 @@ class App:
         self._data_server = self._make_data_server(authenticator)
         await self._monitor.start()
         self._stack.push_async_callback(self._monitor.stop)
+        self._stack.push_async_callback(end_task, asyncio.create_task(purge_forever(store), name="purge"))
         await self._open_admin_port(authenticator)
         await self._link.start()
         await self._monitor.refresh()
@@ -144,11 +148,12 @@ class App:
         self._stack.push_async_callback(store.close)
         return store
 
-    def _settings(self) -> TurnSettings:
+    def _settings(self, defaults: SamplingDefaults) -> TurnSettings:
         options = self._options
         return TurnSettings(
             replica=f"{socket.gethostname()}-{secrets.token_hex(4)}",
             model=Path(options.model).name if Path(options.model).is_dir() else options.model,
+            defaults=defaults,
             lease_s=options.lease_s,
             heartbeat_s=options.heartbeat_s,
             disconnect_grace_s=options.disconnect_grace_s,
@@ -191,6 +196,18 @@ class App:
             why = os.strerror(error.errno) if error.errno else str(error)
             raise BindError(f"cannot listen on {self._options.admin}: {why}") from error
         self.admin_address = _with_port(self._options.admin, bound)
+
+
+def _sampling_defaults(folder: Path) -> SamplingDefaults:
+    """What the model's authors recommend (generation_config.json): greedy unless they say otherwise."""
+    recommended = load_generation(folder)
+    return SamplingDefaults(
+        temperature=recommended.temperature,
+        top_p=recommended.top_p,
+        top_k=recommended.top_k,
+        min_p=recommended.min_p,
+        repetition_penalty=recommended.repetition_penalty,
+    )
 
 
 def _load_tokenizer(folder: Path, options: ServeOptions) -> ChatTokenizer:

@@ -1,0 +1,164 @@
+"""The conversation service without gRPC: sessions, turns, and what the server says of itself. One per process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pensieve
+from pensieve.engine.messages import Residency, Stats
+from pensieve.errors import PensieveError, Unavailable
+from pensieve.server import ids
+from pensieve.server.engine_link import EngineLink
+from pensieve.server.history_cache import Histories
+from pensieve.server.rendering import Renderer, Stamp
+from pensieve.server.sessions import Sessions
+from pensieve.server.settings import TurnSettings
+from pensieve.server.turn_run import TurnTools
+from pensieve.server.turns import Turns
+from pensieve.server.values import Entry
+from pensieve.store import HistoryStore, Key
+from pensieve.store.records import History
+from pensieve.tokenizer import ChatTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCount:
+    """Answer to CountTokens."""
+
+    input_tokens: int
+    context_tokens: int
+    context_limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What GetServerInfo tells."""
+
+    version: str
+    replica: str
+    model: str
+    tokenizer_sha256: str
+    template_sha256: str
+    vocab_size: int
+    context_limit: int
+    features: tuple[str, ...]
+
+
+class Conversations:
+    """Owner of all turns of this process. ``close`` discards what still runs."""
+
+    def __init__(
+        self,
+        store: HistoryStore,
+        link: EngineLink,
+        tokenizer: ChatTokenizer,
+        settings: TurnSettings,
+        *,
+        on_turn_ended: Callable[[str], None] | None = None,
+    ) -> None:
+        """``store`` is open; ``link`` may still be starting. ``on_turn_ended``: see ``Turns``."""
+        self.settings = settings
+        self._store = store
+        self._link = link
+        self._tokenizer = tokenizer
+        tools = TurnTools(
+            store=store,
+            link=link,
+            tokenizer=tokenizer,
+            renderer=Renderer(tokenizer),
+            histories=Histories(store, settings.history_cache_bytes),
+            settings=settings,
+            context_limit=lambda: self.context_limit,
+        )
+        self._tools = tools
+        self.turns = Turns(tools, on_turn_ended)
+        self.sessions = Sessions(tools, self.turns)
+
+    @property
+    def context_limit(self) -> int:
+        """A context must be shorter than this, in tokens: the model's limit, or what the device tier holds.
+
+        Raises Unavailable (STARTING) before the engine is up.
+        """
+        info = self._link.info
+        return min(info.context_limit, info.device_capacity_tokens or info.context_limit)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of clients must be below this. Raises Unavailable (STARTING)."""
+        return min(self._link.info.vocab_size, self._tokenizer.vocab_size)
+
+    async def count_tokens(self, key: Key | None, entries: Sequence[Entry]) -> TokenCount:
+        """What a turn with this input would start from, generation prompt included; ``key`` None: without history."""
+        history = History()
+        if key is not None:
+            history = await self._tools.histories.at(key, await self._store.load(key))
+        limit = self.context_limit
+        past = self._tools.renderer.length(history)
+        if not entries:
+            return TokenCount(0, past, limit)
+        items, prompt = await self._tools.renderer.items(
+            history, entries, Stamp(history.head_item + 1, "", 0), generation_prompt=True
+        )
+        new = sum(len(item.tokens) // 4 for item in items) + len(prompt)
+        return TokenCount(new, past + new, limit)
+
+    async def residency(self, key: Key) -> Residency | None:
+        """Where the session's attention state lies; None when no engine can tell."""
+        try:
+            return await self._link.residency(ids.session_key(key))
+        except PensieveError:
+            return None
+
+    async def facts(self) -> ServerFacts:
+        """Raises Unavailable (STARTING) before the engine is up."""
+        info = self._link.info
+        return ServerFacts(
+            version=pensieve.__version__,
+            replica=self.settings.replica,
+            model=self.settings.model,
+            tokenizer_sha256=self._tokenizer.sha256,
+            template_sha256=self._tokenizer.template_sha256,
+            vocab_size=self.vocab_size,
+            context_limit=self.context_limit,
+            features=(
+                f"durability={self._store.durability}",
+                f"device={info.device}",
+                f"dtype={info.dtype}",
+                f"chunk_tokens={info.chunk_tokens}",
+                f"device_tokens={info.device_capacity_tokens}",
+                f"host_tokens={info.host_capacity_tokens}",
+            ),
+        )
+
+    # ---- operators
+
+    @property
+    def engine_stats(self) -> Stats:
+        return self._link.stats
+
+    async def store_state(self) -> str:
+        """``serving``, or the reason why not."""
+        try:
+            await self._store.ping()
+        except Unavailable as error:
+            return error.reason
+        return "serving"
+
+    async def evict(self, key: Key | None) -> int:
+        """Drop cached state of one session, or of all idle ones; returns the number of tokens. History stays."""
+        return await self._link.evict(None if key is None else ids.session_key(key))
+
+    @property
+    def draining(self) -> bool:
+        """No new turns are taken, for good."""
+        return self.turns.draining
+
+    async def drain(self, deadline_s: float) -> int:
+        """See ``Turns.drain``."""
+        return await self.turns.drain(deadline_s)
+
+    async def close(self) -> None:
+        """Discard running turns and take no new ones."""
+        await self.turns.drain(0.0)

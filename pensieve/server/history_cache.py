@@ -1,0 +1,106 @@
+"""Folded histories of recently used sessions, so that a turn reads only the records that are new to this process.
+
+A cached history is a claim about one revision and its chain hash. The store's row decides: equal revision and hash,
+use it; smaller revision, read what follows and check that the chain continues; anything else, read all again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import replace
+
+from pensieve.core import Role
+from pensieve.errors import DataLoss
+from pensieve.store import HistoryStore, Key, LoggedRecord
+from pensieve.store.records import History, Record, SessionRow
+
+_ITEM_OVERHEAD = 256
+
+
+class Histories:
+    """Least recently used beyond ``max_bytes`` go first. One event loop."""
+
+    def __init__(self, store: HistoryStore, max_bytes: int) -> None:
+        self._store = store
+        self._max_bytes = max_bytes
+        self._cached: OrderedDict[Key, tuple[History, int]] = OrderedDict()
+        self._bytes = 0
+
+    async def at(self, key: Key, row: SessionRow) -> History:
+        """The history at ``row`` or later (when a commit came in between). Raises what ``HistoryStore.read`` does."""
+        known = self._cached[key][0] if key in self._cached else History()
+        if known.revision == row.revision and known.head_hash == row.head_hash:
+            self._cached.move_to_end(key)
+            return known
+        if 0 < known.revision < row.revision:
+            try:
+                newer = await self._store.read(key, after_revision=known.revision, head_hash=known.head_hash)
+                return self._keep(key, fold(known, newer))
+            except DataLoss:
+                # Either side may be wrong: only a full read tells.
+                self.forget(key)
+        return self._keep(key, fold(History(), await self._store.read(key)))
+
+    async def at_revision(self, key: Key, row: SessionRow, revision: int) -> History:
+        """The history as it was at an earlier (or the current) revision."""
+        current = await self.at(key, row)
+        if current.revision == revision:
+            return current
+        records = await self._store.read(key)
+        return fold(History(), [logged for logged in records if logged.record.revision <= revision])
+
+    def committed(self, key: Key, base: History, record: Record, row: SessionRow) -> None:
+        """Note what this process has just committed on top of ``base``.
+
+        ``base``: as cached, i.e. before truncation or any view was applied.
+        """
+        if row.revision == record.revision and base.revision + 1 == record.revision:
+            self._keep(key, base.apply(record, row.head_hash))
+        else:
+            self.forget(key)
+
+    def forget(self, key: Key) -> None:
+        dropped = self._cached.pop(key, None)
+        if dropped is not None:
+            self._bytes -= dropped[1]
+
+    @property
+    def cached_bytes(self) -> int:
+        """Estimated size of what is cached."""
+        return self._bytes
+
+    def _keep(self, key: Key, history: History) -> History:
+        self.forget(key)
+        size = sum(len(item.tokens) + len(item.text) + _ITEM_OVERHEAD for item in history.items)
+        self._cached[key] = (history, size)
+        self._bytes += size
+        while self._bytes > self._max_bytes and len(self._cached) > 1:
+            _, (_, dropped) = self._cached.popitem(last=False)
+            self._bytes -= dropped
+        return history
+
+
+def fold(history: History, records: list[LoggedRecord]) -> History:
+    """``history`` after more records. Raises DataLoss when they do not follow it."""
+    try:
+        for logged in records:
+            history = history.apply(logged.record, logged.head_hash)
+    except ValueError as error:
+        raise DataLoss("the history has a gap") from error
+    return history
+
+
+def kept(history: History, item: int) -> History:
+    """``history`` without the items after ``item``, for a change that supersedes them.
+
+    The system prompt stays whatever ``item`` is, and an overflow view is taken back: it was made for what is cut off.
+    """
+    item = max(item, system_item(history))
+    return replace(history, items=history.truncated(item), hidden_before=0)
+
+
+def system_item(history: History) -> int:
+    """Number of the system prompt's item: the first live item when it is one that the session's config made; else 0."""
+    first = history.items[0] if history.items else None
+    is_prompt = first is not None and first.role is Role.SYSTEM and bool(history.config.system_prompt)
+    return first.number if first is not None and is_prompt else 0

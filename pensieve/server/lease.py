@@ -1,0 +1,58 @@
+"""Keeps the store's lease of a running turn alive, and says when it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from pensieve.debug import async_failpoint
+from pensieve.errors import NotFound, TurnFenced
+from pensieve.store import HistoryStore, Key
+
+log = logging.getLogger(__name__)
+
+
+class LeaseKeeper:
+    """Renews every third of the lease. ``on_lost`` is called once, from the event loop, when the lease was taken over,
+    the session is gone, or no renewal succeeded for two thirds of the lease by the monotonic clock.
+
+    Safety does not rest on this (the store refuses the commit of a turn without its lease): it only keeps two replicas
+    from talking to users about one turn.
+    """
+
+    def __init__(
+        self, store: HistoryStore, key: Key, token: str, lease_s: float, on_lost: Callable[[], None]
+    ) -> None:
+        self._store, self._key, self._token = store, key, token
+        self._lease_s = lease_s
+        self._on_lost = on_lost
+        self._task = asyncio.create_task(self._run(), name="lease")
+
+    async def stop(self) -> None:
+        """No renewal happens after this returns."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        renewed, pause = loop.time(), self._lease_s / 3
+        while True:
+            await asyncio.sleep(pause)
+            lost_at = renewed + self._lease_s * 2 / 3
+            try:
+                async with asyncio.timeout_at(max(lost_at, loop.time() + self._lease_s / 12)):
+                    await async_failpoint("in_renew")
+                    asked = loop.time()
+                    await self._store.renew(self._key, self._token, round(self._lease_s * 1000))
+            except (TurnFenced, NotFound):
+                self._on_lost()
+                return
+            except Exception as error:  # whatever it was, the lease was not renewed
+                log.warning("lease renewal failed: %s", type(error).__name__)
+                if loop.time() >= lost_at:
+                    self._on_lost()
+                    return
+                pause = self._lease_s / 12
+            else:
+                renewed, pause = asked, self._lease_s / 3

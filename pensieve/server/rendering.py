@@ -1,0 +1,194 @@
+"""New input to history items, and history to the model's context. Only what is new is tokenised, in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from pensieve.core import Role, TokenArray, pack_tokens, unpack_tokens
+from pensieve.errors import ContextLimitExceeded, InvalidArgument
+from pensieve.server.values import Entry
+from pensieve.store.records import History, Item, Overflow
+from pensieve.tokenizer import ChatTokenizer, HistoryItem, TextMessage, TokenMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """What new items get beside their content."""
+
+    first_number: int
+    request_id: str
+    time_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A turn that is ready for the engine."""
+
+    history: History
+    """What it continues, overflow view applied."""
+    items: tuple[Item, ...]
+    """The input, rendered and numbered."""
+    prompt: TokenArray
+    """Generation prompt, int32 [n]: becomes the first tokens of the answer's item."""
+    context: TokenArray
+    """The whole context, int32 [n]: visible history, input, generation prompt."""
+    num_new: int
+    """How many trailing tokens of ``context`` are this turn's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How much context there is and what to do when a turn does not fit."""
+
+    limit: int
+    """A context must be shorter than this: one output token has to fit too."""
+    overflow: Overflow
+    wanted_output: int | None
+    """Output tokens that the turn asks for, if it says so."""
+
+
+class Renderer:
+    """One tokenizer, used off the event loop."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    async def items(
+        self, history: History, entries: Sequence[Entry], stamp: Stamp, *, generation_prompt: bool = False
+    ) -> tuple[tuple[Item, ...], TokenArray]:
+        """Items for ``entries`` behind ``history``, and the generation prompt behind them (int32 [n], maybe empty)."""
+        return await asyncio.to_thread(self._render, history, tuple(entries), stamp, generation_prompt)
+
+    async def prepare(self, history: History, entries: Sequence[Entry], stamp: Stamp, room: Room) -> Prepared:
+        """Render a turn and see that it fits.
+
+        Raises ContextLimitExceeded (metadata ``context_tokens``, ``limit``) when it does not, or could not whatever
+        older turns were dropped; InvalidArgument when the template refuses the input or nothing is left to continue.
+        """
+        self.check_size(entries, room.limit)
+        return await asyncio.to_thread(self._prepare, history, tuple(entries), stamp, room)
+
+    def check_size(self, entries: Sequence[Entry], limit: int) -> None:
+        """Raises ContextLimitExceeded for input that is too long whatever it tokenises to. Costs nothing."""
+        chars = sum(len(entry.text) for entry in entries if entry.tokens is None)
+        verbatim = sum(len(entry.tokens) // 4 for entry in entries if entry.tokens is not None)
+        if verbatim >= limit or chars > self._tokenizer.max_chars(limit):
+            raise too_long(max(verbatim, limit + 1), limit)
+
+    def context(self, history: History) -> TokenArray:
+        """Token ids of the visible items, int32 [n].
+
+        When the overflow view hides the item that the beginning-of-sequence token belongs to, the context starts
+        with that token all the same: models are not made to run without it.
+        """
+        return np.concatenate([self._lost_start(history), history.tokens()])
+
+    def length(self, history: History) -> int:
+        """``len(context(history))``, without making it."""
+        return len(self._lost_start(history)) + sum(len(item.tokens) // 4 for item in history.visible())
+
+    def _lost_start(self, history: History) -> TokenArray:
+        """The beginning-of-sequence token if the view hides it, else nothing; int32 [0 or 1]."""
+        bos = self._tokenizer.bos_token_id
+        if bos is not None and history.hidden_before:
+            starts = [unpack_tokens(item.tokens[:4]) for item in (*history.items[:1], *history.visible()[:1])]
+            if len(starts) == 2 and starts[0].tolist() == [bos] != starts[1].tolist():
+                return starts[0]
+        return np.empty(0, dtype=np.int32)
+
+    def _render(
+        self, history: History, entries: tuple[Entry, ...], stamp: Stamp, generation_prompt: bool
+    ) -> tuple[tuple[Item, ...], TokenArray]:
+        rendered = self._tokenizer.render(
+            [self._seen(item) for item in history.visible()],
+            [_message(entry) for entry in entries],
+            generation_prompt=generation_prompt,
+        )
+        items = tuple(
+            Item(
+                number=stamp.first_number + index,
+                role=entry.role,
+                text=entry.text if entry.tokens is None else self._tokenizer.decode(tokens),
+                tokens=pack_tokens(tokens),
+                request_id=stamp.request_id,
+                create_ms=stamp.time_ms,
+                verbatim=entry.tokens is not None,
+            )
+            for index, (entry, tokens) in enumerate(zip(entries, rendered.item_tokens, strict=True))
+        )
+        return items, rendered.generation_prompt
+
+    def _prepare(self, history: History, entries: tuple[Entry, ...], stamp: Stamp, room: Room) -> Prepared:
+        prepared = self._assemble(history, entries, stamp)
+        if len(prepared.context) < room.limit:
+            return prepared
+        if room.overflow is Overflow.DROP_OLDEST_TURNS:
+            for shorter in self._shorter(prepared, room, keep_last=not entries):
+                # Rendered again: the glue of the first input item depends on what lies before it.
+                prepared = self._assemble(shorter, entries, stamp)
+                if len(prepared.context) < room.limit:
+                    return prepared
+        raise too_long(len(prepared.context), room.limit)
+
+    def _assemble(self, history: History, entries: tuple[Entry, ...], stamp: Stamp) -> Prepared:
+        items, prompt = self._render(history, entries, stamp, True)
+        new = [*(unpack_tokens(item.tokens) for item in items), prompt]
+        context = np.concatenate([self.context(history), *new])
+        if not len(context):
+            raise InvalidArgument.field("turn.input", "gives the model no token to start from")
+        return Prepared(history, items, prompt, context, sum(map(len, new)))
+
+    def _shorter(self, prepared: Prepared, room: Room, *, keep_last: bool) -> list[History]:
+        """Views that drop ever more of the oldest turns, best first.
+
+        Best is the first that leaves room for the wanted output (at most a quarter of the limit, an eighth when the
+        turn does not say): dropping moves every later token, so it should not be due again at the next turn.
+        """
+        history, new = prepared.history, len(prepared.context) - self.length(prepared.history)
+        cuts = turn_borders(history)[1:] + ([] if keep_last else [history.head_item + 1])
+        reserve = min(room.wanted_output or room.limit // 8, room.limit // 4)
+        fitting: list[History] = []
+        for cut in cuts:
+            view = replace(history, hidden_before=cut)
+            left = room.limit - new - self.length(view)
+            if left >= reserve:
+                fitting.insert(0, view)
+                break
+            if left > 0:
+                fitting.append(view)
+        # The last cut as well: glue that is rendered anew may turn out shorter than it was.
+        return fitting + [replace(history, hidden_before=cut) for cut in cuts[-1:]]
+
+    def _seen(self, item: Item) -> HistoryItem:
+        last = unpack_tokens(item.tokens[-4:])
+        return HistoryItem(item.role, item.verbatim, self._tokenizer.is_closed(last))
+
+
+def turn_borders(history: History) -> list[int]:
+    """Numbers of the visible items that start a turn: the first one, and each that follows an answer."""
+    items = [item for item in history.visible() if item.role is not Role.SYSTEM]
+    starts = [items[0].number] if items else []
+    starts += [
+        after.number
+        for before, after in pairwise(items)
+        if before.role is Role.ASSISTANT and after.role is not Role.ASSISTANT
+    ]
+    return starts
+
+
+def too_long(context_tokens: int, limit: int) -> ContextLimitExceeded:
+    return ContextLimitExceeded(
+        f"the context would have {context_tokens} tokens or more; it must stay below {limit}",
+        metadata={"context_tokens": str(context_tokens), "limit": str(limit)},
+    )
+
+
+def _message(entry: Entry) -> TextMessage | TokenMessage:
+    if entry.tokens is None:
+        return TextMessage(entry.role, entry.text)
+    return TokenMessage(entry.role, unpack_tokens(entry.tokens))

@@ -1,0 +1,60 @@
+"""What the conversation service is told at start: identity, limits, defaults and times. Frozen."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+
+from pensieve.store.records import SamplingDefaults
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds on what one request may hold. Checked before anything is tokenised or looked up."""
+
+    max_request_bytes: int = 4 * 1024 * 1024
+    max_input_chars: int = 1_000_000
+    """Characters of all texts of one request together, counted before tokenising."""
+    max_input_items: int = 64
+    max_initial_items: int = 1024
+    """Items that CreateSession may import."""
+    max_stop_sequences: int = 16
+    max_stop_chars: int = 256
+    max_stop_token_ids: int = 128
+    max_logit_bias: int = 1024
+    max_top_logprobs: int = 20
+    max_labels: int = 64
+    max_label_chars: int = 256
+    max_ttl_s: float = 366 * 24 * 3600.0
+    min_ttl_s: float = 1.0
+    max_turn_s: float = 24 * 3600.0
+    max_page: int = 1000
+    default_page: int = 50
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSettings:
+    """Everything of the service that an operator may set."""
+
+    replica: str
+    """Names this front end in leases and answers."""
+    model: str = ""
+    """Name shown to clients; a session may name it or none."""
+    limits: Limits = Limits()
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    """Sampling values where neither turn nor session says otherwise; what is unset here too is ``core.Sampling``'s."""
+    lease_s: float = 10.0
+    """How long a turn of a dead replica blocks its session. Renewed every third of it."""
+    heartbeat_s: float = 10.0
+    """A stream is never silent for longer."""
+    disconnect_grace_s: float = 15.0
+    """How long a turn that nobody listens to waits for a re-attach."""
+    commit_retry_s: float = 30.0
+    """How long a finished turn waits for a store that is down."""
+    discarded_turns: int = 4096
+    """How many discarded turns GetTurn remembers."""
+    history_cache_bytes: int = 256 * 1024 * 1024
+    """Folded histories kept in this process, least recently used dropped first."""
+    page_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    """Authenticates page tokens; the same on all replicas when there are several."""
+    page_token_s: float = 24 * 3600.0

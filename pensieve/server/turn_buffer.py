@@ -1,0 +1,114 @@
+"""What a turn has produced so far, once, for any number of streams. Streams hold an index into it, never a copy."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Iterable
+
+from pensieve.core import TokenLogprob
+from pensieve.errors import PensieveError
+from pensieve.server.turn_text import OutputText
+from pensieve.server.values import Accepted, Delta, ProgressView, TurnView
+
+
+class TurnBuffer:
+    """Written by one turn, read by its streams; all on one event loop."""
+
+    def __init__(self) -> None:
+        self.accepted: Accepted | None = None
+        self.output: OutputText | None = None
+        """Set together with ``accepted``."""
+        self.progress = ProgressView()
+        self.progress_count = 0
+        """Grows with each change of ``progress``."""
+        self._outcome: TurnView | PensieveError | None = None
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    # ---- the turn writes
+
+    def accept(self, accepted: Accepted, output: OutputText) -> None:
+        """The turn runs; ``output`` is read from here on, also while it grows."""
+        self.accepted, self.output = accepted, output
+        self._wake()
+
+    def take(self, tokens: Iterable[int], logprobs: Iterable[TokenLogprob]) -> None:
+        """New output tokens."""
+        assert self.output is not None
+        for token in tokens:
+            self.output.push(token)
+        self.output.logprobs.extend(logprobs)
+        del self.output.logprobs[len(self.output.tokens) :]  # none for tokens behind a stop string
+        self._wake()
+
+    def report(self, progress: ProgressView) -> None:
+        self.progress = progress
+        self.progress_count += 1
+        self._wake()
+
+    def end(self, outcome: TurnView | PensieveError) -> None:
+        """The turn is over. Nothing is written afterwards."""
+        self._outcome = outcome
+        self._wake()
+
+    # ---- streams read
+
+    @property
+    def ended(self) -> bool:
+        return self._outcome is not None
+
+    @property
+    def ready(self) -> int:
+        """Number of output tokens that may be shown."""
+        return 0 if self.output is None else self.output.ready
+
+    def result(self) -> TurnView:
+        """How the turn ended. Raises the error it ended with."""
+        if isinstance(self._outcome, PensieveError):
+            # A copy for each caller: one exception object raised in many tasks would chain their tracebacks.
+            raise copy.copy(self._outcome)
+        assert self._outcome is not None
+        return self._outcome
+
+    def delta(self, start: int, limit: int | None) -> Delta:
+        """The next delta of a stream that has sent ``start`` tokens; ``start`` < ``ready``."""
+        assert self.output is not None
+        end = self.output.slice(start, limit)
+        return Delta(
+            start,
+            tuple(self.output.tokens[start:end]),
+            "".join(self.output.pieces[start:end]),
+            tuple(self.output.logprobs[start:end]),
+        )
+
+    async def changed(self, timeout_s: float) -> bool:
+        """Wait for the next write; False when none came in time."""
+        loop = asyncio.get_running_loop()
+        change: asyncio.Future[None] = loop.create_future()
+        self._waiting.add(change)
+        late = loop.call_later(timeout_s, _set, change)
+        try:
+            await change
+            return change not in self._waiting
+        finally:
+            late.cancel()
+            self._waiting.discard(change)
+
+    async def wait_for_end(self) -> None:
+        while not self.ended:
+            await self.changed(3600.0)
+
+    async def outcome(self) -> TurnView:
+        """Wait for the end. Raises the error the turn ended with."""
+        await self.wait_for_end()
+        return self.result()
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, set()
+        for change in waiting:
+            _set(change)
+
+
+def _set(change: asyncio.Future[None]) -> None:
+    if not change.done():
+        change.set_result(None)

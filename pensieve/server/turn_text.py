@@ -1,0 +1,118 @@
+"""The text of an answer while it grows: which text belongs to which token, and what may be shown yet.
+
+Every token has a piece of text, a pure function of the token prefix, so that the store's tokens give the same pieces
+again. A position is *clean* when the text before it is final: no code point waits for more bytes and nothing before it
+may still turn out to be part of a stop string. Streams only ever stop at clean positions; that is what makes
+``resume_token_offset`` exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pensieve.core import TokenLogprob
+from pensieve.tokenizer import ChatTokenizer, StopMatcher
+
+
+class OutputText:
+    """Tokens in, pieces out."""
+
+    def __init__(self, tokenizer: ChatTokenizer, stops: tuple[str, ...] = (), min_tokens: int = 0) -> None:
+        """Stop strings count from the ``min_tokens``-th token on."""
+        self._tokenizer = tokenizer
+        self._stream = tokenizer.detokenizer()
+        self._matcher = StopMatcher(stops)
+        self._min_tokens = min_tokens
+        self._chars = 0
+        self._final_chars = 0
+        self._undecided: list[tuple[int, int]] = []
+        self.tokens: list[int] = []
+        self.pieces: list[str] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.clean: list[bool] = [True]
+        """Whether a stream may stop before token ``i``; one entry more than tokens."""
+        self.ready = 0
+        """Number of tokens that may be shown: the largest clean position."""
+        self.stop: str | None = None
+        """The stop string that was found. Nothing is taken any more."""
+
+    def push(self, token: int) -> None:
+        """One more output token. Ignored after a stop string."""
+        if self.stop is not None:
+            return
+        piece = self._stream.push((token,))
+        self.tokens.append(token)
+        self.pieces.append(piece)
+        self._chars += len(piece)
+        if len(self.tokens) < self._min_tokens:
+            self._final_chars += len(piece)
+        else:
+            result = self._matcher.push(piece)
+            self._final_chars += len(result.text)
+            self.stop = result.stop
+        self.clean.append(False)
+        if not self._stream.pending:
+            self._undecided.append((len(self.tokens), self._chars))
+        if self.stop is None:
+            self._settle()
+
+    def finish(self, keep: int | None = None) -> str:
+        """No more tokens follow, and only the first ``keep`` count. Returns the final text; all positions are final.
+
+        With a stop string the text ends before it; bytes that never became a code point show as U+FFFD.
+        """
+        if keep is not None and keep < len(self.tokens):
+            self._truncate(keep)
+        tail = self._stream.finish()
+        if tail and self.pieces:
+            self.pieces[-1] += tail
+            self._chars += len(tail)
+        self.clip(self._final_chars if self.stop is not None else self._chars)
+        return "".join(self.pieces)
+
+    def clip(self, chars: int) -> None:
+        """Show no more than the first ``chars`` characters, and everything up to there now."""
+        left = chars
+        for index, piece in enumerate(self.pieces):
+            self.pieces[index] = piece[:left]
+            left -= len(self.pieces[index])
+        self.clean[-1] = True
+        self.ready = len(self.tokens)
+        self._undecided.clear()
+
+    def slice(self, start: int, limit: int | None) -> int:
+        """Where a delta from ``start`` ends: the last clean position within ``limit`` tokens, else the next one."""
+        if limit is None or self.ready - start <= limit:
+            return self.ready
+        end = next((i for i in range(start + limit, start, -1) if self.clean[i]), None)
+        if end is None:
+            end = next(i for i in range(start + limit + 1, self.ready + 1) if self.clean[i])
+        return end
+
+    def _settle(self) -> None:
+        """Positions whose text has become final are clean."""
+        settled = 0
+        for position, chars in self._undecided:
+            if chars > self._final_chars:
+                break
+            self.clean[position] = True
+            self.ready = position
+            settled += 1
+        del self._undecided[:settled]
+
+    def _truncate(self, keep: int) -> None:
+        del self.tokens[keep:], self.pieces[keep:], self.logprobs[keep:], self.clean[keep + 1 :]
+        self.stop = None
+        self._stream = self._tokenizer.detokenizer()
+        self._stream.push(self.tokens)
+        self._chars = sum(map(len, self.pieces))
+
+
+def replayed_text(tokenizer: ChatTokenizer, tokens: Iterable[int], text: str) -> OutputText:
+    """The pieces of a committed answer, from its stored tokens and text."""
+    output = OutputText(tokenizer)
+    for token in tokens:
+        output.push(token)
+    output.finish()
+    output.clip(len(text))
+    return output

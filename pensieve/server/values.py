@@ -1,0 +1,130 @@
+"""What the service passes around instead of protobuf messages: plain frozen values of turns."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from dataclasses import dataclass
+
+import msgspec
+
+from pensieve.core import FinishReason, Phase, Role, TokenLogprob, Usage
+from pensieve.store.records import Item, SamplingDefaults
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One input item: text for the chat template, or token ids (packed uint32) taken verbatim."""
+
+    role: Role
+    text: str = ""
+    tokens: bytes | None = None
+
+
+class OutputChoice(msgspec.Struct, frozen=True):
+    """How a stream wants its deltas. Part of the delivery, not of the turn."""
+
+    token_ids: bool = False
+    top_logprobs: int | None = None
+    max_chunk_tokens: int | None = None
+    max_chunk_delay_s: float = 0.0
+    pad_chunks: bool = False
+
+
+class TurnSpec(msgspec.Struct, frozen=True):
+    """What a turn is."""
+
+    request_id: str
+    input: tuple[Entry, ...] = ()
+    expected_revision: int | None = None
+    replace_after_item: int | None = None
+    sampling: SamplingDefaults = SamplingDefaults()
+    output: OutputChoice = OutputChoice()
+    max_duration_s: float | None = None
+    priority: int = 0
+
+    def fingerprint(self) -> str:
+        """Hash over the fields that say what the turn is; how its answer is delivered (output, priority) is not."""
+        return fingerprint(
+            "turn",
+            self.input,
+            self.expected_revision,
+            self.replace_after_item,
+            self.sampling,
+            self.max_duration_s,
+        )
+
+
+_deterministic = msgspec.msgpack.Encoder(order="deterministic")
+
+
+def fingerprint(*fields: object) -> str:
+    """Hash over values: equal values give equal hashes, whatever the wire said. 128 bits, hex."""
+    return hashlib.blake2b(_deterministic.encode(fields), digest_size=16).hexdigest()
+
+
+class OnDisconnect(enum.IntEnum):
+    """The numbers are those of ``pensieve.v1.DisconnectPolicy``."""
+
+    CANCEL = 1
+    FINISH = 2
+
+
+class TurnState(enum.IntEnum):
+    """The numbers are those of ``pensieve.v1.Turn.State``."""
+
+    RUNNING = 1
+    COMMITTED = 2
+    DISCARDED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TurnView:
+    """A turn as a caller sees it: running, committed or discarded."""
+
+    session_id: str
+    request_id: str
+    state: TurnState
+    base_revision: int = 0
+    revision: int = 0
+    input: tuple[Item, ...] = ()
+    output: Item | None = None
+    finish_reason: FinishReason | None = None
+    stop_sequence: str = ""
+    seed: int = 0
+    usage: Usage | None = None
+    discard_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """First event of a stream: the turn holds its session and its context fits."""
+
+    request_id: str
+    base_revision: int
+    context_tokens: int
+    seed: int
+    attempt: str
+    replayed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressView:
+    """Where the turn is."""
+
+    phase: Phase = Phase.QUEUED
+    queue_position: int = 0
+    tokens_done: int = 0
+    tokens_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Output tokens ``[offset, offset + len(tokens))`` and the text that they complete."""
+
+    offset: int
+    tokens: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+StreamEvent = Accepted | ProgressView | Delta | TurnView
