@@ -120,7 +120,7 @@ def load_arch(folder: Path) -> Arch:
 
 
 def load_generation(folder: Path) -> Sampling:
-    """What the authors of the model in ``folder`` recommend; greedy unless they say ``do_sample``. Raises ModelError."""
+    """What a model's authors recommend; greedy unless they say ``do_sample``. Raises ModelError."""
     from pensieve.model.families import generation_defaults
 
     return generation_defaults(read_json(folder / "generation_config.json") or {})

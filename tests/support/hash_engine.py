@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from support.hash_worker import HashWorker, oracle_tokens
-
 from pensieve.config import CacheConfig, EngineOptions, SchedulerConfig, parse_cache_size
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost import CostModel
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import Ready
 from pensieve.engine.scheduler import Scheduler
+from support.hash_worker import HashWorker, oracle_tokens
 
 BUILDER = "support.hash_engine:build"
 CONTEXT_LIMIT = 2048
