@@ -185,6 +185,11 @@ class Engine:
         key = RequestKey(submit.request)
         tokens = unpack_tokens(submit.tokens)
         limit = self._scheduler.context_limit
+        if not 0 <= submit.num_new <= len(tokens) or not len(tokens):
+            message = f"{submit.num_new} new of {len(tokens)} tokens: there must be something to continue"
+            return [Failed(submit.request, "ENGINE_FAILED", message)]
+        if key in self._requests:
+            return [Failed(submit.request, "ENGINE_FAILED", "the request key is in use")]
         if not self._scheduler.fits(len(tokens)):
             message = f"a context of {len(tokens)} tokens leaves no room for an answer; the limit is {limit}"
             return [Failed(submit.request, "CONTEXT_LIMIT_EXCEEDED", message)]

@@ -235,6 +235,14 @@ def test_a_context_that_can_never_fit_is_refused_at_once(count: int, refused: bo
         assert not rig.engine.has_work
 
 
+@pytest.mark.parametrize(("count", "num_new"), [(0, 0), (3, 4)])
+def test_nonsense_from_the_front_end_fails_the_request_not_the_engine(count: int, num_new: int) -> None:
+    rig = Rig()
+    (event,) = rig.engine.handle(Submit(1, "a", pack_tokens(range(count)), num_new, Sampling()))
+    assert isinstance(event, Failed)
+    assert not rig.engine.has_work
+
+
 def test_a_full_queue_refuses() -> None:
     rig = Rig(scheduler=replace(SCHEDULER, max_queued=2))
     events = [rig.engine.handle(Submit(n, f"s{n}", pack_tokens([1]), 1, Sampling()))[0] for n in range(3)]
