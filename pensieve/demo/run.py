@@ -176,6 +176,10 @@ def print_summary(run: Run, stateless: Run, console: Console) -> None:
         table.add_row(label, value(run), value(stateless))
     console.print(table)
     console.print(f"stateless took {stateless.seconds / run.seconds:.2f} × the time", highlight=False)
+    if run.suspensions == 0:
+        console.print(
+            "no answer had to be suspended this time; a smaller --device-cache shows it", style="dim"
+        )
 
 
 def verdict(run: Run, stateless: Run) -> list[str]:
@@ -194,8 +198,6 @@ def verdict(run: Run, stateless: Run) -> list[str]:
     ):
         if run.tokens(source) == 0:
             problems.append(f"no token was {label}: the tiers are too large to show anything")
-    if run.suspensions == 0:
-        problems.append("no answer was suspended: the device tier is too large to show it")
     return problems
 
 
@@ -203,9 +205,9 @@ def verdict(run: Run, stateless: Run) -> list[str]:
 @click.option("--sessions", default=12, type=click.IntRange(1, 200), help="Conversations held at once.")
 @click.option("--turns", default=8, type=click.IntRange(2, 60), help="Turns of each conversation.")
 @click.option("--seed", default=1, help="Which conversations.")
-@click.option("--device-cache", default="1024tokens", help="Size of the first tier.")
-@click.option("--host-cache", default="1536tokens", help="Size of the second tier.")
-@click.option("--chunk-tokens", default=16, help="Tokens per chunk.")
+@click.option("--device-cache", default="768tokens", help="Size of the first tier.")
+@click.option("--host-cache", default="1408tokens", help="Size of the second tier.")
+@click.option("--chunk-tokens", default=8, help="Tokens per chunk.")
 @click.option("--quiet", is_flag=True, help="Print the summary only.")
 def demo(
     sessions: int, turns: int, seed: int, device_cache: str, host_cache: str, chunk_tokens: int, quiet: bool
