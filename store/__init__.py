@@ -127,6 +127,11 @@ class HistoryStore(Protocol):
         """``none``, ``fsync``, ``local``, ``replicated(n)`` or ``unknown``: shown in GetServerInfo's features."""
         ...
 
+    @property
+    def store_id(self) -> str:
+        """Names these data, to everybody who shares them; random, known once open, and not for callers to see."""
+        ...
+
     async def open(self) -> None:
         """Connect, create or check the schema and the store id. Raises Unavailable or FailedPrecondition."""
         ...

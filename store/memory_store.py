@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -35,10 +36,15 @@ class MemoryStore:
         """``clock``: ms since the epoch; the store's only time."""
         self._clock = clock
         self._sessions: dict[Key, _Session] = {}
+        self._store_id = uuid.uuid4().hex
 
     @property
     def durability(self) -> str:
         return "none"
+
+    @property
+    def store_id(self) -> str:
+        return self._store_id
 
     async def open(self) -> None:
         """Nothing to do."""

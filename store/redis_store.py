@@ -70,6 +70,10 @@ class RedisStore:
         """``fsync`` (AOF, always), ``local`` (AOF, every second), ``none``, or ``unknown`` when CONFIG is forbidden."""
         return self._link.durability
 
+    @property
+    def store_id(self) -> str:
+        return self._link.store_id
+
     async def open(self) -> None:
         try:
             await self._link.open()

@@ -58,6 +58,10 @@ class SqliteStore:
     def durability(self) -> str:
         return "fsync"
 
+    @property
+    def store_id(self) -> str:
+        return self._file.store_id
+
     async def open(self) -> None:
         """Take the file. Raises FailedPrecondition when another server holds it or its schema is newer."""
         if self._thread is None:

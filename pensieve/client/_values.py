@@ -162,8 +162,8 @@ class TokenCount:
 
     @property
     def fits(self) -> bool:
-        """Whether a turn with this input starts inside the limit."""
-        return self.context_tokens <= self.context_limit
+        """Whether a turn with this input is taken: at least one token of an answer has to fit behind it."""
+        return self.context_tokens < self.context_limit
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import os
 import resource
@@ -116,7 +117,7 @@ class App:
             log_json=options.log_json,
         )
         self._metrics.watch_engine(self._link)
-        settings = self._settings(await asyncio.to_thread(_sampling_defaults, folder))
+        settings = self._settings(await asyncio.to_thread(_sampling_defaults, folder), store.store_id)
         self._conversations = Conversations(
             store, self._link, tokenizer, settings, on_turn_ended=self._metrics.turn_ended
         )
@@ -148,7 +149,7 @@ class App:
         self._stack.push_async_callback(store.close)
         return store
 
-    def _settings(self, defaults: SamplingDefaults) -> TurnSettings:
+    def _settings(self, defaults: SamplingDefaults, store_id: str) -> TurnSettings:
         options = self._options
         return TurnSettings(
             replica=f"{socket.gethostname()}-{secrets.token_hex(4)}",
@@ -157,6 +158,8 @@ class App:
             lease_s=options.lease_s,
             heartbeat_s=options.heartbeat_s,
             disconnect_grace_s=options.disconnect_grace_s,
+            # One listing may be served by several replicas, and by what follows a restart.
+            page_secret=hashlib.sha256(f"pages of {store_id}".encode()).digest(),
         )
 
     def _make_data_server(self, authenticator: Authenticator) -> aio.Server:

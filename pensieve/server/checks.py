@@ -163,6 +163,10 @@ def label_selector(value: str, _bounds: Bounds, path: str, problems: Problems) -
         "=" in part and LABEL_KEY.fullmatch(part.split("=", 1)[0].strip()) for part in value.split(",")
     ):
         problems.append((path, "must be like key=value,key2=value2"))
+        return
+    keys = [part.split("=", 1)[0].strip() for part in value.split(",")]
+    if len(set(keys)) < len(keys):
+        problems.append((path, "names a key twice"))
 
 
 def item_number(value: int, _bounds: Bounds, path: str, problems: Problems) -> None:

@@ -78,7 +78,7 @@ class Renderer:
         chars = sum(len(entry.text) for entry in entries if entry.tokens is None)
         verbatim = sum(len(entry.tokens) // 4 for entry in entries if entry.tokens is not None)
         if verbatim >= limit or chars > self._tokenizer.max_chars(limit):
-            raise too_long(max(verbatim, limit + 1), limit)
+            raise too_long(verbatim if verbatim >= limit else limit + 1, limit)
 
     def context(self, history: History) -> TokenArray:
         """Token ids of the visible items, int32 [n].

@@ -140,7 +140,12 @@ class Sessions:
         return await self._create(target, record, counts, mark, derived=not session_id, source=source)
 
     async def delete(self, key: Key, *, expected_revision: int | None, allow_missing: bool) -> None:
-        """Erase content now, running turns included; the engine's cached state goes too, if an engine is up."""
+        """Erase content now, running turns included; the engine's cached state goes too, if an engine is up.
+
+        Of a session that was deleted before, only ``allow_missing`` makes it none of an error.
+        """
+        if not allow_missing:
+            await self._tools.store.load(key)
         await self._tools.store.delete(key, expected_revision=expected_revision, allow_missing=allow_missing)
         self._tools.histories.forget(key)
         await self._turns.end_session(key, NotFound("the session was deleted", reason="SESSION_DELETED"))

@@ -310,6 +310,7 @@ class TurnRun:
         self.seed, self.base_revision, self.attempt = view.seed, view.base_revision, record.turn.attempt
         tokens = turn_record.output_tokens(view.output).tolist()
         output = replayed_text(self._tools.tokenizer, tokens, view.output.text)
+        output.cut_short = view.finish_reason is FinishReason.CANCELLED
         self._accept(record.turn.usage.context_tokens, output, replayed=True)
         return view
 

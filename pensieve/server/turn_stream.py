@@ -40,7 +40,9 @@ async def events(buffer: TurnBuffer, options: StreamOptions) -> AsyncGenerator[S
     while True:
         if buffer.ready > sent:
             if options.output.max_chunk_delay_s > 0:
-                await _gather(buffer, sent, options.output)
+                await _gather(buffer, sent, options)
+                if buffer.ready <= sent:
+                    continue  # taken back meanwhile
             delta = buffer.delta(sent, options.output.max_chunk_tokens)
             sent += len(delta.tokens)
             yield delta
@@ -55,22 +57,24 @@ async def events(buffer: TurnBuffer, options: StreamOptions) -> AsyncGenerator[S
 
 
 def _first_token(buffer: TurnBuffer, options: StreamOptions) -> int:
-    """Index of the first token to send. Raises InvalidArgument when the client claims tokens that do not exist."""
+    """Index of the first token to send. Raises InvalidArgument when the client claims tokens that never existed."""
     assert buffer.accepted is not None and buffer.output is not None
     if options.resume_attempt and options.resume_attempt != buffer.accepted.attempt:
         return 0
     if options.resume_offset > len(buffer.output.tokens):
+        if buffer.output.cut_short:
+            return len(buffer.output.tokens)
         raise InvalidArgument.field(
             "resume_token_offset", "is larger than the number of tokens of this attempt"
         )
     return options.resume_offset
 
 
-async def _gather(buffer: TurnBuffer, sent: int, output: OutputChoice) -> None:
-    """Wait for more tokens: until a chunk is full, the delay is over, or the turn ends."""
+async def _gather(buffer: TurnBuffer, sent: int, options: StreamOptions) -> None:
+    """Wait for more tokens: until a chunk is full, the delay or a heartbeat's time is over, or the turn ends."""
     loop = asyncio.get_running_loop()
-    until = loop.time() + output.max_chunk_delay_s
-    wanted = output.max_chunk_tokens
+    until = loop.time() + min(options.output.max_chunk_delay_s, options.heartbeat_s)
+    wanted = options.output.max_chunk_tokens
     while not buffer.ended and (wanted is None or buffer.ready - sent < wanted):
         left = until - loop.time()
         if left <= 0 or not await buffer.changed(left):

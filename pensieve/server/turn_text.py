@@ -35,6 +35,8 @@ class OutputText:
         """Number of tokens that may be shown: the largest clean position."""
         self.stop: str | None = None
         """The stop string that was found. Nothing is taken any more."""
+        self.cut_short = False
+        """Tokens that streams may have shown were taken back: the turn was cancelled."""
 
     def push(self, token: int) -> None:
         """One more output token. Ignored after a stop string."""
@@ -101,6 +103,7 @@ class OutputText:
         del self._undecided[:settled]
 
     def _truncate(self, keep: int) -> None:
+        self.cut_short = True
         del self.tokens[keep:], self.pieces[keep:], self.logprobs[keep:], self.clean[keep + 1 :]
         self.stop = None
         self._stream = self._tokenizer.detokenizer()

@@ -54,12 +54,14 @@ class TurnSpec(msgspec.Struct, frozen=True):
         )
 
 
-_deterministic = msgspec.msgpack.Encoder(order="deterministic")
-
-
 def fingerprint(*fields: object) -> str:
     """Hash over values: equal values give equal hashes, whatever the wire said. 128 bits, hex."""
-    return hashlib.blake2b(_deterministic.encode(fields), digest_size=16).hexdigest()
+    # Keys as texts first: the encoder sorts no others, and logit biases are keyed by token id.
+    plain = msgspec.to_builtins(fields, builtin_types=(bytes,), str_keys=True)
+    return hashlib.blake2b(_deterministic.encode(plain), digest_size=16).hexdigest()
+
+
+_deterministic = msgspec.msgpack.Encoder(order="deterministic")
 
 
 class OnDisconnect(enum.IntEnum):

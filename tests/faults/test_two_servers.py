@@ -173,3 +173,16 @@ async def test_a_paused_server_tells_the_turn_that_was_committed_elsewhere(tmp_p
         assert await slow.until_done(talk, spec) == stands
         for caller in (slow, other):
             await audit(caller, [talk])
+
+
+async def test_a_listing_goes_on_at_the_other_server(tmp_path: Path) -> None:
+    """Requests without a session name have nothing to route on: any replica may get the next page."""
+    async with pair(tmp_path) as servers:
+        callers = [caller for _, caller in servers]
+        names = {(await callers[0].talk()).name for _ in range(3)}
+        request, seen = pb.ListSessionsRequest(page_size=1), []
+        while request.page_token or not seen:
+            page = await callers[len(seen) % 2].data.ListSessions(request, timeout=20)
+            seen += [session.name for session in page.sessions]
+            request.page_token = page.next_page_token
+        assert len(seen) == 3 and set(seen) == names

@@ -124,6 +124,7 @@ async def test_failures_keep_reason_and_come_after_the_output(reason: str, kind:
     with pytest.raises(kind) as caught:
         await anext(generation)
     assert caught.value.reason == reason and caught.value.message == "why"
+    assert (caught.value.retry_after_s is not None) == (reason == "SERVER_OVERLOADED")
     assert await read(generation) == []
 
 

@@ -162,6 +162,7 @@ BAD_OTHERS: dict[str, Callable[[Rig], Any]] = {
     "create: items": lambda rig: rig.create(initial_items=[user("x")] * 1025),
     "list: page size": lambda rig: rig.api.ListSessions(pb.ListSessionsRequest(page_size=-1)),
     "list: selector": lambda rig: rig.api.ListSessions(pb.ListSessionsRequest(label_selector="nonsense")),
+    "list: key twice": lambda rig: rig.api.ListSessions(pb.ListSessionsRequest(label_selector="a=1,a=2")),
     "list: page token": lambda rig: rig.api.ListSessions(pb.ListSessionsRequest(page_token="AAAA")),
     "list: page token bytes": lambda rig: rig.api.ListSessions(pb.ListSessionsRequest(page_token="é!")),
     "update: mask": lambda rig: rig.api.UpdateSession(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pensieve.client import TokenCount
 from pensieve.core import Role
 from pensieve.server.rendering import Renderer, Stamp
 from pensieve.server.values import Entry
@@ -50,7 +51,11 @@ async def test_exactly_at_the_limit(over: int, fits: bool) -> None:
         if fits:
             assert (await rig.run(name, turn)).usage.context_tokens == LIMIT + over
         else:
-            assert (await refusal(rig.call(name, turn))).reason == "CONTEXT_LIMIT_EXCEEDED"
+            error = await refusal(rig.call(name, turn))
+            assert error.reason == "CONTEXT_LIMIT_EXCEEDED"
+            assert error.metadata == {"context_tokens": str(LIMIT + over), "limit": str(LIMIT)}
+        count = await rig.api.CountTokens(pb.CountTokensRequest(session=await rig.create(), input=[item]))
+        assert TokenCount(count.input_tokens, count.context_tokens, count.context_limit).fits == fits
 
 
 async def test_oldest_turns_leave_the_view_only() -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 
 import pytest
 
 from pensieve import debug
 from pensieve.core import FinishReason
+from pensieve.server.turn_buffer import TurnBuffer
+from pensieve.server.turn_stream import StreamOptions, events
+from pensieve.server.turn_text import OutputText
+from pensieve.server.values import Accepted, OutputChoice
 from pensieve.v1 import pensieve_pb2 as pb
-from support.service_rig import ANSWER, Streamed, encode, refusal, says, serving, spec, uid
+from support.service_rig import ANSWER, Streamed, encode, refusal, says, serving, spec, tokenizer, uid
 
 
 async def test_fifty_concurrent_duplicates_are_one_turn() -> None:
@@ -153,6 +158,51 @@ async def test_offset_beyond_the_attempt_is_refused() -> None:
         attempt = (await rig.stream(name, turn)).accepted.attempt
         error = await refusal(rig.call(name, turn, resume_attempt=attempt, resume_token_offset=10_000))
         assert error.code == "INVALID_ARGUMENT"
+
+
+async def test_a_resume_behind_what_a_cancel_kept_ends_well() -> None:
+    """Somebody else's Stop button took tokens back that this client had received before its connection broke."""
+    async with serving(answer=None) as rig:
+        name, turn = await rig.create(), spec("hi")
+        call = rig.call(name, turn)
+        generation = await rig.link.next_generation()
+        generation.admit()
+        generation.emit(*encode("hello world, the fox"))
+        attempt = (await call.read()).accepted.attempt
+        while not (await call.read()).delta.token_count:
+            pass
+        view = await rig.cancel(name, turn.request_id, keep_output_tokens=1)
+        got = await rig.stream(name, turn, resume_attempt=attempt, resume_token_offset=3)
+        assert not got.deltas and got.completed == view
+
+
+async def test_the_same_while_the_cancelled_turn_is_being_committed() -> None:
+    buffer, output = TurnBuffer(), OutputText(tokenizer())
+    for token in encode("hello world, the fox"):
+        output.push(token)
+    output.finish(keep=1)
+    buffer.accept(Accepted("id", 1, 10, 7, "attempt", False), output)
+    async with aclosing(events(buffer, StreamOptions(OutputChoice(), 5.0, "attempt", 3))) as stream:
+        assert await anext(stream) == buffer.accepted
+
+
+async def test_biases_are_part_of_what_a_turn_is_in_any_order() -> None:
+    async with serving() as rig:
+        name = await rig.create()
+        turn = spec("hi", sampling=pb.SamplingParams(logit_bias={3: 1.0, 20: -1.0}))
+        await rig.run(name, turn)
+        assert rig.link.generations[-1].sampling.logit_bias == {3: 1.0, 20: -1.0}
+        again = pb.TurnSpec()
+        again.CopyFrom(turn)
+        again.sampling.logit_bias.clear()
+        again.sampling.logit_bias.update({20: -1.0, 3: 1.0})
+        assert (await rig.stream(name, again)).accepted.replayed
+        again.sampling.logit_bias[3] = 2.0
+        assert (await refusal(rig.call(name, again))).reason == "REQUEST_ID_REUSED"
+        defaults = pb.SessionConfig(default_sampling=pb.SamplingParams(logit_bias={5: 1.0}))
+        request_id = uid()
+        first = await rig.create(config=defaults, request_id=request_id)
+        assert await rig.create(config=defaults, request_id=request_id) == first
 
 
 async def test_attach_only_never_starts() -> None:

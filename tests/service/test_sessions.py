@@ -229,6 +229,10 @@ async def test_delete() -> None:
         assert (
             await refusal(rig.api.GetSession(pb.GetSessionRequest(name=name)))
         ).reason == "SESSION_DELETED"
+        again = pb.DeleteSessionRequest(name=name)
+        assert (await refusal(rig.api.DeleteSession(again))).reason == "SESSION_DELETED"
+        again.allow_missing = True
+        await rig.api.DeleteSession(again)
         missing = pb.DeleteSessionRequest(name="sessions/never-was")
         assert (await refusal(rig.api.DeleteSession(missing))).reason == "SESSION_NOT_FOUND"
         missing.allow_missing = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service_rig import ANSWER, encode, eos, says, serving, spec, uid
 
@@ -143,6 +145,23 @@ async def test_logprobs_and_padding() -> None:
         got = await rig.stream(name, spec("hi", output=output))
         assert all(len(delta.logprobs) == delta.token_count for delta in got.deltas)
         assert all(delta.ByteSize() % 128 == 0 for delta in got.deltas)
+
+
+async def test_a_chunk_waits_no_longer_than_a_heartbeat() -> None:
+    async with serving(answer=None, heartbeat_s=0.05) as rig:
+        name = await rig.create()
+        output = pb.OutputOptions(max_chunk_tokens=1000)
+        output.max_chunk_delay.FromSeconds(10)
+        call = rig.call(name, spec("hi", output=output))
+        generation = await rig.link.next_generation()
+        generation.admit()
+        generation.emit(*encode("the fox"))
+        seen = ""
+        async with asyncio.timeout(5):  # half of the delay
+            while not seen:
+                seen = (await call.read()).delta.text
+        assert seen == "the fox"
+        call.cancel()
 
 
 async def test_verbatim_tokens_get_no_glue() -> None:

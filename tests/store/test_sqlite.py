@@ -58,9 +58,10 @@ async def test_content_survives_a_restart(tmp_path: Path) -> None:
     async with opened(tmp_path / "h.db") as store:
         await store.create(row(KEY), first_record(), "fp")
         await whole_turn(store, KEY, 1)
-        before = await store.read(KEY)
+        before, store_id = await store.read(KEY), store.store_id
     async with opened(tmp_path / "h.db") as store:
         assert await store.read(KEY) == before
+        assert store.store_id == store_id != ""
         assert store.durability == "fsync"
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime as dt
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -184,6 +186,29 @@ def _shared_chat() -> ChatTokenizer:
             path = tiny.write_folder(Path(folder), tiny.byte_level(), tiny.CHATML, eos="<|im_end|>")
             _CHATS["bytes"] = ChatTokenizer.from_folder(path)
     return _CHATS["bytes"]
+
+
+def test_a_long_text_holds_up_no_other_thread(chat: ChatTokenizer) -> None:
+    """The event loop answers health checks while a megabyte is tokenised."""
+    assert min(longest_pause(chat, "word " * 100_000) for _ in range(3)) < 0.5
+
+
+def longest_pause(chat: ChatTokenizer, text: str) -> float:
+    """The longest that this thread stood still while another one tokenised ``text``; share of the whole time."""
+    message = [TextMessage(U, text)]
+    thread = threading.Thread(target=lambda: chat.render([], message, generation_prompt=True))
+    longest, start = 0.0, time.perf_counter()
+    last = start
+    thread.start()
+    while thread.is_alive():
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    return longest / (time.perf_counter() - start)
+
+
+def test_half_a_surrogate_pair_is_refused(chat: ChatTokenizer) -> None:
+    with pytest.raises(InvalidArgument):
+        chat.render([], [TextMessage(U, "a\ud800")], generation_prompt=True)
 
 
 def test_control_token_that_is_a_piece_of_the_vocabulary_is_spelled(tmp_path: Path) -> None:

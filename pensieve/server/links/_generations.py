@@ -12,7 +12,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Final, Protocol
 
 from pensieve.core import FinishReason, RequestKey, TokenLogprob, Usage
 from pensieve.engine.messages import (
@@ -38,6 +38,8 @@ from pensieve.server.engine_link import GenerationEvent
 log = logging.getLogger(__name__)
 
 Answer = Evicted | Residency
+OVERLOAD_RETRY_S: Final = 1.0
+"""When to try again after the engine's queue was full."""
 
 
 class GenerationObserver(Protocol):
@@ -274,4 +276,5 @@ def _failure(event: Failed) -> PensieveError:
         "SERVER_OVERLOADED": ResourceExhausted,
         "DRAINING": Unavailable,
     }
-    return kinds.get(event.reason, Internal)(event.message, reason=event.reason)
+    wait = OVERLOAD_RETRY_S if event.reason in ("SERVER_OVERLOADED", "DRAINING") else None
+    return kinds.get(event.reason, Internal)(event.message, reason=event.reason, retry_after_s=wait)
