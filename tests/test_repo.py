@@ -181,7 +181,9 @@ def test_documents_name_what_exists(document: Path) -> None:
 
 
 def test_makefile_help_names_the_public_targets() -> None:
-    shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    # Under `make test` a plain make would say which folder it enters.
+    command = ["make", "--no-print-directory", "help"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     named = {line.split()[0] for line in shown.splitlines()}
     assert {"setup", "demo", "test", "lint", "types", "proto", "bench-replay", "clean", "help"} <= named
     assert named <= make_targets()

@@ -1,0 +1,65 @@
+"""Tile shapes of the ragged paged attention kernel, and which one a launch takes.
+
+Measured on an H200 with heads of 128; the comments name what a choice buys there. Nothing here looks at one shape:
+the rules see rows, items and the room on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WIDEST_HEAD = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    rows: int
+    """Query rows (tokens × query heads of a KV head) of an item; below 64 the tensor cores' older instruction runs."""
+    keys: int
+    """Keys per step of an item's walk."""
+    warps: int
+    stages: int
+    """Key and value buffers in flight, plus one."""
+    registers: int | None
+    """Limit per thread, for the sake of ``resident``; None: the compiler's choice."""
+    resident: int
+    """Programs that fit on one multiprocessor."""
+    least_keys: int
+    """No item is cut into pieces shorter than this."""
+    split_mask: bool = False
+    """Walk fully visible tiles first, without a mask: shorter, at the price of a second loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileSet:
+    narrow: Tile
+    narrow_beside: Tile
+    """For narrow items that share the multiprocessors with wide ones."""
+    wide_few: Tile
+    """For spans of up to 64 rows, and for steps whose larger tiles would all start at once."""
+    wide: Tile
+
+
+def width_of(head_dim: int) -> int:
+    """Columns of a tile: the head size rounded up to a power of two. Raises ValueError beyond 256."""
+    if not 0 < head_dim <= WIDEST_HEAD:
+        raise ValueError(f"heads of {head_dim} values are not supported: 1 to {WIDEST_HEAD}")
+    return int(max(16, 1 << (head_dim - 1).bit_length()))
+
+
+def choose_tiles(head_dim: int, element_bytes: int) -> TileSet:
+    """Tiles for heads of this size and element width."""
+    if element_bytes > 2:  # for comparisons, not for speed
+        small, large = Tile(16, 32, 4, 2, None, 1, 64), Tile(64, 32, 4, 2, None, 1, 256)
+        return TileSet(small, small, large, large)
+    if width_of(head_dim) > 128:
+        small = Tile(16, 32, 4, 3, None, 2, 64)
+        large = Tile(64, 32, 4, 3, None, 1, 256, split_mask=True)
+        return TileSet(small, small, large, large)
+    return TileSet(
+        narrow=Tile(16, 64, 4, 3, 168, 3, 64),
+        narrow_beside=Tile(16, 64, 4, 2, 128, 2, 64),
+        wide_few=Tile(64, 64, 4, 3, None, 2, 512, split_mask=True),
+        # Two programs of 8 warps per multiprocessor: the one's softmax runs beside the other's products.
+        wide=Tile(128, 64, 8, 2, 128, 2, 512, split_mask=True),
+    )

@@ -1,0 +1,123 @@
+"""The Triton attention kernel without a GPU: its results under Triton's interpreter, its work lists, its refusals."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pensieve.kernels.attention_buffers import AttentionPlan, Capacity
+from pensieve.kernels.attention_plan import Geometry, choose_wide, make_work
+from pensieve.kernels.attention_tiles import choose_tiles
+from pensieve.kernels.ragged_paged_attention import ragged_paged_attention
+from pensieve.kernels.span_table import SpanTable
+from support.attention_cases import make_case
+from support.sources import ROOT
+
+SHAPES = [(40, 40), (40, 10), (32, 8), (14, 2), (1, 1), (40, 1)]
+
+
+def test_results_under_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "tests/support/interpreted_attention.py"], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None and int(passed[1]) >= 50, done.stdout
+
+
+@settings(max_examples=60)
+@given(
+    spans=st.lists(
+        st.tuples(st.one_of(st.integers(0, 9), st.integers(0, 2000)), st.integers(0, 40_000)), max_size=40
+    ),
+    shape=st.sampled_from(SHAPES),
+    padding=st.integers(0, 20),
+    processors=st.sampled_from([1, 4, 132, 5000]),
+)
+def test_work_covers_every_row_and_key_once(
+    spans: list[tuple[int, int]], shape: tuple[int, int], padding: int, processors: int
+) -> None:
+    geometry = Geometry(*shape, head_dim=128, element_bytes=2, multiprocessors=processors)
+    tiles = choose_tiles(128, 2)
+    table = SpanTable.build([n for n, _ in spans], [p for _, p in spans], range(len(spans)))
+    wide = choose_wide(table.host, geometry, tiles)
+    num_rows = table.num_tokens + padding
+    work = make_work(table.host, num_rows, geometry, tiles, tiles.narrow, wide)
+    row_of = np.repeat(np.arange(len(table)), table.host[:, 1])
+    position = np.arange(table.num_tokens) - table.host[row_of, 0] + table.host[row_of, 2]
+    covered = np.zeros((num_rows, geometry.groups), np.int64)
+    partial: list[range] = []
+    direct = np.zeros((num_rows, geometry.groups), np.int64)
+    for tile, items in ((tiles.narrow, work.narrow), (wide, work.wide)):
+        for start, rows, at, _, first, low, high, scratch in items.tolist():
+            assert low % tile.keys == 0 and first % tile.rows == 0 and first < rows
+            row = np.arange(first, min(first + tile.rows, rows))
+            token = start + row // geometry.groups
+            # The keys of this piece that each row sees; a piece beyond a row's own position adds none.
+            seen = at + row // geometry.groups + 1 if start < table.num_tokens else np.zeros(len(row), int)
+            np.add.at(covered, (token, row % geometry.groups), np.clip(np.minimum(seen, high) - low, 0, None))
+            np.add.at(direct, (token, row % geometry.groups), 1 if scratch < 0 else 0)
+            if scratch >= 0:
+                assert high > low
+                partial.append(range(scratch, scratch + tile.rows))
+    expected = np.zeros_like(covered)
+    expected[: table.num_tokens] = (position + 1)[:, None]
+    assert (covered == expected).all()
+    merged = np.zeros_like(direct)
+    np.add.at(merged, (work.merges[:, 0], work.merges[:, 1]), 1)
+    assert (direct + merged == 1).all(), "every row is written exactly once, by an item or by a merge"
+    starts = sorted((part.start, part.stop) for part in partial)
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(starts))
+    assert max((stop for _, stop in starts), default=0) <= work.partial_rows
+
+
+def test_small_steps_are_cut_for_the_whole_device() -> None:
+    geometry = Geometry(32, 8, head_dim=128, element_bytes=2, multiprocessors=132)
+    tiles = choose_tiles(128, 2)
+    host = SpanTable.build([1], [16383], [0]).host
+    work = make_work(host, 1, geometry, tiles, tiles.narrow, tiles.wide)
+    programs = len(work.narrow) * geometry.kv_heads
+    assert 132 <= programs <= 2 * 132
+    sizes = work.narrow[:, 6] - work.narrow[:, 5]
+    assert sizes.max() - sizes.min() <= tiles.narrow.keys
+
+
+def test_a_step_beyond_the_capacity_is_refused() -> None:
+    geometry = Geometry(4, 2, head_dim=64, element_bytes=2, multiprocessors=4)
+    host = SpanTable.build([1, 1], [3, 5], [0, 1]).host
+    plan = AttentionPlan(host, 60, geometry, torch.device("cpu"), capacity=Capacity(12, 0, 0, 0))
+    before = plan.words.clone()
+    with pytest.raises(ValueError, match="needs wide=2, the plan holds 0"):
+        plan.refill(SpanTable.build([60], [0], [0]).host)
+    assert torch.equal(before, plan.words)
+
+
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    case = make_case([(0, 3, 1)], heads=4, kv_heads=2)
+    rest = (case.spans, case.page_tables)
+    with pytest.raises(ValueError, match="3 query heads"):
+        ragged_paged_attention(case.q[:, :3], case.pool, *rest, scale=1.0)
+    with pytest.raises(ValueError, match="both must be"):
+        ragged_paged_attention(case.q.half(), case.pool, *rest, scale=1.0)
+    with pytest.raises(ValueError, match="int32"):
+        ragged_paged_attention(case.q, case.pool, case.spans, case.page_tables.long(), scale=1.0)
+    with pytest.raises(ValueError, match="contiguous"):
+        ragged_paged_attention(case.q.mT.contiguous().mT, case.pool, *rest, scale=1.0)
+    with pytest.raises(ValueError, match="positive"):
+        ragged_paged_attention(case.q, case.pool, *rest, scale=0.0)
+    with pytest.raises(ValueError, match="out is"):
+        ragged_paged_attention(case.q, case.pool, *rest, scale=1.0, out=case.q[:0])
+    with pytest.raises(ValueError, match="not supported"):
+        wide = make_case([(0, 3, 1)], dim=272)
+        ragged_paged_attention(wide.q, wide.pool, wide.spans, wide.page_tables, scale=1.0)
