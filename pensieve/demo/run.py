@@ -202,11 +202,11 @@ def verdict(run: Run, stateless: Run) -> list[str]:
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--sessions", default=12, type=click.IntRange(1, 200), help="Conversations held at once.")
+@click.option("--sessions", default=16, type=click.IntRange(1, 200), help="Conversations held at once.")
 @click.option("--turns", default=8, type=click.IntRange(2, 60), help="Turns of each conversation.")
 @click.option("--seed", default=1, help="Which conversations.")
 @click.option("--device-cache", default="768tokens", help="Size of the first tier.")
-@click.option("--host-cache", default="1408tokens", help="Size of the second tier.")
+@click.option("--host-cache", default="1920tokens", help="Size of the second tier.")
 @click.option("--chunk-tokens", default=8, help="Tokens per chunk.")
 @click.option("--quiet", is_flag=True, help="Print the summary only.")
 def demo(
