@@ -46,11 +46,9 @@ class SchedulerConfig:
     """No ahead-of-time swap-out in a step that swaps in (EuroSys §5)."""
 
 
-class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an engine process is started with: the engine's share of the server's options, sizes still as written."""
+class EngineTuning(msgspec.Struct, frozen=True, kw_only=True):
+    """Options that the server only hands on to its engine: their names, types and defaults, in one place."""
 
-    model: str
-    """Local folder with config.json, safetensors and tokenizer; already resolved (never ``demo`` or a hub id)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device_cache: str = "1GiB"
@@ -63,18 +61,24 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_batch_tokens: int = 512
     max_running: int = 64
     max_queued: int = 1024
+    context_limit: int = 0
+    """0: the model's own limit."""
     stateless: bool = False
     unified_batch: bool = True
     swap_in_first: bool = True
     pipelined_swap_in: bool = True
     """Off switch: copy all layers of a step's swap-in before its first layer runs."""
+
+
+class EngineOptions(EngineTuning, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an engine process is started with; sizes still as written."""
+
+    model: str
+    """Local folder with config.json, safetensors and tokenizer; already resolved (never ``demo`` or a hub id)."""
     cost_profile: str = ""
     """JSON written by ``pensieve profile``; empty: a built-in estimate from the architecture."""
-    context_limit: int = 0
-    """0: the model's own limit."""
     torch_threads: int = 0
     """CPU threads of the worker; 0: all cores."""
-    seed: int = 0
 
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|tokens?)\s*", re.IGNORECASE)

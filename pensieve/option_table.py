@@ -91,7 +91,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "host-cache",
         values.size(0),
-        "KV pool of the host, pinned on a GPU machine; 0 switches the tier off.",
+        "KV pool in host memory; 0 switches the tier off.",
         _SMALL,
         "SIZE",
     ),

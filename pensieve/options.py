@@ -19,7 +19,7 @@ from typing import Any, Literal
 import click
 import msgspec
 
-from pensieve.config import EngineOptions, PolicyName
+from pensieve.config import EngineOptions, EngineTuning
 from pensieve.option_table import OPTIONS, Option
 from pensieve.option_values import is_loopback
 
@@ -39,29 +39,13 @@ def default_store() -> str:
     return f"sqlite:///{state_directory() / 'pensieve.sqlite3'}"
 
 
-class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
+class ServeOptions(EngineTuning, frozen=True, kw_only=True):
     """Every option of the server, typed and checked. Durations in seconds, sizes still as written."""
 
     model: str = "demo"
     listen: str = "127.0.0.1:50051"
     admin: str = "127.0.0.1:0"
     store: str = msgspec.field(default_factory=default_store)
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device_cache: str = "1GiB"
-    host_cache: str = "1GiB"
-    chunk_tokens: int = 32
-    policy: PolicyName = "retention"
-    swap_watermark: float = 0.25
-    decode_reserve: float = 0.10
-    max_batch_tokens: int = 512
-    max_running: int = 64
-    max_queued: int = 1024
-    context_limit: int = 0
-    stateless: bool = False
-    unified_batch: bool = True
-    swap_in_first: bool = True
-    pipelined_swap_in: bool = True
     cost_profile: Path | None = None
     tensor_parallel: int = 1
     threads: int = 0
@@ -83,24 +67,9 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         """The engine's share. ``model_path``: the local folder that ``model`` was resolved to."""
         return EngineOptions(
             model=str(model_path),
-            device=self.device,
-            dtype=self.dtype,
-            device_cache=self.device_cache,
-            host_cache=self.host_cache,
-            chunk_tokens=self.chunk_tokens,
-            policy=self.policy,
-            swap_watermark=self.swap_watermark,
-            decode_reserve=self.decode_reserve,
-            max_batch_tokens=self.max_batch_tokens,
-            max_running=self.max_running,
-            max_queued=self.max_queued,
-            stateless=self.stateless,
-            unified_batch=self.unified_batch,
-            swap_in_first=self.swap_in_first,
-            pipelined_swap_in=self.pipelined_swap_in,
             cost_profile=str(self.cost_profile or ""),
-            context_limit=self.context_limit,
             torch_threads=self.threads,
+            **{name: getattr(self, name) for name in EngineTuning.__struct_fields__},
         )
 
 

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pensieve.core import FinishReason, Phase, RequestKey, SessionKey, unpack_tokens
-from pensieve.debug import debug_enabled
+from pensieve.debug import debug_enabled, failpoint
 from pensieve.engine.messages import (
     Cancel,
     Command,
@@ -114,7 +114,7 @@ class Engine:
                 return [Evicted(call, self._cache.evict(key))]
             case GetResidency(call, session):
                 tiers = self._cache.residency(SessionKey(session))
-                return [Residency(call, tiers.device, tiers.host, tiers.known)]
+                return [Residency(call, tiers.device, tiers.host)]
             case Stop():
                 pass  # the loop leaves; nothing here outlives it
         return []
@@ -129,6 +129,7 @@ class Engine:
         events: list[Event] = []
         for request in self._scheduler.admitted:
             events.append(self._started(request))
+        failpoint("engine_mid_step")
         result = self._worker.run(plan)
         now = self._clock()
         tokens = self._scheduler.commit(plan, result, now)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
-from pensieve.debug import failpoint
 from pensieve.engine.messages import Command, Event, Ready, Report, Stats, Stop
 
 HEARTBEAT_S: Final = 0.5
@@ -53,7 +52,8 @@ class Channel(Protocol):
 
 def run_engine(engine: Engine, channel: Channel) -> None:
     """Serve until ``Stop`` arrives. Raises PeerClosed when the other end is gone, else what the engine raises."""
-    channel.send(Report(events=(engine.ready(),), stats=engine.stats()))
+    stats = engine.stats()
+    channel.send(Report(events=(engine.ready(),), stats=stats))
     blocked = False
     while True:
         has_work = engine.has_work
@@ -63,13 +63,10 @@ def run_engine(engine: Engine, channel: Channel) -> None:
             if isinstance(command, Stop):
                 return
             events += engine.handle(command)
-        if engine.has_work:
-            steps_before = engine.stats().steps_total
-            failpoint("engine_mid_step")
-            made = engine.step()
-            events += made
-            blocked = not made and engine.stats().steps_total == steps_before
-        else:
-            blocked = False
+        waiting = engine.has_work
+        if waiting:
+            events += engine.step()
+        steps_before, stats = stats.steps_total, engine.stats()
+        blocked = waiting and stats.steps_total == steps_before
         if not blocked or events:
-            channel.send(Report(events=tuple(events), stats=engine.stats()))
+            channel.send(Report(events=tuple(events), stats=stats))

@@ -106,8 +106,6 @@ class Residency(msgspec.Struct, frozen=True, tag="resident"):
     call: int
     device_tokens: int
     host_tokens: int
-    cached_tokens: int
-    """Tokens of the session the engine knows of; those in neither tier were dropped."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

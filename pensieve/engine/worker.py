@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from pensieve.config import EngineOptions, parse_cache_size
-from pensieve.engine.plan import Plan, Sampled, StepResult
+from pensieve.engine.plan import Plan, Sampled, StepResult, StepWorker
 from pensieve.engine.sampler import sample
 from pensieve.engine.step_batch import StepBatch, make_batch
 from pensieve.engine.transfer import ChunkCopy, KvPools, LayerTransfers
@@ -40,22 +40,14 @@ class WorkerInfo:
     context_limit: int
 
 
-class Worker(Protocol):
-    """A worker with its model; the engine's own view of it is ``pensieve.engine.plan.StepWorker``."""
+class Worker(StepWorker, Protocol):
+    """A worker with its model, for those who have to know it; the engine needs a ``StepWorker`` only."""
 
     @property
     def arch(self) -> Arch: ...
 
     @property
     def info(self) -> WorkerInfo: ...
-
-    def run(self, plan: Plan) -> StepResult:
-        """Execute one plan, in the order that ``pensieve.engine.plan`` fixes."""
-        ...
-
-    def close(self) -> None:
-        """Give the memory back; the worker is of no use afterwards."""
-        ...
 
 
 class AttentionOp(Protocol):
@@ -125,7 +117,7 @@ class TorchWorker:
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> StepResult:
-        """See ``Worker.run``."""
+        """See ``StepWorker.run``."""
         started = time.perf_counter()
         self._pools.swap_out(plan.swap_out)
         swapped_out = time.perf_counter()
@@ -144,7 +136,7 @@ class TorchWorker:
         )
 
     def close(self) -> None:
-        """See ``Worker.close``."""
+        """Give the memory back; the worker is of no use afterwards."""
         del self._pools, self._model
 
     def _compute(self, plan: Plan, swap_in: LayerTransfers, timings: dict[str, float]) -> tuple[Sampled, ...]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from datetime import timedelta
 from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.duration_pb2 import Duration
 
+from pensieve.client._decode import usage
 from pensieve.core import Usage
 from pensieve.replay.targets import OnTokens, TargetInfo, TurnFailed, TurnSpec
 from pensieve.v1 import pensieve_pb2 as pb
@@ -64,7 +63,7 @@ class PensieveTarget:
             raise TurnFailed("INCOMPLETE", "the stream ended without `completed`")
         if completed.state != pb.Turn.STATE_COMMITTED:
             raise TurnFailed("NOT_COMMITTED", completed.discard_reason or "the turn was not committed")
-        return _usage(completed.usage)
+        return usage(completed.usage)
 
     async def end_session(self, session: str) -> None:
         await self._call("DeleteSession", pb.DeleteSessionRequest(name=session, allow_missing=True))
@@ -91,22 +90,3 @@ def _turn_spec(spec: TurnSpec) -> pb.TurnSpec:
 
 def _failure(error: grpc.aio.AioRpcError) -> TurnFailed:
     return TurnFailed(error.code().name, error.details() or "")
-
-
-def _usage(usage: pb.Usage) -> Usage:
-    return Usage(
-        context_tokens=usage.context_tokens,
-        new_tokens=usage.new_tokens,
-        gpu_cached_tokens=usage.gpu_cached_tokens,
-        swapped_in_tokens=usage.swapped_in_tokens,
-        recomputed_tokens=usage.recomputed_tokens,
-        output_tokens=usage.output_tokens,
-        queue_s=_seconds(usage.queue_time),
-        restore_s=_seconds(usage.restore_time),
-        prefill_s=_seconds(usage.prefill_time),
-        decode_s=_seconds(usage.decode_time),
-    )
-
-
-def _seconds(duration: Duration) -> float:
-    return duration.ToTimedelta() / timedelta(seconds=1)

@@ -19,7 +19,6 @@ class TurnRecord:
     conversation: int
     turn: int
     input_tokens: int
-    wanted_tokens: int
     due_s: float
     """When it should have been sent."""
     sent_s: float = 0.0
@@ -92,7 +91,7 @@ async def replay(
         turns = script.conversation.turns
         for index, turn in enumerate(turns):
             due = max(script.due[index].at_s, answered + script.due[index].after_answer_s)
-            record = TurnRecord(script.number, index, turn.input_tokens, turn.output_tokens, due)
+            record = TurnRecord(script.number, index, turn.input_tokens, due)
             ids = script.input_ids(index, info.vocab_size, options.seed)
             spec = TurnSpec(ids, turn.output_tokens, options.force_lengths)
             try:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pensieve
-from pensieve.engine.messages import Residency, Stats
+from pensieve.engine.messages import Residency
 from pensieve.errors import PensieveError, Unavailable
 from pensieve.server import ids
 from pensieve.server.engine_link import EngineLink
@@ -133,10 +133,6 @@ class Conversations:
         )
 
     # ---- operators
-
-    @property
-    def engine_stats(self) -> Stats:
-        return self._link.stats
 
     async def store_state(self) -> str:
         """``serving``, or the reason why not."""

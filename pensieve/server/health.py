@@ -76,11 +76,6 @@ class HealthMonitor:
             return "engine stalled"
         return self._store_problem
 
-    @property
-    def store_problem(self) -> str:
-        """Why the store does not serve; "" when it does."""
-        return self._store_problem
-
     async def start(self) -> None:
         await self._check_store()
         await self.refresh()

@@ -167,7 +167,7 @@ async def test_false_receipts_are_found() -> None:
 
 
 def record(turn: int, usage: Usage) -> TurnRecord:
-    return TurnRecord(0, turn, usage.new_tokens, 2, 0.0, arrivals=[(2, 1.0)], usage=usage)
+    return TurnRecord(0, turn, usage.new_tokens, 0.0, arrivals=[(2, 1.0)], usage=usage)
 
 
 def test_each_receipt_rule() -> None:
@@ -191,7 +191,7 @@ def test_each_receipt_rule() -> None:
 
 
 def test_gap_of_a_merged_piece_is_shared_by_its_tokens() -> None:
-    merged = TurnRecord(0, 0, 1, 4, 0.0, arrivals=[(1, 1.0), (3, 1.6)], done_s=2.0)
+    merged = TurnRecord(0, 0, 1, 0.0, arrivals=[(1, 1.0), (3, 1.6)], done_s=2.0)
     summary = summarise(Outcome("x", INFO, (merged,), 0, 2.0))
     assert summary["inter_token_s"]["count"] == 3
     assert summary["inter_token_s"]["max"] == pytest.approx(0.2)

@@ -12,7 +12,7 @@ from pensieve.core import SessionKey, TokenArray
 from pensieve.engine.cache.chunk import Place
 from pensieve.engine.cache.index import Give, lowest
 from pensieve.engine.cache.manager import CacheManager
-from pensieve.engine.cache.restore import Restore
+from pensieve.engine.cache.restore import Restore, TierTokens
 from pensieve.engine.cost import CostModel
 
 COST = CostModel(((0, 0.0), (1000, 1000.0)), 4.0, 4)
@@ -226,7 +226,7 @@ def test_evict_frees_idle_sessions_only() -> None:
     cache.admit(SessionKey("b"), tokens(8), 8, 1.0)
     assert cache.evict() == 8
     cache.check()
-    assert cache.residency(SessionKey("a")).known == 0
+    assert cache.residency(SessionKey("a")) == TierTokens(0, 0)
     assert cache.tiers.device.used == 2
 
 

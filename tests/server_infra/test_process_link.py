@@ -93,7 +93,7 @@ async def test_calls_are_answered() -> None:
     async with running(Script()) as link:
         assert await link.evict() == 77
         assert await link.evict(SESSION) == len(SESSION)
-        assert (await link.residency(SESSION)).cached_tokens == 3
+        assert (await link.residency(SESSION)).host_tokens == 2
 
 
 async def test_cancel_ends_iteration_and_frees_the_engine() -> None:

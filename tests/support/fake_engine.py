@@ -14,6 +14,7 @@ import msgspec
 
 from pensieve.config import EngineOptions
 from pensieve.core import FinishReason, Phase, Usage
+from pensieve.debug import failpoint
 from pensieve.engine.messages import (
     Cancel,
     Command,
@@ -102,12 +103,13 @@ class FakeEngine:
         elif isinstance(command, Evict):
             return [Evicted(call=command.call, tokens=len(command.session) or 77)]
         elif isinstance(command, GetResidency):
-            return [Residency(call=command.call, device_tokens=1, host_tokens=2, cached_tokens=3)]
+            return [Residency(call=command.call, device_tokens=1, host_tokens=2)]
         return []
 
     def step(self) -> list[Event]:
         if self.script.never_steps:
             return []
+        failpoint("engine_mid_step")
         if self.steps + 1 == self.script.raise_at_step:
             raise RuntimeError("device-side assert triggered")
         if self.steps + 1 == self.script.exit_at_step:

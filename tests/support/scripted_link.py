@@ -139,4 +139,4 @@ class ScriptedLink:
         return 11
 
     async def residency(self, session: SessionKey) -> Residency:
-        return Residency(0, device_tokens=3, host_tokens=2, cached_tokens=9)
+        return Residency(0, device_tokens=3, host_tokens=2)

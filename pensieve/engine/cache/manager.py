@@ -81,10 +81,10 @@ class CacheManager:
     def residency(self, key: SessionKey) -> TierTokens:
         session = self._sessions.get(key)
         if session is None:
-            return TierTokens(0, 0, 0)
+            return TierTokens(0, 0)
         device = sum(chunk.filled for chunk in session.chunks if chunk.device != NOWHERE)
         host = sum(chunk.filled for chunk in session.chunks if chunk.place is Place.HOST)
-        return TierTokens(device, host, len(session.tokens))
+        return TierTokens(device, host)
 
     # -- one request -------------------------------------------------------------------------------------------------
 

@@ -21,8 +21,7 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class TierTokens:
-    """Valid KV-tokens of one session per tier; ``known`` counts those that were dropped, too."""
+    """Valid KV-tokens of one session per tier; a chunk on both counts for the device."""
 
     device: int
     host: int
-    known: int

@@ -201,8 +201,3 @@ class Tiers:
             chunk.saving = chunk.loading = False
             self._touch(chunk)
         self._in_flight.clear()
-
-    @property
-    def idle(self) -> bool:
-        """No copy is planned or in flight."""
-        return not self._in_flight
