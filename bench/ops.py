@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,6 +160,8 @@ def measure(name: str, spans: Spans, heads: int, kv_heads: int, ceilings: Ceilin
 def as_markdown(report: dict[str, Any], peers: dict[str, float]) -> str:
     """The report as a table; ``peers``: recorded microseconds of FlashAttention-3 by ``heads/kv_heads shape``."""
     lines = [
+        f"`{report['command']}`",
+        "",
         f"{report['device']}, torch {report['torch']}, Triton {report['triton']}; copy "
         f"{report['copy_tb_per_s']} TB/s, bf16 product {report['matrix_tflop_per_s']} TFLOP/s. bf16, heads of {DIM}, "
         f"pages of {PAGE}. Times of FA3 "
@@ -194,6 +197,7 @@ def main(out: Path, name: str, only: str, peers: Path | None) -> None:
     ceilings = measure_ceilings()
     report: dict[str, Any] = {
         "schema": "pensieve.ops/1", "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "command": " ".join(["python", "bench/ops.py", *sys.argv[1:]]),
         "triton": triton.__version__, "copy_tb_per_s": round(ceilings.copy_bytes_per_s / 1e12, 2),
         "matrix_tflop_per_s": round(ceilings.matrix_flops / 1e12), "rows": [],
     }  # fmt: skip

@@ -15,6 +15,8 @@ from types import TracebackType
 from typing import Self
 from urllib.request import urlopen
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from pensieve.debug import child_environment
 
 READY = re.compile(r"ready grpc=(?P<grpc>\S+) admin=(?P<admin>\S+)")
@@ -23,6 +25,33 @@ STOP_GRACE_S = 60.0
 
 class SpawnError(RuntimeError):
     """The server did not come up; the message has its last words."""
+
+
+def wait_ready(process: subprocess.Popen[str], timeout_s: float) -> tuple[str, str]:
+    """(gRPC address, admin address) from the first line that a server prints. Raises SpawnError; kills at the limit."""
+    assert process.stdout is not None
+    timer = threading.Timer(timeout_s, process.kill)
+    timer.start()
+    try:
+        line = process.stdout.readline().strip()
+    finally:
+        timer.cancel()
+    match = READY.fullmatch(line)
+    if match is None:
+        raise SpawnError(f"the server did not start (it said {line!r})")
+    return match["grpc"], match["admin"]
+
+
+def read_metric(admin: str, name: str, **labels: str) -> float:
+    """Sum of the samples called ``name`` that carry these labels, from the admin port at HOST:PORT."""
+    with urlopen(f"http://{admin}/metrics", timeout=10) as response:
+        families = text_string_to_metric_families(response.read().decode())
+    return sum(
+        sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
 
 
 class ServerProcess:
@@ -49,16 +78,12 @@ class ServerProcess:
         self._drain = threading.Thread(target=self._read_log, daemon=True)
         self._drain.start()
         try:
-            match = READY.fullmatch(self._first_line(start_timeout_s))
-        except BaseException:
+            self.target, self.admin = wait_ready(self._process, start_timeout_s)
+        except BaseException as error:
             self.kill()
+            if isinstance(error, SpawnError):
+                raise SpawnError(f"{error}:\n{self.log}") from None
             raise
-        if match is None:
-            self.kill()
-            raise SpawnError(f"the server did not start:\n{self.log}")
-        self.target: str = match["grpc"]
-        """HOST:PORT of the gRPC service."""
-        self.admin: str = match["admin"]
 
     @property
     def pid(self) -> int:
@@ -74,16 +99,8 @@ class ServerProcess:
         return self._process.poll() is None
 
     def metric(self, name: str, **labels: str) -> float:
-        """Sum of a Prometheus metric's samples that carry these labels; 0 when there are none."""
-        with urlopen(f"http://{self.admin}/metrics", timeout=10) as response:
-            text = response.read().decode()
-        wanted = [f'{key}="{value}"' for key, value in labels.items()]
-        total = 0.0
-        for line in text.splitlines():
-            head, _, value = line.rpartition(" ")
-            if head.split("{")[0] == name and all(label in head for label in wanted):
-                total += float(value)
-        return total
+        """Sum of a metric's samples that carry these labels; 0 when there are none."""
+        return read_metric(self.admin, name, **labels)
 
     def stop(self) -> int:
         """SIGTERM, wait for the drain; the exit status. Kills a server that outstays ``STOP_GRACE_S``."""
@@ -111,19 +128,6 @@ class ServerProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-
-    def _first_line(self, timeout_s: float) -> str:
-        assert self._process.stdout is not None
-        timer = threading.Timer(timeout_s, self._process.kill)
-        timer.start()
-        try:
-            line = self._process.stdout.readline().strip()
-        finally:
-            timer.cancel()
-        if not line:
-            self._process.wait()
-            self._drain.join(5)
-        return line
 
     def _close_pipes(self) -> None:
         self._drain.join(5)

@@ -7,12 +7,11 @@ import json
 import signal
 import subprocess
 import sys
-import threading
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 from pensieve.debug import child_environment
+from pensieve.spawn import SpawnError, read_metric, wait_ready
 from support.server_process import model_folder
 
 START_LIMIT_S = 40.0
@@ -57,13 +56,10 @@ class FaultServer:
                 stderr=errors,
                 text=True,
             )
-        assert self._process.stdout is not None
-        timer = threading.Timer(START_LIMIT_S, self._process.kill)
-        timer.start()
-        line = self._process.stdout.readline()
-        timer.cancel()
-        assert line.startswith("ready grpc="), f"not ready: {line!r}\n{self.log}"
-        self.grpc, self.admin = (part.partition("=")[2] for part in line.split()[1:])
+        try:
+            self.grpc, self.admin = wait_ready(self._process, START_LIMIT_S)
+        except SpawnError as error:
+            raise AssertionError(f"{error}\n{self.log}") from error
 
     @property
     def process(self) -> subprocess.Popen[str]:
@@ -112,11 +108,7 @@ class FaultServer:
 
     def metric(self, name: str) -> float:
         """Sum of a metric's samples."""
-        with urllib.request.urlopen(f"http://{self.admin}/metrics", timeout=10) as answer:
-            lines = answer.read().decode().splitlines()
-        return sum(
-            float(line.rpartition(" ")[2]) for line in lines if line.split("{")[0].split(" ")[0] == name
-        )
+        return read_metric(self.admin, name)
 
 
 @contextlib.contextmanager

@@ -14,8 +14,11 @@ from pathlib import Path
 import msgspec
 
 from pensieve.debug import child_environment
+from pensieve.spawn import SpawnError, wait_ready
 from support.fake_engine import BUILDER, SCRIPT_FILE, Script
 from support.tokenizers_ import byte_level, write_folder
+
+START_LIMIT_S = 60.0
 
 _PROGRAM = """
 import json, sys
@@ -48,10 +51,10 @@ class ServerProcess:
     admin: str = ""
 
     def wait_ready(self) -> None:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line.startswith("ready grpc="), f"not ready: {line!r}\n{self.stderr}"
-        self.grpc, self.admin = (part.partition("=")[2] for part in line.split()[1:])
+        try:
+            self.grpc, self.admin = wait_ready(self.process, START_LIMIT_S)
+        except SpawnError as error:
+            raise AssertionError(f"{error}\n{self.stderr}") from error
 
     @property
     def stderr(self) -> str:
