@@ -3,8 +3,12 @@
 1. ``handle(Submit)``: the context (token ids, whole) enters the scheduler's queue; one that can never fit is refused.
 2. ``scheduler.plan``: when slots and budget allow, the cache pins what it has of the context and gives slots to the
    rest; hits cost nothing, host chunks are planned to be copied in, dropped and new ranges become spans.
-3. ``worker.run``: copies, runs the model over all spans, samples.
-4. ``scheduler.commit``: tokens are appended; requests go on, or finish and leave their chunks behind.
+3. ``worker.launch``: copies, runs the model over all spans, samples.
+4. ``scheduler.launched`` and, with the step's result, ``scheduler.commit``: tokens are appended; requests go on, or
+   finish and leave their chunks behind.
+
+Overlapped, a step is planned and launched while the one before it runs, and only then is that one's result awaited:
+the device never waits for Python. Not overlapped, a step's result is awaited before the next is planned.
 
 Who writes what:
 
@@ -22,9 +26,11 @@ One thread owns an engine. It knows token ids only: no text, no clients, no dura
 
 from __future__ import annotations
 
+import math
 import time
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pensieve.core import FinishReason, Phase, RequestKey, SessionKey, unpack_tokens
 from pensieve.debug import debug_enabled, failpoint
@@ -46,7 +52,7 @@ from pensieve.engine.messages import (
     Stop,
     Submit,
 )
-from pensieve.engine.plan import Plan, StepResult, StepWorker
+from pensieve.engine.plan import PendingStep, Plan, StepResult, StepWorker
 from pensieve.engine.request import Request
 from pensieve.engine.scheduler import Scheduler, Token
 
@@ -68,6 +74,16 @@ class _Totals:
     step_seconds: float = 0.0
     last_step_seconds: float = 0.0
     last_batch_tokens: int = 0
+    parts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """A step that the worker has begun."""
+
+    plan: Plan
+    step: PendingStep
+    time: float
 
 
 class Engine:
@@ -79,6 +95,8 @@ class Engine:
         worker: StepWorker,
         ready: Ready,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        overlapped: bool = False,
     ) -> None:
         self._scheduler = scheduler
         self._cache = scheduler.cache
@@ -88,7 +106,10 @@ class Engine:
         self._requests: dict[RequestKey, Request] = {}
         self._phases: dict[RequestKey, Phase] = {}
         self._totals = _Totals()
+        self._overlapped = overlapped
+        self._in_flight: _Launch | None = None
         self._background = False
+        self._last_commit = -math.inf
         self._checks = debug_enabled()
 
     def ready(self) -> Ready:
@@ -98,7 +119,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether ``step`` may have something to do without a further command."""
-        return self._scheduler.has_requests or self._background
+        return self._scheduler.has_requests or self._background or self._in_flight is not None
 
     def handle(self, command: Command) -> list[Event]:
         """Take in one command, between steps; returns what can be answered at once."""
@@ -120,26 +141,48 @@ class Engine:
         return []
 
     def step(self) -> list[Event]:
-        """Plan, run and commit one step; [] when there was nothing to do. Raises whatever the worker raises."""
-        started = self._clock()
-        plan = self._scheduler.plan(started)
-        self._background = not plan.is_empty
-        if plan.is_empty:
-            return []
+        """Launch one step and commit one, the same or the one before; [] when there was nothing to do.
+
+        Raises whatever the worker raises.
+        """
         events: list[Event] = []
-        for request in self._scheduler.admitted:
-            events.append(self._started(request))
-        failpoint("engine_mid_step")
-        result = self._worker.run(plan)
-        now = self._clock()
-        tokens = self._scheduler.commit(plan, result, now)
-        self._count(plan, result, now - started)
-        for token in tokens:
-            events.extend(self._output(token, now))
-        events.extend(self._progress())
+        launch = self._launch(events)
+        self._background = launch is not None
+        if self._overlapped:
+            launch, self._in_flight = self._in_flight, launch
+        if launch is not None:
+            self._commit(launch, events)
         if self._checks:
             self._cache.check()
         return events
+
+    def _launch(self, events: list[Event]) -> _Launch | None:
+        started = self._clock()
+        plan = self._scheduler.plan(started)
+        planned = self._clock()
+        self._totals.parts["plan"] += planned - started
+        if plan.is_empty:
+            return None
+        for request in self._scheduler.admitted:
+            events.append(self._started(request))
+        launch = _Launch(plan, self._worker.launch(plan), started)
+        self._scheduler.launched(plan)
+        self._totals.parts["launch"] += self._clock() - planned
+        failpoint("engine_mid_step")
+        return launch
+
+    def _commit(self, launch: _Launch, events: list[Event]) -> None:
+        waits = self._clock()
+        result = launch.step.result()
+        now = self._clock()
+        self._totals.parts["wait"] += now - waits
+        tokens = self._scheduler.commit(launch.plan, result, now)
+        self._count(launch.plan, result, now - max(launch.time, self._last_commit))
+        self._last_commit = now
+        for token in tokens:
+            events.extend(self._output(token, now))
+        events.extend(self._progress())
+        self._totals.parts["commit"] += self._clock() - now
 
     def stats(self) -> Stats:
         """Counters and gauges as of now."""
@@ -170,6 +213,7 @@ class Engine:
             step_seconds_total=totals.step_seconds,
             last_step_seconds=totals.last_step_seconds,
             last_batch_tokens=totals.last_batch_tokens,
+            part_seconds_total=dict(totals.parts),
         )
 
     def check(self) -> None:
@@ -178,6 +222,7 @@ class Engine:
 
     def close(self) -> None:
         """Give back what the worker holds."""
+        self._in_flight = None
         self._worker.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -252,3 +297,5 @@ class Engine:
         totals.step_seconds += seconds
         totals.last_step_seconds = seconds
         totals.last_batch_tokens = plan.num_tokens
+        for part, spent in result.timings.items():
+            totals.parts[part] += spent

@@ -10,6 +10,7 @@ terminal and a service manager send them to both), which then drains and says ``
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import logging
 import os
@@ -109,6 +110,9 @@ def serve(fd: int, parent: int, builder: str) -> int:
         _die_with_parent(parent)
         options = _read_options(frames)
         engine = _build(builder, options)
+        # What is here now stays: the collector need not walk through it, which would stop a step for milliseconds.
+        gc.collect()
+        gc.freeze()
         log.info("engine ready")
         _run(engine, SocketChannel(frames))
     except PeerClosed as error:

@@ -146,6 +146,9 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
     step_seconds_total: float = 0.0
     last_step_seconds: float = 0.0
     last_batch_tokens: int = 0
+    part_seconds_total: dict[str, float] = msgspec.field(default_factory=dict)
+    """Where steps spend their time. Of the host: ``plan``, ``launch``, ``wait`` (for the device), ``commit``; of the
+    worker, whatever it measures (on a GPU ``device``, and ``gap`` between two steps)."""
 
 
 Event = Started | Output | Progress | Finished | Failed | Evicted | Residency | Ready

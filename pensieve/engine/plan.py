@@ -10,10 +10,15 @@ Order inside a step, which every worker keeps (it is what makes reuse of a slot 
 
 A device page freed by 1 may be the target of 2, 3 or 4 of the same plan. A host page is never both written by 1 and
 read by 3 of one plan.
+
+Plans take effect in the order of their launches, as if each had ended before the next began. So whoever makes plans may
+make the next one while this one runs, and give a page away as soon as the plan that still uses it is launched; keeping
+up the appearance (streams, events) is the worker's business alone.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,6 +28,10 @@ import numpy.typing as npt
 from pensieve.core import RequestKey, Sampling, TokenArray, TokenLogprob
 
 PageTable = npt.NDArray[np.int32]
+
+PENDING = -1
+"""In place of a token id: the token that this request samples in the plan launched just before this one, which may
+still be running. Only ever the last token of a span."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +57,7 @@ class Span:
     start: int
     """Position of the first token in the context."""
     tokens: TokenArray
-    """Input token ids [q], q ≥ 1."""
+    """Input token ids [q], q ≥ 1; the last may be ``PENDING``."""
     page_table: int
     """Row of ``Plan.page_tables``; page ``i`` holds positions ``[i * page_tokens, (i + 1) * page_tokens)``."""
     sample: SampleSpec | None = None
@@ -108,16 +117,46 @@ class StepResult:
     swap_out_bytes: int = 0
     swap_in_seconds: float = 0.0
     swap_out_seconds: float = 0.0
+    swap_out_backlog: int = 0
+    """Chunks that launched plans swap out and that have not left yet."""
     timings: dict[str, float] = field(default_factory=dict)
+
+
+class PendingStep(Protocol):
+    """A launched step."""
+
+    def result(self) -> StepResult:
+        """What came of it; waits for it. Called once, in the order of the launches."""
+        ...
 
 
 class StepWorker(Protocol):
     """Executes plans: PyTorch on a CPU, CUDA, or a cost model under a virtual clock."""
 
-    def run(self, plan: Plan) -> StepResult:
-        """Do what ``plan`` says, in the order of the module docstring. An exception leaves the KV undefined."""
+    def launch(self, plan: Plan) -> PendingStep:
+        """Begin what ``plan`` says, in the order of the module docstring. An exception leaves the KV undefined."""
         ...
 
     def close(self) -> None:
         """Give back what it holds."""
         ...
+
+
+class SynchronousWorker(ABC):
+    """A worker that has done its work when ``launch`` returns."""
+
+    def launch(self, plan: Plan) -> PendingStep:
+        """See ``StepWorker.launch``."""
+        return _Done(self.run(plan))
+
+    @abstractmethod
+    def run(self, plan: Plan) -> StepResult:
+        """Do what ``plan`` says."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    outcome: StepResult
+
+    def result(self) -> StepResult:
+        return self.outcome

@@ -9,6 +9,7 @@ import numpy as np
 
 from pensieve.core import FinishReason, Phase, RequestKey, Sampling, SessionKey, TokenArray, Usage
 from pensieve.engine.cache.restore import Range, Restore
+from pensieve.engine.plan import PENDING
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +33,8 @@ class Request:
     sampling: Sampling
     submitted: float
     missing: deque[Range] = field(default_factory=deque)
+    in_batch: bool = False
+    """Admitted, and not suspended or gone since."""
     finished: FinishReason | None = None
     receipt: Usage | None = None
     """Of the first admission: what a later suspension costs is not part of the turn's context."""
@@ -41,9 +44,11 @@ class Request:
     first_token: float | None = None
     length: int = 0
     """Tokens in use; ``tokens`` has spare room behind them."""
+    settled: int = 0
+    """How many of them have a known id. The others are ``PENDING``: sampled by steps that still run."""
 
     def __post_init__(self) -> None:
-        self.length = len(self.tokens)
+        self.length = self.settled = len(self.tokens)
 
     @property
     def context(self) -> TokenArray:
@@ -52,7 +57,13 @@ class Request:
 
     @property
     def output_tokens(self) -> int:
+        """Output so far, pending tokens included."""
         return self.length - self.prompt_tokens
+
+    @property
+    def pending(self) -> bool:
+        """Its newest token is still being sampled."""
+        return self.settled < self.length
 
     @property
     def num_missing(self) -> int:
@@ -61,7 +72,10 @@ class Request:
     @property
     def decoding(self) -> bool:
         """Exactly the newest token needs KV, and it is not input."""
-        return self.output_tokens > 0 and self.num_missing == 1
+        if len(self.missing) != 1 or self.length == self.prompt_tokens:
+            return False
+        start, end = self.missing[0]
+        return end - start == 1
 
     @property
     def phase(self) -> Phase:
@@ -73,13 +87,26 @@ class Request:
         waits_for_history = bool(self.missing) and self.missing[0][0] < history
         return Phase.RESTORING if waits_for_history else Phase.PREFILL
 
-    def append(self, token: int) -> None:
-        """One more output token; its KV is missing."""
+    def expect(self) -> None:
+        """One more output token, its id still unknown; its KV is missing."""
         if self.length == len(self.tokens):
             self.tokens = np.concatenate([self.tokens, np.zeros(max(64, self.length // 2), np.int32)])
-        self.tokens[self.length] = token
+        self.tokens[self.length] = PENDING
         self.missing.append((self.length, self.length + 1))
         self.length += 1
+
+    def settle(self, token: int) -> None:
+        """The oldest pending token is known now."""
+        self.tokens[self.settled] = token
+        self.settled += 1
+
+    def finish(self, reason: FinishReason) -> None:
+        """The newest known token was the last; one that is pending behind it will never be."""
+        self.finished = reason
+        if self.pending:
+            self.length = self.settled
+            while self.missing and self.missing[-1][1] > self.length:
+                self.missing.pop()
 
     def take_missing(self, budget: int) -> list[Range]:
         """Remove up to ``budget`` tokens from the front of ``missing``; the ranges they form."""

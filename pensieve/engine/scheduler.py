@@ -1,8 +1,14 @@
 """Decides what the next step computes, moves and samples. No torch, no clock of its own, no I/O.
 
 There is no prefill phase and no decode phase: each request has tokens that still need KV, and a step computes some of
-them, for all running requests at once (EuroSys §4.2). ``plan`` decides and reserves, the worker executes, ``commit``
-takes the result in. Nothing else advances a request.
+them, for all running requests at once (EuroSys §4.2). ``plan`` decides and reserves, the worker executes, ``launched``
+takes in everything about a step that does not depend on the sampled values, ``commit`` takes in the values. Nothing
+else advances a request.
+
+Between ``launched`` and ``commit`` of a step the next one may be planned: what the first samples is ``PENDING`` there,
+and the worker puts the value in. Only a request whose sampling looks at its own output has to sit that step out. A
+generation that turns out to have ended has then already computed the KV of its last token in the step that was
+planned meanwhile, which it needs anyway; what that step sampled for it is thrown away.
 """
 
 from __future__ import annotations
@@ -49,6 +55,7 @@ class Scheduler:
         self._by_key: dict[RequestKey, Request] = {}
         self._tickets = 0
         self._steps = 0
+        self._swap_out_backlog = 0
 
     # -- from the front end ------------------------------------------------------------------------------------------
 
@@ -83,7 +90,7 @@ class Scheduler:
         if request is None or request.finished is not None:
             return False
         del self._by_key[key]
-        if request in self.running:
+        if request.in_batch:
             self._leave(request, now)
         else:
             self.waiting.remove(request)
@@ -116,24 +123,35 @@ class Scheduler:
             if not work:
                 self._plan_decodes(work, now)
         if not (self.config.swap_in_first and self.cache.tiers.swap_in):
-            self.cache.swap_out_ahead(now, SWAP_OUT_QUANTUM)
+            self.cache.swap_out_ahead(now, SWAP_OUT_QUANTUM - self._swap_out_backlog)
         swap_out, copies, swap_in = self.cache.take_copies()
         spans, tables = self._spans(work)
         self._steps += 1
         return Plan(self._steps, spans, tables, swap_out, copies, swap_in)
 
-    def commit(self, plan: Plan, result: StepResult, now: float) -> list[Token]:
-        """Take in what the worker did with a plan; returns the new output tokens."""
+    def launched(self, plan: Plan) -> None:
+        """The worker has begun ``plan``: whatever is planned from now on comes after it."""
         self.cache.complete_copies()
         for span in plan.spans:
             request = self._by_key[span.request]
             self.cache.computed(request.session, span.start, span.end)
+            if span.sample is not None:
+                request.expect()
+
+    def commit(self, plan: Plan, result: StepResult, now: float) -> list[Token]:
+        """Take in what the worker did with a launched plan; returns the new output tokens."""
+        self._swap_out_backlog = result.swap_out_backlog
         tokens: list[Token] = []
         for sampled in result.sampled:
-            request = self._by_key[sampled.request]
+            request = self._by_key.get(sampled.request)
+            if request is None or request.finished is not None:
+                continue  # it has ended, or was cancelled, while this step ran
             if request.first_token is None:
                 request.first_token = now
-            finished = self._append(request, sampled.token_id)
+            request.settle(sampled.token_id)
+            finished = self._finish_reason(request, sampled.token_id)
+            if finished is not None:
+                self._finish(request, finished)
             tokens.append(Token(sampled.request, sampled.token_id, sampled.logprob, finished))
         for request in list(self.running):
             history = request.prompt_tokens - request.num_new
@@ -149,7 +167,7 @@ class Scheduler:
         """One token of every generation, oldest first; suspends the youngest when slots run out."""
         planned = 0
         for request in list(self.running):
-            if not request.decoding or request not in self.running:
+            if not (request.in_batch and request.decoding) or self._must_wait(request):
                 continue
             if self._make_room(request, now):
                 work.append((request, request.take_missing(1)))
@@ -174,7 +192,8 @@ class Scheduler:
         Its chunks are unpinned; swap-out takes them like any others, and their recency keeps them for last.
         """
         self.running.remove(request)
-        self.cache.release(request.session, now)
+        request.in_batch = False
+        self.cache.release(request.session, now, request.context)
         request.missing.clear()
         bisect.insort(self.waiting, request, key=lambda other: other.arrival)
         self.suspensions += 1
@@ -198,12 +217,15 @@ class Scheduler:
             # A return from suspension restores what it had computed itself: all but its newest token is history.
             num_new = request.num_new if request.receipt is None else 0
             context = request.context
-            if not self.cache.can_admit(request.session, context, num_new, reserve=bool(self.running)):
+            if self._must_wait(request) or not self.cache.can_admit(
+                request.session, context, num_new, reserve=bool(self.running)
+            ):
                 return
             self.waiting.pop(0)
             if request.admit(self.cache.admit(request.session, context, num_new, now), now):
                 self.admitted.append(request)
             bisect.insort(self.running, request, key=lambda other: other.arrival)
+            request.in_batch = True
             ranges = request.take_missing(budget)
             budget -= sum(end - start for start, end in ranges)
             work.append((request, ranges))
@@ -217,7 +239,8 @@ class Scheduler:
             tables.append(self.cache.page_table(request.session, request.length))
             for start, end in ranges:
                 last = end == request.length and not request.missing
-                sample = self._sample_spec(request) if last and request.finished is None else None
+                more = last and request.finished is None and self._limit(request, request.length) is None
+                sample = self._sample_spec(request) if more else None
                 spans.append(Span(request.key, start, request.tokens[start:end], len(tables) - 1, sample))
         return tuple(spans), tuple(tables)
 
@@ -231,27 +254,38 @@ class Scheduler:
 
     # -- inside commit -----------------------------------------------------------------------------------------------
 
-    def _append(self, request: Request, token: int) -> FinishReason | None:
-        request.append(token)
-        self.cache.append(request.session, token)
-        request.finished = self._finish_reason(request, token)
-        return request.finished
-
     def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
+        """Why the generation ends with ``token``, its newest known one."""
         sampling = request.sampling
-        if request.output_tokens > sampling.min_output_tokens:
+        if request.settled - request.prompt_tokens > sampling.min_output_tokens:
             if token in sampling.stop_token_ids:
                 return FinishReason.STOP_TOKEN
             if token in self.config.eos_token_ids and not sampling.ignore_eos:
                 return FinishReason.EOS
-        limit = sampling.max_output_tokens
-        if limit is not None and request.output_tokens >= limit:
+        return self._limit(request, request.settled)
+
+    def _limit(self, request: Request, length: int) -> FinishReason | None:
+        """Why a context of ``length`` tokens, output included, is the longest of this request; None: it is not."""
+        most = request.sampling.max_output_tokens
+        if most is not None and length - request.prompt_tokens >= max(most, 1):
             return FinishReason.LENGTH
-        if request.length >= self.context_limit:
+        if length >= self.context_limit:
             return FinishReason.CONTEXT_FULL
         return None
 
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        request.finish(reason)
+        if not request.in_batch:  # suspended while its last token was being sampled
+            self.waiting.remove(request)
+            self._by_key.pop(request.key, None)
+
     def _leave(self, request: Request, now: float) -> None:
         self.running.remove(request)
+        request.in_batch = False
         self._by_key.pop(request.key, None)
-        self.cache.release(request.session, now, forget=self.config.stateless)
+        self.cache.release(request.session, now, request.context, forget=self.config.stateless)
+
+    @staticmethod
+    def _must_wait(request: Request) -> bool:
+        """Its sampling looks at its own output, whose newest token is not known yet."""
+        return request.pending and request.sampling.needs_context

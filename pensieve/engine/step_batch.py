@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from pensieve.engine.plan import Plan
+from pensieve.core import RequestKey
+from pensieve.engine.plan import PENDING, Plan
 from pensieve.kernels.span_table import SpanTable
 
 
@@ -28,8 +30,18 @@ class StepBatch:
     """int64: the last token of each span that is sampled, in the plan's order."""
 
 
-def make_batch(plan: Plan, *, page_tokens: int, padding_page: int, device: torch.device) -> StepBatch:
-    """The batch of a plan with at least one span. Raises ValueError when a span reaches past its page table."""
+def make_batch(
+    plan: Plan,
+    *,
+    page_tokens: int,
+    padding_page: int,
+    device: torch.device,
+    sampled: Mapping[RequestKey, int] | None = None,
+) -> StepBatch:
+    """The batch of a plan with at least one span; ``sampled``: what the plan before it sampled, for pending tokens.
+
+    Raises ValueError when a span reaches past its page table.
+    """
     length = np.array([len(span.tokens) for span in plan.spans], dtype=np.int64)
     start = np.array([span.start for span in plan.spans], dtype=np.int64)
     row = np.array([span.page_table for span in plan.spans], dtype=np.int64)
@@ -42,13 +54,15 @@ def make_batch(plan: Plan, *, page_tokens: int, padding_page: int, device: torch
     ends = np.cumsum(length)
     positions = np.arange(ends[-1]) + np.repeat(start - (ends - length), length)
     page = tables[np.repeat(row, length), positions // page_tokens].astype(np.int64)
-    sampled = [index for index, span in enumerate(plan.spans) if span.sample is not None]
+    last = [index for index, span in enumerate(plan.spans) if span.sample is not None]
     tokens = np.concatenate([span.tokens for span in plan.spans]).astype(np.int64)
+    for index in np.flatnonzero(tokens[ends - 1] == PENDING).tolist():
+        tokens[ends[index] - 1] = (sampled or {})[plan.spans[index].request]
     return StepBatch(
         tokens=torch.from_numpy(tokens).to(device),
         positions=torch.from_numpy(positions).to(device),
         slots=torch.from_numpy(page * page_tokens + positions % page_tokens).to(device),
         spans=SpanTable.build(length, start, row, device),
         page_tables=torch.from_numpy(tables).to(device),
-        sample_rows=torch.from_numpy(ends[sampled] - 1).to(device),
+        sample_rows=torch.from_numpy(ends[last] - 1).to(device),
     )

@@ -143,6 +143,21 @@ def test_a_full_host_drops_leading_tokens_of_the_longest_idle() -> None:
     assert restore.missing == ((0, 4), (15, 16))
 
 
+def test_host_copies_of_chunks_in_use_give_way_before_anything_is_dropped() -> None:
+    cache = make(8, 6)
+    serve(cache, "old", 8, now=0.0)
+    serve(cache, "a", 16, now=1.0)
+    serve(cache, "b", 32, now=2.0)  # the others go to the host, which is full now
+    cache.evict(SessionKey("b"))
+    cache.admit(SessionKey("a"), tokens(17), 1, 3.0)
+    commit(cache)
+    assert (places(cache, "old"), places(cache, "a")) == ("HH", "BBBBD")
+    serve(cache, "c", 12, now=4.0)
+    serve(cache, "d", 12, now=5.0)  # c's chunks go to the host
+    assert places(cache, "old") == "HH"  # of the least value, but its only copy
+    assert (places(cache, "c"), places(cache, "a")) == ("HHH", "DDDBD")
+
+
 def test_holes_are_separate_ranges() -> None:
     cache = make(8, 8)
     serve(cache, "a", 24, now=0.0)

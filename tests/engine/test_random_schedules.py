@@ -23,7 +23,7 @@ def random_setup(rng: random.Random) -> tuple[CacheConfig, SchedulerConfig]:
         chunk_tokens=size,
         policy=rng.choice(POLICIES),
         swap_watermark=rng.choice((0.0, 0.25, 0.5, 1.0)),
-        decode_reserve=rng.choice((0.0, 0.1, 0.3)),
+        decode_reserve=rng.choice((0.0, 0.0, 0.1, 0.3)),
     )
     scheduler = SchedulerConfig(
         context_limit=rng.choice((64, 150, 400)),
@@ -36,15 +36,16 @@ def random_setup(rng: random.Random) -> tuple[CacheConfig, SchedulerConfig]:
     return cache, scheduler
 
 
+@pytest.mark.parametrize("overlapped", [False, True], ids=["in_turn", "overlapped"])
 @pytest.mark.parametrize("block", range(6))
-def test_answers_equal_a_stateless_run(block: int) -> None:
+def test_answers_equal_a_stateless_run(block: int, overlapped: bool) -> None:
     totals = {"swapped": 0, "recomputed": 0, "cached": 0, "suspended": 0}
     for seed in range(block * 25, block * 25 + 25):
         rng = random.Random(seed)
         cache, scheduler = random_setup(rng)
         clock = Clock()
         worker = HashWorker(cache.device_chunks, cache.host_chunks, cache.chunk_tokens)
-        engine = make_engine(cache, scheduler, worker, clock)
+        engine = make_engine(cache, scheduler, worker, clock, overlapped=overlapped)
         limit = min(scheduler.context_limit, cache.device_chunks * cache.chunk_tokens)
         driver = Driver(engine, clock, rng, verify_tokens, VOCABULARY, limit)
         for _ in range(120):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -32,10 +33,14 @@ SCHEDULER = SchedulerConfig(context_limit=64, max_batch_tokens=16, max_running=8
 class Rig:
     """An engine on hashed KV, its plans at hand."""
 
-    def __init__(self, cache: CacheConfig = CACHE, scheduler: SchedulerConfig = SCHEDULER) -> None:
+    def __init__(
+        self, cache: CacheConfig = CACHE, scheduler: SchedulerConfig = SCHEDULER, *, overlapped: bool = False
+    ) -> None:
         self.clock = Clock()
         self.worker = HashWorker(cache.device_chunks, cache.host_chunks, cache.chunk_tokens)
-        self.engine: Engine = make_engine(cache, scheduler, self.worker, self.clock)
+        self.engine: Engine = make_engine(
+            cache, scheduler, self.worker, self.clock, overlapped=overlapped
+        )
         limit = min(scheduler.context_limit, cache.device_chunks * cache.chunk_tokens)
         self.driver = Driver(self.engine, self.clock, random.Random(0), verify_tokens, VOCABULARY, limit)
 
@@ -202,9 +207,11 @@ def test_stateless_recomputes_all_of_the_history() -> None:
     assert rig.engine.stats().device_used == 0
 
 
-def run_one(sampling: Sampling, scheduler: SchedulerConfig = SCHEDULER) -> tuple[FinishReason, int]:
+def run_one(
+    sampling: Sampling, scheduler: SchedulerConfig = SCHEDULER, *, overlapped: bool = False
+) -> tuple[FinishReason, int]:
     """Finish reason and output length of a turn on the context 0 … 9."""
-    rig = Rig(scheduler=scheduler)
+    rig = Rig(scheduler=scheduler, overlapped=overlapped)
     rig.engine.handle(Submit(1, "a", pack_tokens(range(10)), 10, sampling))
     for _ in range(100):
         for event in rig.engine.step():
@@ -213,16 +220,58 @@ def run_one(sampling: Sampling, scheduler: SchedulerConfig = SCHEDULER) -> tuple
     raise AssertionError("did not finish")
 
 
-def test_finish_reasons() -> None:
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_finish_reasons(overlapped: bool) -> None:
+    run = partial(run_one, overlapped=overlapped)
     answer = oracle_tokens(range(10), 60)
     third = answer[2]
     assert third not in answer[:2]
-    assert run_one(Sampling(max_output_tokens=5)) == (FinishReason.LENGTH, 5)
-    assert run_one(Sampling(stop_token_ids=(third,))) == (FinishReason.STOP_TOKEN, 3)
+    assert run(Sampling(max_output_tokens=5)) == (FinishReason.LENGTH, 5)
+    assert run(Sampling(stop_token_ids=(third,))) == (FinishReason.STOP_TOKEN, 3)
     with_eos = replace(SCHEDULER, eos_token_ids=(third,))
-    assert run_one(Sampling(max_output_tokens=9), with_eos) == (FinishReason.EOS, 3)
-    assert run_one(Sampling(max_output_tokens=9, ignore_eos=True), with_eos) == (FinishReason.LENGTH, 9)
-    assert run_one(Sampling(ignore_eos=True)) == (FinishReason.CONTEXT_FULL, 54)
+    assert run(Sampling(max_output_tokens=9), with_eos) == (FinishReason.EOS, 3)
+    assert run(Sampling(max_output_tokens=9, ignore_eos=True), with_eos) == (FinishReason.LENGTH, 9)
+    assert run(Sampling(ignore_eos=True)) == (FinishReason.CONTEXT_FULL, 54)
+    assert run(Sampling(max_output_tokens=5, presence_penalty=1e-30)) == (FinishReason.LENGTH, 5)
+
+
+def test_a_step_is_launched_before_the_one_before_it_has_answered() -> None:
+    rig = Rig(overlapped=True)
+    turn = rig.turn("a", 5, 3)
+    plans = [rig.step(), rig.step()]
+    assert sizes(plans[0]) == [(turn, 5)] and sizes(plans[1]) == [(turn, 1)]
+    assert plans[1].spans[0].tokens.tolist() == [rig.driver.turns[turn].output[0]]  # known by now, PENDING then
+    assert len(rig.driver.turns[turn].output) == 1  # the second is being sampled
+    rig.driver.run_until_idle()
+    assert len(rig.worker.plans) == 4  # the last one caches the last token
+
+
+def test_an_end_that_shows_late_costs_no_step_and_leaves_the_whole_turn_cached() -> None:
+    answer = oracle_tokens(range(10), 3)
+    rig = Rig(overlapped=True)
+    key = rig.driver.start_turn("a", list(range(10)), 9, Sampling(stop_token_ids=(answer[2],)))
+    rig.driver.run_until_idle()
+    assert rig.driver.finished[0].output == answer and key is not None
+    assert len(rig.worker.plans) == 4  # in the fourth, the one behind the end was sampled in vain
+    (residency,) = rig.engine.handle(GetResidency(1, "a"))
+    assert isinstance(residency, Residency) and residency.device_tokens == 13
+
+
+def test_a_generation_suspended_in_its_last_step_ends_without_coming_back() -> None:
+    rig = Rig(
+        CacheConfig(device_chunks=9, host_chunks=0, chunk_tokens=4, decode_reserve=0.0),
+        replace(SCHEDULER, context_limit=36, max_batch_tokens=64),
+        overlapped=True,
+    )
+    rig.turn("old", 16, 12)  # both fill four chunks; there is one more, for the older one's first token
+    end = oracle_tokens(range(16), 1)
+    young = rig.driver.start_turn("young", list(range(16)), 9, Sampling(stop_token_ids=(end[0],)))
+    rig.step()
+    rig.step()  # suspends the younger one, whose only token is then found to be its last
+    assert rig.engine.stats().suspensions_total == 1
+    assert [turn.session for turn in rig.driver.finished] == ["young"]
+    rig.driver.run_until_idle()
+    assert sum(span.request == young for plan in rig.worker.plans for span in plan.spans) == 1
 
 
 @pytest.mark.parametrize(("count", "refused"), [(63, False), (64, True), (1000, True)])

@@ -6,6 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pensieve.config import CacheConfig, SchedulerConfig
 from pensieve.core import Sampling, Usage, pack_tokens
 from pensieve.engine.cache.manager import CacheManager
@@ -36,6 +38,7 @@ class Turn:
     context: list[int]
     num_new: int
     want: int
+    stops: tuple[int, ...] = ()
     output: list[int] = field(default_factory=list)
     usage: Usage | None = None
     failed: str | None = None
@@ -46,7 +49,13 @@ Verify = Callable[[Sequence[int], Sequence[int]], None]
 
 
 def make_engine(
-    cache: CacheConfig, scheduler: SchedulerConfig, worker: StepWorker, clock: Clock, vocabulary: int = 97
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    worker: StepWorker,
+    clock: Clock,
+    vocabulary: int = 97,
+    *,
+    overlapped: bool = False,
 ) -> Engine:
     """An engine around any worker."""
     planner = Scheduler(scheduler, CacheManager(cache, COST))
@@ -59,7 +68,7 @@ def make_engine(
         cache.host_chunks * cache.chunk_tokens,
         cache.chunk_tokens,
     )
-    return Engine(planner, worker, ready, clock)
+    return Engine(planner, worker, ready, clock, overlapped=overlapped)
 
 
 class Driver:
@@ -79,7 +88,9 @@ class Driver:
         self.finished: list[Turn] = []
         self._next = 1
 
-    def start_turn(self, session: str, input_tokens: Sequence[int], want: int) -> int | None:
+    def start_turn(
+        self, session: str, input_tokens: Sequence[int], want: int, sampling: Sampling | None = None
+    ) -> int | None:
         """Submit a turn; None when the session is busy or the context would not fit."""
         history = self.history.setdefault(session, [])
         if any(turn.session == session for turn in self.turns.values()):
@@ -89,8 +100,8 @@ class Driver:
             return None
         key = self._next
         self._next += 1
-        self.turns[key] = Turn(session, context, len(input_tokens), want)
-        sampling = Sampling(max_output_tokens=want, ignore_eos=True)
+        sampling = msgspec.structs.replace(sampling or Sampling(), max_output_tokens=want, ignore_eos=True)
+        self.turns[key] = Turn(session, context, len(input_tokens), want, sampling.stop_token_ids)
         self._take(
             self.engine.handle(Submit(key, session, pack_tokens(context), len(input_tokens), sampling))
         )
@@ -119,7 +130,7 @@ class Driver:
         if dice < 0.55:
             count = self.rng.choice((1, 2, 5, 17, 40))
             tokens = [self.rng.randrange(self.vocabulary) for _ in range(count)]
-            self.start_turn(session, tokens, self.rng.randrange(1, 12))
+            self.start_turn(session, tokens, self.rng.randrange(1, 20), self._sampling())
         elif dice < 0.63 and busy:
             self.cancel(busy[0], keep=self.rng.random() < 0.5)
         elif dice < 0.70 and not busy and len(history) > 1:
@@ -130,6 +141,12 @@ class Driver:
             self.engine.handle(Evict(1, session if dice < 0.76 else ""))
         elif dice < 0.82 and not busy:
             history.clear()
+
+    def _sampling(self) -> Sampling:
+        """Mostly plain; at times with stop tokens, or looking at its own output in a way that changes nothing."""
+        stops = self.rng.sample(range(self.vocabulary), self.vocabulary // 12) if self.rng.random() < 0.25 else ()
+        penalty = -1e-30 if self.rng.random() < 0.15 else 0.0
+        return Sampling(stop_token_ids=tuple(stops), presence_penalty=penalty)
 
     def cancel(self, key: int, *, keep: bool) -> None:
         """Cancel a turn; its history either gains what was produced or nothing."""
@@ -153,7 +170,9 @@ class Driver:
                     turn = self.turns.pop(request)
                     turn.usage = usage
                     self._verify(turn)
-                    assert len(turn.output) == turn.want == usage.output_tokens
+                    assert len(turn.output) == usage.output_tokens
+                    stopped = [token in turn.stops for token in turn.output]
+                    assert not any(stopped[:-1]) and (stopped[-1] or len(turn.output) == turn.want)
                     self.history[turn.session] = turn.context + turn.output
                     self.finished.append(turn)
                 case Failed(request, reason, _):

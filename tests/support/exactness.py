@@ -5,17 +5,21 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from pensieve.config import CacheConfig, EngineOptions, PolicyName, SchedulerConfig
+from pensieve.config import CacheConfig, PolicyName, SchedulerConfig
 from pensieve.engine.plan import StepWorker
-from pensieve.engine.worker import TorchWorker, WorkerInfo, build_worker
+from pensieve.engine.sizing import DTYPES, WorkerInfo
+from pensieve.engine.worker import TorchWorker
+from pensieve.model.arch import load_arch
+from pensieve.model.ops import TORCH_OPS, triton_ops
 from pensieve.model.transformer import Transformer
+from pensieve.model.weights import load_weights
 from support.checkpoints import Family, tiny_checkpoint
 from support.engine_driver import Clock, Driver, make_engine
-from support.hf_oracle import HfOracle
+from support.hf_oracle import NEAR_TIE, HfOracle
 
 POLICIES: tuple[PolicyName, ...] = ("retention", "lru", "trailing-half", "whole-session")
 LIMIT = 160
@@ -24,24 +28,46 @@ LIMIT = 160
 class Bench:
     """One family's model, shared by all schedules, and its oracle."""
 
-    def __init__(self, family: Family, folder: Path, device: Literal["cpu", "cuda"] = "cpu") -> None:
+    def __init__(
+        self,
+        family: Family,
+        folder: Path,
+        device: Literal["cpu", "cuda"] = "cpu",
+        *,
+        dtype: str = "float32",
+        near_tie: float = NEAR_TIE,
+        **overrides: Any,
+    ) -> None:
+        """``overrides`` replace values of the checkpoint's config."""
         torch.set_num_threads(1)
-        self.device = device
-        checkpoint = tiny_checkpoint(family, folder)
-        self.oracle = HfOracle(checkpoint)
-        worker = build_worker(
-            EngineOptions(
-                model=str(checkpoint), device=device, dtype="float32", device_cache="64tokens", host_cache="0"
-            )
-        )
-        self.model: Transformer = worker._model
-        self.vocabulary = worker.arch.vocab_size
+        self.device, self.dtype = device, dtype
+        checkpoint = tiny_checkpoint(family, folder, **overrides)
+        self.oracle = HfOracle(checkpoint, weights=DTYPES[dtype], near_tie=near_tie)
+        arch = load_arch(checkpoint)
+        weights = load_weights(checkpoint, arch, dtype=DTYPES[dtype], device=device)
+        self.model = Transformer(arch, weights, triton_ops() if device == "cuda" else TORCH_OPS)
+        self.vocabulary = arch.vocab_size
 
-    def worker(self, cache: CacheConfig) -> TorchWorker:
+    def worker(
+        self, cache: CacheConfig, scheduler: SchedulerConfig, *, cuda_graphs: bool | None = None
+    ) -> StepWorker:
+        """A worker of its own; on a GPU with switches that depend on the sizes, unless they are given."""
         info = WorkerInfo(
-            self.device, "float32", cache.device_chunks, cache.host_chunks, cache.chunk_tokens, LIMIT
+            self.device, self.dtype, cache.device_chunks, cache.host_chunks, cache.chunk_tokens, LIMIT,
+            max_batch_tokens=scheduler.max_batch_tokens, max_running=scheduler.max_running,
+        )  # fmt: skip
+        if self.device == "cpu":
+            return TorchWorker(self.model, info)
+        from pensieve.engine.cuda_worker import CudaOptions, CudaWorker  # needs a GPU's Triton
+
+        rng = random.Random(cache.device_chunks * 1009 + cache.host_chunks)
+        options = CudaOptions(
+            pipelined_swap_in=rng.random() < 0.7,
+            cuda_graphs=rng.random() < 0.7 if cuda_graphs is None else cuda_graphs,
+            swap_mechanism=rng.choice(("batch", "kernel")),
+            verify_swap=rng.random() < 0.5,
         )
-        return TorchWorker(self.model, info)
+        return CudaWorker(self.model, info, options)
 
 
 def random_setup(rng: random.Random) -> tuple[CacheConfig, SchedulerConfig]:
@@ -73,7 +99,8 @@ def run_schedule(
     rng = random.Random(seed)
     cache, scheduler = random_setup(rng)
     clock = Clock()
-    engine = make_engine(cache, scheduler, wrap(bench.worker(cache)), clock, bench.vocabulary)
+    worker = wrap(bench.worker(cache, scheduler))
+    engine = make_engine(cache, scheduler, worker, clock, bench.vocabulary, overlapped=seed % 2 == 1)
     limit = min(LIMIT, cache.device_chunks * cache.chunk_tokens)
     driver = Driver(engine, clock, rng, bench.oracle.verify, bench.vocabulary, limit)
     for _ in range(14):
@@ -81,4 +108,5 @@ def run_schedule(
         for _ in range(rng.randrange(4)):
             driver.step()
     driver.run_until_idle()
+    engine.close()
     return driver

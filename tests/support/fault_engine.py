@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pensieve.config import EngineOptions
 from pensieve.engine.engine import Engine
-from pensieve.engine.plan import Plan, StepResult, StepWorker
+from pensieve.engine.plan import Plan, StepResult, StepWorker, SynchronousWorker
 from support import hash_engine
 from support.hash_worker import HashWorker
 
@@ -19,7 +19,7 @@ BUILDER = "support.fault_engine:build"
 HOLD_LIMIT_S = 30.0
 
 
-class BrakedWorker:
+class BrakedWorker(SynchronousWorker):
     """``StepWorker`` around another one. Forgets the plans that the hash worker collects: it runs for long."""
 
     def __init__(self, worker: StepWorker, folder: Path) -> None:
@@ -33,7 +33,7 @@ class BrakedWorker:
         limit = time.monotonic() + HOLD_LIMIT_S
         while self._hold.exists() and time.monotonic() < limit:
             time.sleep(0.002)
-        result = self._worker.run(plan)
+        result = self._worker.launch(plan).result()
         if isinstance(self._worker, HashWorker):
             self._worker.plans.clear()
         return result

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pensieve.config import CacheConfig, EngineOptions, SchedulerConfig, parse_cache_size
+from pensieve.config import CacheConfig, EngineOptions, SchedulerConfig, batch_limits, parse_cache_size
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost import CostModel
 from pensieve.engine.engine import Engine
@@ -24,6 +24,7 @@ VOCABULARY = 300
 def build(options: EngineOptions) -> Engine:
     """An engine whose tiers are given in tokens."""
     size = options.chunk_tokens
+    batch_tokens, running = batch_limits(options, "cpu")
     cache = CacheConfig(
         device_chunks=parse_cache_size(options.device_cache, 64) // size,
         host_chunks=parse_cache_size(options.host_cache, 64) // size,
@@ -35,8 +36,8 @@ def build(options: EngineOptions) -> Engine:
     scheduler = Scheduler(
         SchedulerConfig(
             context_limit=options.context_limit or CONTEXT_LIMIT,
-            max_batch_tokens=options.max_batch_tokens,
-            max_running=options.max_running,
+            max_batch_tokens=batch_tokens,
+            max_running=running,
             max_queued=options.max_queued,
             stateless=options.stateless,
         ),

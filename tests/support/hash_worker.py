@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pensieve.engine.plan import Plan, Sampled, Span, StepResult
+from pensieve.core import RequestKey
+from pensieve.engine.plan import PENDING, Plan, Sampled, Span, StepResult, SynchronousWorker
 
 MASK = (1 << 64) - 1
 VOCABULARY = 97
@@ -59,7 +60,7 @@ def verify_tokens(context: Sequence[int], output: Sequence[int]) -> None:
     assert list(output) == oracle_tokens(context, len(output))
 
 
-class HashWorker:
+class HashWorker(SynchronousWorker):
     """Executes plans on two pools of hashes [chunks, chunk_tokens]."""
 
     def __init__(self, device_chunks: int, host_chunks: int, chunk_tokens: int) -> None:
@@ -67,6 +68,7 @@ class HashWorker:
         self.device = np.full((device_chunks, chunk_tokens), POISON, dtype=np.uint64)
         self.host = np.full((max(host_chunks, 1), chunk_tokens), POISON, dtype=np.uint64)
         self.plans: list[Plan] = []
+        self._sampled: dict[RequestKey, int] = {}
 
     def run(self, plan: Plan) -> StepResult:
         self.check_plan(plan)
@@ -82,6 +84,7 @@ class HashWorker:
             kv = self._compute(plan, span)
             if span.sample is not None:
                 sampled.append(Sampled(span.request, next_token(kv)))
+        self._sampled = {one.request: one.token_id for one in sampled}
         return StepResult(tuple(sampled))
 
     def check_plan(self, plan: Plan) -> None:
@@ -93,6 +96,9 @@ class HashWorker:
         )
         targets = [copy.dst for copy in plan.swap_in + plan.copies]
         assert len(set(targets)) == len(targets), "two chunks restored to one device slot"
+        for span in plan.spans:
+            seen = span.sample.output if span.sample is not None else None
+            assert seen is None or PENDING not in seen, f"{span.request} samples before its output is known"
         for table in plan.page_tables:
             assert len(set(table.tolist())) == len(table), f"page table {table} names a slot twice"
 
@@ -102,7 +108,11 @@ class HashWorker:
         for position in range(span.end):
             slot, offset = int(table[position // self.size]), position % self.size
             if position >= span.start:
-                kv = token_kv(int(span.tokens[position - span.start]), position, seen)
+                token = int(span.tokens[position - span.start])
+                if token == PENDING:
+                    assert position == span.end - 1, "only the last token of a span may be pending"
+                    token = self._sampled[span.request]
+                kv = token_kv(token, position, seen)
                 self.device[slot, offset] = kv
             kv = int(self.device[slot, offset])
             seen = (seen + read_kv(kv, position)) & MASK

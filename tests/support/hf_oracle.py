@@ -20,12 +20,21 @@ class HfOracle:
     ``generate`` itself. A token that differs only where the two best logits are a near tie is counted, not refused.
     """
 
-    def __init__(self, folder: Path, *, every: int = 25) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        every: int = 25,
+        weights: torch.dtype = torch.float32,
+        near_tie: float = NEAR_TIE,
+    ) -> None:
+        """Computes in float32, with the checkpoint's values rounded to ``weights``."""
         self._model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
-        )
+            folder, dtype=weights, attn_implementation="eager"
+        ).float()
         self._model.eval()
         self._every = every
+        self._near_tie = near_tie
         self.calls = self.tokens = self.near_ties = 0
 
     @torch.inference_mode()
@@ -41,13 +50,18 @@ class HfOracle:
         tied = False
         for index in (expected != ids[0, len(context) :]).nonzero().flatten().tolist():
             gap = (logits[index].max() - logits[index, output[index]]).item()
-            assert gap < NEAR_TIE, (
+            assert gap < self._near_tie, (
                 f"token {index} of the output is {output[index]}, not {expected[index].item()} (logit gap {gap:.4g})"
             )
             self.near_ties += 1
             tied = True
         if self.calls % self._every == 0 and not tied:
             assert list(output) == self.generate(context, len(output))
+
+    @torch.inference_mode()
+    def logprobs(self, context: Sequence[int]) -> torch.Tensor:
+        """Log-probabilities after each token of ``context``, float32 [n, vocab]."""
+        return torch.log_softmax(self._model(torch.tensor([list(context)])).logits[0], dim=-1)
 
     @torch.inference_mode()
     def generate(self, context: Sequence[int], count: int) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from pensieve.engine.plan import Plan, Span, StepResult, StepWorker
+from pensieve.engine.plan import Plan, Span, StepResult, StepWorker, SynchronousWorker
 
 
 def without_swap_in(plan: Plan) -> Plan:
@@ -56,7 +56,7 @@ PLAN_MUTANTS: dict[str, Callable[[Plan], Plan]] = {
 }
 
 
-class MutantWorker:
+class MutantWorker(SynchronousWorker):
     """Runs what a mutant makes of each plan."""
 
     def __init__(self, worker: StepWorker, mutant: Callable[[Plan], Plan]) -> None:
@@ -64,21 +64,21 @@ class MutantWorker:
         self._mutant = mutant
 
     def run(self, plan: Plan) -> StepResult:
-        return self._worker.run(self._mutant(plan))
+        return self._worker.launch(self._mutant(plan)).result()
 
     def close(self) -> None:
         self._worker.close()
 
 
-class SwapOutLastWorker:
+class SwapOutLastWorker(SynchronousWorker):
     """Copy order: swap-out runs after the step has written, so it saves what took the chunk's place."""
 
     def __init__(self, worker: StepWorker) -> None:
         self._worker = worker
 
     def run(self, plan: Plan) -> StepResult:
-        result = self._worker.run(replace(plan, swap_out=()))
-        self._worker.run(Plan(plan.step, swap_out=plan.swap_out))
+        result = self._worker.launch(replace(plan, swap_out=())).result()
+        self._worker.launch(Plan(plan.step, swap_out=plan.swap_out))
         return result
 
     def close(self) -> None:

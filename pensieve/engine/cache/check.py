@@ -27,6 +27,8 @@ def check_manager(
     assert pinned == sum(c.pins > 0 for c in chunks), f"{pinned} pinned, chunks say otherwise"
     for chunk in chunks:
         _check_chunk(chunk, manager.config.chunk_tokens)
+    spare = {chunk for chunk in chunks if chunk.pins and chunk.host != NOWHERE}
+    assert set(manager.tiers.spare) == spare, "the list of spare host copies is wrong"
     for session in sessions.values():
         _check_session(session, manager.config.chunk_tokens)
         assert session.running == (session.key in running), f"{session.key}: running flag is wrong"

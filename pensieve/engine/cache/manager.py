@@ -128,15 +128,10 @@ class CacheManager:
             chunk = Chunk(len(session.chunks), owners=[session])
             session.chunks.append(chunk)
             self._pin(chunk)
-            self.tiers.reserve(1, now, self._running.values())
+            self.tiers.reserve(1, now)
             self.tiers.place_on_device(chunk)
             session.table = np.append(session.table, np.int32(chunk.device))
         return True
-
-    def append(self, key: SessionKey, token: int) -> None:
-        """A running session's context grew by a token whose KV is still missing."""
-        session = self._running[key]
-        session.tokens = np.append(session.tokens, np.int32(token))
 
     def computed(self, key: SessionKey, start: int, end: int) -> None:
         """KV of positions ``[start, end)`` of a running session was written. Their host copies are stale now."""
@@ -154,9 +149,16 @@ class CacheManager:
             if chunk.host != NOWHERE:
                 self.tiers.discard_host(chunk)
 
-    def release(self, key: SessionKey, now: float, *, forget: bool = False) -> None:
-        """The request has ended, or is suspended: its chunks are unpinned and stay (or go, with ``forget``)."""
+    def release(
+        self, key: SessionKey, now: float, tokens: TokenArray | None = None, *, forget: bool = False
+    ) -> None:
+        """The request has ended, or is suspended: its chunks are unpinned and stay (or go, with ``forget``).
+
+        ``tokens``: what the context has become since ``admit``.
+        """
         session = self._running.pop(key)
+        if tokens is not None:
+            session.tokens = tokens
         for chunk in session.chunks:
             self._unpin(chunk)
         session.running = False
@@ -169,7 +171,7 @@ class CacheManager:
                 self.tiers.discard(chunk)  # its recomputation never came: nothing worth copying out
         last = session.chunks[-1] if session.chunks else None
         known = 0 if last is None else last.index * self.config.chunk_tokens + last.filled
-        session.tokens = session.tokens[:known]
+        session.tokens = session.tokens[:known].copy()
         if session.cached == 0:
             self._forget(session)
 
@@ -293,7 +295,7 @@ class CacheManager:
         session.cached -= shared.place is not Place.DROPPED
         spare = self.config.device_chunks - self._pinned - to_come >= 0
         if shared.device != NOWHERE and valid > 0 and spare:
-            self.tiers.reserve(1, session.last_active, self._running.values())
+            self.tiers.reserve(1, session.last_active)
             self.tiers.place_on_device(private)
             self.tiers.copies.append(Copy(shared.device, private.device))
             private.filled = valid
@@ -302,7 +304,7 @@ class CacheManager:
 
     def _give_slots(self, session: CachedSession, now: float) -> None:
         absent = [chunk for chunk in session.chunks if chunk.device == NOWHERE]
-        self.tiers.reserve(len(absent), now, self._running.values())
+        self.tiers.reserve(len(absent), now)
         for chunk in absent:
             if chunk.host != NOWHERE:
                 self.tiers.load(chunk)
@@ -324,12 +326,14 @@ class CacheManager:
         self._pinned += chunk.pins == 0
         chunk.pins += 1
         if chunk.pins == 1:
+            self.tiers.pinned(chunk)
             self._touch_owners(chunk)
 
     def _unpin(self, chunk: Chunk) -> None:
         chunk.pins -= 1
         self._pinned -= chunk.pins == 0
         if chunk.pins == 0:
+            self.tiers.unpinned(chunk)
             self._touch_owners(chunk)
 
     def _touch_owners(self, chunk: Chunk) -> None:

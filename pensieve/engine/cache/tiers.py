@@ -7,6 +7,7 @@ Where a chunk can go (``place`` before → after):
 ``reserve``           DEVICE → HOST     copied out in the same plan, on demand
 ``reserve``           DEVICE → DROPPED  the host has no room for something this cheap
 ``save_ahead``        DEVICE → BOTH     copied in the background (EuroSys §4.3.2)
+either                BOTH → DEVICE     of a chunk in use, to make room on the host
 either                HOST → DROPPED    to make room for a chunk worth more
 ``load``              HOST → BOTH       swapped in; the host copy stays, clean
 ====================  ======  =========================================================
@@ -14,7 +15,7 @@ either                HOST → DROPPED    to make room for a chunk worth more
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from pensieve.config import CacheConfig
 from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, Place
@@ -38,11 +39,13 @@ class Tiers:
         self.copies: list[Copy] = []
         self.swap_in: list[Copy] = []
         self._in_flight: list[Chunk] = []
+        self.spare: dict[Chunk, None] = {}
+        """Pinned chunks with a host copy: while its request runs, nobody needs that copy. Oldest first."""
         self.dropped_tokens = 0
 
     # -- device slots ------------------------------------------------------------------------------------------------
 
-    def reserve(self, slots: int, now: float, running: Iterable[CachedSession]) -> None:
+    def reserve(self, slots: int, now: float) -> None:
         """Make at least ``slots`` device slots free; the caller knows that enough chunks are unpinned.
 
         First chunks with a clean host copy, which cost nothing; then chunks that must be copied or dropped.
@@ -50,7 +53,7 @@ class Tiers:
         for give in (Give.SLOT, Give.SAVED_SLOT):
             while (need := slots - self.device.free) > 0:
                 victims = self._index.round(give, now, need)
-                if not self._evict_round(victims, slots, now, running):
+                if not self._evict_round(victims, slots, now):
                     break
         assert self.device.free >= slots, (
             f"{slots} device slots asked for, {self.device.free} of {self.device.capacity} could be had"
@@ -100,9 +103,7 @@ class Tiers:
 
     # -- evictions ---------------------------------------------------------------------------------------------------
 
-    def _evict_round(
-        self, victims: EvictionRound, slots: int, now: float, running: Iterable[CachedSession]
-    ) -> bool:
+    def _evict_round(self, victims: EvictionRound, slots: int, now: float) -> bool:
         """Evict from one round until enough is free; whether it gave anything.
 
         All victims are chosen before the first is moved: where the host cannot take them all, the most valuable are
@@ -120,14 +121,21 @@ class Tiers:
             chunk.saving = False
             if chunk.host == NOWHERE:
                 room = room or self._index.round(Give.HOST_COPY, now, len(chosen))
-                if self._make_host_room(room, value) or self._discard_pinned_copy(running):
+                if self._make_host_room(room, value):
                     self._save(chunk)
             self._leave_device(chunk)
         return bool(chosen)
 
     def _make_host_room(self, room: EvictionRound, value: float) -> bool:
-        """A free host slot, dropping chunks that are worth no more than ``value``; False when there is none."""
+        """A free host slot: at the cost of a copy that nobody needs now, else by dropping chunks that are worth no more
+        than ``value``; False when there is none.
+
+        Copies of chunks in use go first because the link has room to make them again, whereas what is dropped has to be
+        recomputed.
+        """
         while self.host.free == 0:
+            if self._discard_spare_copy():
+                continue
             if room.peek() > value:
                 return False
             group = room.take()
@@ -138,13 +146,22 @@ class Tiers:
             room.put_back()
         return True
 
-    def _discard_pinned_copy(self, running: Iterable[CachedSession]) -> bool:
-        """Last resort on demand: the host copy of a chunk in use loses nothing now."""
-        for session in running:
-            for chunk in session.chunks:
-                if chunk.place is Place.BOTH and not chunk.loading:
-                    self.discard_host(chunk)
-                    return True
+    def pinned(self, chunk: Chunk) -> None:
+        """A request began to use a chunk that nobody used."""
+        if chunk.host != NOWHERE:
+            self.spare[chunk] = None
+
+    def unpinned(self, chunk: Chunk) -> None:
+        """Nobody uses a chunk any more."""
+        self.spare.pop(chunk, None)
+
+    def _discard_spare_copy(self) -> bool:
+        """Free one host slot by forgetting the copy of a chunk in use; False when there is none."""
+        for chunk in self.spare:
+            # What is not on the device yet, or is just coming, has nothing but its copy.
+            if chunk.device != NOWHERE and not chunk.loading:
+                self.discard_host(chunk)
+                return True
         return False
 
     def _save(self, chunk: Chunk) -> None:
@@ -163,6 +180,7 @@ class Tiers:
         """Free a chunk's host slot; what the device still has stays."""
         self.host.give(chunk.host)
         chunk.host = NOWHERE
+        self.spare.pop(chunk, None)
         self._after_loss(chunk)
 
     def discard(self, chunk: Chunk) -> None:
