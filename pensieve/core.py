@@ -7,6 +7,7 @@ Token ids travel as little-endian ``uint32`` bytes (``pack_tokens`` / ``unpack_t
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Iterable
 from typing import NewType
 
@@ -54,7 +55,7 @@ class Phase(enum.IntEnum):
     COMMIT = 5
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True):
     """Sampling parameters of one turn, fully resolved: every field has its effective value."""
 
     temperature: float = 0.0
@@ -85,6 +86,20 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             self.repetition_penalty != 1.0
             or self.frequency_penalty != 0.0
             or self.presence_penalty != 0.0
+        )
+
+    @functools.cached_property
+    def plain(self) -> bool:
+        """Whether each token is the one with the largest logit and nothing else is asked of the logits.
+
+        Cached because each step asks it of each row.
+        """
+        return not (
+            self.temperature > 0.0
+            or self.needs_context
+            or self.logit_bias
+            or self.min_output_tokens
+            or self.top_logprobs is not None
         )
 
 

@@ -1,159 +1,193 @@
 """From logits to tokens. A token depends on its own row, its seed and its output index, never on the batch.
 
+In three parts, so that nothing waits for a GPU: ``prepare`` (``sampling_rows``) turns what the rows ask for into
+arrays; ``choose`` queues the choice and its results stay on the device; ``Chosen.fetch`` queues their way to the host,
+and ``Fetched.resolve`` reads them when they are there. ``sample`` is all of it in one call.
+
 Randomness is a counter, not a state: output ``i`` of a turn uses the number that (seed, i) names, so suspension,
-recomputation and another batch give the same token. All filters are thresholds on the row's values and the choice
-inverts the cumulative distribution in vocabulary order; both are independent of how equal values are sorted.
+recomputation and another batch give the same token.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
 
-from pensieve.core import Sampling, TokenLogprob
+from pensieve.core import TokenLogprob
+from pensieve.engine.change_rows import Array
+from pensieve.engine.draw import BYTES_PER_ELEMENT, GPU_ELEMENTS, Parameters, draw, row_ranges
+from pensieve.engine.logit_changes import MOST, changed
 from pensieve.engine.plan import SampleSpec
+from pensieve.engine.sampling_rows import Draws, Prepared, prepare
 
 log = logging.getLogger(__name__)
 
-_MASK64 = (1 << 64) - 1
+_TORCH = {"int32": torch.int32, "int64": torch.int64, "float64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Of the n rows of ``Prepared.logprob_rows``."""
+
+    chosen: torch.Tensor
+    """float32 [n]"""
+    top_values: torch.Tensor
+    """float32 [n, most that a row wants], descending"""
+    top_ids: torch.Tensor
+    """int64, as ``top_values``"""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A step's tokens on the logits' device; S may be more than the rows of ``prepared``."""
+
+    prepared: Prepared
+    tokens: torch.Tensor
+    """int64 [S]"""
+    finite: torch.Tensor
+    """bool [S]: whether all logits of the row were finite."""
+    logprobs: Logprobs | None = None
+
+    def fetch(self) -> Fetched:
+        """Queue the copies to the host on the current stream and return without waiting for them."""
+        rows = self.prepared.rows
+        parts = [self.tokens[:rows], self.finite[:rows]]
+        if self.logprobs is not None:
+            parts += [self.logprobs.chosen, self.logprobs.top_values, self.logprobs.top_ids]
+        if self.tokens.device.type != "cuda":
+            return Fetched(self.prepared, parts, None)
+        host = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts]
+        for to, part in zip(host, parts, strict=True):
+            to.copy_(part, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return Fetched(self.prepared, host, done)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A step's tokens on their way to the host."""
+
+    prepared: Prepared
+    parts: list[torch.Tensor]
+    """Tokens, finite, and the three of ``Logprobs``; on the CPU."""
+    done: torch.cuda.Event | None
+    """After the last copy; None where there was nothing to wait for."""
+
+    def resolve(self) -> list[tuple[int, TokenLogprob | None]]:
+        """The token of each row, and its log-probabilities if asked for. Waits for the copies."""
+        if self.done is not None:
+            self.done.synchronize()
+        tokens: list[int] = self.parts[0].tolist()
+        if not all(self.parts[1].tolist()):
+            log.warning("the model gave logits that are not finite; its weights or its dtype may be at fault")
+        result: list[tuple[int, TokenLogprob | None]] = [(token, None) for token in tokens]
+        if len(self.parts) > 2:
+            wanted = zip(self.prepared.logprob_rows, self.prepared.top_logprobs, strict=True)
+            lists = [part.tolist() for part in self.parts[2:]]
+            for (row, count), chosen, values, ids in zip(wanted, *lists, strict=True):
+                top = tuple(zip(ids[:count], values[:count], strict=True))
+                result[row] = (tokens[row], TokenLogprob(tokens[row], chosen, top))
+        return result
 
 
 def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[tuple[int, TokenLogprob | None]]:
     """One token for each row of ``logits`` float32 [S, vocab]; ``specs[i]`` says how. ``logits`` is not changed."""
     if not specs:
         return []
-    logits = _finite(logits)
-    adjusted = _adjust(logits, specs)
-    chosen = torch.argmax(adjusted, dim=-1)  # the lowest id on a tie
-    random = [index for index, spec in enumerate(specs) if spec.sampling.temperature > 0.0]
-    if random:
-        rows = torch.tensor(random, device=logits.device)
-        chosen[rows] = _draw(adjusted[rows], [specs[index] for index in random])
-    tokens: list[int] = chosen.tolist()
-    logprobs = _logprobs(logits, tokens, specs)
-    return [(token, logprobs.get(index)) for index, token in enumerate(tokens)]
+    return choose(logits, prepare(specs, logits.shape[1])).fetch().resolve()
 
 
-def uniform(seed: int, index: int) -> float:
-    """The number in [0, 1) that belongs to output ``index`` of a turn with ``seed``."""
-    bits = np.random.Philox(key=seed & _MASK64, counter=index).random_raw()
-    return (int(bits) >> 16) / float(1 << 48)  # 48 bits: u * total stays below total in float64
+def clean(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits [S, vocab] without NaN or infinity, which a broken model may give: NaN counts as impossible.
+
+    And whether there was none, bool [S]. May be captured in a CUDA graph. The first result may be ``logits`` itself.
+    """
+    if logits.device.type == "cpu":
+        # One fast pass in the common case; a sum may overflow where no logit is infinite.
+        if math.isfinite(logits.sum().item()):
+            return logits, torch.ones(len(logits), dtype=torch.bool)
+        finite = torch.isfinite(logits).all(dim=-1)
+    else:
+        least, most = torch.aminmax(logits, dim=-1)  # NaN if there is one
+        finite = torch.isfinite(least) & torch.isfinite(most)
+    return torch.nan_to_num(logits, nan=-MOST, posinf=MOST, neginf=-MOST), finite
 
 
-def _finite(logits: torch.Tensor) -> torch.Tensor:
-    """The logits without NaN or infinity, which a broken model may give: NaN counts as impossible."""
-    if bool(torch.isfinite(logits).all()):
-        return logits
-    log.warning("the model gave logits that are not finite; its weights or its dtype may be at fault")
-    return torch.nan_to_num(logits, nan=-1e30, posinf=1e30, neginf=-1e30)
+def largest(logits: torch.Tensor) -> torch.Tensor:
+    """The token with the largest logit of each row, the lowest id on a tie; int64 [S]. Logits as of ``clean``."""
+    if logits.device.type == "cpu":  # numpy has vector instructions for this, ten times as fast
+        return torch.from_numpy(np.asarray(logits.numpy().argmax(axis=-1), dtype=np.int64))
+    return torch.argmax(logits, dim=-1)
 
 
-def _adjust(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
-    """Logits after penalties, bias and bans; a row in which nothing is left is taken back unadjusted."""
-    touched = [index for index, spec in enumerate(specs) if _touches(spec)]
-    if not touched:
-        return logits
-    adjusted = logits.clone()
-    for index in touched:
-        row, spec = adjusted[index], specs[index]
-        if spec.sampling.needs_context:
-            _penalise(row, spec)
-        for token, bias in spec.sampling.logit_bias.items():
-            if token < len(row):
-                row[token] += bias
-        banned = [token for token in _banned(spec) if token < len(row)]
-        if banned:
-            row[banned] = -torch.inf
-        torch.nan_to_num_(row, nan=-torch.inf, posinf=1e30, neginf=-torch.inf)
-        if bool(torch.isneginf(row).all()):
-            row.copy_(logits[index])
-    return adjusted
+def choose(logits: torch.Tensor, prepared: Prepared, finite: torch.Tensor | None = None) -> Chosen:
+    """Queue the choice of a token for each row of ``logits`` float32 [S, vocab] without waiting for a device.
+
+    ``finite`` is given when the logits are already what ``clean`` made of them. Rows past those of ``prepared`` get
+    the token with their largest logit. ``logits`` is not changed.
+    """
+    if finite is None:
+        logits, finite = clean(logits)
+    if prepared.plain:
+        return Chosen(prepared, largest(logits), finite)
+    sent = _upload(prepared.arrays(), logits.device)
+    adjusted = logits if prepared.changes is None else changed(logits, prepared.changes, sent)
+    tokens = largest(adjusted)
+    if prepared.draws is not None:
+        _draw_into(tokens, adjusted, prepared.draws, sent)
+    logprobs = None
+    if prepared.logprob_rows:
+        logprobs = _logprobs(logits, tokens, sent["logprob_rows"], max(prepared.top_logprobs))
+    return Chosen(prepared, tokens, finite, logprobs)
 
 
-def _touches(spec: SampleSpec) -> bool:
-    return bool(spec.sampling.needs_context or spec.sampling.logit_bias or _banned(spec))
+def workspace_bytes(rows: int, vocab: int) -> int:
+    """GPU memory that ``choose`` takes for a while, at most, for so many rows; contexts of penalties come on top."""
+    copies = 4  # clean, with changes, and two for the log-probabilities
+    return copies * rows * vocab * 4 + min(rows * vocab, max(GPU_ELEMENTS, vocab)) * BYTES_PER_ELEMENT
 
 
-def _banned(spec: SampleSpec) -> tuple[int, ...]:
-    """Tokens that may not come yet."""
-    if spec.output_index >= spec.sampling.min_output_tokens:
-        return ()
-    return (*spec.eos_token_ids, *spec.sampling.stop_token_ids)
-
-
-def _penalise(row: torch.Tensor, spec: SampleSpec) -> None:
-    """Repetition penalty over prompt and output, frequency and presence penalties over the output; in place."""
-    none = np.empty(0, dtype=np.int32)
-    prompt = none if spec.prompt is None else spec.prompt
-    output = none if spec.output is None else spec.output
-    sampling = spec.sampling
-    if sampling.repetition_penalty != 1.0:
-        seen = np.unique(np.concatenate([prompt, output])).astype(np.int64)
-        at = torch.from_numpy(seen).to(row.device)
-        values, penalty = row[at], sampling.repetition_penalty
-        row[at] = torch.where(values > 0, values / penalty, values * penalty)
-    if len(output) and (sampling.frequency_penalty or sampling.presence_penalty):
-        tokens, counts = np.unique(output, return_counts=True)
-        cost = sampling.frequency_penalty * counts + sampling.presence_penalty
-        at = torch.from_numpy(tokens.astype(np.int64)).to(row.device)
-        row[at] -= torch.from_numpy(cost.astype(np.float32)).to(row.device)
-
-
-def _draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
-    """A random token for each row [n, vocab], after temperature and filters; int64 [n]."""
-    device = logits.device
-    temperature = torch.tensor([[spec.sampling.temperature] for spec in specs], device=device).double()
-    # The maximum goes to 0 before the division: a tiny temperature then overflows to -inf, never to NaN.
-    scaled = (logits.double() - logits.max(dim=-1, keepdim=True).values.double()) / temperature
-    scaled = _filter(scaled, [spec.sampling for spec in specs])
-    cumulative = torch.softmax(scaled, dim=-1).cumsum(dim=-1)
-    numbers = [[uniform(spec.sampling.seed, spec.output_index)] for spec in specs]
-    target = torch.tensor(numbers, dtype=torch.float64, device=device) * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1)
-
-
-def _filter(scaled: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
-    """Rows with everything outside top-k, then top-p, then min-p at -inf. Ties with the last kept token are kept."""
-    vocab = scaled.shape[1]
-    for index, sampling in enumerate(samplings):
-        if 0 < sampling.top_k < vocab:
-            row = scaled[index]
-            row.masked_fill_(row < torch.topk(row, sampling.top_k).values[-1], -torch.inf)
-        if sampling.top_p < 1.0:
-            row = scaled[index]
-            kept = row[row > -torch.inf]  # after top-k only a few are left to sort
-            ordered = torch.sort(kept, descending=True).values
-            probability = torch.softmax(ordered, dim=-1)
-            before = probability.cumsum(dim=-1) - probability
-            last = max(int((before < sampling.top_p).sum()), 1) - 1
-            row.masked_fill_(row < ordered[last], -torch.inf)
-        if sampling.min_p > 0.0:
-            row = scaled[index]  # its maximum is 0
-            row.masked_fill_(row < np.log(min(sampling.min_p, 1.0)), -torch.inf)
-    return scaled
-
-
-def _logprobs(
-    logits: torch.Tensor, tokens: Sequence[int], specs: Sequence[SampleSpec]
-) -> dict[int, TokenLogprob]:
-    """Row → log-probabilities under the raw logits, for the rows that ask for them."""
-    wanted = {
-        index: spec.sampling.top_logprobs
-        for index, spec in enumerate(specs)
-        if spec.sampling.top_logprobs is not None
-    }
-    if not wanted:
-        return {}
-    rows = torch.log_softmax(logits[list(wanted)], dim=-1)
-    best = torch.topk(rows, min(max(wanted.values()), rows.shape[1]), dim=-1)
-    values, ids = best.values.tolist(), best.indices.tolist()
-    chosen = rows.gather(1, torch.tensor([[tokens[index]] for index in wanted], device=rows.device)).tolist()
+def _upload(arrays: Mapping[str, Array], device: torch.device) -> dict[str, torch.Tensor]:
+    """The arrays as tensors on ``device``, by one copy that nobody waits for."""
+    if device.type == "cpu":
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    starts = list(accumulate((-(-array.nbytes // 8) * 8 for array in arrays.values()), initial=0))
+    # The allocator of pinned memory gives this block to nobody else before the copy has read it.
+    pinned = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+    host = pinned.numpy()
+    for start, array in zip(starts, arrays.values(), strict=False):  # one start more: the end
+        host[start : start + array.nbytes] = array.view(np.uint8)
+    packed = pinned.to(device, non_blocking=True)
     return {
-        index: TokenLogprob(
-            tokens[index], chosen[at][0], tuple(zip(ids[at][:count], values[at], strict=False))
-        )
-        for at, (index, count) in enumerate(wanted.items())
+        name: packed[start : start + array.nbytes].view(_TORCH[array.dtype.name])
+        for start, (name, array) in zip(starts, arrays.items(), strict=False)
     }
+
+
+def _draw_into(
+    tokens: torch.Tensor, logits: torch.Tensor, draws: Draws, sent: Mapping[str, torch.Tensor]
+) -> None:
+    """Replace the tokens of the rows that are random, each the one with the row's largest logit until then."""
+    names = ("temperature", "uniform", "floor", "top_k", "top_p")
+    parameters = Parameters(*(sent[name][:, None] for name in names))
+    for group in draws.groups:
+        for start, end in row_ranges(group.start, group.end, logits.shape[1], logits.device):
+            rows = sent["draw_rows"][start:end]
+            values = logits.index_select(0, rows)
+            top = values.gather(1, tokens.index_select(0, rows)[:, None])
+            tokens.index_copy_(0, rows, draw(values, top, parameters.rows(start, end), group))
+
+
+def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, most: int) -> Logprobs:
+    """Log-probabilities under the raw logits."""
+    values = torch.log_softmax(logits.index_select(0, rows), dim=-1)
+    best = torch.topk(values, min(most, values.shape[1]), dim=-1)
+    chosen = values.gather(1, tokens.index_select(0, rows)[:, None]).squeeze(1)
+    return Logprobs(chosen, best.values, best.indices)

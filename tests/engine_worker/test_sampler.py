@@ -1,4 +1,4 @@
-"""Choosing tokens: filters as transformers has them, randomness by counter, and nothing ever NaN."""
+"""Choosing tokens: as the slow reference does, filters as transformers has them, and nothing ever NaN."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,8 +15,11 @@ from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
 from pensieve.core import Sampling
+from pensieve.engine.draw import Parameters, draw, weigh
 from pensieve.engine.plan import SampleSpec
-from pensieve.engine.sampler import _draw, _filter, sample, uniform
+from pensieve.engine.sampler import choose, clean, sample
+from pensieve.engine.sampling_rows import MAX_TOP_K, Group, prepare, uniform
+from support.slow_sampler import slow_sample, slow_uniform
 
 VOCAB = 50
 
@@ -58,6 +62,69 @@ def specs(draw: st.DrawFn) -> SampleSpec:
     )
 
 
+def weights(rows: torch.Tensor, samplings: list[Sampling]) -> torch.Tensor:
+    """What the tokens of all ``rows`` weigh after temperature and filters; the rows must need the same filters."""
+    draws = prepare([SampleSpec(sampling, 0) for sampling in samplings], rows.shape[1]).draws
+    assert draws is not None and len(draws.groups) == 1
+    arrays = (draws.temperature, draws.uniform, draws.floor, draws.top_k, draws.top_p)
+    columns = (torch.from_numpy(array)[:, None] for array in arrays)
+    return weigh(rows, rows.amax(dim=1, keepdim=True), Parameters(*columns), draws.groups[0])
+
+
+@given(st.lists(specs(), min_size=1, max_size=6), st.integers(0, 100), st.sampled_from([0.1, 1.0, 10.0]))
+def test_as_the_slow_reference_row_by_row(batch: list[SampleSpec], seed: int, spread: float) -> None:
+    rows = logits(len(batch), seed) * spread
+    for row, one, (token, logprob) in zip(rows, batch, sample(rows, batch), strict=True):
+        expected, expected_logprob = slow_sample(row, one)
+        assert token == expected
+        assert (logprob is None) == (expected_logprob is None)
+        if logprob is not None and expected_logprob is not None:
+            assert logprob.logprob == pytest.approx(expected_logprob.logprob, abs=1e-5)
+            assert [token for token, _ in logprob.top] == [token for token, _ in expected_logprob.top]
+
+
+@pytest.mark.parametrize("vocab", [MAX_TOP_K, 2 * MAX_TOP_K + 1])
+@given(data=st.data())
+def test_large_vocabularies_select_or_sort(vocab: int, data: st.DataObject) -> None:
+    """Rows that need a selection, a whole order or none at all share a batch; ties are common."""
+    some = st.builds(
+        Sampling,
+        temperature=st.sampled_from([0.0, 0.7, 3.0]),
+        top_k=st.sampled_from([0, 1, 40, MAX_TOP_K, MAX_TOP_K + 1, 2 * MAX_TOP_K]),
+        top_p=st.sampled_from([0.0, 0.3, 0.95, 0.9999, 1.0]),
+        min_p=st.sampled_from([0.0, 0.0, 0.01]),
+        seed=st.integers(0, 1000),
+    )
+    batch = [SampleSpec(sampling, 3) for sampling in data.draw(st.lists(some, min_size=1, max_size=8))]
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 100)))
+    rows = torch.randn(len(batch), vocab, generator=generator) * data.draw(st.sampled_from([0.3, 3.0]))
+    if data.draw(st.booleans()):
+        rows = rows.round()
+    got = [token for token, _ in sample(rows, batch)]
+    assert got == [slow_sample(row, one)[0] for row, one in zip(rows, batch, strict=True)]
+
+
+def test_the_two_ways_to_a_nucleus_agree_to_the_last_bit() -> None:
+    """One row that needs its whole order for top-k sends its whole group through the sort that a GPU uses."""
+    vocab = MAX_TOP_K + 500
+    rows = torch.randn(4, vocab, generator=torch.Generator().manual_seed(3)) * 2
+    nuclei = [Sampling(temperature=0.8, top_p=top_p) for top_p in (0.0, 0.5, 0.999)]
+    compact = weights(rows[:3], nuclei)
+    sorted_whole = weights(rows, [*nuclei, Sampling(temperature=0.8, top_p=0.9, top_k=MAX_TOP_K + 1)])
+    assert torch.equal(compact, sorted_whole[:3])
+    assert int(compact[0].count_nonzero()) == 1
+
+
+@given(st.lists(samplings, min_size=2, max_size=5), st.integers(0, 100))
+def test_weights_never_depend_on_the_batch(batch: list[Sampling], seed: int) -> None:
+    """To the last bit, whatever else is in the batch: only so can no token ever change."""
+    batch = [msgspec.structs.replace(one, temperature=max(one.temperature, 0.1), top_k=5) for one in batch]
+    rows = logits(len(batch), seed)
+    together = weights(rows, batch)
+    for index, one in enumerate(batch):
+        assert torch.equal(weights(rows[index : index + 1], [one])[0], together[index])
+
+
 @given(st.lists(specs(), min_size=1, max_size=6), st.integers(0, 100))
 def test_a_token_never_depends_on_the_batch(batch: list[SampleSpec], seed: int) -> None:
     rows = logits(len(batch), seed)
@@ -85,6 +152,17 @@ def test_never_nan(one: SampleSpec, bad: float, count: int) -> None:
     )
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_not_a_number_is_impossible_and_infinity_certain(temperature: float) -> None:
+    rows = logits(2)
+    rows[:, 4] = math.nan
+    rows[1, 6] = math.inf
+    batch = [spec(index, temperature=temperature) for index in range(2)]
+    tokens = [token for token, _ in sample(rows, batch)]
+    assert tokens == [slow_sample(row, one)[0] for row, one in zip(rows, batch, strict=True)]
+    assert tokens[0] != 4 and tokens[1] == 6
+
+
 def test_greedy_takes_the_lowest_id_on_a_tie() -> None:
     row = torch.zeros(1, VOCAB)
     row[0, [9, 30]] = 2.0
@@ -106,8 +184,8 @@ def test_filters_keep_what_transformers_keeps(sampling: Sampling, warper: hf.Log
     for seed in range(20):
         rows = logits(1, seed)
         want = warper(torch.zeros(1, 1, dtype=torch.long), rows.clone())
-        got = _filter((rows - rows.max()).double(), [sampling])
-        assert torch.equal(torch.isneginf(got), torch.isneginf(want))
+        got = weights(rows, [msgspec.structs.replace(sampling, temperature=1.0)])
+        assert torch.equal(got == 0, torch.isneginf(want))
 
 
 def test_filters_apply_in_the_order_of_transformers() -> None:
@@ -115,8 +193,8 @@ def test_filters_apply_in_the_order_of_transformers() -> None:
     want = rows.clone()
     for warper in (hf.TopKLogitsWarper(9), hf.TopPLogitsWarper(0.9), hf.MinPLogitsWarper(0.1)):
         want = warper(torch.zeros(1, 1, dtype=torch.long), want)
-    got = _filter((rows - rows.max()).double(), [Sampling(top_k=9, top_p=0.9, min_p=0.1)])
-    assert torch.equal(torch.isneginf(got), torch.isneginf(want))
+    got = weights(rows, [Sampling(temperature=1.0, top_k=9, top_p=0.9, min_p=0.1)])
+    assert torch.equal(got == 0, torch.isneginf(want))
 
 
 def test_repetition_penalty_is_that_of_transformers() -> None:
@@ -151,21 +229,36 @@ def test_frequency_and_presence_penalties_count_the_output_only() -> None:
 def test_draws_follow_the_distribution() -> None:
     row = torch.log(torch.tensor([[0.5, 0.3, 0.0, 0.15, 0.05]]))
     count = 4000
-    tokens = _draw(row.expand(count, 5), [spec(index, temperature=1.0, seed=5) for index in range(count)])
-    share = {token: seen / count for token, seen in Counter(tokens.tolist()).items()}
+    chosen = sample(row.expand(count, 5), [spec(index, temperature=1.0, seed=5) for index in range(count)])
+    share = {token: seen / count for token, seen in Counter(token for token, _ in chosen).items()}
     assert share == pytest.approx({0: 0.5, 1: 0.3, 3: 0.15, 4: 0.05}, abs=0.03)
+
+
+def test_a_number_of_zero_takes_the_first_token_that_is_left() -> None:
+    rows = torch.tensor([[0.0, -torch.inf, 1.0, 3.0, 2.0]])
+    parameters = Parameters(
+        temperature=torch.ones(1, 1, dtype=torch.float64),
+        uniform=torch.zeros(1, 1, dtype=torch.float64),
+        floor=torch.full((1, 1), -math.inf, dtype=torch.float64),
+        top_k=torch.tensor([[2]]),
+        top_p=torch.ones(1, 1, dtype=torch.float64),
+    )
+    group = Group(0, 1, min_p=False, top_p=False, top_k=True, most=2)
+    assert draw(rows, rows.amax(dim=1, keepdim=True), parameters, group).tolist() == [3]
 
 
 def test_temperature_sharpens() -> None:
     rows = torch.tensor([[1.0, 0.0]]).expand(2000, 2)
-    cold = _draw(rows, [spec(index, temperature=0.5) for index in range(2000)]).double().mean()
-    assert float(cold) == pytest.approx(1 / (1 + math.exp(2)), abs=0.03)
+    chosen = sample(rows, [spec(index, temperature=0.5) for index in range(2000)])
+    cold = sum(token for token, _ in chosen) / 2000
+    assert cold == pytest.approx(1 / (1 + math.exp(2)), abs=0.03)
 
 
 def test_uniform_is_a_function_of_seed_and_index() -> None:
     values = [uniform(seed, index) for seed in (0, 1, 2**64 - 1) for index in range(100)]
     assert len(set(values)) == 300 and all(0.0 <= value < 1.0 for value in values)
     assert uniform(1, 7) == values[107]
+    assert values == [slow_uniform(seed, index) for seed in (0, 1, 2**64 - 1) for index in range(100)]
 
 
 def test_end_tokens_are_banned_until_the_minimum() -> None:
@@ -205,3 +298,51 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
 
 def test_nothing_to_sample() -> None:
     assert sample(torch.empty(0, VOCAB), []) == []
+
+
+def test_greedy_rows_need_nothing_beyond_the_largest() -> None:
+    plain = [Sampling(), Sampling(top_k=3, top_p=0.5, max_output_tokens=4, seed=9, stop_token_ids=(3,))]
+    more = [
+        Sampling(temperature=0.5),
+        Sampling(logit_bias={1: 1.0}),
+        Sampling(top_logprobs=0),
+        Sampling(presence_penalty=0.1),
+        Sampling(min_output_tokens=5),
+    ]
+    context = np.array([1], dtype=np.int32)
+    assert prepare([SampleSpec(sampling, 0) for sampling in plain], VOCAB).plain
+    for sampling in more:
+        one = SampleSpec(sampling, 1, (2,), context, context)
+        assert not prepare([*(SampleSpec(sampling, 0) for sampling in plain), one], VOCAB).plain
+    assert prepare([SampleSpec(Sampling(min_output_tokens=5), 5, (2,))], VOCAB).plain
+
+
+def test_rows_without_a_spec_change_nothing() -> None:
+    """A captured graph has rows to spare; what they hold is of no interest."""
+    rows = logits(4)
+    batch = [spec(temperature=0.7, top_p=0.9, top_logprobs=1), spec(logit_bias={3: 9.0})]
+    padded = torch.cat((rows[:2], torch.full((2, VOCAB), math.nan)))
+    chosen = choose(padded, prepare(batch, VOCAB))
+    assert len(chosen.tokens) == 4
+    assert chosen.fetch().resolve() == sample(rows[:2], batch)
+
+
+def test_logits_that_are_not_finite_are_reported_per_row(caplog: pytest.LogCaptureFixture) -> None:
+    rows = logits(3)
+    rows[1, 4] = math.inf
+    cleaned, finite = clean(rows)
+    assert finite.tolist() == [True, False, True]
+    assert bool(torch.isfinite(cleaned).all()) and math.isinf(float(rows[1, 4]))
+    prepared = prepare([spec(), spec()], VOCAB)
+    assert choose(cleaned, prepared, finite).fetch().resolve()[1] == (4, None)
+    assert "not finite" in caplog.text
+    caplog.clear()
+    choose(rows[2:], prepare([spec()], VOCAB)).fetch().resolve()
+    assert "not finite" not in caplog.text
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB])
+def test_a_context_from_another_vocabulary_is_refused(token: int) -> None:
+    context = np.array([3, token], dtype=np.int32)
+    with pytest.raises(ValueError, match="vocabulary of 50"):
+        prepare([SampleSpec(Sampling(repetition_penalty=1.1), 1, prompt=context)], VOCAB)
