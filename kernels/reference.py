@@ -6,6 +6,8 @@ R page-table rows. A layer's KV pool is ``[P, 2, Hkv, N, D]``: keys and values o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, overload
 
 import torch
@@ -13,6 +15,13 @@ import torch.nn.functional as F
 
 from pensieve.kernels.reference_plan import AttentionPlan, Group, make_plan
 from pensieve.kernels.span_table import SpanTable
+
+Activation = Literal["silu", "relu", "gelu"]
+_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+}
 
 
 @overload
@@ -121,18 +130,75 @@ def _unfold(part: torch.Tensor, groups: int, length: int) -> torch.Tensor:
     return split.permute(0, 3, 1, 2, 4).reshape(batch * length, kv_heads * groups, width)
 
 
-def kv_write(kv_pool_of_layer: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-    """Store keys and values [T, Hkv, D] at ``slots`` int64 [T] of a layer's pool, in place.
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadPrep:
+    """What happens to the query and key heads of T tokens before they are attended: first the norms, then the turn."""
 
-    Slot ``s`` is place ``s % N`` of page ``s // N``; a negative slot is padding and is skipped. No slot may repeat.
+    cos: torch.Tensor | None = None
+    """[T, D/2]: cosines of each token's angles; pair i of a head is its values i and i + D/2. None: nothing turns."""
+    sin: torch.Tensor | None = None
+    query_norm: torch.Tensor | None = None
+    """[D]: weights of an RMS norm over each query head; set together with ``key_norm``."""
+    key_norm: torch.Tensor | None = None
+    eps: float = 0.0
+
+
+def kv_write(
+    kv_pool_of_layer: torch.Tensor, qkv: torch.Tensor, slots: torch.Tensor, prep: HeadPrep
+) -> torch.Tensor:
+    """Make query and key heads ready, store keys and values in a layer's pool, return the queries [T, Hq, D].
+
+    ``qkv`` [T, Hq + 2 * Hkv, D] holds the heads of queries, keys, values in this order and may be overwritten; the
+    result may be a view of it. ``slots`` int32 or int64 [T]: slot ``s`` is place ``s % N`` of page ``s // N``; a
+    negative one is padding, whose keys and values go nowhere. No slot may repeat. Every operation rounds to the dtype
+    of ``qkv``.
     """
-    page_tokens = kv_pool_of_layer.shape[3]
-    both = torch.stack((k, v), dim=1)  # [T, 2, Hkv, D]
+    kv_heads, page_tokens = kv_pool_of_layer.shape[2:4]
+    q: torch.Tensor
+    k: torch.Tensor
+    q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+    if prep.query_norm is not None and prep.key_norm is not None:
+        q = F.rms_norm(q, q.shape[-1:], prep.query_norm, prep.eps)
+        k = F.rms_norm(k, k.shape[-1:], prep.key_norm, prep.eps)
+    if prep.cos is not None and prep.sin is not None:
+        q, k = _rotate(q, prep.cos, prep.sin), _rotate(k, prep.cos, prep.sin)
+    both, slots = torch.stack((k, v), dim=1), slots.long()  # [T, 2, Hkv, D]
     if bool((slots < 0).any()):
         keep = slots >= 0
         both, slots = both[keep], slots[keep]
     page = torch.div(slots, page_tokens, rounding_mode="floor")
     kv_pool_of_layer[page, :, :, slots - page * page_tokens] = both
+    return q
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Heads [T, H, D] turned by the angles of their positions, [T, D/2]."""
+    left, right = x.chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """RMS norm of the rows of ``x`` [T, W], or LayerNorm when there is a bias; ``weight`` and ``bias`` [W]."""
+    if bias is None:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def add_norm(
+    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x + delta`` [T, W], rounded to their dtype, and its ``norm``. ``x`` may be overwritten with the sum."""
+    total = x + delta
+    return total, norm(total, weight, bias, eps)
+
+
+def activate(up: torch.Tensor, gated: bool, activation: Activation) -> torch.Tensor:
+    """``act(up)`` [T, I]; gated, with ``up`` [T, 2 * I]: ``act`` of its first half times its second half."""
+    if gated:
+        gate, up = up.chunk(2, dim=-1)
+        return _ACTIVATIONS[activation](gate) * up
+    return _ACTIVATIONS[activation](up)
 
 
 def chunk_copy(

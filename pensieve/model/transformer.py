@@ -1,7 +1,7 @@
 """One decoder for all families: the ``Arch`` says what a layer computes, the caller where KV lies.
 
-The model never sees a page or a session. It computes queries, keys and values of T concatenated tokens and hands them
-to ``attend``, which stores the keys and values and returns the attention output.
+The model never sees a page or a session. It projects T concatenated tokens to queries, keys and values and hands them
+to ``attend``, with what is to be done to them first; that stores the keys and values and returns the attention output.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from pensieve.kernels.reference import HeadPrep
 from pensieve.model.arch import Arch, Rope
-from pensieve.model.weights import LayerWeights, Linear, Norm, Weights
+from pensieve.model.ops import TORCH_OPS, DecoderOps
+from pensieve.model.weights import LayerWeights, Linear, Weights
 
 
 class Attend(Protocol):
     """Attention of one step, layer after layer."""
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Store ``k`` and ``v`` [T, Hkv, D] of ``layer``, then attend ``q`` [T, Hq, D] to all it may see.
+    def __call__(self, layer: int, qkv: torch.Tensor, prep: HeadPrep) -> torch.Tensor:
+        """Prepare the heads as ``prep`` says, store keys and values of ``layer``, attend the queries to all they see.
 
-        Returns [T, Hq, D]. Called once per layer, in order.
+        ``qkv`` [T, Hq + 2 * Hkv, D], queries first, then keys, then values; it may be overwritten. Returns [T, Hq, D].
+        Called once per layer, in order.
         """
         ...
 
@@ -30,9 +33,10 @@ class Attend(Protocol):
 class Transformer:
     """A decoder with its weights; stateless, so one object serves any batch."""
 
-    def __init__(self, arch: Arch, weights: Weights) -> None:
+    def __init__(self, arch: Arch, weights: Weights, ops: DecoderOps = TORCH_OPS) -> None:
         self.arch = arch
         self.weights = weights
+        self.ops = ops
         device = weights.embedding.device
         self._inverse_frequency = inverse_frequency(arch.rope, arch.head_dim, device) if arch.rope else None
 
@@ -41,70 +45,52 @@ class Transformer:
     ) -> torch.Tensor:
         """Logits after the tokens at ``sample_rows``, float32 [S, vocab].
 
-        ``tokens`` and ``positions`` int64 [T]: concatenated spans in any order. ``sample_rows`` int64 [S], S ≥ 0.
+        ``tokens`` and ``positions`` [T]: concatenated spans in any order. ``sample_rows`` [S], S ≥ 0. All int32 or
+        int64. Never waits for the device, and does the same work whatever the values: can be captured in a graph.
         """
-        weights = self.weights
+        weights, ops, eps = self.weights, self.ops, self.arch.norm_eps
         x = F.embedding(tokens, weights.embedding)
         if weights.positions is not None:
             x = x + F.embedding(positions + self.arch.position_offset, weights.positions)
-        rotation = self._rotation(positions, x.dtype)
-        last = len(weights.layers) - 1
-        for index, layer in enumerate(weights.layers):
-            attention = self._attention(index, layer, self._norm(x, layer.attention_norm), rotation, attend)
-            if index == last:
+        cos, sin = self._angles(positions, x.dtype)
+        # Each residual sum is fused with the norm that follows it, which is the next layer's or the final one.
+        first = weights.layers[0].attention_norm
+        next_norms = [layer.attention_norm for layer in weights.layers[1:]] + [weights.final_norm]
+        normed = ops.norm(x, first.weight, first.bias, eps)
+        for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
+            prep = HeadPrep(cos, sin, layer.query_norm, layer.key_norm, eps)
+            attention = self._attention(index, layer, normed, prep, attend)
+            if index == len(next_norms) - 1:
                 # After the last attention a token matters only if it is sampled.
-                x, attention = x[sample_rows], attention[sample_rows]
-            x = x + _linear(attention, layer.output)
-            x = x + self._mlp(self._norm(x, layer.mlp_norm), layer)
-        return _linear(self._norm(x, weights.final_norm), weights.head).float()
+                x, attention = x.index_select(0, sample_rows), attention.index_select(0, sample_rows)
+            norm = layer.mlp_norm
+            x, normed = ops.add_norm(x, _linear(attention, layer.output), norm.weight, norm.bias, eps)
+            delta = self._mlp(normed, layer)
+            x, normed = ops.add_norm(x, delta, next_norm.weight, next_norm.bias, eps)
+        return _linear(normed, weights.head).float()
 
     def _attention(
-        self,
-        index: int,
-        layer: LayerWeights,
-        x: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor] | None,
-        attend: Attend,
+        self, index: int, layer: LayerWeights, x: torch.Tensor, prep: HeadPrep, attend: Attend
     ) -> torch.Tensor:
         """Attention output before its projection, [T, Hq * D]."""
         arch = self.arch
-        heads, kv_heads = arch.num_heads, arch.num_kv_heads
-        qkv = _linear(x, layer.qkv).view(len(x), heads + 2 * kv_heads, arch.head_dim)
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-        if layer.query_norm is not None and layer.key_norm is not None:
-            q = F.rms_norm(q, (arch.head_dim,), layer.query_norm, arch.norm_eps)
-            k = F.rms_norm(k, (arch.head_dim,), layer.key_norm, arch.norm_eps)
-        if rotation is not None:
-            q, k = _rotate(q, *rotation), _rotate(k, *rotation)
-        return attend(index, q, k, v).reshape(len(x), heads * arch.head_dim)
+        heads = arch.num_heads + 2 * arch.num_kv_heads
+        qkv = _linear(x, layer.qkv).view(len(x), heads, arch.head_dim)
+        return attend(index, qkv, prep).reshape(len(x), arch.num_heads * arch.head_dim)
 
     def _mlp(self, x: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
         up = _linear(x, layer.up)
-        if self.arch.gated_mlp:
-            gate, up = up.chunk(2, dim=-1)
-            return _linear(self._activate(gate) * up, layer.down)
-        return _linear(self._activate(up), layer.down)
+        return _linear(self.ops.activate(up, self.arch.gated_mlp, self.arch.activation), layer.down)
 
-    def _activate(self, x: torch.Tensor) -> torch.Tensor:
-        if self.arch.activation == "silu":
-            return F.silu(x)
-        return F.relu(x) if self.arch.activation == "relu" else F.gelu(x)
-
-    def _norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        shape, eps = (self.arch.hidden_size,), self.arch.norm_eps
-        if self.arch.norm == "rms":
-            return F.rms_norm(x, shape, norm.weight, eps)
-        return F.layer_norm(x, shape, norm.weight, norm.bias, eps)
-
-    def _rotation(
+    def _angles(
         self, positions: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Cosine and sine of every token's angles, each [T, 1, D/2]; shared by all layers."""
+    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        """Cosine and sine of every token's angles, each [T, D/2]; shared by all layers."""
         if self._inverse_frequency is None:
-            return None
+            return None, None
         # float32 whatever the model's dtype: bfloat16 cannot tell large positions apart.
         angles = positions[:, None].float() * self._inverse_frequency
-        return angles.cos().to(dtype)[:, None], angles.sin().to(dtype)[:, None]
+        return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def inverse_frequency(rope: Rope, head_dim: int, device: torch.device) -> torch.Tensor:
@@ -122,12 +108,6 @@ def inverse_frequency(rope: Rope, head_dim: int, device: torch.device) -> torch.
     )
     kept = blend.clamp(0.0, 1.0)
     return frequency * (kept + (1.0 - kept) / rope.factor)
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Heads [T, H, D] turned by the angles of their positions."""
-    left, right = x.chunk(2, dim=-1)
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
 
 def _linear(x: torch.Tensor, linear: Linear) -> torch.Tensor:

@@ -1,0 +1,83 @@
+"""The activation of an MLP, fused with the product of a gated one, in Triton.
+
+Same promise as ``pensieve.kernels.reference.activate``: float32 inside; the activation is rounded to the tensor's dtype
+before it is multiplied, as torch does.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pensieve.kernels.reference import Activation
+
+FEW_COLUMNS, MANY_COLUMNS = 256, 1024
+"""Columns per program: 8 values, a 16-byte piece of a 2-byte type, per thread of 1 or 4 warps."""
+MANY = 1 << 20
+"""Values of a step from which programs are large: enough of them to fill any device, and fewer to start."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _activate(  # type: ignore[no-untyped-def]
+    up, out, up_stride, out_stride, INNER: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr
+):  # fmt: skip
+    """BLOCK of the INNER values of a row."""
+    BLOCKS: tl.constexpr = (INNER + BLOCK - 1) // BLOCK
+    program = tl.program_id(0)
+    row = (program // BLOCKS).to(tl.int64)
+    columns = program % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < INNER
+    at = up + row * up_stride + columns
+    raw = tl.load(at, mask=inside, other=0.0)
+    if GATED:
+        factor = tl.load(at + INNER, mask=inside, other=0.0).to(tl.float32)
+    x = raw.to(tl.float32)
+    if KIND == "silu":
+        x = x / (1.0 + tl.math.exp(-x))
+    elif KIND == "gelu":
+        x = 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
+    else:
+        tl.static_assert(KIND == "relu")
+        x = tl.where(x < 0.0, 0.0, x)  # a comparison, since maximum may drop a NaN
+    if GATED:
+        x = x.to(raw.dtype).to(tl.float32) * factor
+    tl.store(out + row * out_stride + columns, x.to(raw.dtype), mask=inside)
+
+
+def activate(up: torch.Tensor, gated: bool, activation: Activation) -> torch.Tensor:
+    """``act(up)`` [T, I]; gated, with ``up`` [T, 2 * I]: ``act`` of its first half times its second half.
+
+    Float16, bfloat16 or float32. Can be captured in a graph. Raises ValueError when ``up`` is not such a tensor.
+    """
+    if up.dim() != 2 or up.shape[1] == 0 or (gated and up.shape[1] % 2):
+        raise ValueError(f"up is {tuple(up.shape)}, not {'[T, 2 * I]' if gated else '[T, I]'}")
+    if up.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ValueError(f"up is {up.dtype}: it must be float16, bfloat16 or float32")
+    if up.stride(1) != 1 and up.shape[1] > 1:
+        raise ValueError("the last dimension of up must be contiguous")
+    if activation not in ("silu", "relu", "gelu"):
+        raise ValueError(f"activation {activation} is none of silu, relu, gelu")
+    rows, inner = up.shape[0], up.shape[1] // 2 if gated else up.shape[1]
+    out = up.new_empty((rows, inner))
+    block = MANY_COLUMNS if out.numel() >= MANY else FEW_COLUMNS
+    if rows:
+        _activate[(rows * triton.cdiv(inner, block),)](
+            up,
+            out,
+            up.stride(0),
+            out.stride(0),
+            **constants(inner, block, gated, activation),
+            **options(block),
+        )
+    return out
+
+
+def constants(inner: int, block: int, gated: bool, activation: Activation) -> dict[str, int | bool | str]:
+    """What ``_activate`` is compiled for."""
+    return {"INNER": inner, "BLOCK": block, "GATED": gated, "KIND": activation}
+
+
+def options(block: int) -> dict[str, int]:
+    """How it is compiled."""
+    return {"num_warps": block // FEW_COLUMNS, "enable_fp_fusion": True}

@@ -1,0 +1,185 @@
+"""Making heads ready for attention and storing keys and values in their pages: one launch, in Triton.
+
+Same promise as ``pensieve.kernels.reference.kv_write``, and the same rounding: float32 inside an operation, a result of
+the tensor's dtype after the norm and after each product and sum of the rotation. Without head norms the results are
+bit for bit those of the reference; with them, up to the order of one sum.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pensieve.kernels.attention_tiles import width_of
+from pensieve.kernels.reference import HeadPrep
+
+PER_WARP = 256
+"""Columns of either half that a warp takes: a 16-byte piece of a 2-byte type per thread."""
+FEW_WARPS, MANY_WARPS = 1, 4
+MANY = 1 << 22
+"""Values of a step from which programs are large: enough of them to fill any device, and fewer to start."""
+
+
+@triton.jit
+def _turned(x, y, cos, sin):  # type: ignore[no-untyped-def]
+    """``x * cos + y * sin`` in float32, every product and the sum rounded to the dtype of ``x``."""
+    dtype = x.dtype
+    first = (x.to(tl.float32) * cos).to(dtype).to(tl.float32)
+    second = (y.to(tl.float32) * sin).to(dtype).to(tl.float32)
+    return (first + second).to(dtype)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weights(query_norm, key_norm, head, valid, dims, HEADS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Norm weights of each head; two loads, of which each reads its own heads', since a chosen pointer reads singly."""
+    at = tl.broadcast_to(dims[None, :], valid.shape)
+    of_queries = tl.load(query_norm + at, mask=valid & (head < HEADS)[:, None], other=0.0)
+    of_keys = tl.load(key_norm + at, mask=valid & (head >= HEADS)[:, None], other=0.0)
+    return of_queries.to(tl.float32) + of_keys.to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _prepare_and_store(  # type: ignore[no-untyped-def]
+    qkv, pool, slots, cos, sin, query_norm, key_norm, eps,
+    token_stride, head_stride, page_stride, value_stride, pool_head_stride, slot_stride, cos_stride, sin_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr,
+):  # fmt: skip
+    """BLOCK heads of one token, as two halves of WIDTH columns of which DIM // 2 count."""
+    # Queries to which nothing happens are not touched.
+    FIRST: tl.constexpr = 0 if NORM or TURN else HEADS
+    LAST: tl.constexpr = HEADS + 2 * KV_HEADS
+    HALF: tl.constexpr = DIM // 2
+    BLOCKS: tl.constexpr = (LAST - FIRST + BLOCK - 1) // BLOCK
+    program = tl.program_id(0)
+    token = (program // BLOCKS).to(tl.int64)
+    head = FIRST + program % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    dims = tl.arange(0, WIDTH)
+    valid = (head < LAST)[:, None] & (dims < HALF)[None, :]
+    slot = tl.load(slots + token).to(tl.int64)
+    at = qkv + token * token_stride + (head * head_stride)[:, None] + dims[None, :]
+    left = tl.load(at, mask=valid, other=0.0)
+    right = tl.load(at + HALF, mask=valid, other=0.0)
+    is_value = (head >= HEADS + KV_HEADS)[:, None]
+    new_left, new_right = left, right
+    if NORM:
+        x, y = left.to(tl.float32), right.to(tl.float32)
+        mean_square = (tl.sum(x * x, 1) + tl.sum(y * y, 1)) / DIM
+        factor = tl.math.rsqrt(mean_square + eps)[:, None]
+        weights = _weights(query_norm, key_norm, head, valid, dims, HEADS)
+        new_left = (x * factor * weights).to(left.dtype)
+        weights = _weights(query_norm + HALF, key_norm + HALF, head, valid, dims, HEADS)
+        new_right = (y * factor * weights).to(left.dtype)
+    if TURN:
+        # Read once per head, in the layout of the heads: cheaper than to spread one copy through shared memory.
+        angle = tl.broadcast_to(token * cos_stride + dims[None, :], [BLOCK, WIDTH])
+        cosine = tl.load(cos + angle, mask=valid, other=0.0).to(tl.float32)
+        angle = tl.broadcast_to(token * sin_stride + dims[None, :], [BLOCK, WIDTH])
+        sine = tl.load(sin + angle, mask=valid, other=0.0).to(tl.float32)
+        before = new_left
+        new_left = _turned(before, new_right, cosine, -sine)
+        new_right = _turned(new_right, before, cosine, sine)
+    if NORM or TURN:
+        new_left = tl.where(is_value, left, new_left)
+        new_right = tl.where(is_value, right, new_right)
+        queries = valid & (head < HEADS)[:, None]
+        tl.store(at, new_left, mask=queries)
+        tl.store(at + HALF, new_right, mask=queries)
+    stored = head - HEADS
+    to = pool + slot // PAGE * page_stride + slot % PAGE * slot_stride
+    to += (stored // KV_HEADS).to(tl.int64)[:, None] * value_stride
+    to += (stored % KV_HEADS).to(tl.int64)[:, None] * pool_head_stride + dims[None, :]
+    kept = valid & (tl.where(head >= HEADS, slot, -1) >= 0)[:, None]
+    tl.store(to, new_left, mask=kept)
+    tl.store(to + HALF, new_right, mask=kept)
+
+
+def kv_write(
+    kv_pool_of_layer: torch.Tensor, qkv: torch.Tensor, slots: torch.Tensor, prep: HeadPrep
+) -> torch.Tensor:
+    """Make query and key heads ready in place, store keys and values; returns the queries, a view of ``qkv``.
+
+    See the reference for the whole promise. D even, at most 256; ``cos``, ``sin`` and norm weights have the dtype of
+    ``qkv``, which is the pool's: float16, bfloat16 or float32. Can be captured in a graph. Raises ValueError when the
+    tensors do not fit each other.
+    """
+    _check(kv_pool_of_layer, qkv, slots, prep)
+    pool, (tokens, all_heads, dim) = kv_pool_of_layer, qkv.shape
+    kv_heads, page_tokens = pool.shape[2:4]
+    heads = all_heads - 2 * kv_heads
+    norm, turn = prep.query_norm is not None, prep.cos is not None
+    block = block_of(qkv)
+    touched = all_heads if norm or turn else 2 * kv_heads
+    if tokens:
+        # Tensors that are not there are not read: any pointer stands in for them.
+        cos, sin = _given(prep.cos, qkv), _given(prep.sin, qkv)
+        _prepare_and_store[(tokens * triton.cdiv(touched, block),)](
+            qkv, pool, slots, cos, sin, _given(prep.query_norm, qkv), _given(prep.key_norm, qkv), prep.eps,
+            qkv.stride(0), qkv.stride(1), *pool.stride()[:4], cos.stride(0), sin.stride(0),
+            **constants(heads, kv_heads, dim, page_tokens, block, norm=norm, turn=turn), **options(block, dim),
+        )  # fmt: skip
+    return qkv[:, :heads]
+
+
+def block_of(qkv: torch.Tensor) -> int:
+    """Heads per program."""
+    warps = MANY_WARPS if qkv.numel() >= MANY else FEW_WARPS
+    return warps * PER_WARP // _half_width(qkv.shape[2])
+
+
+def constants(
+    heads: int, kv_heads: int, dim: int, page_tokens: int, block: int, *, norm: bool, turn: bool
+) -> dict[str, int | bool]:
+    """What ``_prepare_and_store`` is compiled for."""
+    return {
+        "HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "WIDTH": _half_width(dim), "PAGE": page_tokens,
+        "BLOCK": block, "NORM": norm, "TURN": turn,
+    }  # fmt: skip
+
+
+def options(block: int, dim: int) -> dict[str, int]:
+    """How it is compiled: without fused multiply-add, which would skip a rounding."""
+    return {"num_warps": block * _half_width(dim) // PER_WARP, "enable_fp_fusion": False}
+
+
+def _half_width(dim: int) -> int:
+    return width_of(dim) // 2
+
+
+def _given(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+    return other if tensor is None else tensor
+
+
+def _check(pool: torch.Tensor, qkv: torch.Tensor, slots: torch.Tensor, prep: HeadPrep) -> None:
+    if pool.dim() != 5 or pool.shape[1] != 2 or qkv.dim() != 3:
+        raise ValueError("the pool must be [P, 2, Hkv, N, D], qkv [T, Hq + 2 * Hkv, D]")
+    tokens, all_heads, dim = qkv.shape
+    width_of(dim)
+    heads, kv_heads = all_heads - 2 * pool.shape[2], pool.shape[2]
+    if pool.shape[4] != dim or dim % 2 or heads < 1 or heads % kv_heads:
+        raise ValueError(f"{all_heads} heads of {dim} values do not fit a pool of {tuple(pool.shape)}")
+    if qkv.dtype != pool.dtype or qkv.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ValueError(
+            f"qkv is {qkv.dtype} and the pool {pool.dtype}: both must be float16, bfloat16 or float32"
+        )
+    if slots.shape != (tokens,) or slots.dtype not in (torch.int32, torch.int64) or not slots.is_contiguous():
+        raise ValueError(
+            f"slots are {slots.dtype} {tuple(slots.shape)}, not contiguous int32 or int64 [{tokens}]"
+        )
+    if (prep.cos is None) != (prep.sin is None) or (prep.query_norm is None) != (prep.key_norm is None):
+        raise ValueError("cos and sin, and the norms of queries and keys, are given together or not at all")
+    expected = [
+        ("cos", prep.cos, (tokens, dim // 2)), ("sin", prep.sin, (tokens, dim // 2)),
+        ("query_norm", prep.query_norm, (dim,)), ("key_norm", prep.key_norm, (dim,)),
+    ]  # fmt: skip
+    tensors = [qkv, pool]
+    for name, tensor, shape in expected:
+        if tensor is not None:
+            tensors.append(tensor)
+            if tensor.shape != shape or tensor.dtype != qkv.dtype:
+                raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {qkv.dtype} {shape}")
+    if any(tensor.stride(-1) != 1 for tensor in tensors):
+        raise ValueError("the last dimension of every tensor must be contiguous")
+    if any(tensor.device != qkv.device for tensor in (*tensors, slots)):
+        raise ValueError("all tensors must be on one device")

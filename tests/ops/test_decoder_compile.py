@@ -1,0 +1,73 @@
+"""The decoder's elementwise kernels compiled for an H200 without one: no spills, and 16 bytes an access."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+import triton
+
+from pensieve.kernels import activation, kv_write, norm
+from pensieve.kernels.reference import Activation
+from support.compiled_kernels import CUOBJDUMP, Binary, build
+
+REGISTERS = 65536
+"""Of one Hopper multiprocessor."""
+THREADS = 768
+"""Resident per multiprocessor at least: with one 16-byte piece or more each on the way, enough to hide memory."""
+TENSORS = ("qkv", "pool", "cos", "sin", "query_norm", "key_norm", "x", "delta", "out", "weight", "bias", "up")
+TYPES = {name: "*bf16" for name in TENSORS} | {"slots": "*i64", "eps": "fp32"}
+
+pytestmark = pytest.mark.skipif(not CUOBJDUMP.exists(), reason="this build of Triton brings no CUDA tools")
+
+
+def accesses(binary: Binary) -> Counter[str]:
+    """How often the program reads and writes memory, by kind and width."""
+    return Counter(re.findall(r"\b((?:ld|st)\.global[.\w]*?\.(?:v\d\.)?b\d+)", binary.ptx))
+
+
+def fits(binary: Binary, kernel: triton.JITFunction) -> None:
+    assert binary.stack == 0, f"{kernel.__name__} spills"
+    assert binary.registers * THREADS <= REGISTERS
+
+
+@pytest.mark.parametrize("warps", [kv_write.FEW_WARPS, kv_write.MANY_WARPS])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_heads(dim: int, warps: int) -> None:
+    block = warps * kv_write.PER_WARP // kv_write._half_width(dim)
+    for heads, norm_, turn, loads, stores in (
+        ((40, 10), True, True, 8, 4), ((40, 10), False, True, 4, 4), ((40, 40), False, False, 2, 2),
+    ):  # fmt: skip
+        fixed = kv_write.constants(*heads, dim, 32, block, norm=norm_, turn=turn)
+        binary = build(kv_write._prepare_and_store, TYPES, fixed, kv_write.options(block, dim))
+        fits(binary, kv_write._prepare_and_store)
+        # The slot is read singly; nothing else is.
+        wide = {"ld.global.v4.b32": loads, "st.global.v4.b32": stores, "ld.global.b64": 1}
+        assert accesses(binary) == wide
+        # Products are rounded before they are added, as torch does.
+        assert not turn or "mul.rn." in binary.ptx
+        assert not re.search(r"\b(fma|(mul|add|sub)\.(f|bf))", binary.ptx), "the assembler may fuse these"
+
+
+@pytest.mark.parametrize("layer", [False, True])
+@pytest.mark.parametrize("width", [768, 2048, 4096, 5120, 8192, 16384])
+def test_norms(width: int, layer: bool) -> None:
+    options = norm.options(width)
+    binary = build(norm._norm_rows, TYPES, norm.constants(width, add=True, layer=layer), options)
+    fits(binary, norm._norm_rows)
+    pieces = triton.next_power_of_2(width) // (8 * 32 * options["num_warps"])
+    assert accesses(binary) == {"ld.global.v4.b32": (3 + layer) * pieces, "st.global.v4.b32": 2 * pieces}
+    assert pieces <= 4
+    if width == 5120:
+        assert options["num_warps"] == 8
+
+
+@pytest.mark.parametrize("kind", ["silu", "relu", "gelu"])
+@pytest.mark.parametrize("block", [activation.FEW_COLUMNS, activation.MANY_COLUMNS])
+def test_activations(block: int, kind: Activation) -> None:
+    for inner in (13824, 11008, 3072):
+        fixed = activation.constants(inner, block, True, kind)
+        binary = build(activation._activate, TYPES, fixed, activation.options(block))
+        fits(binary, activation._activate)
+        assert accesses(binary) == {"ld.global.v4.b32": 2, "st.global.v4.b32": 1}

@@ -1,0 +1,96 @@
+"""The decoder's elementwise kernels without a GPU: results under Triton's interpreter, and refusals."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pensieve.kernels.activation import activate
+from pensieve.kernels.kv_write import kv_write
+from pensieve.kernels.norm import add_norm, norm
+from support.decoder_cases import HeadCase, head_case
+from support.sources import ROOT
+
+
+def test_results_under_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "tests/support/interpreted_decoder.py"], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None and int(passed[1]) >= 45, done.stdout
+
+
+CASE = head_case(5, norm=True)
+PREP = CASE.prep
+assert PREP.cos is not None
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        (replace(CASE, qkv=CASE.qkv[:, :7]), "7 heads of 16 values do not fit"),
+        (replace(CASE, qkv=CASE.qkv[..., :8]), "8 heads of 8 values do not fit"),
+        (replace(CASE, pool=CASE.pool[:, :1]), "must be"),
+        (replace(CASE, pool=CASE.pool.half()), "both must be"),
+        (replace(CASE, pool=CASE.pool.double(), qkv=CASE.qkv.double()), "both must be"),
+        (replace(CASE, slots=CASE.slots[:4]), r"slots are torch\.int64 \(4,\), not"),
+        (replace(CASE, slots=CASE.slots.float()), r"slots are torch\.float32"),
+        (replace(CASE, slots=CASE.slots.repeat(2)[::2]), "not contiguous"),
+        (replace(CASE, prep=replace(PREP, sin=None)), "given together"),
+        (replace(CASE, prep=replace(PREP, key_norm=None)), "given together"),
+        (replace(CASE, prep=replace(PREP, cos=PREP.cos.repeat(1, 2))), r"cos is torch\.float32 \(5, 16\)"),
+        (replace(CASE, prep=replace(PREP, cos=PREP.cos.half())), r"cos is torch\.float16"),
+        (replace(CASE, prep=replace(PREP, cos=PREP.cos.T.contiguous().T)), "contiguous"),
+        (replace(CASE, qkv=CASE.qkv.mT.contiguous().mT), "contiguous"),
+        (replace(CASE, slots=CASE.slots.to("meta")), "one device"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused(case: HeadCase, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        kv_write(case.pool, case.qkv, case.slots, case.prep)
+
+
+def test_heads_too_large_or_odd_are_refused() -> None:
+    for dim, says in ((258, "not supported"), (15, "do not fit")):
+        with pytest.raises(ValueError, match=says):
+            kv_write(torch.zeros(1, 2, 1, 4, dim), torch.zeros(1, 3, dim), CASE.slots[:1], replace(PREP))
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    x, weight = torch.zeros(3, 8), torch.zeros(8)
+    with pytest.raises(ValueError, match="not \\[T, W\\]"):
+        norm(torch.zeros(2, 16385), torch.zeros(16385), None, 0.1)
+    with pytest.raises(ValueError, match="must be float16"):
+        norm(x.double(), weight.double(), None, 0.1)
+    with pytest.raises(ValueError, match="weight is"):
+        norm(x, weight[:7], None, 0.1)
+    with pytest.raises(ValueError, match="bias is"):
+        norm(x, weight, weight.half(), 0.1)
+    with pytest.raises(ValueError, match="delta is"):
+        add_norm(x, x[:2], weight, None, 0.1)
+    with pytest.raises(ValueError, match="overlap"):
+        add_norm(x[:1].expand(3, 8), x, weight, None, 0.1)
+    with pytest.raises(ValueError, match="contiguous"):
+        add_norm(x, x.T.contiguous().T, weight, None, 0.1)
+    with pytest.raises(ValueError, match="one device"):
+        norm(x, weight.to("meta"), None, 0.1)
+
+
+def test_activations_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 \\* I"):
+        activate(torch.zeros(2, 7), True, "silu")
+    with pytest.raises(ValueError, match="must be float16"):
+        activate(torch.zeros(2, 8).double(), True, "silu")
+    with pytest.raises(ValueError, match="contiguous"):
+        activate(torch.zeros(8, 2).T, True, "silu")
+    with pytest.raises(ValueError, match="none of"):
+        activate(torch.zeros(2, 8), True, "tanh")  # type: ignore[arg-type]
