@@ -2,7 +2,8 @@
 
 Device pool ``[L, P, 2, Hkv, N, D]``: layer first, so that attention of one layer reads one slab and a layer can be
 waited for alone. Host pool ``[C, L, 2, Hkv, N, D]``: chunk first, so that an evicted chunk is one contiguous object.
-In both, keys and values of one page of one layer are one contiguous run: the unit that is copied.
+In both, keys and values of one page of one layer are one contiguous run: the unit that is copied. Beside a GPU the host
+pool is pinned, and ``pensieve.engine.swap`` does the copies; those here are of plain memory, and wait for nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from pensieve.engine.pinned import PinnedMemory
 from pensieve.engine.plan import Copy
+from pensieve.kernels import reference
 from pensieve.model.arch import Arch
 
 ChunkCopy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -31,15 +34,27 @@ class KvPools:
         chunk_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
-        chunk_copy: ChunkCopy,
+        chunk_copy: ChunkCopy = reference.chunk_copy,
     ) -> None:
+        """Allocates both pools, zeroed. Raises RuntimeError when there is not that much memory."""
         page = (2, arch.num_kv_heads, chunk_tokens, arch.head_dim)
         self.padding_page = device_chunks
         """One page more than is ever given out: what the unused end of a page table points to."""
         self.device = torch.zeros((arch.num_layers, device_chunks + 1, *page), dtype=dtype, device=device)
-        self.host = torch.zeros((host_chunks, arch.num_layers, *page), dtype=dtype)
         self.chunk_bytes = arch.num_layers * self.device[0, 0].nbytes
+        self._pinned: PinnedMemory | None = None
+        shape = (host_chunks, arch.num_layers, *page)
+        if device.type == "cuda":
+            self._pinned = PinnedMemory(host_chunks * self.chunk_bytes, unit=self.chunk_bytes)
+            self.host = self._pinned.tensor.view(dtype).view(shape)
+        else:
+            self.host = torch.zeros(shape, dtype=dtype)
         self._copy = chunk_copy
+
+    def close(self) -> None:
+        """Unpin the host pool. No copy may be under way, and none may begin afterwards."""
+        if self._pinned is not None:
+            self._pinned.close()
 
     @property
     def num_layers(self) -> int:

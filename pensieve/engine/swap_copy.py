@@ -1,0 +1,200 @@
+"""Two ways to move runs between the pools, and which of them to take on this machine.
+
+*batch*: the driver's ``cuMemcpyBatchAsync``, which feeds the copy engines: the whole link in both directions at once
+and least trouble for a step beside it, but a third to half a microsecond of CPU time a run, and some microseconds for a
+run below 28 KiB. *kernel*: ``pensieve.kernels.chunk_copy``, a few programs that read and write pinned memory in place:
+as fast at any size of run, and a launch costs the same for any number of them, but together both directions share what
+one could have. So it depends on run size, direction, link and driver, and is measured at start-up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pensieve.kernels.chunk_copy import IN_PROGRAMS, OUT_PROGRAMS, WORD, ChunkCopy, check_runs
+
+MECHANISMS = ("auto", "batch", "kernel")
+TRIAL_BYTES, TRIAL_RUNS, TRIAL_LAYERS, TRIALS = 32 << 20, 2048, 8, 3
+"""At most that much and that many; few small runs look better than many, which fill the driver's queue."""
+STREAM_ORDER = 1
+"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: the source is read in its place in the stream, not when the call is made."""
+VERSION = 12080
+"""Of the driver interface that first had the call: CUDA 12.8."""
+ENOUGH = 0.9
+"""Share of the kernel's rate from which on the copy engines are better, for the sake of what runs beside them."""
+
+Addresses = npt.NDArray[np.uint64]
+
+
+class RunCopy(Protocol):
+    """See ``ChunkCopy``."""
+
+    def __call__(self, pairs: torch.Tensor, *, first: int, count: int, layers: range) -> None: ...
+
+    def warm_up(self, pairs: torch.Tensor) -> None: ...
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes."""
+
+    _fields_ = (
+        ("source_order", ctypes.c_int),
+        ("source_hint", ctypes.c_int * 2),
+        ("target_hint", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    )
+
+
+class _Driver:
+    """The one driver call that torch does not wrap."""
+
+    def __init__(self) -> None:
+        """Raises OSError where the driver does not have it."""
+        library, found, status = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_int()
+        error = library.cuGetProcAddress_v2(
+            b"cuMemcpyBatchAsync", ctypes.byref(found), VERSION, ctypes.c_uint64(0), ctypes.byref(status)
+        )
+        if error or not found.value:
+            raise OSError("this NVIDIA driver has no cuMemcpyBatchAsync: it is older than CUDA 12.8")
+        pointer = ctypes.c_void_p
+        kinds = (pointer, pointer, pointer, ctypes.c_size_t, pointer, pointer, ctypes.c_size_t, pointer)
+        self._call = ctypes.CFUNCTYPE(ctypes.c_int, *kinds, pointer)(found.value)
+        self._attributes, self._first = _Attributes(STREAM_ORDER), ctypes.c_size_t(0)
+        self._failed = ctypes.c_size_t(0)
+
+    def copy(self, dst: Addresses, src: Addresses, sizes: Addresses, stream: torch.cuda.Stream) -> None:
+        """Queue ``sizes[i]`` bytes from address ``src[i]`` to ``dst[i]``, contiguous [n] each. Raises RuntimeError."""
+        error = self._call(
+            dst.ctypes.data, src.ctypes.data, sizes.ctypes.data, len(dst), ctypes.byref(self._attributes),
+            ctypes.byref(self._first), 1, ctypes.byref(self._failed), stream.cuda_stream,
+        )  # fmt: skip
+        if error:
+            raise RuntimeError(
+                f"cuMemcpyBatchAsync: error {error} at copy {self._failed.value} of {len(dst)}"
+            )
+
+
+class BatchCopy:
+    """``ChunkCopy`` by the copy engines. Not for the default stream, which the driver refuses."""
+
+    def __init__(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Raises OSError where the driver cannot do it."""
+        check_runs(dst, src)
+        self._driver = _Driver()
+        self._dst, self._src = _Addresses(dst), _Addresses(src)
+        self._run_bytes = dst.shape[2] * WORD.itemsize
+        self._sizes = np.empty(0, np.uint64)
+        self._last: tuple[torch.Tensor, Addresses, Addresses] | None = None
+
+    def __call__(self, pairs: torch.Tensor, *, first: int, count: int, layers: range) -> None:
+        """See ``ChunkCopy.__call__``; ``pairs`` on the host."""
+        dst, src = (part[:, layers.start : layers.stop].ravel() for part in self._addresses(pairs))
+        if len(self._sizes) < count:
+            self._sizes = np.full(2 * count, self._run_bytes, dtype=np.uint64)
+        self._driver.copy(
+            dst[first : first + count], src[first : first + count], self._sizes, torch.cuda.current_stream()
+        )
+
+    def warm_up(self, pairs: torch.Tensor) -> None:
+        """There is nothing to compile."""
+
+    def _addresses(self, pairs: torch.Tensor) -> tuple[Addresses, Addresses]:
+        """Of the runs of all layers, [n, L] each. One list of pairs is copied by several calls in a row."""
+        if self._last is None or self._last[0] is not pairs:
+            pages = pairs.numpy().astype(np.int64)
+            self._last = pairs, self._dst.of(pages[:, 1]), self._src.of(pages[:, 0])
+        return self._last[1:]
+
+
+class _Addresses:
+    """Where the runs of a pool begin."""
+
+    def __init__(self, runs: torch.Tensor) -> None:
+        self._page_bytes = runs.stride(1) * WORD.itemsize
+        self._layers = runs.data_ptr() + np.arange(len(runs)) * (runs.stride(0) * WORD.itemsize)
+
+    def of(self, pages: npt.NDArray[np.int64]) -> Addresses:
+        """[n, L]"""
+        return (self._layers + pages[:, None] * self._page_bytes).view(np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What a mechanism made of some megabytes in runs of one size."""
+
+    gb_per_s: float
+    """From the call to the arrival of the last byte, when nothing else is under way."""
+    submit_us_per_run: float
+    """CPU time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A mechanism for one direction; ``trials`` by mechanism, empty when there was no choice."""
+
+    mechanism: str
+    trials: dict[str, Trial]
+
+
+def make_copy(mechanism: str, dst: torch.Tensor, src: torch.Tensor) -> RunCopy:
+    """Copies from ``src`` to ``dst``. Raises ValueError for a mechanism that is unknown or impossible here."""
+    if mechanism == "kernel":
+        return ChunkCopy(dst, src, programs=IN_PROGRAMS if dst.is_cuda else OUT_PROGRAMS)
+    if mechanism != "batch":
+        raise ValueError(f"swap mechanism {mechanism!r}: one of {', '.join(MECHANISMS)}")
+    try:
+        return BatchCopy(dst, src)
+    except OSError as error:
+        raise ValueError(f"swap mechanism 'batch': {error}") from error
+
+
+def calibrate(run_words: int, device: torch.device, *, inwards: bool) -> dict[str, Trial]:
+    """Try each mechanism that works here on runs of ``run_words`` words, with memory of its own.
+
+    Takes some tens of milliseconds, and the time to compile a kernel that is not in Triton's cache.
+    """
+    pages = max(1, min(TRIAL_BYTES // (run_words * WORD.itemsize), TRIAL_RUNS) // TRIAL_LAYERS)
+    inside = torch.zeros((TRIAL_LAYERS, pages, run_words), dtype=WORD, device=device)
+    host = torch.zeros((pages, TRIAL_LAYERS, run_words), dtype=WORD, pin_memory=True)
+    outside = host.transpose(0, 1)
+    order = np.random.default_rng(1)
+    pairs = torch.empty((pages, 2), dtype=torch.int32, pin_memory=True)
+    pairs.numpy()[:] = np.stack([order.permutation(pages) for _ in range(2)], axis=1)
+    dst, src = (inside, outside) if inwards else (outside, inside)
+    found = {"kernel": _try(make_copy("kernel", dst, src), pairs, run_words)}
+    # An older driver has one mechanism only, and nothing is left to choose.
+    with contextlib.suppress(OSError):
+        found["batch"] = _try(BatchCopy(dst, src), pairs, run_words)
+    return found
+
+
+def choose(trials: dict[str, Trial]) -> Choice:
+    """The copy engines, unless they are clearly slower."""
+    batch, kernel = trials.get("batch"), trials["kernel"]
+    enough = batch is not None and batch.gb_per_s >= ENOUGH * kernel.gb_per_s
+    return Choice("batch" if enough else "kernel", trials)
+
+
+def _try(copy: RunCopy, pairs: torch.Tensor, run_words: int) -> Trial:
+    """The best of some trials after one to warm up. By the clock on the wall: the driver sends small runs through the
+    CPU when nothing else is under way, and blocks when it has been given too many."""
+    stream, total, submit = torch.cuda.Stream(), float("inf"), float("inf")
+    runs = len(pairs) * TRIAL_LAYERS
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for trial in range(TRIALS + 1):
+            started = time.perf_counter()
+            copy(pairs, first=0, count=runs, layers=range(TRIAL_LAYERS))
+            submitted = time.perf_counter() - started
+            stream.synchronize()
+            if trial:
+                submit, total = min(submit, submitted), min(total, time.perf_counter() - started)
+    return Trial(runs * run_words * WORD.itemsize / total / 1e9, submit / runs * 1e6)
