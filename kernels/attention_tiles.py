@@ -6,7 +6,7 @@ the rules see rows, items and the room on the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 WIDEST_HEAD = 256
 
@@ -28,16 +28,24 @@ class Tile:
     """No item is cut into pieces shorter than this."""
     split_mask: bool = False
     """Walk fully visible tiles first, without a mask: shorter, at the price of a second loop."""
+    hopper: bool = False
+    """For the kernel of ``attention_hopper``."""
 
 
 @dataclass(frozen=True, slots=True)
 class TileSet:
     narrow: Tile
     narrow_beside: Tile
-    """For narrow items that share the multiprocessors with wide ones."""
-    wide_few: Tile
-    """For spans of up to 64 rows, and for steps whose larger tiles would all start at once."""
+    """For narrow items that share the device with wide ones."""
+    short: Tile
+    """For steps of short spans on short contexts, see ``attention_kinds``."""
+    few: Tile
+    """For steps without spans of more rows than this."""
     wide: Tile
+
+
+HOPPER = Tile(128, 128, 12, 2, None, 1, 512, split_mask=True, hopper=True)
+"""Fills a multiprocessor: nothing is resident beside it."""
 
 
 def width_of(head_dim: int) -> int:
@@ -47,19 +55,22 @@ def width_of(head_dim: int) -> int:
     return int(max(16, 1 << (head_dim - 1).bit_length()))
 
 
-def choose_tiles(head_dim: int, element_bytes: int) -> TileSet:
-    """Tiles for heads of this size and element width."""
+def choose_tiles(head_dim: int, element_bytes: int, *, hopper: bool = False) -> TileSet:
+    """Tiles for heads of this size and element width; ``hopper``: wide items go to the kernel for that device."""
     if element_bytes > 2:  # for comparisons, not for speed
         small, large = Tile(16, 32, 4, 2, None, 1, 64), Tile(64, 32, 4, 2, None, 1, 256)
-        return TileSet(small, small, large, large)
+        return TileSet(small, small, replace(small, rows=32), large, large)
     if width_of(head_dim) > 128:
         small = Tile(16, 32, 4, 3, None, 2, 64)
         large = Tile(64, 32, 4, 3, None, 1, 256, split_mask=True)
-        return TileSet(small, small, large, large)
+        return TileSet(small, small, replace(small, rows=32), large, large)
     return TileSet(
         narrow=Tile(16, 64, 4, 3, 168, 3, 64),
-        narrow_beside=Tile(16, 64, 4, 2, 128, 2, 64),
-        wide_few=Tile(64, 64, 4, 3, None, 2, 512, split_mask=True),
+        # More programs with less in flight each. Beside the kernel for Hopper they have few multiprocessors, whose own
+        # pace then counts more than the memory's; beside the other one they fit into what it leaves.
+        narrow_beside=Tile(16, 64, 4, 2, 96, 5, 64) if hopper else Tile(16, 64, 4, 2, 128, 2, 64),
+        short=Tile(32, 64, 4, 2, 168, 3, 128),
+        few=Tile(64, 64, 4, 3, None, 2, 512, split_mask=True),
         # Two programs of 8 warps per multiprocessor: the one's softmax runs beside the other's products.
-        wide=Tile(128, 64, 8, 2, 128, 2, 512, split_mask=True),
+        wide=HOPPER if hopper else Tile(128, 64, 8, 2, 128, 2, 512, split_mask=True),
     )

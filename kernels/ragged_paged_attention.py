@@ -6,24 +6,35 @@ recomputation; ``attention_plan`` says what its programs do, ``attention_tiles``
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pensieve.kernels import attention_hopper
 from pensieve.kernels._check import check_attention
-from pensieve.kernels.attention_buffers import AttentionPlan, geometry_of, plan_key
-from pensieve.kernels.attention_plan import Geometry
+from pensieve.kernels.attention_buffers import HEADER, AttentionPlan, geometry_of, plan_key
+from pensieve.kernels.attention_kinds import Geometry
 from pensieve.kernels.attention_tiles import Tile, width_of
 from pensieve.kernels.span_table import SpanTable
 
-ITEM = tl.constexpr(8)
-MERGE = tl.constexpr(5)
+ITEM, MERGE = tl.constexpr(8), tl.constexpr(6)
+LISTS_AT = tl.constexpr(3)
+NARROW, WIDE, MERGES = 0, 1, 2
+"""Lists of a plan: the word of a list's length, and from ``LISTS_AT`` that of its place."""
 LOWEST = tl.constexpr(-1e38)
 """First maximum of a row: below every score but finite, so that a tile without visible keys gives weights of 0."""
+PLAIN, ALONE, AFTER, BESIDE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+"""How a launch stands to the one before it. PLAIN, ALONE: begins when that has ended. AFTER: begins early, but takes
+what that one writes only when it has ended. BESIDE: runs side by side with it, and ends after it. All but PLAIN let
+the next launch begin early, too: devices before Hopper cannot."""
+MERGING = 8
+"""Programs of a merge per multiprocessor."""
 MERGED_AT_ONCE = 64
-"""Pieces that a merge reads in one go; more take another round trip to memory."""
+"""Rows of pieces that a merge reads in one go; more take another round trip to memory."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -72,115 +83,153 @@ def _walk(  # type: ignore[no-untyped-def]
     return acc, top, total, pages
 
 
-@triton.jit(do_not_specialize=["items_at", "partial_rows", "table_stride"])  # type: ignore[untyped-decorator]
-def _attend(  # type: ignore[no-untyped-def]
-    q, pool, tables, out, lse, words, partial, partial_lse, items_at, partial_rows,
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend_item(  # type: ignore[no-untyped-def]
+    item, head, q, pool, tables, out, lse, partial, partial_lse, partial_rows,
     q_token, q_head, page_stride, value_stride, head_stride, slot_stride, table_stride, out_token, out_head, factor,
-    COUNT_AT: tl.constexpr, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, SPLIT_MASK: tl.constexpr,
-    LSE: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, SPLIT_MASK: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """Items of one launch: program p takes works p, p + programs, …; a work is an item of one KV head."""
-    count = tl.load(words + COUNT_AT)
-    # Invariants of the walk, hoisted out of this loop, would take the registers that keep programs resident.
-    for work in tl.range(tl.program_id(0), count * KV_HEADS, tl.num_programs(0), disable_licm=True):
-        head = work % KV_HEADS
-        item = words + items_at + work // KV_HEADS * ITEM
-        rows = tl.load(item + 1)
-        position = tl.load(item + 2)
-        table = tables + tl.load(item + 3).to(tl.int64) * table_stride
-        first_row = tl.load(item + 4)
-        start = tl.load(item + 5)
-        end = tl.load(item + 6)
+    """One item of one KV head, to ``out`` if it is whole, to the scratch if it is a piece."""
+    rows = tl.load(item + 1)
+    position = tl.load(item + 2)
+    table = tables + tl.load(item + 3).to(tl.int64) * table_stride
+    first_row = tl.load(item + 4)
+    start = tl.load(item + 5)
+    end = tl.load(item + 6)
 
-        row = first_row + tl.arange(0, ROWS)
-        token = (tl.load(item) + row // GROUPS).to(tl.int64)
-        q_at = token * q_token + (head * GROUPS + row % GROUPS) * q_head
-        block = _rows(q, q_at, row < rows, DIM, WIDTH, True)
-        acc = tl.zeros([ROWS, WIDTH], tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        top = tl.zeros([ROWS], tl.float32) + LOWEST
+    keys = start + tl.arange(0, KEYS)
+    pages = tl.load(table + keys // PAGE, mask=keys < end, other=0)
+    row = first_row + tl.arange(0, ROWS)
+    token = (tl.load(item) + row // GROUPS).to(tl.int64)
+    q_at = token * q_token + (head * GROUPS + row % GROUPS) * q_head
+    block = _rows(q, q_at, row < rows, DIM, WIDTH, True)
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    top = tl.zeros([ROWS], tl.float32) + LOWEST
 
-        keys = start + tl.arange(0, KEYS)
-        pages = tl.load(table + keys // PAGE, mask=keys < end, other=0)
-        k_base = pool + head * head_stride
-        v_base = k_base + value_stride
-        middle = start
-        if SPLIT_MASK:
-            plain = tl.minimum(position + first_row // GROUPS + 1, end) // KEYS * KEYS  # all rows see these
-            middle = tl.maximum(plain, start)
-            acc, top, total, pages = _walk(
-                block, row, acc, top, total, pages, table, k_base, v_base, start, middle, end,
-                page_stride, slot_stride, factor, DIM, WIDTH, PAGE, KEYS, STAGES, False,
-            )  # fmt: skip
-        # Read again what the walk before does not need, past the compiler's back: it holds no registers meanwhile.
-        seen = tl.load(item + 2, volatile=True) + 1
-        seen += (tl.load(item + 4, volatile=True) + tl.arange(0, ROWS)) // GROUPS
+    k_base = pool + head * head_stride
+    v_base = k_base + value_stride
+    middle = start
+    if SPLIT_MASK:
+        plain = tl.minimum(position + first_row // GROUPS + 1, end) // KEYS * KEYS  # all rows see these
+        middle = tl.maximum(plain, start)
         acc, top, total, pages = _walk(
-            block, seen, acc, top, total, pages, table, k_base, v_base, middle, end, end,
-            page_stride, slot_stride, factor, DIM, WIDTH, PAGE, KEYS, STAGES, True,
+            block, row, acc, top, total, pages, table, k_base, v_base, start, middle, end,
+            page_stride, slot_stride, factor, DIM, WIDTH, PAGE, KEYS, STAGES, False,
         )  # fmt: skip
+    # Read again what the walk before does not need, past the compiler's back: it holds no registers meanwhile.
+    seen = tl.load(item + 2, volatile=True) + 1
+    seen += (tl.load(item + 4, volatile=True) + tl.arange(0, ROWS)) // GROUPS
+    acc, top, total, pages = _walk(
+        block, seen, acc, top, total, pages, table, k_base, v_base, middle, end, end,
+        page_stride, slot_stride, factor, DIM, WIDTH, PAGE, KEYS, STAGES, True,
+    )  # fmt: skip
 
-        divisor = tl.where(total > 0, total, 1.0)
-        result = acc / divisor[:, None]
-        log2_sum = tl.where(total > 0, top + tl.math.log2(divisor), float("-inf"))
-        q_start = tl.load(item, volatile=True)
-        row = tl.load(item + 4, volatile=True) + tl.arange(0, ROWS)
-        valid = row < tl.load(item + 1, volatile=True)
-        scratch = tl.load(item + 7)
-        dims = tl.arange(0, WIDTH)
-        if scratch < 0:
-            token = (q_start + row // GROUPS).to(tl.int64)
-            query_head = head * GROUPS + row % GROUPS
-            pointers = out + (token * out_token + query_head * out_head)[:, None] + dims[None, :]
-            tl.store(pointers, result.to(out.dtype.element_ty), mask=valid[:, None] & (dims < DIM)[None, :])
-            if LSE:
-                tl.store(
-                    lse + token * (KV_HEADS * GROUPS) + query_head, log2_sum * 0.6931471805599453, mask=valid
-                )
-        else:
-            at = head.to(tl.int64) * partial_rows + scratch + tl.arange(0, ROWS)
-            tl.store(partial + at[:, None] * WIDTH + dims[None, :], result, mask=valid[:, None])
-            tl.store(partial_lse + at, log2_sum, mask=valid)
-
-
-@triton.jit(do_not_specialize=["merges_at", "partial_rows"])  # type: ignore[untyped-decorator]
-def _merge(  # type: ignore[no-untyped-def]
-    out, lse, words, partial, partial_lse, merges_at, partial_rows, out_token, out_head,
-    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr,
-    LSE: tl.constexpr,
-):  # fmt: skip
-    """Results of an item's pieces, weighted by their softmax denominators; one row of one KV head at a time."""
+    divisor = tl.where(total > 0, total, 1.0)
+    result = acc / divisor[:, None]
+    log2_sum = tl.where(total > 0, top + tl.math.log2(divisor), float("-inf"))
+    q_start = tl.load(item, volatile=True)
+    row = tl.load(item + 4, volatile=True) + tl.arange(0, ROWS)
+    valid = row < tl.load(item + 1, volatile=True)
+    scratch = tl.load(item + 7)
     dims = tl.arange(0, WIDTH)
-    for work in tl.range(tl.program_id(0), tl.load(words + 2) * KV_HEADS, tl.num_programs(0)):
+    if scratch < 0:
+        token = (q_start + row // GROUPS).to(tl.int64)
+        query_head = head * GROUPS + row % GROUPS
+        pointers = out + (token * out_token + query_head * out_head)[:, None] + dims[None, :]
+        tl.store(pointers, result.to(out.dtype.element_ty), mask=valid[:, None] & (dims < DIM)[None, :])
+        if LSE:
+            tl.store(
+                lse + token * (KV_HEADS * GROUPS) + query_head, log2_sum * 0.6931471805599453, mask=valid
+            )
+    else:
+        at = head.to(tl.int64) * partial_rows + scratch + tl.arange(0, ROWS)
+        tl.store(partial + at[:, None] * WIDTH + dims[None, :], result, mask=valid[:, None])
+        tl.store(partial_lse + at, log2_sum, mask=valid)
+
+
+@triton.jit(do_not_specialize=["partial_rows", "table_stride"])  # type: ignore[untyped-decorator]
+def _attend(  # type: ignore[no-untyped-def]
+    q, pool, tables, out, lse, words, partial, partial_lse, partial_rows,
+    q_token, q_head, page_stride, value_stride, head_stride, slot_stride, table_stride, out_token, out_head, factor,
+    LIST: tl.constexpr, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, SPLIT_MASK: tl.constexpr,
+    LSE: tl.constexpr, ORDER: tl.constexpr,
+):  # fmt: skip
+    """Items of one launch; a work is an item of one KV head.
+
+    Works are dealt to programs there and back again, since they fall in length. ORDER: see ``ALONE``.
+    """
+    programs = tl.num_programs(0)
+    if ORDER != PLAIN:
+        gdc_launch_dependents()
+    works = tl.load(words + LIST) * KV_HEADS
+    items = words + tl.load(words + LISTS_AT + LIST)
+    place = tl.program_id(0)
+    # Invariants of the walk, hoisted out of this loop, would take the registers that keep programs resident.
+    for dealt in tl.range(0, works, programs, disable_licm=True):
+        work = dealt + place
+        place = programs - 1 - place
+        if work < works:
+            _attend_item(
+                items + work // KV_HEADS * ITEM, work % KV_HEADS, q, pool, tables, out, lse, partial, partial_lse,
+                partial_rows, q_token, q_head, page_stride, value_stride, head_stride, slot_stride, table_stride,
+                out_token, out_head, factor, KV_HEADS, GROUPS, DIM, WIDTH, PAGE, ROWS, KEYS, STAGES, SPLIT_MASK, LSE,
+            )  # fmt: skip
+    # No launch may end before the one it overtook: what follows relies on both.
+    if ORDER == BESIDE:  # noqa: SIM102 - the outer one is decided when compiling
+        if tl.program_id(0) == programs - 1:
+            gdc_wait()
+
+
+@triton.jit(do_not_specialize=["partial_rows"])  # type: ignore[untyped-decorator]
+def _merge(  # type: ignore[no-untyped-def]
+    out, lse, words, partial, partial_lse, partial_rows, out_token, out_head,
+    LIST: tl.constexpr, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, PIECES: tl.constexpr, LSE: tl.constexpr, ORDER: tl.constexpr,
+):  # fmt: skip
+    """Results of an item's pieces, weighted by their softmax denominators; ROWS rows of one KV head at a time."""
+    dims = tl.arange(0, WIDTH)
+    merges = words + tl.load(words + LISTS_AT + LIST)
+    for work in tl.range(tl.program_id(0), tl.load(words + LIST) * KV_HEADS, tl.num_programs(0)):
         head = work % KV_HEADS
-        merge = words + merges_at + work // KV_HEADS * MERGE
-        token = tl.load(merge).to(tl.int64)
-        query_head = head * GROUPS + tl.load(merge + 1)
-        base = head.to(tl.int64) * partial_rows + tl.load(merge + 2)
-        pieces = tl.load(merge + 3)
-        apart = tl.load(merge + 4)
-        acc = tl.zeros([WIDTH], tl.float32)
-        top = LOWEST
-        total = 0.0
+        merge = merges + work // KV_HEADS * MERGE
+        row = tl.load(merge + 1) + tl.arange(0, ROWS)
+        valid = row < tl.load(merge + 2)
+        token = (tl.load(merge) + row // GROUPS).to(tl.int64)
+        query_head = head * GROUPS + row % GROUPS
+        base = head.to(tl.int64) * partial_rows + tl.load(merge + 3) + tl.arange(0, ROWS)
+        pieces = tl.load(merge + 4)
+        apart = tl.load(merge + 5)
+        if ORDER == AFTER:  # all of the above was there before the launch that makes the pieces
+            gdc_wait()
+        acc = tl.zeros([ROWS, WIDTH], tl.float32)
+        top = tl.zeros([ROWS], tl.float32) + LOWEST
+        total = tl.zeros([ROWS], tl.float32)
         for first in tl.range(0, pieces, PIECES):
             piece = first + tl.arange(0, PIECES)
-            at = base + piece * apart
-            part = tl.load(partial_lse + at, mask=piece < pieces, other=float("-inf"))
+            at = base[:, None] + piece[None, :] * apart
+            there = valid[:, None] & (piece < pieces)[None, :]
+            part = tl.load(partial_lse + at, mask=there, other=float("-inf"))
             values = tl.load(
-                partial + at[:, None] * WIDTH + dims[None, :], mask=(piece < pieces)[:, None], other=0.0
+                partial + at[:, :, None] * WIDTH + dims[None, None, :], mask=there[:, :, None], other=0.0
             )
-            new_top = tl.maximum(top, tl.max(part, 0))
-            weights = tl.math.exp2(part - new_top)
+            new_top = tl.maximum(top, tl.max(part, 1))
+            weights = tl.math.exp2(part - new_top[:, None])
             shrink = tl.math.exp2(top - new_top)
-            acc = acc * shrink + tl.sum(values * weights[:, None], 0)
-            total = total * shrink + tl.sum(weights, 0)
+            acc = acc * shrink[:, None] + tl.sum(values * weights[:, :, None], 1)
+            total = total * shrink + tl.sum(weights, 1)
             top = new_top
-        result = (acc / total).to(out.dtype.element_ty)
-        tl.store(out + token * out_token + query_head * out_head + dims, result, mask=dims < DIM)
+        divisor = tl.where(total > 0, total, 1.0)
+        result = (acc / divisor[:, None]).to(out.dtype.element_ty)
+        pointers = out + (token * out_token + query_head * out_head)[:, None] + dims[None, :]
+        tl.store(pointers, result, mask=valid[:, None] & (dims < DIM)[None, :])
         if LSE:
-            value = (top + tl.math.log2(total)) * 0.6931471805599453
-            tl.store(lse + token * (KV_HEADS * GROUPS) + query_head, value)
+            value = (top + tl.math.log2(divisor)) * 0.6931471805599453
+            tl.store(lse + token * (KV_HEADS * GROUPS) + query_head, value, mask=valid)
+    if ORDER == AFTER:
+        gdc_wait()
 
 
 def ragged_paged_attention(
@@ -196,14 +245,17 @@ def ragged_paged_attention(
     """Causal attention of ragged query spans over paged keys and values; see the reference for the whole promise.
 
     ``q`` [T, Hq, D], pool [P, 2, Hkv, N, D] in float16, bfloat16 or (slow, for tests) float32, D ≤ 256; page tables
-    int32 [R, pages]. Returns ``out`` and, if asked for, the log of the softmax denominator, float32 [T, Hq]. The work
-    list is made by the first call for a span table. Can be captured in a graph: see ``AttentionPlan``.
+    int32 [R, pages]. Page tables of unequal length may lie end to end in one int32 array: pass it as
+    ``flat.as_strided((len(flat), 1), (1, 1))``, and the place of a table's first entry as its row. No entry is read
+    beyond the page of the last token that a span's queries see. Returns ``out`` and, if asked for, the log of the
+    softmax denominator, float32 [T, Hq]. The work list is made by the first call for a span table. Can be captured in
+    a graph: see ``AttentionPlan``.
     Raises ValueError when the tensors do not fit each other.
     """
     check_attention(q, kv_pool_of_layer, page_tables, out, scale)
     plan = spans.plan(
         plan_key(q, kv_pool_of_layer),
-        lambda: AttentionPlan(spans.host, len(q), geometry_of(q, kv_pool_of_layer), q.device),
+        lambda: AttentionPlan.of(spans.host, len(q), geometry_of(q, kv_pool_of_layer), q.device),
     )
     out = torch.empty_like(q) if out is None else out
     lse = q.new_empty(q.shape[:2] if return_lse else (1, 1), dtype=torch.float32)
@@ -211,19 +263,31 @@ def ragged_paged_attention(
     return (out, lse) if return_lse else out
 
 
-def constants(tile: Tile, count_at: int, geometry: Geometry, page_tokens: int) -> dict[str, int | bool]:
+def constants(
+    tile: Tile,
+    which: int,
+    geometry: Geometry,
+    page_tokens: int,
+    *,
+    order: tl.constexpr = PLAIN,
+) -> dict[str, int | bool]:
     """What ``_attend`` is compiled for, ``LSE`` aside."""
     return {
-        "COUNT_AT": count_at, "KV_HEADS": geometry.kv_heads, "GROUPS": geometry.groups, "DIM": geometry.head_dim,
+        "LIST": which, "KV_HEADS": geometry.kv_heads, "GROUPS": geometry.groups, "DIM": geometry.head_dim,
         "WIDTH": width_of(geometry.head_dim), "PAGE": page_tokens, "ROWS": tile.rows, "KEYS": tile.keys,
-        "STAGES": tile.stages, "SPLIT_MASK": tile.split_mask,
+        "STAGES": tile.stages, "SPLIT_MASK": tile.split_mask, "ORDER": order.value,
     }  # fmt: skip
 
 
-def options(tile: Tile) -> dict[str, int]:
+def options(tile: Tile, order: tl.constexpr = PLAIN) -> dict[str, int]:
     """How ``_attend`` is compiled."""
     limit = {} if tile.registers is None else {"maxnreg": tile.registers}
-    return {"num_warps": tile.warps, "enable_fp_fusion": True, **limit}
+    return {
+        "num_warps": tile.warps,
+        "enable_fp_fusion": True,
+        "launch_pdl": order.value >= AFTER.value,
+        **limit,
+    }
 
 
 def _launch(
@@ -236,45 +300,49 @@ def _launch(
     scale: float,
     return_lse: bool,
 ) -> None:
-    """Both launches of a plan, wide and narrow side by side when there are both, and the merge."""
-    processors, kv_heads = plan.geometry.multiprocessors, plan.geometry.kv_heads
+    """Both launches of a plan, and the merge."""
+    kv_heads, scratch, capacity = plan.geometry.kv_heads, plan.scratch, plan.capacity
+    overlaps = q.is_cuda and _may_overlap(q.device)
+    beside = overlaps and capacity.narrow > 0 and capacity.wide > 0
+    first = ALONE if overlaps else PLAIN
 
-    def attend(tile: Tile, count_at: int, items_at: int, programs: int) -> None:
+    def attend(tile: Tile, which: int, programs: int, order: tl.constexpr) -> None:
         _attend[(programs,)](
-            q, pool, tables, out, lse, plan.words, plan.partial, plan.partial_lse, items_at,
-            plan.capacity.partial_rows, q.stride(0), q.stride(1), pool.stride(0), pool.stride(1), pool.stride(2),
+            q, pool, tables, out, lse, plan.words, scratch.partial, scratch.partial_lse, scratch.rows,
+            q.stride(0), q.stride(1), pool.stride(0), pool.stride(1), pool.stride(2),
             pool.stride(3), tables.stride(0), out.stride(0), out.stride(1), scale * math.log2(math.e),
-            **constants(tile, count_at, plan.geometry, pool.shape[3]), LSE=return_lse, **options(tile),
+            **constants(tile, which, plan.geometry, pool.shape[3], order=order), LSE=return_lse,
+            **options(tile, order),
         )  # fmt: skip
 
-    launches = plan.launches()
-    if plan.beside and q.is_cuda:
-        # The wide launch takes one place on every multiprocessor and keeps it; the narrow one fills the rest. It must
-        # not come first, when it would take all: an empty launch holds it back until the other one has been placed.
-        (tile, count_at, items_at, _), (narrow, narrow_count_at, narrow_at, most) = launches
-        main, side = torch.cuda.current_stream(q.device), _side_stream(q.device)
-        side.wait_stream(main)
-        attend(tile, count_at, items_at, processors)
-        with torch.cuda.stream(side):
-            plan.hold.zero_()
-            attend(narrow, narrow_count_at, narrow_at, most * kv_heads)
-        main.wait_stream(side)
-    else:
-        for tile, count_at, items_at, most in launches:
-            attend(tile, count_at, items_at, most * kv_heads)
-    if plan.capacity.merges:
-        _merge[(min(plan.capacity.merges * kv_heads, 32 * processors),)](
-            out, lse, plan.words, plan.partial, plan.partial_lse, plan.merges_at, plan.capacity.partial_rows,
-            out.stride(0), out.stride(1), KV_HEADS=kv_heads, GROUPS=plan.geometry.groups, DIM=q.shape[2],
-            WIDTH=width_of(q.shape[2]), PIECES=MERGED_AT_ONCE, LSE=return_lse, enable_fp_fusion=True,
+    if capacity.wide and plan.wide.hopper:
+        if not attention_hopper.addressable(q, pool):
+            raise ValueError("the plan is for tensors that bulk copies can address, and these are not such")
+        attention_hopper.attend_wide(
+            q, pool, tables, out, lse, plan.words, scratch.partial, scratch.partial_lse, scale=scale,
+            return_lse=return_lse, count_at=WIDE, items_at=HEADER, partial_rows=scratch.rows,
+            programs=plan.geometry.multiprocessors, beside=beside,
+        )  # fmt: skip
+    elif capacity.wide:
+        # Beside narrow items, one program per multiprocessor: others would leave no room.
+        programs = plan.geometry.multiprocessors if beside else capacity.wide * kv_heads
+        attend(plan.wide, WIDE, programs, first)
+    if capacity.narrow:
+        # Beside wide items, these fill the rest. They may not come first, when they would take all: they begin when
+        # every program of the wide launch has.
+        programs = (capacity.narrow_programs or capacity.narrow) * kv_heads
+        attend(plan.narrow, NARROW, programs, BESIDE if beside else first)
+    if capacity.merges:
+        rows, order = plan.kind.merged_rows, AFTER if overlaps else PLAIN
+        _merge[(min(capacity.merges * kv_heads, MERGING * plan.geometry.multiprocessors),)](
+            out, lse, plan.words, scratch.partial, scratch.partial_lse, scratch.rows, out.stride(0), out.stride(1),
+            LIST=MERGES, KV_HEADS=kv_heads, GROUPS=plan.geometry.groups, DIM=q.shape[2], WIDTH=width_of(q.shape[2]),
+            ROWS=rows, PIECES=MERGED_AT_ONCE // rows, LSE=return_lse, ORDER=order.value, enable_fp_fusion=True,
+            launch_pdl=overlaps,
         )  # fmt: skip
 
 
-_side_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of narrow launches: one per device for the life of the process."""
-    if device not in _side_streams:
-        _side_streams[device] = torch.cuda.Stream(device)
-    return _side_streams[device]
+@functools.cache
+def _may_overlap(device: torch.device) -> bool:
+    """Whether launches can begin before the one before them has ended: from Hopper on."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)

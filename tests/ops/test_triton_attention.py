@@ -14,8 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pensieve.kernels.attention_buffers import AttentionPlan, Capacity
-from pensieve.kernels.attention_plan import Geometry, choose_wide, make_work
+from pensieve.kernels.attention_buffers import AttentionPlan
+from pensieve.kernels.attention_kinds import Capacity, Geometry, Kind, classify
+from pensieve.kernels.attention_plan import make_work
 from pensieve.kernels.attention_tiles import choose_tiles
 from pensieve.kernels.ragged_paged_attention import ragged_paged_attention
 from pensieve.kernels.span_table import SpanTable
@@ -51,15 +52,15 @@ def test_work_covers_every_row_and_key_once(
     geometry = Geometry(*shape, head_dim=128, element_bytes=2, multiprocessors=processors)
     tiles = choose_tiles(128, 2)
     table = SpanTable.build([n for n, _ in spans], [p for _, p in spans], range(len(spans)))
-    wide = choose_wide(table.host, geometry, tiles)
+    kind = classify(table.host, geometry)
     num_rows = table.num_tokens + padding
-    work = make_work(table.host, num_rows, geometry, tiles, tiles.narrow, wide)
+    work = make_work(table.host, num_rows, geometry, tiles, kind)
     row_of = np.repeat(np.arange(len(table)), table.host[:, 1])
     position = np.arange(table.num_tokens) - table.host[row_of, 0] + table.host[row_of, 2]
     covered = np.zeros((num_rows, geometry.groups), np.int64)
     partial: list[range] = []
     direct = np.zeros((num_rows, geometry.groups), np.int64)
-    for tile, items in ((tiles.narrow, work.narrow), (wide, work.wide)):
+    for tile, items in ((kind.narrow_tile(tiles), work.narrow), (tiles.wide, work.wide)):
         for start, rows, at, _, first, low, high, scratch in items.tolist():
             assert low % tile.keys == 0 and first % tile.rows == 0 and first < rows
             row = np.arange(first, min(first + tile.rows, rows))
@@ -75,7 +76,10 @@ def test_work_covers_every_row_and_key_once(
     expected[: table.num_tokens] = (position + 1)[:, None]
     assert (covered == expected).all()
     merged = np.zeros_like(direct)
-    np.add.at(merged, (work.merges[:, 0], work.merges[:, 1]), 1)
+    for start, first, end, _, _, _ in work.merges.tolist():
+        row = np.arange(first, end)
+        assert 0 < len(row) <= kind.merged_rows
+        np.add.at(merged, (start + row // geometry.groups, row % geometry.groups), 1)
     assert (direct + merged == 1).all(), "every row is written exactly once, by an item or by a merge"
     starts = sorted((part.start, part.stop) for part in partial)
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(starts))
@@ -86,7 +90,7 @@ def test_small_steps_are_cut_for_the_whole_device() -> None:
     geometry = Geometry(32, 8, head_dim=128, element_bytes=2, multiprocessors=132)
     tiles = choose_tiles(128, 2)
     host = SpanTable.build([1], [16383], [0]).host
-    work = make_work(host, 1, geometry, tiles, tiles.narrow, tiles.wide)
+    work = make_work(host, 1, geometry, tiles, Kind.NARROW)
     programs = len(work.narrow) * geometry.kv_heads
     assert 132 <= programs <= 2 * 132
     sizes = work.narrow[:, 6] - work.narrow[:, 5]
@@ -96,9 +100,9 @@ def test_small_steps_are_cut_for_the_whole_device() -> None:
 def test_a_step_beyond_the_capacity_is_refused() -> None:
     geometry = Geometry(4, 2, head_dim=64, element_bytes=2, multiprocessors=4)
     host = SpanTable.build([1, 1], [3, 5], [0, 1]).host
-    plan = AttentionPlan(host, 60, geometry, torch.device("cpu"), capacity=Capacity(12, 0, 0, 0))
+    plan = AttentionPlan.of(host, 60, geometry, torch.device("cpu"), capacity=Capacity(12, 0, 0, 0))
     before = plan.words.clone()
-    with pytest.raises(ValueError, match="needs wide=2, the plan holds 0"):
+    with pytest.raises(ValueError, match="needs wide=1, the plan holds 0"):
         plan.refill(SpanTable.build([60], [0], [0]).host)
     assert torch.equal(before, plan.words)
 

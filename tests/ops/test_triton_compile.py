@@ -14,9 +14,21 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pensieve.kernels.attention_plan import Geometry
+from pensieve.kernels.attention_kinds import Geometry
 from pensieve.kernels.attention_tiles import Tile, choose_tiles
-from pensieve.kernels.ragged_paged_attention import MERGED_AT_ONCE, _attend, _merge, constants, options
+from pensieve.kernels.ragged_paged_attention import (
+    AFTER,
+    ALONE,
+    BESIDE,
+    MERGED_AT_ONCE,
+    MERGES,
+    NARROW,
+    WIDE,
+    _attend,
+    _merge,
+    constants,
+    options,
+)
 
 REGISTERS, SHARED_BYTES = 65536, 233472
 """Of one Hopper multiprocessor."""
@@ -27,7 +39,7 @@ POINTERS = {
     "q": "*bf16", "pool": "*bf16", "tables": "*i32", "out": "*bf16", "lse": "*fp32", "words": "*i32",
     "partial": "*fp32", "partial_lse": "*fp32",
 }  # fmt: skip
-ANY_VALUE = ("items_at", "table_stride", "partial_rows", "merges_at")
+ANY_VALUE = ("table_stride", "partial_rows")
 
 pytestmark = pytest.mark.skipif(not CUOBJDUMP.exists(), reason="this build of Triton brings no CUDA tools")
 
@@ -68,14 +80,18 @@ def usage(cubin: bytes) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def attend(dim: int, name: str, *, lse: bool = False) -> tuple[Tile, Binary]:
-    tile = getattr(choose_tiles(dim, 2), name)
-    geometry = Geometry(40, 10, dim, 2, 132)
-    count_at = 0 if name.startswith("narrow") else 1
-    return tile, build(_attend, {**constants(tile, count_at, geometry, 32), "LSE": lse}, options(tile))
+def attend(
+    dim: int, name: str, *, lse: bool = False, mixed: bool = False, hopper: bool = False
+) -> tuple[Tile, Binary]:
+    """As a Hopper device launches it. ``mixed``: beside the other launch; ``hopper``: that is the kernel for Hopper."""
+    tile = getattr(choose_tiles(dim, 2, hopper=hopper), name)
+    which = NARROW if name in ("narrow", "narrow_beside", "short") else WIDE
+    order = BESIDE if mixed and which == NARROW else ALONE
+    fixed = constants(tile, which, Geometry(40, 10, dim, 2, 132), 32, order=order)
+    return tile, build(_attend, {**fixed, "LSE": lse}, options(tile, order))
 
 
-@pytest.mark.parametrize("name", ["narrow", "narrow_beside", "wide_few", "wide"])
+@pytest.mark.parametrize("name", ["narrow", "narrow_beside", "short", "few", "wide"])
 @pytest.mark.parametrize("dim", [64, 80, 128])
 def test_programs_fit(dim: int, name: str) -> None:
     tile, binary = attend(dim, name)
@@ -90,9 +106,18 @@ def test_programs_fit(dim: int, name: str) -> None:
     assert binary.ptx.count("cp.async.cg") >= copies * (tile.stages - 1)
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_programs_fit_beside_the_kernel_for_hopper(dim: int) -> None:
+    tile, binary = attend(dim, "narrow_beside", mixed=True, hopper=True)
+    assert binary.registers * 32 * tile.warps * tile.resident <= REGISTERS
+    assert (binary.shared + 1024) * tile.resident <= SHARED_BYTES
+    assert binary.stack <= STACK_OF_LARGE
+    assert "griddepcontrol.wait" in binary.ptx and "griddepcontrol.launch_dependents" in binary.ptx
+
+
 def test_the_two_kinds_share_a_multiprocessor() -> None:
-    _, wide = attend(128, "wide")
-    tile, narrow = attend(128, "narrow_beside")
+    _, wide = attend(128, "wide", mixed=True)
+    tile, narrow = attend(128, "narrow_beside", mixed=True)
     assert wide.registers * 32 * 8 + tile.resident * narrow.registers * 32 * tile.warps <= REGISTERS
     assert wide.shared + 1024 + tile.resident * (narrow.shared + 1024) <= SHARED_BYTES
 
@@ -103,6 +128,10 @@ def test_largest_heads_build(name: str) -> None:
     assert binary.shared + 1024 <= SHARED_BYTES and binary.stack <= STACK_OF_LARGE
 
 
-def test_merge_builds_without_spills() -> None:
-    fixed = {"KV_HEADS": 10, "GROUPS": 4, "DIM": 128, "WIDTH": 128, "PIECES": MERGED_AT_ONCE, "LSE": True}
+@pytest.mark.parametrize("rows", [1, 4])
+def test_merge_builds_without_spills(rows: int) -> None:
+    fixed = {
+        "LIST": MERGES, "KV_HEADS": 10, "GROUPS": 4, "DIM": 128, "WIDTH": 128, "LSE": True,
+        "ROWS": rows, "PIECES": MERGED_AT_ONCE // rows, "ORDER": AFTER.value,
+    }  # fmt: skip
     assert build(_merge, fixed, {"num_warps": 4, "enable_fp_fusion": True}).stack == 0

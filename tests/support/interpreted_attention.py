@@ -12,7 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pensieve.kernels.attention_buffers import AttentionPlan, Capacity, geometry_of, plan_key
+from pensieve.kernels.attention_buffers import AttentionPlan, geometry_of, plan_key
+from pensieve.kernels.attention_kinds import Capacity
 from pensieve.kernels.attention_tiles import Tile, TileSet
 from pensieve.kernels.ragged_paged_attention import ragged_paged_attention
 from pensieve.kernels.span_table import SpanTable
@@ -21,7 +22,11 @@ from support.attention_cases import Case, make_case, oracle, relative_error
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 NARROW = Tile(4, 16, 4, 2, None, 1, 16)
 TINY = TileSet(
-    NARROW, NARROW, Tile(8, 16, 4, 2, None, 1, 32, split_mask=True), Tile(16, 16, 4, 2, None, 1, 32, True)
+    NARROW,
+    NARROW,
+    replace(NARROW, rows=8, resident=3),
+    Tile(8, 16, 4, 2, None, 1, 32, True),
+    Tile(16, 16, 4, 2, None, 1, 32, True),
 )
 MIX = [(0, 40, 1), (1, 33, 1), (2, 3, 30), (3, 0, 1), (4, 60, 3)]
 
@@ -29,9 +34,11 @@ MIX = [(0, 40, 1), (1, 33, 1), (2, 3, 30), (3, 0, 1), (4, 60, 3)]
 def planned(case: Case, processors: int = 4, capacity: Capacity | None = None) -> AttentionPlan:
     """The plan with tiny tiles for a device of ``processors``, stored where the kernel looks for it."""
     geometry = replace(geometry_of(case.q, case.pool), multiprocessors=processors)
-    plan = AttentionPlan(case.spans.host, len(case.q), geometry, case.q.device, tiles=TINY, capacity=capacity)
-    plan.partial.fill_(torch.nan)
-    plan.partial_lse.fill_(torch.nan)
+    plan = AttentionPlan.of(
+        case.spans.host, len(case.q), geometry, case.q.device, tiles=TINY, capacity=capacity
+    )
+    plan.scratch.partial.fill_(torch.nan)
+    plan.scratch.partial_lse.fill_(torch.nan)
     case.spans.plans[plan_key(case.q, case.pool)] = plan
     return plan
 
@@ -133,6 +140,33 @@ def test_strided_tensors() -> None:
     pool = torch.full((len(case.pool), 2, 2, 3, 8, 16), torch.nan)
     q[:, 2:8], pool[:, 1] = case.q, case.pool
     check(replace(case, q=q[:, 2:8], pool=pool[:, 1]))
+
+
+@pytest.mark.parametrize("programs", [1, 2, 5])
+def test_programs_that_are_fewer_than_items(programs: int) -> None:
+    case = make_case([(row, 20 + 13 * row, 1) for row in range(9)], heads=4, kv_heads=2)
+    plan = planned(case, 12)
+    case.spans.plans.clear()
+    planned(case, 12, replace(plan.capacity, narrow_programs=programs))
+    out = torch.full_like(case.q, torch.nan)
+    ragged_paged_attention(case.q, case.pool, case.spans, case.page_tables, scale=case.scale, out=out)
+    assert relative_error(out, oracle(case)[0]) <= 1e-5
+
+
+def test_page_tables_end_to_end() -> None:
+    case = make_case(MIX, heads=4, kv_heads=2)
+    lengths = [int((case.spans.host[row, 1:3]).sum()) for row in range(5)]
+    pages = [-(-length // 8) for length in lengths]
+    starts = [sum(pages[:row]) for row in range(5)]
+    # The last entry ends the memory: behind it lies a page that does not exist.
+    flat = torch.cat([case.page_tables[row, :count] for row, count in enumerate(pages)])
+    memory = torch.cat([flat, torch.full((9,), 2**30, dtype=torch.int32)])[: len(flat)]
+    _, lengths_, positions, _ = case.spans.host.T
+    spans = SpanTable.build(lengths_, positions, starts)
+    ragged = replace(case, page_tables=memory.as_strided((len(flat), 1), (1, 1)), spans=spans)
+    planned(ragged, 60)
+    out = ragged_paged_attention(ragged.q, ragged.pool, spans, ragged.page_tables, scale=ragged.scale)
+    assert isinstance(out, torch.Tensor) and relative_error(out, oracle(case)[0]) <= 1e-5
 
 
 def test_a_plan_serves_other_steps_in_the_same_memory() -> None:

@@ -1,7 +1,4 @@
-"""The compiled attention kernel on a GPU against the float64 oracle, in graphs, and over pools beyond 2³¹ elements.
-
-Not collected by itself, since CI has no GPU: ``python -m pytest -n 8 tests/gpu/attention_check.py``.
-"""
+"""The compiled attention kernel on a GPU against the float64 oracle, in graphs, and over pools beyond 2³¹ elements."""
 
 from __future__ import annotations
 
@@ -10,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pensieve.kernels.attention_buffers import AttentionPlan, Capacity, geometry_of, plan_key
+from pensieve.kernels.attention_buffers import AttentionPlan, geometry_of, plan_key
+from pensieve.kernels.attention_kinds import Capacity
 from pensieve.kernels.ragged_paged_attention import ragged_paged_attention
 from pensieve.kernels.reference import ragged_paged_attention as reference
 from pensieve.kernels.span_table import SpanTable
@@ -29,7 +27,7 @@ def on_gpu(case: Case) -> Case:
 def plan_of(case: Case, processors: int, capacity: Capacity | None = None) -> AttentionPlan:
     """A plan as for a device of another size: the more multiprocessors, the finer the cuts."""
     geometry = replace(geometry_of(case.q, case.pool), multiprocessors=processors)
-    return AttentionPlan(case.spans.host, len(case.q), geometry, CUDA, capacity=capacity)
+    return AttentionPlan.of(case.spans.host, len(case.q), geometry, CUDA, capacity=capacity)
 
 
 def check(case: Case, processors: tuple[int, ...] = (1, 132, 4000)) -> None:
@@ -37,8 +35,8 @@ def check(case: Case, processors: tuple[int, ...] = (1, 132, 4000)) -> None:
     case = on_gpu(case)
     for count in processors:
         plan = plan_of(case, count)
-        plan.partial.fill_(torch.nan)
-        plan.partial_lse.fill_(torch.nan)
+        plan.scratch.partial.fill_(torch.nan)
+        plan.scratch.partial_lse.fill_(torch.nan)
         case.spans.plans[plan_key(case.q, case.pool)] = plan
         results = []
         for _ in range(2):

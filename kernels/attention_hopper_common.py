@@ -1,0 +1,58 @@
+"""What the roles of the attention kernel for Hopper share: sizes, names of the language, and how work is dealt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+
+jit: Callable[[Callable[..., Any]], Any] = gluon.jit
+
+# Names that differ between the versions of Triton that this runs on.
+_tma: Any = hopper.tma
+_gl: Any = gl
+_block: Any = gl.shared_memory_descriptor
+seen_as = getattr(_block, "reinterpret", None) or _block._reinterpret
+bulk_load = getattr(_tma, "async_load", None) or _tma.async_copy_global_to_shared
+group_barrier = getattr(_gl, "thread_barrier", None) or _gl.barrier
+
+ROWS = gl.constexpr(64)
+"""Query rows of a warp group."""
+KEYS = gl.constexpr(128)
+"""Keys of a tile."""
+K_STAGES, V_STAGES, Q_SLOTS = gl.constexpr(2), gl.constexpr(3), gl.constexpr(2)
+"""Tiles in shared memory: values are given back a whole softmax later than keys, queries come an item ahead."""
+SLAB = gl.constexpr(64)
+"""Columns of a bulk copy: 128 bytes, the widest swizzle."""
+ITEM = gl.constexpr(8)
+SHARE_AT = gl.constexpr(6)
+"""Word of a plan that says how many programs share the wide items beside narrow ones."""
+
+
+@jit
+def works_of(words, COUNT_AT: gl.constexpr, KV_HEADS: gl.constexpr, BESIDE: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Number of works, items times KV heads; programs that share them; the first work of this one."""
+    works = gl.load(words + COUNT_AT) * KV_HEADS
+    programs = gl.num_programs(0)
+    if BESIDE:
+        programs = gl.load(words + SHARE_AT)
+    return works, programs, gl.where(gl.program_id(0) < programs, gl.program_id(0), works)
+
+
+@jit
+def dealt(turn, programs):  # type: ignore[no-untyped-def]
+    """The turn's work: dealt there and back again, since the list falls in length."""
+    place = gl.program_id(0)
+    return turn * programs + gl.where(turn % 2 == 0, place, programs - 1 - place)
+
+
+@jit
+def tiles_of(item):  # type: ignore[no-untyped-def]
+    """First key tile of an item, the one after its last, and the end of its keys; without keys, a tile that no row
+    sees."""
+    first = gl.load(item + 5) // KEYS
+    end = gl.load(item + 6)
+    return first, gl.maximum((end + KEYS - 1) // KEYS, first + 1), end

@@ -1,0 +1,181 @@
+"""Attention in captured graphs as a server uses it: made without an example step, filled anew for each, and with
+launches that begin before the one before them has ended."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from pensieve.kernels.attention_buffers import AttentionPlan, Scratch, geometry_for, plan_key, words_of
+from pensieve.kernels.attention_kinds import Kind, capacity_for, classify
+from pensieve.kernels.ragged_paged_attention import ragged_paged_attention
+from pensieve.kernels.reference import ragged_paged_attention as reference
+from pensieve.kernels.span_table import HostSpans, SpanTable
+from support.attention_cases import relative_error
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+PAGE, DIM, TOKENS, SPANS, CONTEXT = 32, 128, 640, 40, 3000
+HEADS = [(40, 40), (40, 10), (32, 8), (12, 2)]
+SCALE = DIM**-0.5
+
+
+def lengths_of(kind: Kind, groups: int, dice: random.Random) -> list[int]:
+    """Lengths of a step's spans; ``classify`` may have another opinion of the kind, and the plan takes it anyway."""
+    narrow, few = 16 // groups, 64 // groups
+    if kind is Kind.NARROW:
+        return [dice.randint(1, narrow) for _ in range(dice.randint(1, SPANS))]
+    if kind is Kind.SHORT:
+        return [dice.randint(1, 2 * narrow) for _ in range(dice.randint(1, min(SPANS, TOKENS // 40)))]
+    if kind is Kind.FEW:
+        return [dice.randint(1, few) for _ in range(dice.randint(1, min(SPANS, TOKENS // few)))]
+    wide = [dice.randint(few + 1, 180) for _ in range(dice.randint(1, 3))]
+    decodes = [dice.randint(1, min(3, narrow)) for _ in range(dice.randint(1, 30))]
+    return wide + decodes if kind is Kind.MIXED else wide
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Pools that take turns, one query for each, a flat page table, and a plan in memory of its own."""
+
+    q: list[torch.Tensor]
+    pools: list[torch.Tensor]
+    flat: torch.Tensor
+    plan: AttentionPlan
+    table: SpanTable
+
+    def call(self, index: int) -> torch.Tensor:
+        out = torch.full_like(self.q[index], torch.nan)
+        ragged_paged_attention(
+            self.q[index], self.pools[index], self.table, self.flat.as_strided((len(self.flat), 1), (1, 1)),
+            scale=SCALE, out=out,
+        )  # fmt: skip
+        return out
+
+    def want(self, index: int, host: HostSpans) -> torch.Tensor:
+        pages = -(-CONTEXT // PAGE)
+        rows = self.flat.view(-1, pages)
+        spans = SpanTable.build(host[:, 1], host[:, 2], host[:, 3] // pages, CUDA)
+        used = self.q[index][: spans.num_tokens].float()
+        found = reference(used, self.pools[index].float(), spans, rows, scale=SCALE)
+        assert isinstance(found, torch.Tensor)
+        return found
+
+
+def make_bench(kind: Kind, heads: int, kv_heads: int, copies: int) -> Bench:
+    torch.manual_seed(0)
+    pages = -(-CONTEXT // PAGE)
+    shape = (SPANS * pages // 4, 2, kv_heads, PAGE, DIM)
+    pools = [torch.randn(shape, device=CUDA).to(torch.bfloat16) for _ in range(copies)]
+    q = [torch.randn(TOKENS, heads, DIM, device=CUDA).to(torch.bfloat16) for _ in range(copies)]
+    flat = torch.randint(len(pools[0]), (SPANS * pages,), device=CUDA, dtype=torch.int32)
+    geometry = geometry_for(heads, pools[0])
+    capacity = capacity_for(kind, TOKENS, SPANS, CONTEXT, geometry)
+    words = torch.zeros(words_of(capacity) + 64, dtype=torch.int32, device=CUDA)[64:]
+    scratch = Scratch(capacity.partial_rows + 7, geometry, CUDA)
+    scratch.partial.fill_(torch.nan)
+    plan = AttentionPlan(TOKENS, geometry, CUDA, kind=kind, capacity=capacity, words=words, scratch=scratch)
+    table = SpanTable.build([TOKENS], [0], [0])
+    table.plans[plan_key(q[0], pools[0])] = plan
+    return Bench(q, pools, flat, plan, table)
+
+
+def step(kind: Kind, groups: int, seed: int) -> HostSpans:
+    """Spans of a random step whose page tables lie end to end."""
+    dice = random.Random(seed)
+    lengths = lengths_of(kind, groups, dice)
+    positions = [dice.randint(0, CONTEXT - length) for length in lengths]
+    if seed % 2:
+        positions = [CONTEXT // 2] * len(lengths)
+    tables = dice.sample(range(SPANS), len(lengths))
+    return SpanTable.build(lengths, positions, [row * -(-CONTEXT // PAGE) for row in tables]).host
+
+
+def captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("kind", list(Kind))
+def test_a_graph_made_without_a_step_serves_all_of_its_kind(kind: Kind, heads: tuple[int, int]) -> None:
+    bench = make_bench(kind, *heads, copies=1)
+    outs: list[torch.Tensor] = []
+
+    def run() -> None:
+        outs[:] = [bench.call(0)]
+
+    graph = captured(run)
+    pinned = torch.zeros(len(bench.plan.words), dtype=torch.int32, pin_memory=True)
+    for seed in range(5):
+        host = step(kind, heads[0] // heads[1], seed)
+        if kind in (Kind.NARROW, Kind.MIXED):
+            assert classify(host, bench.plan.geometry) is kind
+        packed = bench.plan.pack(host)
+        pinned[: len(packed)] = torch.from_numpy(packed)
+        bench.plan.words[: len(packed)].copy_(pinned[: len(packed)], non_blocking=True)
+        results = []
+        for _ in range(3):
+            graph.replay()
+            results.append(outs[0].clone())
+        torch.cuda.synchronize()
+        used = int(host[:, 1].sum())
+        assert relative_error(results[0][:used], bench.want(0, host)) <= 1e-2
+        assert (results[0][used:] == 0).all()
+        assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("kind", list(Kind))
+def test_layers_that_follow_each_other_at_once(kind: Kind, heads: tuple[int, int]) -> None:
+    """Calls share words and scratch; each must see its own pieces only, and leave nothing for the next to miss."""
+    bench = make_bench(kind, *heads, copies=6)
+    host = step(kind, heads[0] // heads[1], seed=3)
+    bench.plan.refill(host)
+    alone = []
+    for index in range(6):
+        alone.append(bench.call(index))
+        torch.cuda.synchronize()
+    together: list[torch.Tensor] = []
+
+    def run() -> None:
+        # The sums depend on each call's result, as the layers of a model do.
+        together[:] = [bench.call(index) for index in range(6)]
+        together.append(torch.stack(together).float().sum(0))
+
+    graph = captured(run)
+    for _ in range(20):
+        graph.replay()
+    torch.cuda.synchronize()
+    for index in range(6):
+        assert torch.equal(alone[index], together[index])
+    assert torch.equal(torch.stack(alone).float().sum(0), together[6])
+
+
+def test_wide_items_stay_on_their_share_of_the_device() -> None:
+    bench = make_bench(Kind.MIXED, 40, 10, copies=1)
+    host = step(Kind.MIXED, 4, seed=3)
+    bench.plan.refill(host)
+    want = bench.call(0)
+    if not bench.plan.wide.hopper:
+        pytest.skip("the plain kernel leaves room on every multiprocessor")
+    for share in (1, 7, 131, 132):
+        bench.plan.words[6] = share
+        assert torch.equal(bench.call(0), want)
+
+
+def test_a_plan_for_bulk_copies_refuses_other_tensors() -> None:
+    bench = make_bench(Kind.WIDE, 8, 2, copies=1)
+    if not bench.plan.wide.hopper:
+        pytest.skip("only the kernel for Hopper addresses memory by bulk copies")
+    odd = torch.zeros(TOKENS, 8, DIM + 1, device=CUDA, dtype=torch.bfloat16)[:, :, :DIM]
+    with pytest.raises(ValueError, match="bulk copies"):
+        replace(bench, q=[odd]).call(0)

@@ -1,0 +1,225 @@
+"""The attention kernel for Hopper by itself, with work lists made here: every cut, share and layout it promises."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from pensieve.kernels.attention_hopper import addressable, attend_wide, supports
+from pensieve.kernels.attention_kinds import Geometry
+from pensieve.kernels.reference import ragged_paged_attention as reference
+from pensieve.kernels.span_table import SpanTable
+from support.attention_cases import Case, Spans, make_case, relative_error
+
+CUDA = torch.device("cuda")
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper device")]
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
+MIX: Spans = [
+    (0, 0, 128), (1, 1, 40), (2, 33, 3), (3, 0, 1), (4, 200, 150), (5, 511, 8), (6, 700, 300), (7, 1000, 129),
+    (8, 127, 1), (9, 128, 128), (6, 900, 65),
+]  # fmt: skip
+HEADER, SHARE_AT = 8, 6
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+def items_of(case: Case, pieces: int, seed: int | None = None) -> tuple[np.ndarray, int]:
+    """Items of all spans cut into at most ``pieces``, and the partial rows they take; longest first, or shuffled."""
+    groups = case.q.shape[1] // case.pool.shape[2]
+    items, used = [], 0
+    for start, length, position, row in case.spans.host.tolist():
+        for first in range(0, length * groups, 128):
+            end = position + (min(first + 128, length * groups) - 1) // groups + 1
+            steps = -(-end // 128)
+            parts = min(pieces, steps)
+            for part in range(parts):
+                low, high = part * steps // parts * 128, min((part + 1) * steps // parts * 128, end)
+                scratch = used if parts > 1 else -1
+                items.append([start, length * groups, position, row, first, low, high, scratch])
+                used += 128 if parts > 1 else 0
+    items.sort(key=lambda item: item[5] - item[6])
+    if seed is not None:
+        np.random.default_rng(seed).shuffle(items)
+    return np.array(items, dtype=np.int64).reshape(-1, 8), used
+
+
+def words_of(items: np.ndarray, share: int = 0) -> torch.Tensor:
+    words = np.zeros(HEADER + items.size, np.int32)
+    words[1], words[SHARE_AT] = len(items), share
+    words[HEADER:] = items.reshape(-1)
+    return torch.from_numpy(words).to(CUDA)
+
+
+def attend(case: Case, items: np.ndarray, used: int, programs: int = 132, share: int = 0) -> Result:
+    """The kernel's results; those of cut items are merged here, in float64."""
+    heads, kv_heads, dim = case.q.shape[1], case.pool.shape[2], case.q.shape[2]
+    out = torch.full_like(case.q, torch.nan)
+    lse = torch.full(case.q.shape[:2], torch.nan, device=CUDA)
+    partial = torch.full((max(1, used) * kv_heads, dim), torch.nan, device=CUDA)
+    logs = torch.full((max(1, used) * kv_heads,), torch.nan, device=CUDA)
+    attend_wide(
+        case.q, case.pool, case.page_tables, out, lse, words_of(items, share), partial, logs, scale=case.scale,
+        return_lse=True, count_at=1, items_at=HEADER, partial_rows=used, programs=programs, beside=share > 0,
+    )  # fmt: skip
+    torch.cuda.synchronize()
+    blocks: dict[tuple[int, int, int], list[int]] = {}
+    for start, rows, _, _, first, _, _, scratch in items.tolist():
+        if scratch >= 0:
+            blocks.setdefault((start, rows, first), []).append(scratch)
+    for (start, rows, first), at in blocks.items():
+        row = torch.arange(min(128, rows - first), device=CUDA)
+        index = torch.tensor(at, device=CUDA)[:, None] + row
+        part_logs = logs.view(kv_heads, -1)[:, index].double() * math.log(2)  # [kv heads, pieces, rows]
+        total = torch.logsumexp(part_logs, 1)
+        values = partial.view(kv_heads, -1, dim)[:, index].double()
+        merged = (values * (part_logs - total[:, None]).exp()[..., None]).sum(1)
+        groups = heads // kv_heads
+        token, group = start + (first + row) // groups, (first + row) % groups
+        for head in range(kv_heads):
+            out[token, head * groups + group] = merged[head].to(out.dtype)
+            lse[token, head * groups + group] = total[head].float()
+    return Result(out, lse)
+
+
+def on_gpu(case: Case) -> Case:
+    return replace(case, q=case.q.to(CUDA), pool=case.pool.to(CUDA), page_tables=case.page_tables.to(CUDA))
+
+
+def expected(case: Case) -> Result:
+    host = case.spans.host
+    spans = SpanTable.build(host[:, 1], host[:, 2], host[:, 3], CUDA)
+    arguments = case.q.float(), case.pool.float(), spans, case.page_tables
+    return Result(*reference(*arguments, scale=case.scale, return_lse=True))
+
+
+def check(case: Case) -> None:
+    case = on_gpu(case)
+    geometry = Geometry(case.q.shape[1], case.pool.shape[2], case.q.shape[2], 2, 132)
+    assert supports(geometry, case.q.dtype, case.pool.shape[3], CUDA) and addressable(case.q, case.pool)
+    want = expected(case)
+    for pieces, programs, seed in ((1, 132, None), (1, 7, None), (1, 1, 3), (3, 132, None), (2, 40, 5)):
+        items, used = items_of(case, pieces, seed)
+        got, again = attend(case, items, used, programs), attend(case, items, used, programs)
+        assert torch.equal(got.out, again.out) and torch.equal(got.lse, again.lse)
+        assert relative_error(got.out, want.out) <= TOLERANCE[case.q.dtype]
+        assert relative_error(got.lse, want.lse) <= 1e-4
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (16, 2), (32, 1), (64, 1)], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_heads(dim: int, heads: tuple[int, int]) -> None:
+    check(make_case(MIX, heads=heads[0], kv_heads=heads[1], dim=dim, page=32, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("page", [16, 32, 64, 128, 256])
+def test_pages(page: int) -> None:
+    check(make_case(MIX, heads=4, kv_heads=2, dim=128, page=page, dtype=torch.float16))
+
+
+def test_lengths_at_tile_and_page_edges() -> None:
+    contexts = [
+        1,
+        2,
+        31,
+        32,
+        33,
+        63,
+        64,
+        65,
+        95,
+        96,
+        97,
+        127,
+        128,
+        129,
+        159,
+        160,
+        161,
+        255,
+        256,
+        257,
+        383,
+        385,
+    ]
+    for tokens in (1, 64, 65, 127, 128, 129):
+        spans = [(row, max(0, context - tokens), tokens) for row, context in enumerate(contexts)]
+        check(make_case(spans, heads=2, kv_heads=1, dim=128, page=32, dtype=torch.bfloat16))
+
+
+def test_large_scores() -> None:
+    case = on_gpu(
+        make_case([(0, 400, 70), (1, 0, 190)], dim=128, page=32, dtype=torch.float16, magnitude=60.0)
+    )
+    got = attend(case, *items_of(case, 1))
+    assert relative_error(got.out, expected(case).out) <= 5e-3
+
+
+def test_a_share_of_the_programs_does_all_the_work() -> None:
+    case = on_gpu(make_case(MIX, heads=8, kv_heads=2, dim=128, page=32, dtype=torch.bfloat16))
+    items, used = items_of(case, 1)
+    whole = attend(case, items, used)
+    for share in (1, 5, 132):
+        part = attend(case, items, used, share=share)
+        assert torch.equal(part.out, whole.out) and torch.equal(part.lse, whole.lse)
+
+
+def test_items_without_keys_and_rows_without_items() -> None:
+    case = on_gpu(make_case([(0, 0, 100)], heads=8, kv_heads=2, dim=128, page=32, dtype=torch.bfloat16))
+    case = replace(case, q=torch.cat([case.q, torch.randn(70, 8, 128, device=CUDA).to(case.q.dtype)]))
+    items, _ = items_of(case, 1)
+    padding = [[100, 240, 0, 0, first, 0, 0, -1] for first in (0, 128)]
+    got = attend(case, np.concatenate([items, np.array(padding)]), 0)
+    assert (got.out[100:160] == 0).all() and (got.lse[100:160] == -torch.inf).all()
+    assert got.out[:100].isfinite().all() and got.out[160:].isnan().all() and got.lse[160:].isnan().all()
+    assert attend(case, items[:0], 0).out.isnan().all()
+
+
+def test_queries_and_pool_that_are_slices() -> None:
+    case = on_gpu(make_case(MIX, heads=16, kv_heads=4, dim=128, page=32, dtype=torch.bfloat16))
+    want = expected(case)
+    q = torch.full((len(case.q), 24, 128), torch.nan, device=CUDA, dtype=case.q.dtype)
+    pool = torch.full((len(case.pool), 3, 2, 4, 32, 128), torch.nan, device=CUDA, dtype=case.q.dtype)
+    q[:, 4:20], pool[:, 1] = case.q, case.pool
+    case = replace(case, q=q[:, 4:20], pool=pool[:, 1])
+    assert addressable(case.q, case.pool) and not addressable(case.q, case.pool.mT)
+    assert relative_error(attend(case, *items_of(case, 1)).out, want.out) <= 1e-2
+
+
+def test_one_graph_serves_other_steps() -> None:
+    case = on_gpu(make_case(MIX, heads=8, kv_heads=2, dim=128, page=32, dtype=torch.bfloat16))
+    items, _ = items_of(case, 1)
+    words = words_of(items)
+    out = torch.empty_like(case.q)
+    unused = torch.empty(1, device=CUDA)
+
+    def step() -> None:
+        attend_wide(
+            case.q, case.pool, case.page_tables, out, unused, words, unused, unused, scale=case.scale,
+            return_lse=False, count_at=1, items_at=HEADER, partial_rows=0, programs=132,
+        )  # fmt: skip
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    want = expected(case).out
+    for part in (items, items[::2], items[:1], items[:0]):
+        words.copy_(torch.nn.functional.pad(words_of(part), (0, items.size - part.size)))
+        out.fill_(torch.nan)
+        graph.replay()
+        written = ~out.isnan().any(-1)
+        assert (
+            int(written.sum())
+            == sum(min(128, rows - first) for _, rows, _, _, first, *_ in part.tolist()) * 2
+        )
+        assert relative_error(out[written], want[written]) <= 1e-2 if len(part) else not written.any()
