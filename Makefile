@@ -13,10 +13,13 @@ PYTEST_ARGS ?=
 DATASET ?=
 MODEL ?= pensieve/demo/model
 BENCH_ARGS ?= --limit 20 --name local
+# Python with a CUDA build of torch for the GPU targets; where the environment has none, $(PYTHON) is tried.
+PYTHON_GPU ?= $(BIN)/python
+GPU_ARGS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test lint types proto proto-release bench-replay redis clean
+.PHONY: help setup demo test test-gpu lint types proto proto-release bench-replay bench-ops bench-engine redis clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -43,6 +46,17 @@ test: setup redis lint types ## Everything that CI checks: lint, types, stubs, t
 	@command -v redis-server >/dev/null || export PENSIEVE_TEST_WITHOUT_REDIS=1; \
 	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
+# The first of two Pythons that has a GPU. Nothing is installed: a GPU machine has its own build of torch.
+FIND_GPU = for python in "$(PYTHON_GPU)" "$(PYTHON)"; do \
+    "$$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null && break; python=; done; \
+  test -n "$$python" || { echo "$@: no GPU: neither $(PYTHON_GPU) nor $(PYTHON) has a torch that sees a CUDA device." \
+    "Name one that does: make $@ PYTHON_GPU=python3" >&2; exit 2; }; \
+  export PYTHONPATH="$(CURDIR):$(CURDIR)/tests$${PYTHONPATH:+:$$PYTHONPATH}"
+
+test-gpu: ## Tests that need a GPU (PYTHON_GPU=a Python whose torch has CUDA, GPU_ARGS=for pytest)
+	@$(FIND_GPU); "$$python" -P -m pytest -c /dev/null --rootdir . --import-mode=importlib -p no:cacheprovider -q \
+	  -W ignore::pytest.PytestUnknownMarkWarning tests/gpu $(GPU_ARGS)
+
 lint: setup ## Style and common mistakes
 	$(BIN)/ruff check .
 
@@ -59,6 +73,12 @@ proto-release: setup ## Make the present contract the baseline of the compatibil
 bench-replay: setup ## Replay DATASET=FILE on Pensieve, without its cache, and on transformers (MODEL=, BENCH_ARGS=)
 	@test -n "$(DATASET)" || { echo "usage: make bench-replay DATASET=FILE [MODEL=FOLDER] [BENCH_ARGS=...]" >&2; exit 2; }
 	$(BIN)/python bench/replay_compare.py "$(DATASET)" --model "$(MODEL)" $(BENCH_ARGS)
+
+bench-ops: ## Kernels on this GPU against their ceilings and peers (GPU_ARGS=)
+	@$(FIND_GPU); "$$python" bench/ops.py $(GPU_ARGS)
+
+bench-engine: ## Engine steps on this GPU: decode, prefill, returning turns, swap (GPU_ARGS=)
+	@$(FIND_GPU); "$$python" bench/engine.py $(GPU_ARGS)
 
 # The Redis store is tested against a real server. Without the right to install one, its tests are left out, loudly.
 redis:

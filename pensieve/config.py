@@ -51,15 +51,19 @@ class EngineTuning(msgspec.Struct, frozen=True, kw_only=True):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device_cache: str = "1GiB"
-    """``40GiB``, ``512MiB`` or ``4096tokens``."""
-    host_cache: str = "1GiB"
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    """``dummy``: random weights made on the device; the folder then needs no weight files."""
+    device_cache: str = "auto"
+    """``40GiB``, ``512MiB``, ``4096tokens`` or ``auto``: see ``pensieve.engine.sizing``."""
+    host_cache: str = "auto"
     chunk_tokens: int = 32
     policy: PolicyName = "retention"
     swap_watermark: float = 0.25
     decode_reserve: float = 0.10
-    max_batch_tokens: int = 512
-    max_running: int = 64
+    max_batch_tokens: int = 0
+    """0: by device, see ``batch_limits``."""
+    max_running: int = 0
+    """0: by device, see ``batch_limits``."""
     max_queued: int = 1024
     context_limit: int = 0
     """0: the model's own limit."""
@@ -68,6 +72,14 @@ class EngineTuning(msgspec.Struct, frozen=True, kw_only=True):
     swap_in_first: bool = True
     pipelined_swap_in: bool = True
     """Off switch: copy all layers of a step's swap-in before its first layer runs."""
+    overlapped: bool = True
+    """Schedule the next step while this one runs. GPU only: a CPU has nothing to overlap with."""
+    cuda_graphs: bool = True
+    """Replay whole steps as CUDA graphs. GPU only."""
+    swap_mechanism: Literal["auto", "batch", "kernel"] = "auto"
+    """How chunks cross the bus. GPU only; ``auto`` measures both at start-up."""
+    verify_swap: bool = False
+    """Check every restored chunk against a checksum taken when it left. GPU only; costs time."""
 
 
 class EngineOptions(EngineTuning, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,10 +87,20 @@ class EngineOptions(EngineTuning, frozen=True, kw_only=True, forbid_unknown_fiel
 
     model: str
     """Local folder with config.json, safetensors and tokenizer; already resolved (never ``demo`` or a hub id)."""
-    cost_profile: str = ""
-    """JSON written by ``pensieve profile``; empty: a built-in estimate from the architecture."""
+    cost_profile: str = "auto"
+    """``auto``, ``estimate`` (from the architecture alone) or a JSON file written by ``pensieve profile``."""
     torch_threads: int = 0
     """CPU threads of the worker; 0: all cores."""
+
+
+BATCH_LIMITS = {"cpu": (512, 64), "cuda": (2048, 256)}
+"""Tokens and generations of one step: a CPU step has to stay short, a GPU step has to fill the device."""
+
+
+def batch_limits(options: EngineTuning, device: str) -> tuple[int, int]:
+    """(tokens, generations) of one step, at most: as given, or what suits ``device`` (``cpu`` or ``cuda``)."""
+    tokens, running = BATCH_LIMITS[device]
+    return options.max_batch_tokens or tokens, options.max_running or running
 
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|tokens?)\s*", re.IGNORECASE)

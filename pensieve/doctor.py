@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pensieve import doctor_checks as checks
-from pensieve import options
+from pensieve import doctor_gpu, options
 from pensieve.doctor_checks import Check
 
 _COLOUR = {"ok": "green", "note": "yellow", "fail": "red"}
@@ -22,7 +22,7 @@ def examine(resolved: options.ServeOptions) -> list[Check]:
     return [
         *checks.system(),
         *checks.packages(),
-        *checks.accelerator(),
+        *doctor_gpu.accelerator(),
         *checks.store(resolved.store),
         *checks.model(resolved.model),
         checks.port("listen", resolved.listen),

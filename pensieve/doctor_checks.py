@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from pensieve.machine import memory, usable_cores
 from pensieve.option_values import split_address
 
 State = Literal["ok", "note", "fail"]
@@ -47,17 +48,13 @@ def system() -> Iterator[Check]:
     )
     yield Check("system", "platform", "ok", f"{platform.system()} {platform.release()} {platform.machine()}")
     yield Check("system", "cores", "ok", str(usable_cores()))
-    total, free = _memory()
+    found_memory = memory()
+    total, free = found_memory.total, found_memory.available
     state: State = "ok" if free > 2 * GIB else "note"
     found = f"{total / GIB:.1f} GiB, {free / GIB:.1f} GiB available"
     yield Check(
         "system", "memory", state, found, "" if state == "ok" else "lower --device-cache and --host-cache"
     )
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def packages() -> Iterator[Check]:
@@ -102,37 +99,6 @@ def _kernels_name() -> Check:
         return Check(
             "packages", "kernels", "fail", f"shadowed by {spec.origin}", "remove that folder from sys.path"
         )
-
-
-def accelerator() -> Iterator[Check]:
-    """torch, the GPUs it sees, triton."""
-    try:
-        torch = importlib.import_module("torch")
-    except (ImportError, OSError) as error:
-        yield Check(
-            "accelerator", "torch", "fail", f"cannot be imported: {error}", "pip install torch==2.13.0"
-        )
-        return
-    yield Check("accelerator", "torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads")
-    if not torch.cuda.is_available():
-        built = torch.version.cuda
-        why = (
-            "this torch is built without CUDA" if built is None else f"torch has CUDA {built} but sees no GPU"
-        )
-        fix = "none needed for the CPU; for a GPU: driver and a CUDA build of torch"
-        yield Check("accelerator", "gpu", "note", f"none: {why}", fix)
-        return
-    for index in range(torch.cuda.device_count()):
-        name = torch.cuda.get_device_name(index)
-        free, total = torch.cuda.mem_get_info(index)
-        found = f"{name}, {total / GIB:.0f} GiB, {free / GIB:.0f} GiB free"
-        yield Check("accelerator", f"gpu {index}", "ok", found)
-    try:
-        triton = importlib.import_module("triton")
-    except ImportError as error:
-        yield Check("accelerator", "triton", "fail", f"cannot be imported: {error}", "pip install triton")
-    else:
-        yield Check("accelerator", "triton", "ok", str(triton.__version__))
 
 
 def store(url: str) -> Iterator[Check]:
@@ -213,7 +179,7 @@ def _weights(folder: Path) -> Check:
     wanted = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set(files)
     if not files or not wanted <= set(files):
         missing = ", ".join(sorted(wanted - set(files))) or "any *.safetensors"
-        fix = "download the whole model; only safetensors are read"
+        fix = "download the whole model (only safetensors are read), or --load-format dummy"
         return Check("model", "weights", "fail", f"missing: {missing}", fix)
     return Check("model", "weights", "ok", f"{len(files)} file(s), {sum(files.values()) / GIB:.2f} GiB")
 
@@ -248,15 +214,3 @@ def port(name: str, address: str) -> Check:
         fix = f"stop what uses it, or choose another --{name}"
         return Check("ports", name, "fail", f"{address}: {error.strerror or error}", fix)
     return Check("ports", name, "ok", f"{address}{': any free port' if number == 0 else ' is free'}")
-
-
-def _memory() -> tuple[int, int]:
-    """Bytes of memory: all, and available without swapping."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = page * os.sysconf("SC_PHYS_PAGES")
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:  # not Linux
-        return total, total
-    fields = dict(line.split(":", 1) for line in lines)
-    return total, int(fields["MemAvailable"].split()[0]) * 1024

@@ -26,6 +26,8 @@ class Option:
     """A switch has a ``--no-`` twin."""
     unit: str = ""
     """``s``: the value is in seconds, and so is called ``…_s`` in ``ServeOptions``."""
+    words: tuple[str, ...] = ()
+    """Values that are taken as they are where a file is asked for."""
 
     @property
     def field(self) -> str:
@@ -38,11 +40,11 @@ class Option:
 
     @property
     def is_file(self) -> bool:
-        return self.parse is values.existing_file
+        return self.parse is values.existing_file or bool(self.words)
 
 
 _NO_FILE = "none needed"
-_SMALL = "fits a laptop beside other programs; on a GPU give it what the weights leave free"
+_OFF_TO_MEASURE = "off only to measure its worth"
 _PAPER = "the paper's value (EuroSys §4.3)"
 
 OPTIONS: tuple[Option, ...] = (
@@ -86,13 +88,24 @@ OPTIONS: tuple[Option, ...] = (
         "NAME",
     ),
     Option(
-        "device-cache", values.size(1), "KV pool of the device: 40GiB, 512MiB, 4096tokens.", _SMALL, "SIZE"
+        "load-format",
+        values.choice("auto", "safetensors", "dummy"),
+        "Where weights come from: auto, safetensors, or dummy: random ones, for benchmarks.",
+        "the model's own weights",
+        "NAME",
+    ),
+    Option(
+        "device-cache",
+        values.size(1),
+        "KV pool of the device: auto, 40GiB, 512MiB, 4096tokens.",
+        "auto: what weights and workspace leave free on a GPU; 1 GiB on a CPU",
+        "SIZE",
     ),
     Option(
         "host-cache",
         values.size(0),
-        "KV pool in host memory; 0 switches the tier off.",
-        _SMALL,
+        "KV pool in host memory, as above; 0 switches the tier off.",
+        "auto: half of the available memory, at most 4x the device tier, beside a GPU; else 1 GiB",
         "SIZE",
     ),
     Option("chunk-tokens", values.power_of_two(256), "Tokens per chunk and KV page.", _PAPER, "N"),
@@ -119,12 +132,20 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "max-batch-tokens",
-        values.integer(1),
-        "Tokens computed in one step, at most.",
-        "short steps on a CPU; a GPU likes 2048 and more",
+        values.integer(0),
+        "Tokens computed in one step, at most; 0: auto.",
+        "auto: 512 on a CPU, where steps must stay short; 2048 on a GPU",
         "N",
+        shown="auto",
     ),
-    Option("max-running", values.integer(1), "Generations in one batch, at most.", "bounds the batch", "N"),
+    Option(
+        "max-running",
+        values.integer(0),
+        "Generations in one batch, at most; 0: auto.",
+        "auto: 64 on a CPU, 256 on a GPU",
+        "N",
+        shown="auto",
+    ),
     Option(
         "max-queued",
         values.integer(1),
@@ -147,26 +168,52 @@ OPTIONS: tuple[Option, ...] = (
         "unified-batch",
         values.boolean,
         "Mix restore, prefill and decode in one step.",
-        "off only to measure its worth",
+        _OFF_TO_MEASURE,
     ),
     Option(
         "swap-in-first",
         values.boolean,
         "Swap-out ahead of time yields to swap-in.",
-        "off only to measure its worth",
+        _OFF_TO_MEASURE,
     ),
     Option(
         "pipelined-swap-in",
         values.boolean,
         "Start a step before the last layer is copied in.",
-        "off only to measure its worth",
+        _OFF_TO_MEASURE,
+    ),
+    Option(
+        "overlapped",
+        values.boolean,
+        "Schedule the next step while this one runs; GPU only.",
+        _OFF_TO_MEASURE,
+    ),
+    Option(
+        "cuda-graphs",
+        values.boolean,
+        "Replay whole steps as CUDA graphs; GPU only.",
+        _OFF_TO_MEASURE,
+    ),
+    Option(
+        "swap-mechanism",
+        values.choice("auto", "batch", "kernel"),
+        "How chunks cross the bus: auto, batch (copy engine) or kernel; GPU only.",
+        "auto: both are measured at start-up, per direction",
+        "NAME",
+    ),
+    Option(
+        "verify-swap",
+        values.boolean,
+        "Check every restored chunk against a checksum; GPU only.",
+        "costs time, and what it looks for must not happen",
     ),
     Option(
         "cost-profile",
-        values.existing_file,
-        "JSON of `pensieve profile`.",
-        "unset: cost estimated from the model's shape",
+        values.word_or_file("auto", "estimate"),
+        "What recomputing costs: auto, estimate, or a JSON file of `pensieve profile`.",
+        "auto: the profile stored for this model and machine; without one a GPU is measured, a CPU estimated",
         "FILE",
+        words=("auto", "estimate"),
     ),
     Option("tensor-parallel", values.only_one, "GPUs per model; only 1 for now.", "one device", "N"),
     Option(

@@ -93,11 +93,13 @@ def duration(low_s: float, high_s: float) -> Parser:
 
 
 def size(low: int) -> Parser:
-    """A cache size as written: ``40GiB``, ``512MiB``, ``4096tokens``; its number at least ``low``."""
+    """A cache size as written: ``auto``, ``40GiB``, ``512MiB``, ``4096tokens``; a number at least ``low``."""
 
     def parse(value: object) -> str:
         if not isinstance(value, str):
-            raise ValueError(f"expected a size such as 40GiB, 512MiB or 4096tokens, got {value!r}")
+            raise ValueError(f"expected auto or a size such as 40GiB, 512MiB or 4096tokens, got {value!r}")
+        if value == "auto":
+            return value
         if parse_cache_size(value, bytes_per_token=1) < low:
             raise ValueError(f"must not be {value}")
         return value
@@ -171,6 +173,15 @@ def existing_file(value: object) -> Path:
             return path.resolve()
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
+
+
+def word_or_file(*words: str) -> Parser:
+    """One of ``words`` as it is, or a readable file as in ``existing_file``."""
+
+    def parse(value: object) -> str:
+        return str(value) if value in words else str(existing_file(value))
+
+    return parse
 
 
 def only_one(value: object) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ import click
 import msgspec
 
 from pensieve.config import EngineOptions, EngineTuning
+from pensieve.machine import user_directory
 from pensieve.option_table import OPTIONS, Option
 from pensieve.option_values import is_loopback
 
@@ -29,9 +29,7 @@ Command = Callable[..., Any]
 
 def state_directory() -> Path:
     """Where a user's history lies by default: ``$XDG_STATE_HOME/pensieve`` or ``~/.local/state/pensieve``."""
-    base = os.environ.get("XDG_STATE_HOME", "")
-    # The XDG rules say that a relative path there is to be ignored.
-    return (Path(base) if Path(base).is_absolute() else Path.home() / ".local" / "state") / "pensieve"
+    return user_directory("XDG_STATE_HOME", ".local/state")
 
 
 def default_store() -> str:
@@ -46,7 +44,8 @@ class ServeOptions(EngineTuning, frozen=True, kw_only=True):
     listen: str = "127.0.0.1:50051"
     admin: str = "127.0.0.1:0"
     store: str = msgspec.field(default_factory=default_store)
-    cost_profile: Path | None = None
+    cost_profile: str = "auto"
+    """``auto``, ``estimate`` or the absolute path of a file."""
     tensor_parallel: int = 1
     threads: int = 0
     chat_template: Path | None = None
@@ -67,7 +66,7 @@ class ServeOptions(EngineTuning, frozen=True, kw_only=True):
         """The engine's share. ``model_path``: the local folder that ``model`` was resolved to."""
         return EngineOptions(
             model=str(model_path),
-            cost_profile=str(self.cost_profile or ""),
+            cost_profile=self.cost_profile,
             torch_threads=self.threads,
             **{name: getattr(self, name) for name in EngineTuning.__struct_fields__},
         )
@@ -165,7 +164,7 @@ def _read_file(path: Path) -> dict[str, object]:
     for key, value in data.items():
         if key not in known:
             raise click.UsageError(f"{path}: unknown key {key!r}{_nearest(key, known)}")
-        if known[key].is_file and isinstance(value, str) and value:
+        if known[key].is_file and isinstance(value, str) and value and value not in known[key].words:
             data[key] = str(path.parent / Path(value).expanduser())
     return data
 

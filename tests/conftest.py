@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
         if not torch.cuda.is_available():
             for item in gpu:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device (`make test-gpu` on a machine with one)"))
     without_redis = os.environ.get("PENSIEVE_TEST_WITHOUT_REDIS") == "1"
     if without_redis and shutil.which("redis-server") is None:
         for item in items:

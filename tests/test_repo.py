@@ -25,7 +25,7 @@ MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 80
 ENVIRONMENT_READERS = {
     "pensieve/debug.py",  # debug switches
-    "pensieve/options.py",  # XDG_STATE_HOME, where a user's data goes
+    "pensieve/machine.py",  # XDG_STATE_HOME and XDG_CACHE_HOME, where a user's data goes
 }
 SERVE_FLAGS = {option.name.removeprefix("no-") for option in OPTIONS} | {"config", "print-config", "help"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 from pensieve.config import CacheConfig, EngineOptions, SchedulerConfig
 from pensieve.engine.cache.manager import CacheManager
-from pensieve.engine.cost import CostModel, CostProfileError
+from pensieve.engine.cost import CostProfileError
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import Ready
+from pensieve.engine.profile_store import stored_or_quick_profile
 from pensieve.engine.scheduler import Scheduler
-from pensieve.engine.worker import WorkerInfo, build_worker
+from pensieve.engine.sizing import WorkerInfo, report
+from pensieve.engine.worker import build_worker
 from pensieve.errors import InvalidArgument
 from pensieve.model.arch import Arch, ModelError
 
@@ -22,7 +23,7 @@ def build_engine(options: EngineOptions) -> Engine:
     """An engine ready to step. Raises InvalidArgument, with what to change, when the options cannot be followed."""
     try:
         worker = build_worker(options)
-        cost = cost_model(options, worker.arch)
+        cost = stored_or_quick_profile(options, worker)
     except (ModelError, CostProfileError, ValueError) as error:
         raise InvalidArgument(str(error)) from error
     info = worker.info
@@ -38,37 +39,8 @@ def build_engine(options: EngineOptions) -> Engine:
         host_capacity_tokens=info.host_chunks * info.chunk_tokens,
         chunk_tokens=info.chunk_tokens,
     )
-    log.info(
-        "%s on %s in %s: contexts up to %d tokens; tiers hold %d and %d tokens (%d bytes each)",
-        worker.arch.family,
-        info.device,
-        info.dtype,
-        ready.context_limit,
-        ready.device_capacity_tokens,
-        ready.host_capacity_tokens,
-        worker.arch.kv_bytes_per_token(info.dtype),
-    )
-    return Engine(scheduler, worker, ready)
-
-
-def cost_model(options: EngineOptions, arch: Arch) -> CostModel:
-    """The profile that the options name, else an estimate. Raises CostProfileError."""
-    if not options.cost_profile:
-        return CostModel.estimate(
-            layers=arch.num_layers,
-            query_heads=arch.num_heads,
-            head_dim=arch.head_dim,
-            parameters=arch.num_parameters,
-            chunk_tokens=options.chunk_tokens,
-            context_limit=arch.context_limit,
-        )
-    cost = CostModel.from_json(Path(options.cost_profile))
-    if cost.chunk_tokens != options.chunk_tokens:
-        raise CostProfileError(
-            f"{options.cost_profile} was measured with chunks of {cost.chunk_tokens} tokens, not"
-            f" {options.chunk_tokens}: profile again with --chunk-tokens {options.chunk_tokens}"
-        )
-    return cost
+    log.info("%s", report(worker.arch, info))
+    return Engine(scheduler, worker, ready, overlapped=options.overlapped and info.device == "cuda")
 
 
 def cache_config(options: EngineOptions, info: WorkerInfo) -> CacheConfig:
@@ -88,8 +60,8 @@ def scheduler_config(options: EngineOptions, arch: Arch, info: WorkerInfo) -> Sc
     return SchedulerConfig(
         context_limit=info.context_limit,
         eos_token_ids=arch.eos_token_ids,
-        max_batch_tokens=options.max_batch_tokens,
-        max_running=options.max_running,
+        max_batch_tokens=info.max_batch_tokens,
+        max_running=info.max_running,
         max_queued=options.max_queued,
         stateless=options.stateless,
         unified_batch=options.unified_batch,

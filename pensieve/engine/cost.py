@@ -65,7 +65,9 @@ class CostModel:
                 raise CostProfileError(f"{path}: format {data['format']} is not {FORMAT}; profile again")
             points = tuple((int(length), float(cost)) for length, cost in data["attention"])
             return cls(points, float(data["other_seconds"]), int(data["chunk_tokens"]))
-        except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        except CostProfileError:
+            raise
+        except (OSError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise CostProfileError(f"{path}: not a cost profile ({error!r})") from error
 
     @classmethod

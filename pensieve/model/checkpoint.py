@@ -1,19 +1,19 @@
-"""The safetensors files of a model folder as one table of tensors."""
+"""The safetensors files of a model folder as one table of tensors, read straight into their places on the device."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from safetensors import SafetensorError, safe_open
 
 from pensieve.model.arch import ModelError
+from pensieve.model.filling import Fill, fill_all
 
 PROGRESS_BYTES: Final = 1 << 30
 """Loading less than this shows no progress bar."""
@@ -25,48 +25,76 @@ _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 class Checkpoint:
     """Tensors by name over all safetensors files of a folder; remembers which were asked for."""
 
-    def __init__(self, folder: Path, stack: ExitStack, dtype: torch.dtype, device: torch.device) -> None:
-        self.folder, self.dtype, self.device = folder, dtype, device
-        self.where: dict[str, Any] = {}
-        self.used: set[str] = set()
-        files = _files(folder)
-        try:
-            for file in files:
-                handle = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
-                self.where.update(dict.fromkeys(handle.keys(), handle))
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"{file}: cannot be read ({error})") from error
-        total = sum(file.stat().st_size for file in files)
-        progress = stack.enter_context(_progress(total))
-        self.advance = _advance(progress, f"loading {folder.name}", len(self.where))
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        """Reads the headers of all files. Raises ModelError when one is missing or cannot be read."""
+        self.name = str(folder)
+        self._folder, self._dtype, self._device = folder, dtype, device
+        self._where: dict[str, Any] = {}
+        self._order: dict[str, int] = {}
+        self._fills: dict[str, Fill] = {}
+        for number, file in enumerate(_files(folder)):
+            try:
+                handle: Any = safe_open(file, framework="pt", device="cpu")
+                names = handle.keys()
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"{file}: cannot be read ({error})") from error
+            self._where.update(dict.fromkeys(names, handle))
+            self._order.update(dict.fromkeys(names, number))
 
-    def get(self, names: list[str], shape: tuple[int, ...]) -> torch.Tensor:
-        """The named tensors one after another along the first axis, together of ``shape``."""
-        missing = [name for name in names if name not in self.where]
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
+    def get(self, names: Sequence[str], shape: tuple[int, ...]) -> torch.Tensor:
+        """The named tensors one after another along the first axis, together of ``shape``.
+
+        The tensor has its memory but no values before ``load``. Raises ModelError.
+        """
+        missing = [name for name in names if name not in self._where]
         if missing:
             raise ModelError(
-                f"{self.folder}: no tensor {missing[0]} among {len(self.where)} in the checkpoint"
+                f"{self._folder}: no tensor {missing[0]} among {len(self._where)} in the checkpoint"
             )
-        self.used.update(names)
-        parts = [self.where[name].get_tensor(name).to(self.device, self.dtype) for name in names]
-        self.advance(len(names))
-        tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if tuple(tensor.shape) != shape:
+        # Views of the mapped file: nothing is read yet.
+        parts: list[torch.Tensor] = [self._where[name].get_tensor(name) for name in names]
+        found = _joined_shape(parts)
+        if found != shape:
+            written = list(found) if found else ", ".join(str(list(part.shape)) for part in parts)
             raise ModelError(
-                f"{self.folder}: {' + '.join(names)} has shape {list(tensor.shape)}, config.json says {list(shape)}"
+                f"{self._folder}: {' + '.join(names)} has shape {written}, config.json says {list(shape)}"
             )
-        return tensor
+        # The parts are copied into one tensor: joining them afterwards would need the memory twice.
+        fused = torch.empty(shape, dtype=self._dtype, device=self._device)
+        for name, part, target in zip(names, parts, fused.split([len(part) for part in parts]), strict=True):
+            self._fills[name] = Fill(part, target)
+        return fused
 
     def require_all_used(self, tied: bool) -> None:
         """Raises ModelError on tensors that nobody asked for: they would be silently without effect."""
-        left = {name for name in self.where if not name.endswith(_IGNORED_SUFFIXES)} - self.used
+        left = {name for name in self._where if not name.endswith(_IGNORED_SUFFIXES)} - set(self._fills)
         if tied:
             left.discard("lm_head.weight")
         if left:
             names = ", ".join(sorted(left)[:3])
             raise ModelError(
-                f"{self.folder}: {len(left)} tensors that this architecture has no use for: {names}"
+                f"{self._folder}: {len(left)} tensors that this architecture has no use for: {names}"
             )
+
+    def load(self) -> None:
+        """Fill every tensor that was given out, in the order in which the files hold them."""
+        order = sorted(self._fills, key=lambda name: (self._order[name], self._fills[name].source.data_ptr()))
+        fills = [self._fills[name] for name in order]
+        total = sum(fill.source.nbytes for fill in fills)
+        with _progress(total) as progress:
+            task = progress.add_task(f"loading {self._folder.name}", total=total)
+            fill_all(fills, self._device, lambda count: progress.advance(task, count))
+
+
+def _joined_shape(parts: list[torch.Tensor]) -> tuple[int, ...] | None:
+    """Shape of the parts one after another along the first axis; None when they do not go together."""
+    rest = {part.shape[1:] for part in parts}
+    if len(rest) > 1 or not all(part.ndim for part in parts):
+        return None
+    return (sum(len(part) for part in parts), *rest.pop())
 
 
 def _files(folder: Path) -> list[Path]:
@@ -88,9 +116,6 @@ def _files(folder: Path) -> list[Path]:
 
 def _progress(total_bytes: int) -> Progress:
     # On stderr: the server's stdout carries its ready line and nothing else.
-    return Progress(transient=True, disable=total_bytes < PROGRESS_BYTES, console=Console(stderr=True))
-
-
-def _advance(progress: Progress, title: str, total: int) -> Callable[[int], None]:
-    task = progress.add_task(title, total=total)
-    return lambda count: progress.advance(task, count)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
+    console = Console(stderr=True)
+    return Progress(*columns, transient=True, disable=total_bytes < PROGRESS_BYTES, console=console)

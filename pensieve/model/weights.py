@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
+from typing import Literal, Protocol
 
 import torch
 
 from pensieve.model.arch import Arch, ModelError
 from pensieve.model.checkpoint import Checkpoint
+from pensieve.model.dummy import DummySource
+
+LoadFormat = Literal["auto", "safetensors", "dummy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,29 +102,77 @@ _TABLES: dict[str, _Names] = {
 }
 
 
-def load_weights(
-    folder: Path, arch: Arch, *, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> Weights:
-    """All weights of the model in ``folder``, as ``dtype`` on ``device``.
+class TensorSource(Protocol):
+    """Where weights come from: a checkpoint, or thin air."""
 
-    Raises ModelError when files or tensors are missing, left over, unreadable or of the wrong shape.
+    @property
+    def name(self) -> str:
+        """For error messages."""
+        ...
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def get(self, names: Sequence[str], shape: tuple[int, ...]) -> torch.Tensor:
+        """The named tensors one after another along the first axis, together of ``shape``. Raises ModelError."""
+        ...
+
+
+def load_weights(
+    folder: Path,
+    arch: Arch,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    load_format: LoadFormat = "auto",
+) -> Weights:
+    """All weights of the model in ``folder``, as ``dtype`` on ``device``; ``dummy``: random ones, no file is read.
+
+    Raises ModelError when files or tensors are missing, left over, unreadable or of the wrong shape, or do not fit.
     """
-    with ExitStack() as stack:
-        checkpoint = Checkpoint(folder, stack, dtype, torch.device(device))
+    device = torch.device(device)
+    try:
+        if load_format == "dummy":
+            return _Assembler(arch, DummySource(dtype, device)).weights()
+        checkpoint = Checkpoint(folder, dtype, device)
         weights = _Assembler(arch, checkpoint).weights()
         checkpoint.require_all_used(arch.tied_embeddings)
+        checkpoint.load()
+    except torch.OutOfMemoryError as error:
+        needed = arch.num_parameters * dtype.itemsize
+        free, total = torch.cuda.mem_get_info(device)
+        raise ModelError(
+            f"{folder}: the weights, about {needed / 2**30:.1f} GiB in {dtype}, do not fit: now {free / 2**30:.1f} of "
+            f"{total / 2**30:.1f} GiB are free on the GPU; use a smaller dtype or model, or free memory there"
+        ) from error
     return weights
 
 
-class _Assembler:
-    """Fills ``Weights`` from a checkpoint."""
+def weight_bytes(weights: Weights) -> int:
+    """Memory of all weights; a tensor in two places counts once."""
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors_of(weights)}.values())
 
-    def __init__(self, arch: Arch, checkpoint: Checkpoint) -> None:
-        self.arch, self.checkpoint, self.names = arch, checkpoint, _TABLES[arch.family]
+
+def tensors_of(value: object) -> Iterator[torch.Tensor]:
+    """Every tensor of ``Weights`` or of a part of it, in the order of the fields."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from tensors_of(item)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from tensors_of(getattr(value, field.name))
+
+
+class _Assembler:
+    """Fills ``Weights`` from a source."""
+
+    def __init__(self, arch: Arch, source: TensorSource) -> None:
+        self.arch, self.source, self.names = arch, source, _TABLES[arch.family]
         embedding = f"{self.names.embedding}.weight"
-        found = [prefix for prefix in self.names.prefixes if prefix + embedding in checkpoint.where]
+        found = [prefix for prefix in self.names.prefixes if prefix + embedding in source]
         if not found:
-            raise ModelError(f"{checkpoint.folder}: no tensor {embedding}; not a checkpoint of {arch.family}")
+            raise ModelError(f"{source.name}: no tensor {embedding}; not a checkpoint of {arch.family}")
         self.prefix = found[0]
 
     def weights(self) -> Weights:
@@ -133,7 +185,7 @@ class _Assembler:
         layers = tuple(self._layer(f"{self.names.layers}.{index}.") for index in range(arch.num_layers))
         final_norm = self._norm(self.names.final_norm)
         shape = (arch.vocab_size, hidden)
-        head = embedding if arch.tied_embeddings else self.checkpoint.get(["lm_head.weight"], shape)
+        head = embedding if arch.tied_embeddings else self.source.get(["lm_head.weight"], shape)
         return Weights(embedding, positions, layers, final_norm, Linear(head, None))
 
     def _layer(self, at: str) -> LayerWeights:
@@ -154,18 +206,18 @@ class _Assembler:
         )
 
     def _linear(self, names: list[str], out: int, width: int, bias: bool) -> Linear:
-        weight = self.checkpoint.get([f"{self.prefix}{name}.weight" for name in names], (out, width))
+        weight = self.source.get([f"{self.prefix}{name}.weight" for name in names], (out, width))
         if not bias:
             return Linear(weight, None)
-        return Linear(weight, self.checkpoint.get([f"{self.prefix}{name}.bias" for name in names], (out,)))
+        return Linear(weight, self.source.get([f"{self.prefix}{name}.bias" for name in names], (out,)))
 
     def _norm(self, name: str) -> Norm:
         shape = (self.arch.hidden_size,)
         bias = [f"{self.prefix}{name}.bias"]
         return Norm(
             self._tensor(name, shape),
-            self.checkpoint.get(bias, shape) if self.arch.norm == "layer" else None,
+            self.source.get(bias, shape) if self.arch.norm == "layer" else None,
         )
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return self.checkpoint.get([f"{self.prefix}{name}.weight"], shape)
+        return self.source.get([f"{self.prefix}{name}.weight"], shape)

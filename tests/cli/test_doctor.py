@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from pensieve import doctor_checks as checks
+from pensieve import doctor_gpu
 from pensieve.doctor import doctor
 from pensieve.doctor_checks import Check
 
@@ -22,7 +23,7 @@ def by_name(findings: list[Check]) -> dict[str, Check]:
 
 
 def test_this_machine_can_run_it() -> None:
-    findings = [*checks.system(), *checks.packages(), *checks.accelerator()]
+    findings = [*checks.system(), *checks.packages(), *doctor_gpu.accelerator()]
     assert [check for check in findings if check.state == "fail"] == []
     assert {"python", "cores", "memory", "grpcio", "torch", "msgspec", "kernels"} <= set(by_name(findings))
 
@@ -36,7 +37,7 @@ def test_a_missing_package_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_torch_that_does_not_load_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    (found,) = checks.accelerator()
+    (found,) = doctor_gpu.accelerator()
     assert found.state == "fail"
     assert found.fix.startswith("pip install torch==")
 
@@ -127,3 +128,95 @@ def test_table_names_problem_and_fix(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert "fail" in result.stdout
     assert "1 blocking problem" in result.stdout
+
+
+class FakeCuda:
+    """A torch with one GPU."""
+
+    __version__ = "2.99"
+
+    def __init__(self, free: int = 130, capability: tuple[int, int] = (9, 0)) -> None:
+        self.version = types.SimpleNamespace(cuda="13.0")
+        self.get_num_threads = lambda: 4
+        self.cuda = types.SimpleNamespace(
+            is_available=lambda: True,
+            device_count=lambda: 1,
+            get_device_name=lambda index: "NVIDIA H200",
+            get_device_capability=lambda index: capability,
+            mem_get_info=lambda index: (free << 30, 140 << 30),
+        )
+
+
+@pytest.fixture
+def nvidia(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "torch", FakeCuda())
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.6.0"))
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n"
+    )
+    monkeypatch.setattr(doctor_gpu.driver_version, "__defaults__", (tmp_path / "version",))
+
+
+def test_a_gpu_and_all_that_it_needs(nvidia: None) -> None:
+    found = by_name(list(doctor_gpu.accelerator()))
+    assert found["gpu 0"].found == "NVIDIA H200, compute capability 9.0, 140 GiB, 130 GiB free"
+    assert (found["driver"].found, found["triton"].found) == ("580.65.06", "3.6.0")
+    assert "CUDA 13.0" in found["torch"].found
+    assert {check.state for name, check in found.items() if name != "pinned memory"} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("free", "capability", "state", "said"),
+    [(10, (9, 0), "note", "nvidia-smi"), (130, (7, 5), "fail", "8.0")],
+)
+def test_a_gpu_that_is_in_use_or_too_old(
+    monkeypatch: pytest.MonkeyPatch,
+    nvidia: None,
+    free: int,
+    capability: tuple[int, int],
+    state: str,
+    said: str,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", FakeCuda(free, capability))
+    found = by_name(list(doctor_gpu.accelerator()))["gpu 0"]
+    assert found.state == state
+    assert said in found.fix
+
+
+def test_a_gpu_without_what_its_kernels_need(monkeypatch: pytest.MonkeyPatch, nvidia: None) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.1.0"))
+    found = by_name(list(doctor_gpu.accelerator()))
+    assert (found["triton"].state, found["triton"].fix) == ("fail", "needs 3.4")
+    assert found["C compiler"].state == "note"
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert by_name(list(doctor_gpu.accelerator()))["triton"].state == "fail"
+
+
+@pytest.mark.parametrize(("limit", "state"), [(8 << 20, "note"), (-1, "ok")])
+def test_the_limit_of_locked_memory(
+    monkeypatch: pytest.MonkeyPatch, nvidia: None, limit: int, state: str
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda which: (limit, limit))
+    assert by_name(list(doctor_gpu.accelerator()))["pinned memory"].state == state
+
+
+@pytest.mark.parametrize(
+    ("driver", "nodes", "cuda", "said"),
+    [
+        (None, [], None, "no NVIDIA driver"),
+        ("580.1", [], "13.0", "no device in this container"),
+        ("580.1", ["nvidia0"], None, "built without CUDA"),
+        ("580.1", ["nvidia0"], "13.0", "torch for CUDA 13.0 sees no device"),
+    ],
+)
+def test_why_there_is_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, driver: str | None, nodes: list[str], cuda: str | None, said: str
+) -> None:
+    monkeypatch.setattr(doctor_gpu, "driver_version", lambda: driver)
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(nodes))
+    found = doctor_gpu._no_gpu(types.SimpleNamespace(version=types.SimpleNamespace(cuda=cuda)))
+    assert (found.state, found.name) == ("note", "gpu")
+    assert said in found.found
+    assert found.fix

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pensieve.config import EngineOptions
+from pensieve.config import EngineOptions, batch_limits
 from pensieve.option_table import OPTIONS
 from pensieve.option_values import duration, is_loopback, split_address
 from pensieve.options import ServeOptions, resolve
@@ -127,8 +127,24 @@ def test_missing_file(tmp_path: Path) -> None:
 def test_files_named_in_a_file_lie_beside_it(tmp_path: Path) -> None:
     (tmp_path / "profile.json").write_text("{}")
     resolved = resolve({}, write(tmp_path, 'cost-profile = "profile.json"'))
-    assert resolved.options.cost_profile == (tmp_path / "profile.json").resolve()
+    assert resolved.options.cost_profile == str(tmp_path.resolve() / "profile.json")
     assert resolved.options.engine_options("/m").cost_profile == str(tmp_path.resolve() / "profile.json")
+
+
+@pytest.mark.parametrize("word", ["auto", "estimate"])
+def test_a_word_in_place_of_a_file_is_no_file_name(tmp_path: Path, word: str) -> None:
+    assert resolve({"cost-profile": word}).options.cost_profile == word
+    resolved = resolve({}, write(tmp_path, f'cost-profile = "{word}"'))
+    assert resolved.options.engine_options("/m").cost_profile == word
+
+
+def test_sizes_of_their_own_accord(tmp_path: Path) -> None:
+    options = resolve({"device-cache": "auto"}, write(tmp_path, 'host-cache = "auto"\nmax-running = 0')).options
+    assert (options.device_cache, options.host_cache) == ("auto", "auto")
+    assert batch_limits(options, "cpu") == (512, 64)
+    assert batch_limits(options, "cuda") == (2048, 256)
+    assert batch_limits(resolve({"max-running": "3", "max-batch-tokens": "9"}).options, "cuda") == (9, 3)
+    assert "max-batch-tokens = 0  # default: auto: 512 on a CPU" in resolve({}).render()
 
 
 def test_off_loopback_needs_protection(tmp_path: Path) -> None:
@@ -204,7 +220,8 @@ def test_engine_options_carry_every_shared_value() -> None:
         device="cpu", dtype="float32", device_cache="7tokens", host_cache="8tokens", chunk_tokens=16, policy="lru",
         swap_watermark=0.5, decode_reserve=0.2, max_batch_tokens=5, max_running=6, max_queued=7, stateless=True,
         unified_batch=False, swap_in_first=False, pipelined_swap_in=False,
-        context_limit=99, threads=3, cost_profile=Path("/p.json"),
+        context_limit=99, threads=3, cost_profile="/p.json", load_format="dummy", overlapped=False,
+        cuda_graphs=False, swap_mechanism="kernel", verify_swap=True,
     )  # fmt: skip
     engine, default = changed.engine_options("/model"), EngineOptions(model="")
     names = set(EngineOptions.__struct_fields__) - {"seed"}

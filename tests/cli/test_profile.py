@@ -10,12 +10,13 @@ import pytest
 from click.testing import CliRunner
 
 from pensieve.engine.cost import CostModel
-from pensieve.engine.plan import Plan, Sampled, StepResult
-from pensieve.profile_command import Point, Prober, profile, split
+from pensieve.engine.plan import Plan, Sampled, StepResult, SynchronousWorker
+from pensieve.engine.probe import Point, Prober, split
+from pensieve.profile_command import profile
 from support.checkpoints import tiny_checkpoint
 
 
-class CostlyWorker:
+class CostlyWorker(SynchronousWorker):
     """Takes ``other + per_token × (context seen)`` for each step, on a clock of its own; refuses a hole in the KV."""
 
     def __init__(self, chunk_tokens: int, other: float, per_token: float) -> None:
@@ -85,6 +86,38 @@ def test_writes_what_the_engine_reads(tmp_path: Path) -> None:
     assert (cost.cost([16, 256, 4096]) > 0).all()
     report = json.loads(written.read_text())
     assert (report["device"], report["dtype"], report["family"]) == ("cpu", "float32", "llama")
+
+
+def test_is_kept_for_the_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((tiny_checkpoint("llama", tmp_path) / "config.json").read_bytes())
+    arguments = ["--model", str(folder), "--device", "cpu", "--longest", "64", "--load-format", "dummy"]
+    result = CliRunner().invoke(profile, [*arguments, "--repeats", "1"])
+    assert result.exit_code == 0, result.output
+    (kept,) = (tmp_path / "cache" / "pensieve" / "profiles").iterdir()
+    assert f"wrote {kept}" in result.stderr
+    assert json.loads(kept.read_text())["repeats"] == 1
+    result = CliRunner().invoke(profile, [*arguments, "--repeats", "1", "--output", "-"])
+    assert json.loads(result.stdout)["format"] == 1
+
+
+def test_nowhere_to_write(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    arguments = [
+        "--device",
+        "cpu",
+        "--longest",
+        "64",
+        "--repeats",
+        "1",
+        "--output",
+        str(tmp_path / "file" / "x"),
+    ]
+    result = CliRunner().invoke(profile, ["--model", str(tiny_checkpoint("llama", tmp_path)), *arguments])
+    assert result.exit_code == 1
+    assert "cannot write" in result.output
 
 
 @pytest.mark.parametrize(

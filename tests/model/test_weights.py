@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pensieve.model.arch import ModelError, load_arch
-from pensieve.model.weights import Weights, load_weights
+from pensieve.model.weights import Weights, load_weights, weight_bytes
 from support.checkpoints import Family, tiny_checkpoint
 
 
@@ -103,3 +105,42 @@ def test_broken_checkpoints(qwen: Path, tmp_path: Path) -> None:
 def test_old_buffers_are_ignored(qwen: Path, tmp_path: Path) -> None:
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
     load(copy(qwen, tmp_path, load_file(qwen / "model.safetensors") | extra))
+
+
+def test_parts_that_do_not_go_together(qwen: Path, tmp_path: Path) -> None:
+    tensors = load_file(qwen / "model.safetensors")
+    name = "model.layers.1.self_attn.k_proj.weight"
+    for odd, said in ((torch.zeros(16, 47), r"\[48, 48\], \[16, 47\]"), (torch.tensor(1.0), r"\[\]")):
+        with pytest.raises(ModelError, match=said):
+            load(copy(qwen, tmp_path, tensors | {name: odd}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nothing_is_joined_that_is_large(qwen: Path, dtype: torch.dtype) -> None:
+    """What is allocated is the weights themselves and nothing else: no copy of a file, no joined duplicate."""
+    with Allocations() as seen:
+        weights = load_weights(qwen, load_arch(qwen), dtype=dtype)
+    assert seen.bytes == weight_bytes(weights)
+
+
+def test_weight_bytes_count_a_tied_head_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tiny_checkpoint("llama3", tmp_path_factory.getbasetemp())
+    tensors = load_file(folder / "model.safetensors")
+    assert weight_bytes(load(folder)) == sum(tensor.nbytes for tensor in tensors.values())
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of the memory that new tensors take; a view of known memory takes none, nor does a mapped file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        known = {value.untyped_storage().data_ptr() for value in args if isinstance(value, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in known:
+            self.bytes += result.untyped_storage().nbytes()
+        return result

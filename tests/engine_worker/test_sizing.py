@@ -1,0 +1,173 @@
+"""Sizes of both tiers out of free memory: a pure function of numbers, and what it says when something does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve.config import EngineOptions
+from pensieve.engine import sizing
+from pensieve.engine.sizing import (
+    GIB,
+    FreeMemory,
+    Placement,
+    Tiers,
+    WorkerInfo,
+    report,
+    resolve_device,
+    tier_sizes,
+    workspace_bytes,
+)
+from pensieve.engine.worker import build_worker
+from pensieve.model.arch import Arch, Rope
+
+ARCH = Arch(
+    family="llama",
+    vocab_size=32000,
+    hidden_size=5120,
+    intermediate_size=13824,
+    num_layers=40,
+    num_heads=40,
+    num_kv_heads=10,
+    head_dim=128,
+    context_limit=4096,
+    norm="rms",
+    norm_eps=1e-5,
+    activation="silu",
+    gated_mlp=True,
+    rope=Rope(theta=10000.0),
+    dtype="float16",
+)
+"""Llama 2 13B with 10 KV heads: 200 KiB per token in 16 bits, 6.25 MiB per chunk."""
+CHUNK = 32 * 200 * 1024
+GPU = Placement("cuda", "bfloat16", 4096, 2048, 256)
+CPU = Placement("cpu", "bfloat16", 4096, 512, 64)
+
+
+def sizes(place: Placement, device_gib: float, host_gib: float, **values: Any) -> Tiers:
+    options = EngineOptions(model="/m", **values)
+    return tier_sizes(options, ARCH, place, FreeMemory(int(device_gib * GIB), int(host_gib * GIB)))
+
+
+def test_workspace() -> None:
+    kept = workspace_bytes(ARCH, GPU, cuda_graphs=True)
+    assert 2 * GIB < kept < 3 * GIB
+    assert kept - workspace_bytes(ARCH, GPU, cuda_graphs=False) == 3 * GIB // 2
+    twice = dataclasses.replace(GPU, max_batch_tokens=4096)
+    assert workspace_bytes(ARCH, twice, cuda_graphs=True) - kept == 2048 * (4 * 5120 + 3 * 13824) * 2
+
+
+def test_auto_on_a_gpu() -> None:
+    kept = workspace_bytes(ARCH, GPU, cuda_graphs=True)
+    tiers = sizes(GPU, 100, 1000)
+    assert tiers.device_chunks == int((100 * GIB - kept) * 0.92) // CHUNK
+    assert tiers.host_chunks == 4 * tiers.device_chunks
+    assert tiers.device_source.startswith("auto: 92% of what is left of 100.0 GiB free, ")
+    assert tiers.host_source == "auto: 4x the device tier"
+
+
+def test_auto_host_tier_leaves_half_of_the_memory() -> None:
+    tiers = sizes(GPU, 100, 64)
+    assert tiers.host_chunks == 32 * GIB // CHUNK
+    assert tiers.host_source == "auto: 50% of 64.0 GiB available"
+    assert sizes(GPU, 100, 0).host_chunks == 0
+
+
+def test_auto_on_a_cpu_is_modest() -> None:
+    assert sizes(CPU, 16, 16) == Tiers(GIB // CHUNK, GIB // CHUNK, *["auto: 1 GiB on a CPU"] * 2)
+    small = sizes(CPU, 0.5, 0.5)
+    assert small.device_chunks == GIB // 2 // CHUNK
+    assert (small.device_chunks + small.host_chunks) * CHUNK <= GIB // 2
+
+
+def test_explicit_sizes() -> None:
+    tiers = sizes(GPU, 100, 128, device_cache="40GiB", host_cache="64GiB")
+    assert (tiers.device_chunks, tiers.host_chunks) == (40 * GIB // CHUNK, 64 * GIB // CHUNK)
+    assert (tiers.device_source, tiers.host_source) == ("--device-cache 40GiB", "--host-cache 64GiB")
+    tiers = sizes(CPU, 16, 16, device_cache="100tokens", host_cache="0")
+    assert (tiers.device_chunks, tiers.host_chunks) == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("place", "free", "values", "said"),
+    [
+        (
+            GPU,
+            (50, 500),
+            {"device_cache": "49GiB"},
+            r"device cache 49GiB: 49\.0 GiB do not fit \(50\.0 GiB free, ",
+        ),
+        (GPU, (50, 500), {"device_cache": "49GiB"}, "at most 4[0-9]{4}MiB, or lower --max-batch-tokens"),
+        (
+            GPU,
+            (50, 8),
+            {"host_cache": "9GiB"},
+            r"host cache 9GiB: 9\.0 GiB do not fit into 8\.0 GiB .*8192MiB, or 0",
+        ),
+        (GPU, (2, 8), {}, "device cache auto: no room for one chunk of 6553600 bytes"),
+        (
+            CPU,
+            (4, 4),
+            {"device_cache": "5GiB"},
+            r"5GiB: 5\.0 GiB do not fit \(4\.0 GiB available\): give at most 4096MiB$",
+        ),
+        (
+            CPU,
+            (4, 4),
+            {"device_cache": "3GiB", "host_cache": "2GiB"},
+            r"host cache 2GiB: 2\.0 GiB .* into 1\.0 GiB",
+        ),
+        (CPU, (4, 4), {"device_cache": "31tokens"}, "less than one chunk"),
+        (CPU, (4, 4), {"host_cache": "plenty"}, "host cache size 'plenty'"),
+    ],
+)
+def test_what_does_not_fit(
+    place: Placement, free: tuple[float, float], values: dict[str, str], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        sizes(place, *free, **values)
+
+
+def test_the_size_that_is_suggested_is_taken() -> None:
+    with pytest.raises(ValueError, match="at most") as caught:
+        sizes(GPU, 50, 500, device_cache="49GiB")
+    suggested = str(caught.value).split("at most ")[1].split(",")[0]
+    sizes(GPU, 50, 500, device_cache=suggested)
+
+
+def test_dtype_and_limits_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizing.torch.cuda, "is_available", lambda: True)
+    options = EngineOptions(model="/m")
+    assert resolve_device(options, ARCH) == Placement("cuda", "float16", 4096, 2048, 256)
+    single = dataclasses.replace(ARCH, dtype="float32")
+    assert resolve_device(options, single).dtype == "bfloat16"
+    monkeypatch.setattr(sizing.torch.cuda, "is_available", lambda: False)
+    assert resolve_device(options, ARCH) == Placement("cpu", "float32", 4096, 512, 64)
+    given = EngineOptions(model="/m", max_batch_tokens=7, max_running=3, context_limit=9)
+    assert resolve_device(given, ARCH) == Placement("cpu", "float32", 9, 7, 3)
+    with pytest.raises(ValueError, match="no CUDA device"):
+        resolve_device(EngineOptions(model="/m", device="cuda"), ARCH)
+
+
+def test_a_wrong_size_is_refused_before_the_weights_are_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, '
+        '"num_attention_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu"}'
+    )  # and no weights
+    with pytest.raises(ValueError, match="cache size 'lots'"):
+        build_worker(EngineOptions(model=str(tmp_path), device="cpu", device_cache="lots"))
+
+
+def test_report() -> None:
+    info = WorkerInfo(
+        "cpu", "bfloat16", 1000, 500, 32, 4096, 512, 64, "auto: because", "--host-cache 3GiB", 3 * GIB
+    )
+    assert report(ARCH, info).splitlines() == [
+        "llama, 40 layers, in bfloat16 on cpu: weights 3.0 GiB, contexts up to 4096 tokens, steps of up to 512 tokens "
+        "and 64 generations",
+        "  device tier: 6.1 GiB, 32000 tokens, 15 sessions of 2048 (auto: because)",
+        "  host tier: 3.1 GiB, 16000 tokens, 7 sessions of 2048 (--host-cache 3GiB)",
+    ]
