@@ -1,7 +1,7 @@
 """Executes plans: the only owner of KV memory and weights. Decides nothing.
 
-The order inside a step is that of ``pensieve.engine.plan``. What differs between a CPU and a GPU is the set of
-kernels and what ``LayerTransfers.wait`` waits for; the step is the same.
+The order inside a step is that of ``pensieve.engine.plan``. This is the worker in plain torch, one thing after the
+other; that of an NVIDIA GPU is ``pensieve.engine.cuda_worker``.
 """
 
 from __future__ import annotations
@@ -14,30 +14,20 @@ from typing import Protocol
 
 import torch
 
-from pensieve.config import EngineOptions, parse_cache_size
-from pensieve.engine.plan import Plan, Sampled, StepResult, StepWorker
+from pensieve.config import EngineOptions
+from pensieve.core import RequestKey
+from pensieve.engine.plan import Plan, Sampled, StepResult, StepWorker, SynchronousWorker
 from pensieve.engine.sampler import sample
+from pensieve.engine.sizing import DTYPES, WorkerInfo, resolve_device, worker_info
 from pensieve.engine.step_batch import StepBatch, make_batch
 from pensieve.engine.transfer import ChunkCopy, KvPools, LayerTransfers
 from pensieve.kernels import reference
+from pensieve.kernels.reference import HeadPrep
 from pensieve.kernels.span_table import SpanTable
 from pensieve.model.arch import Arch, load_arch
+from pensieve.model.ops import triton_ops
 from pensieve.model.transformer import Transformer
-from pensieve.model.weights import load_weights
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerInfo:
-    """What a worker has to work with."""
-
-    device: str
-    dtype: str
-    device_chunks: int
-    host_chunks: int
-    chunk_tokens: int
-    context_limit: int
+from pensieve.model.weights import load_weights, weight_bytes
 
 
 class Worker(StepWorker, Protocol):
@@ -48,6 +38,10 @@ class Worker(StepWorker, Protocol):
 
     @property
     def info(self) -> WorkerInfo: ...
+
+    def run(self, plan: Plan) -> StepResult:
+        """Launch a step and wait for it."""
+        ...
 
 
 class AttentionOp(Protocol):
@@ -69,14 +63,15 @@ class Kernels:
     """The operations that have one implementation per kind of device."""
 
     attention: AttentionOp
-    kv_write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+    kv_write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, HeadPrep], torch.Tensor]
+    """See ``pensieve.kernels.reference.kv_write``."""
     chunk_copy: ChunkCopy
 
 
 REFERENCE = Kernels(reference.ragged_paged_attention, reference.kv_write, reference.chunk_copy)
 
 
-class TorchWorker:
+class TorchWorker(SynchronousWorker):
     """A worker in one process on one device."""
 
     def __init__(
@@ -93,6 +88,7 @@ class TorchWorker:
         self._model = model
         self._kernels = kernels
         self._pipelined = pipelined_swap_in
+        self._sampled: dict[RequestKey, int] = {}
         self._device = torch.device(info.device)
         try:
             self._pools = KvPools(
@@ -117,7 +113,7 @@ class TorchWorker:
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> StepResult:
-        """See ``StepWorker.run``."""
+        """See ``SynchronousWorker.run``."""
         started = time.perf_counter()
         self._pools.swap_out(plan.swap_out)
         swapped_out = time.perf_counter()
@@ -146,6 +142,7 @@ class TorchWorker:
             page_tokens=self.info.chunk_tokens,
             padding_page=self._pools.padding_page,
             device=self._device,
+            sampled=self._sampled,
         )
         attention = _StepAttention(self._pools, self._kernels, batch, swap_in, self.arch.attention_scale)
         prepared = time.perf_counter()
@@ -158,6 +155,9 @@ class TorchWorker:
             "model": computed - prepared,
             "attention": attention.seconds,
             "sample": time.perf_counter() - computed,
+        }
+        self._sampled = {
+            request: token for (request, _), (token, _) in zip(asked, chosen, strict=True)
         }
         return tuple(
             Sampled(request, token, logprob)
@@ -174,18 +174,18 @@ class _StepAttention:
         self.pools, self.kernels, self.batch, self.swap_in, self.scale = pools, kernels, batch, swap_in, scale
         self.seconds = 0.0
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def __call__(self, layer: int, qkv: torch.Tensor, prep: HeadPrep) -> torch.Tensor:
         # Before the write, not only before the read: a swapped-in page may be the one that is appended to.
         self.swap_in.wait(layer)
         started = time.perf_counter()
         pool, batch = self.pools.device[layer], self.batch
-        self.kernels.kv_write(pool, k, v, batch.slots)
+        q = self.kernels.kv_write(pool, qkv, batch.slots, prep)
         out = self.kernels.attention(q, pool, batch.spans, batch.page_tables, scale=self.scale)
         self.seconds += time.perf_counter() - started
         return out
 
 
-def build_worker(options: EngineOptions) -> TorchWorker:
+def build_worker(options: EngineOptions) -> Worker:
     """A worker for the model and sizes of ``options``.
 
     Raises ModelError when the model cannot be served, ValueError when an option cannot be followed here.
@@ -194,32 +194,29 @@ def build_worker(options: EngineOptions) -> TorchWorker:
         torch.set_num_threads(options.torch_threads)
     folder = Path(options.model)
     arch = load_arch(folder)
-    info = worker_info(options, arch)
-    weights = load_weights(folder, arch, dtype=DTYPES[info.dtype], device=info.device)
+    place = resolve_device(options, arch)
+    weights = load_weights(
+        folder, arch, dtype=DTYPES[place.dtype], device=place.device, load_format=options.load_format
+    )
+    # After the weights: what they leave free is what the tiers are made of.
+    info = worker_info(options, arch, weight_bytes=weight_bytes(weights))
+    if info.device == "cuda":
+        return _cuda_worker(options, Transformer(arch, weights, triton_ops()), info)
     return TorchWorker(Transformer(arch, weights), info, pipelined_swap_in=options.pipelined_swap_in)
 
 
-def worker_info(options: EngineOptions, arch: Arch) -> WorkerInfo:
-    """What ``options`` come to on this machine. Raises ValueError."""
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    elif device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda: torch sees no CUDA device here (try `pensieve doctor`)")
-    dtype = options.dtype
-    if dtype == "auto":
-        dtype = "float32" if device == "cpu" else "bfloat16"
-    if options.chunk_tokens < 1:
-        raise ValueError(f"chunk tokens {options.chunk_tokens}: at least 1")
-    per_token = arch.kv_bytes_per_token(dtype)
-    device_chunks = parse_cache_size(options.device_cache, per_token) // options.chunk_tokens
-    host_chunks = parse_cache_size(options.host_cache, per_token) // options.chunk_tokens
-    if device_chunks < 1:
-        raise ValueError(
-            f"device cache {options.device_cache}: less than one chunk, which is {options.chunk_tokens} tokens or "
-            f"{per_token * options.chunk_tokens} bytes"
-        )
-    limit = options.context_limit or arch.context_limit
-    if limit > arch.context_limit:
-        raise ValueError(f"context limit {limit}: this model takes at most {arch.context_limit} tokens")
-    return WorkerInfo(device, dtype, device_chunks, host_chunks, options.chunk_tokens, limit)
+def _cuda_worker(options: EngineOptions, model: Transformer, info: WorkerInfo) -> Worker:
+    from pensieve.engine.cuda_worker import CudaOptions, CudaWorker  # needs Triton
+
+    worker = CudaWorker(
+        model,
+        info,
+        CudaOptions(
+            pipelined_swap_in=options.pipelined_swap_in,
+            cuda_graphs=options.cuda_graphs,
+            swap_mechanism=options.swap_mechanism,
+            verify_swap=options.verify_swap,
+        ),
+    )
+    worker.warm_up()
+    return worker

@@ -1,31 +1,162 @@
-"""The main-path promise with the device tier on a GPU: the same schedules, the same tokens, in float32."""
+"""The main-path promise on a GPU: graphs, overlapped steps, swapping on streams of its own, and still the same answers.
+
+In float32 the tokens are those of transformers on a CPU. In bfloat16 no two batch shapes agree to the last bit; there
+each token's logit is within ``BF16_TOLERANCE`` of the largest, and log-probabilities are within it of those computed in
+float32 from the same weights.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from pensieve.config import CacheConfig, SchedulerConfig
+from pensieve.core import RequestKey, Sampling
+from pensieve.engine.cuda_worker import CudaWorker
+from pensieve.engine.plan import PENDING, Copy, PageTable, Plan, SampleSpec, Span, StepResult, StepWorker
 from support.checkpoints import FAMILIES, Family
 from support.exactness import Bench, run_schedule
+from support.mutants import PLAN_MUTANTS, MutantWorker
 
 pytestmark = pytest.mark.gpu
 SCHEDULES = 25
 """Per family."""
+BF16_TOLERANCE = 0.7
+"""Of a logit, where logits spread by about 4: the largest seen was 0.48."""
+EVERYTHING = Sampling(top_logprobs=1_000_000)
+"""Greedy, with the log-probability of every token of the vocabulary."""
+CHUNK = 8
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def run_all(bench: Bench, schedules: int) -> None:
+    paths = {"device": 0, "host": 0, "recomputed": 0, "suspended": 0}
+    for seed in range(schedules):
+        driver = run_schedule(bench, seed)
+        for turn in driver.finished:
+            assert turn.usage is not None and turn.usage.reconciles
+            paths["device"] += turn.usage.gpu_cached_tokens
+            paths["host"] += turn.usage.swapped_in_tokens
+            paths["recomputed"] += turn.usage.recomputed_tokens
+        paths["suspended"] += driver.engine.stats().suspensions_total
+    assert all(paths.values()), f"a path was never taken: {paths}"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_equal_transformers(family: Family, tmp_path: Path) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
     bench = Bench(family, tmp_path, "cuda")
-    paths = {"device": 0, "host": 0, "recomputed": 0}
-    for seed in range(SCHEDULES):
-        for turn in run_schedule(bench, seed).finished:
-            assert turn.usage is not None
-            assert turn.usage.reconciles
-            paths["device"] += turn.usage.gpu_cached_tokens
-            paths["host"] += turn.usage.swapped_in_tokens
-            paths["recomputed"] += turn.usage.recomputed_tokens
-    assert all(paths.values()), f"a path was never taken: {paths}"
+    run_all(bench, SCHEDULES)
     assert bench.oracle.near_ties <= bench.oracle.tokens / 1000, "too many near ties to call this exact"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_answers_are_as_good_as_the_best(family: Family, tmp_path: Path) -> None:
+    run_all(Bench(family, tmp_path, "cuda", dtype="bfloat16", near_tie=BF16_TOLERANCE), 15)
+
+
+@pytest.mark.parametrize("heads", [(4, 2, 64), (8, 2, 128), (5, 1, 80)], ids=str)
+def test_bfloat16_answers_with_the_heads_of_real_models(heads: tuple[int, int, int], tmp_path: Path) -> None:
+    """Head sizes that the kernels of one device family take."""
+    count, kv_count, dim = heads
+    shape = {"num_attention_heads": count, "num_key_value_heads": kv_count, "head_dim": dim}
+    run_all(Bench("qwen3", tmp_path, "cuda", dtype="bfloat16", near_tie=BF16_TOLERANCE, **shape), 15)
+
+
+@pytest.mark.parametrize("name", PLAN_MUTANTS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_broken_plans_are_caught(name: str, dtype: str, tmp_path: Path) -> None:
+    bench = Bench(
+        "llama3", tmp_path, "cuda", dtype=dtype, near_tie=1e-4 if dtype == "float32" else BF16_TOLERANCE
+    )
+
+    def broken(worker: StepWorker) -> StepWorker:
+        return MutantWorker(worker, PLAN_MUTANTS[name])
+
+    assert caught(bench, broken), "no schedule noticed"
+
+
+def caught(bench: Bench, wrap: Callable[[StepWorker], StepWorker]) -> bool:
+    for seed in range(60):
+        try:
+            run_schedule(bench, seed, wrap)
+        except AssertionError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_logits(family: Family, tmp_path: Path) -> None:
+    """The same context in one piece; in three, with its first chunks swapped out and in between; token by token."""
+    bench = Bench(family, tmp_path, "cuda", dtype="bfloat16")
+    cache = CacheConfig(device_chunks=32, host_chunks=16, chunk_tokens=CHUNK)
+    worker = bench.worker(cache, SchedulerConfig(context_limit=160, max_batch_tokens=128, max_running=4))
+    assert isinstance(worker, CudaWorker)
+    tokens = np.random.default_rng(3).integers(3, bench.vocabulary, 60).astype(np.int32)
+    want = bench.oracle.logprobs(tokens.tolist())[-1]
+    first = np.arange(10, dtype=np.int32)
+    pieces = (((0, 60),), ((0, 24), (24, 41), (41, 60)), tuple((n, n + 1) for n in range(60)))
+    for count, spans in enumerate(pieces):
+        table: PageTable = first + 10 * count
+        swapped: tuple[Copy, ...] = ()
+        for index, (start, end) in enumerate(spans):
+            if index == 1 and count == 1:  # chunks 0 to 2 leave, and come back to other pages
+                worker.run(Plan(1, swap_out=tuple(Copy(int(table[n]), 3 * n) for n in range(3))))
+                table = np.concatenate([np.array([30, 31, 29], np.int32), table[3:]])
+                swapped = tuple(Copy(3 * n, int(table[n])) for n in range(3))
+            spec = SampleSpec(EVERYTHING, 0) if end == 60 else None
+            span = Span(RequestKey(count), start, tokens[start:end], 0, spec)
+            result = worker.run(Plan(2, (span,), (table,), swap_in=swapped))
+            swapped = ()
+        got = every_logprob(result, bench.vocabulary)
+        assert (got - want).abs().max() < BF16_TOLERANCE, f"{len(spans)} pieces"
+    worker.close()
+
+
+def every_logprob(result: StepResult, vocabulary: int) -> torch.Tensor:
+    """Of the one sampled token, float32 [vocab]."""
+    found = result.sampled[0].logprob
+    assert found is not None and len(found.top) == vocabulary
+    values = torch.empty(vocabulary)
+    for token, value in found.top:
+        values[token] = value
+    return values
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_pending_token_is_the_one_that_was_sampled(graphs: bool, tmp_path: Path) -> None:
+    """Steps launched ahead give what steps taken one by one give, random draws included."""
+    bench = Bench("qwen3", tmp_path, "cuda")
+    cache = CacheConfig(device_chunks=32, host_chunks=4, chunk_tokens=CHUNK)
+    scheduler = SchedulerConfig(context_limit=160, max_batch_tokens=64, max_running=4)
+    prompt = np.arange(3, 20, dtype=np.int32)
+    sampling = (Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=7), Sampling(temperature=1.0, seed=1))
+
+    def steps(ahead: bool) -> list[tuple[int, ...]]:
+        worker = bench.worker(cache, scheduler, cuda_graphs=graphs)
+        tables = tuple(np.arange(8 * row, 8 * row + 8, dtype=np.int32) for row in range(3))
+        newest = [prompt] * 3
+        found: list[tuple[int, ...]] = []
+        waiting = []
+        for step in range(12):
+            start = 0 if step == 0 else len(prompt) + step - 1
+            spans = tuple(
+                Span(RequestKey(row + 1), start, newest[row], row, SampleSpec(one, step))
+                for row, one in enumerate(sampling)
+            )
+            waiting.append(worker.launch(Plan(step, spans, tables)))
+            if not ahead or len(waiting) == 2:
+                found.append(tuple(one.token_id for one in waiting.pop(0).result().sampled))
+            newest = [np.array([PENDING if ahead else found[-1][row]], np.int32) for row in range(3)]
+        found += [tuple(one.token_id for one in step.result().sampled) for step in waiting]
+        worker.close()
+        return found
+
+    assert steps(True) == steps(False)

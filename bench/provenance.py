@@ -1,0 +1,36 @@
+"""Where a figure comes from: the command, the commit and the device, as they go into result files."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def portable(arguments: Sequence[str]) -> str:
+    """A command line without folders of this machine: absolute paths are cut to their last part."""
+    return shlex.join(Path(word).name if Path(word).is_absolute() else word for word in arguments)
+
+
+def commit() -> str:
+    """Short hash of the commit in hand, ``+`` for changes on top; empty outside of a clone."""
+    head = _said("git", "rev-parse", "--short", "HEAD")
+    return head + ("+" if head and _said("git", "status", "--porcelain") else "")
+
+
+def gpu_name() -> str:
+    """Of the first NVIDIA device; empty without one."""
+    return _said("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").partition("\n")[0]
+
+
+def _said(program: str, *arguments: str) -> str:
+    """What a program prints; empty when it is not there or fails."""
+    path = shutil.which(program)
+    if path is None:
+        return ""
+    done = subprocess.run(
+        [path, *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() if done.returncode == 0 else ""
