@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import grpc
 from grpc import aio
@@ -25,6 +25,7 @@ from pensieve.server.bugs import bug
 from pensieve.server.decode import decode
 
 _identity: contextvars.ContextVar[Identity] = contextvars.ContextVar("pensieve_identity")
+DEFAULT_IN_FLIGHT: Final = 1024
 _UNLIMITED = ("/grpc.health.", "/grpc.reflection.", "/grpc.channelz.")
 
 Handler = Callable[[Any, Any], Awaitable[Any]]
@@ -75,7 +76,7 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
         self,
         authorizer: Authorizer,
         *,
-        max_in_flight: int = 1024,
+        max_in_flight: int = DEFAULT_IN_FLIGHT,
         max_undecoded: int = 16,
         body_patience_s: float = 2.0,
     ) -> None:

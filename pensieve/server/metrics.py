@@ -113,6 +113,13 @@ ENGINE_METRICS: Final = (
         _one(lambda s: s.step_seconds_total),
     ),
     EngineMetric(
+        "pensieve_step_part_seconds_total",
+        "counter",
+        "Seconds of steps by part: what the host does, what it waits for, what the device says of itself.",
+        lambda s: [((part,), seconds) for part, seconds in s.part_seconds_total.items()],
+        ("part",),
+    ),
+    EngineMetric(
         "pensieve_last_step_seconds",
         "gauge",
         "Seconds of the latest step.",

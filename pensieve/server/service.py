@@ -15,6 +15,7 @@ from pensieve.server import answers, convert, ids
 from pensieve.server.checks import Bounds
 from pensieve.server.conversations import Conversations
 from pensieve.server.interceptor import caller
+from pensieve.server.turn_pace import Pace
 from pensieve.server.turn_stream import StreamOptions, events
 from pensieve.server.validation import validate
 from pensieve.server.values import OnDisconnect
@@ -38,6 +39,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         self._conversations = conversations
         self._sessions = conversations.sessions
         self._turns = conversations.turns
+        self._pace = Pace(conversations.settings.messages_per_s)
         self._bounds = Bounds(conversations.settings.limits, lambda: conversations.vocab_size)
 
     # ---- sessions
@@ -135,7 +137,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         del request  # may be large, and the stream may be long
         async with attach as (run, joined):
             options = StreamOptions(spec.output, settings.heartbeat_s, *resume, joined)
-            async with aclosing(events(run.buffer, options)) as stream:
+            async with aclosing(events(run.buffer, options, self._pace)) as stream:
                 async for event in stream:
                     await context.write(answers.stream_event(event, spec.output, settings.heartbeat_s))
 

@@ -23,7 +23,11 @@ class TurnBuffer:
         self.progress_count = 0
         """Grows with each change of ``progress``."""
         self._outcome: TurnView | PensieveError | None = None
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._waiting: dict[asyncio.Future[bool], float] = {}
+        """Who waits for a change, and until when."""
+        self._alarm: asyncio.TimerHandle | None = None
+        """Due no later than the first of these times. One for all waits: a timer per token would be the larger cost."""
+        self._waiting_for_end: set[asyncio.Future[bool]] = set()
 
     # ---- the turn writes
 
@@ -50,6 +54,10 @@ class TurnBuffer:
         """The turn is over. Nothing is written afterwards."""
         self._outcome = outcome
         self._wake()
+        for end in self._waiting_for_end:
+            _set(end, True)
+        if self._alarm is not None:
+            self._alarm.cancel()
 
     # ---- streams read
 
@@ -84,19 +92,32 @@ class TurnBuffer:
     async def changed(self, timeout_s: float) -> bool:
         """Wait for the next write; False when none came in time."""
         loop = asyncio.get_running_loop()
-        change: asyncio.Future[None] = loop.create_future()
-        self._waiting.add(change)
-        late = loop.call_later(timeout_s, _set, change)
+        change: asyncio.Future[bool] = loop.create_future()
+        deadline = self._waiting[change] = loop.time() + timeout_s
+        if self._alarm is None or self._alarm.when() > deadline:
+            self._set_alarm(deadline)
         try:
-            await change
-            return change not in self._waiting
+            return await change
+        finally:
+            self._waiting.pop(change, None)
+
+    async def ends_within(self, timeout_s: float) -> bool:
+        """Wait for the end, whatever is written before; False when it did not come in time."""
+        if self.ended:
+            return True
+        loop = asyncio.get_running_loop()
+        end: asyncio.Future[bool] = loop.create_future()
+        late = loop.call_later(timeout_s, _set, end, False)
+        self._waiting_for_end.add(end)
+        try:
+            return await end
         finally:
             late.cancel()
-            self._waiting.discard(change)
+            self._waiting_for_end.discard(end)
 
     async def wait_for_end(self) -> None:
-        while not self.ended:
-            await self.changed(3600.0)
+        while not await self.ends_within(3600.0):
+            continue
 
     async def outcome(self) -> TurnView:
         """Wait for the end. Raises the error the turn ended with."""
@@ -104,11 +125,25 @@ class TurnBuffer:
         return self.result()
 
     def _wake(self) -> None:
-        waiting, self._waiting = self._waiting, set()
+        waiting, self._waiting = self._waiting, {}
         for change in waiting:
-            _set(change)
+            _set(change, True)
+
+    def _set_alarm(self, deadline: float) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = asyncio.get_running_loop().call_at(deadline, self._late, deadline)
+
+    def _late(self, deadline: float) -> None:
+        """The alarm's time has come: end the waits that were to last until then, and see who is next."""
+        self._alarm = None
+        for change in [change for change, until in self._waiting.items() if until <= deadline]:
+            del self._waiting[change]
+            _set(change, False)
+        if self._waiting:
+            self._set_alarm(min(self._waiting.values()))
 
 
-def _set(change: asyncio.Future[None]) -> None:
-    if not change.done():
-        change.set_result(None)
+def _set(future: asyncio.Future[bool], value: bool) -> None:
+    if not future.done():
+        future.set_result(value)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from pensieve.errors import InvalidArgument
 from pensieve.server.turn_buffer import TurnBuffer
+from pensieve.server.turn_pace import Pace
 from pensieve.server.values import OutputChoice, StreamEvent
 
 
@@ -23,11 +24,14 @@ class StreamOptions:
     """The turn had been started before this call."""
 
 
-async def events(buffer: TurnBuffer, options: StreamOptions) -> AsyncGenerator[StreamEvent, None]:
+async def events(
+    buffer: TurnBuffer, options: StreamOptions, pace: Pace | None = None
+) -> AsyncGenerator[StreamEvent, None]:
     """``Accepted``, then progress and deltas, then the turn. Raises the error the turn ends with.
 
-    Whatever is ready when the reader comes back for more is one delta, so a slow reader gets few and large ones. Never
-    silent for longer than ``heartbeat_s`` after that first event, as long as the reader keeps reading.
+    Whatever is ready when the reader comes back for more is one delta, so a slow reader gets few and large ones; with
+    many streams ``pace`` does the same. Never silent for longer than ``heartbeat_s`` after that first event, as long as
+    the reader keeps reading.
     """
     while buffer.accepted is None:
         if buffer.ended:
@@ -36,24 +40,39 @@ async def events(buffer: TurnBuffer, options: StreamOptions) -> AsyncGenerator[S
     accepted = buffer.accepted
     sent = _first_token(buffer, options)
     yield replace(accepted, replayed=accepted.replayed or options.joined)
-    seen = 0
-    while True:
-        if buffer.ready > sent:
-            if options.output.max_chunk_delay_s > 0:
-                await _gather(buffer, sent, options)
-                if buffer.ready <= sent:
-                    continue  # taken back meanwhile
-            delta = buffer.delta(sent, options.output.max_chunk_tokens)
-            sent += len(delta.tokens)
-            yield delta
-        elif buffer.ended:
-            yield buffer.result()
-            return
-        elif buffer.progress_count != seen:
-            seen = buffer.progress_count
-            yield buffer.progress
-        elif not await buffer.changed(options.heartbeat_s):
-            yield buffer.progress
+    pace, now = pace or Pace(), asyncio.get_running_loop().time
+    seen, next_at, talking = 0, 0.0, False
+    try:
+        while True:
+            if buffer.ready > sent:
+                if not talking:
+                    talking = True
+                    pace.join()
+                wait = next_at - now()
+                if wait > 0 and not buffer.ended:
+                    await buffer.ends_within(wait)
+                    next_at = 0.0
+                    continue
+                if options.output.max_chunk_delay_s > 0:
+                    await _gather(buffer, sent, options)
+                    if buffer.ready <= sent:
+                        continue  # taken back meanwhile
+                delta = buffer.delta(sent, options.output.max_chunk_tokens)
+                sent += len(delta.tokens)
+                if buffer.ready == sent:  # else the client wants smaller pieces: they follow at once
+                    next_at = pace.next_at(now())
+                yield delta
+            elif buffer.ended:
+                yield buffer.result()
+                return
+            elif buffer.progress_count != seen:
+                seen = buffer.progress_count
+                yield buffer.progress
+            elif not await buffer.changed(options.heartbeat_s):
+                yield buffer.progress
+    finally:
+        if talking:
+            pace.leave()
 
 
 def _first_token(buffer: TurnBuffer, options: StreamOptions) -> int:

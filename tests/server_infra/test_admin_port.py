@@ -36,6 +36,7 @@ class Engine:
         swap_in_seconds_total=0.5,
         steps_total=11,
         last_batch_tokens=12,
+        part_seconds_total={"plan": 0.25, "device": 4.0},
     )
     restarts_total = 2
 
@@ -148,6 +149,8 @@ async def test_metrics_names_labels_and_values(setup: Setup) -> None:
     assert samples["pensieve_swap_bytes_per_second", "in"] == 2000
     assert samples["pensieve_swap_bytes_per_second", "out"] == 0
     assert samples["pensieve_batch_tokens",] == 12
+    assert samples["pensieve_step_part_seconds_total", "plan"] == 0.25
+    assert samples["pensieve_step_part_seconds_total", "device"] == 4
     assert samples["pensieve_engine_restarts_total",] == 2
     assert samples["pensieve_engine_up",] == 1
     assert samples["pensieve_time_to_first_token_seconds_count", "cold"] == 1
