@@ -1,7 +1,7 @@
 """Times of the engine on this GPU: decode steps, prefill, returning turns by where their history lies, and swapping.
 
-Steps go straight to the worker, as plans made here, over KV whose content does not matter for time. Two steps are always
-in flight, as in the server; ``gap`` is what the device idles between two. The section ``loop`` runs the whole engine,
+Steps go straight to the worker, as plans made here, over KV whose content does not matter for time. Two are always in
+flight, as in the server; ``gap`` is what the device idles between two. The section ``loop`` runs the whole engine,
 scheduler included. Weights are random (``--load-format dummy``).
 """
 

@@ -220,7 +220,7 @@ def _most_items(blocks: int, context: int, tile: Tile, geometry: Geometry) -> _M
     steps = -(-context // tile.keys)
     evenly = min(blocks, math.floor(programs))
     shortest = max(1, tile.least_keys // tile.keys)
-    aim = min(math.floor(EVEN_PROGRAMS * programs), evenly)
+    aim = min(math.floor(EVEN_PROGRAMS * programs), evenly * (steps // shortest))
     pieces = aim if aim >= 2 and evenly else 0
     items, cut = max(blocks, evenly - 1 + pieces), min(evenly, pieces // 2)
     usual = max(blocks, pieces)

@@ -65,7 +65,8 @@ DATA_SERVICE: Final = "pensieve.v1.ConversationService"
 ADMIN_SERVICE: Final = "pensieve.v1.AdminService"
 SWITCH_INTERVAL_S: Final = 0.0005
 """How long the event loop may keep the interpreter from the threads of store and tokenizer. They ask for it after every
-statement: by Python's default of 5 ms a turn's begin waited for most of its time."""
+statement: with Python's default of 5 ms, a turn's begin waited for much of its time on a front end near its limit; on
+one with time to spare there is no difference."""
 LAST_CALLS_S: Final = 2.0
 """After the drain: for answers that are on their way."""
 
