@@ -90,7 +90,8 @@ def environment() -> dict[str, Any]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = "absent"
-    machine = {"system": f"{platform.system()} {platform.release()}", "cpu": _cpu(), "cores": _cores()}
+    release = platform.release().partition("-")[0]  # what a distributor adds says nothing about speed
+    machine = {"system": f"{platform.system()} {release}", "cpu": _cpu(), "cores": _cores()}
     return {"machine": machine, "versions": versions}
 
 
