@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from gpu_timing import Ceilings, times
+from ops_attention import DIM, HEADS, PAGE, Row
 
 from pensieve.kernels.kv_write import kv_write
 from pensieve.kernels.reference import HeadPrep
 
-PAGE, DIM = 32, 128
-HEADS = ((40, 40), (40, 10), (32, 8))
 TOKENS = (1, 64, 256, 2048, 8192)
 SETS = 4
-Row = dict[str, Any]
 
 
 def measure(tokens: int, heads: int, kv_heads: int, ceilings: Ceilings) -> Row:

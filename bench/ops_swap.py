@@ -18,6 +18,7 @@ from typing import Any, cast
 import click
 import numpy as np
 import torch
+from provenance import commit, portable
 
 from pensieve.engine.pinned import PinnedMemory
 from pensieve.engine.plan import Copy, Plan
@@ -309,12 +310,15 @@ def main(out: Path, name: str, pin: int) -> None:
         found += pin_rows(pin)
     report = {
         "schema": "pensieve.ops_swap/1", "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "triton": triton.__version__, "command": " ".join(["python", "bench/ops_swap.py", *sys.argv[1:]]),
+        "triton": triton.__version__, "command": portable(["python", *sys.argv]), "commit": commit(),
         "rows": found,
     }  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
-    head = f"`{report['command']}`\n\n{report['device']}, torch {report['torch']}, Triton {report['triton']}.\n\n"
+    head = (
+        f"`{report['command']}`\n\n{report['device']}, torch {report['torch']}, Triton {report['triton']}, commit "
+        f"{report['commit'] or 'unknown'}.\n\n"
+    )
     (out / f"{name}.md").write_text(head + as_markdown(found))
     click.echo(head + as_markdown(found))
 

@@ -35,7 +35,7 @@ from pensieve.spawn import wait_ready
 
 RESULTS = Path(__file__).parent / "results"
 RAMP_S = 2.0
-FILES_LIMIT_S = 60.0
+START_LIMIT_S = 60.0
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def pump_server(step_ms: float, *arguments: str) -> Iterator[tuple[int, str, str
         [*command, *arguments], stdout=subprocess.PIPE, text=True, env=environment
     ) as process:
         try:
-            yield process.pid, *wait_ready(process, FILES_LIMIT_S)
+            yield process.pid, *wait_ready(process, START_LIMIT_S)
         finally:
             process.terminate()
 

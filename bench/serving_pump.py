@@ -1,4 +1,4 @@
-"""An engine without a model: every ``STEP_S`` one token for each request, to see what a front end can carry.
+"""An engine without a model: with every step one token for each request, to see what a front end can carry.
 
 ``BUILDER`` names it for a server; the step length in milliseconds is taken from ``PUMP_STEP_MS``.
 """

@@ -30,6 +30,10 @@ class Scratch:
         self.partial_lse = torch.empty(held, dtype=torch.float32, device=device)
 
 
+class DoesNotFit(ValueError):
+    """A step needs more than what was laid out for it holds."""
+
+
 class AttentionPlan:
     """The plan of a step, or, in memory of a fixed capacity, of all steps that replay one captured graph.
 
@@ -88,7 +92,7 @@ class AttentionPlan:
 
     def pack(self, host: HostSpans) -> npt.NDArray[np.int32]:
         """The words of a step with spans ``host`` int64 [S, 4], to be put at the beginning of ``words``; no longer than
-        the step's own work. Raises ValueError when the step needs more than the capacity."""
+        the step's own work. Raises DoesNotFit when the step needs more than the capacity."""
         return self._packed(make_work(host, self.num_rows, self.geometry, self.tiles, self.kind))
 
     def refill(self, host: HostSpans) -> None:
@@ -100,7 +104,7 @@ class AttentionPlan:
         need = _need(work)
         for name in ("narrow", "wide", "merges", "partial_rows"):
             if getattr(need, name) > getattr(self.capacity, name):
-                raise ValueError(
+                raise DoesNotFit(
                     f"the step needs {name}={getattr(need, name)}, the plan holds {getattr(self.capacity, name)}"
                 )
         narrow_at = HEADER + ITEM * need.wide

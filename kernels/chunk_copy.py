@@ -86,7 +86,6 @@ class ChunkCopy:
         *,
         programs: int = IN_PROGRAMS,
         tile_bytes: int = TILE_BYTES,
-        warps: int = WARPS,
     ) -> None:
         """``dst`` [L, Q, words] and ``src`` [L, P, words] as ``runs_of`` gives them, each on the device or pinned."""
         check_runs(dst, src)
@@ -96,7 +95,7 @@ class ChunkCopy:
         if tile < min(words, tile_bytes // 8) // 2:
             tile = min(triton.next_power_of_2(words), tile_bytes // 8)
         self.layers = dst.shape[0]
-        self._dst, self._src, self._grid, self._warps = dst, src, (programs,), warps
+        self._dst, self._src, self._grid = dst, src, (programs,)
         self._strides = (dst.stride(0), dst.stride(1), src.stride(0), src.stride(1))
         self._shape = {"WORDS": words, "TILE": tile, "TILES": -(-words // tile)}
 
@@ -128,7 +127,7 @@ class ChunkCopy:
     def _launch(self, pairs: torch.Tensor, first: int, count: int, layers: range) -> None:
         _copy[self._grid](
             self._dst, self._src, pairs, first, count, len(layers), layers.start, *self._strides,
-            **self._shape, num_warps=self._warps, enable_fp_fusion=True,
+            **self._shape, num_warps=WARPS, enable_fp_fusion=True,
         )  # fmt: skip
 
 

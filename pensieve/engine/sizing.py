@@ -139,9 +139,8 @@ def free_memory(device: str) -> FreeMemory:
 def workspace_bytes(arch: Arch, placement: Placement, *, cuda_graphs: bool) -> int:
     """Upper estimate of what one step needs beside weights and KV on a GPU."""
     size = DTYPE_BYTES[placement.dtype]
-    heads = (
-        2 * arch.head_dim * (arch.num_heads + arch.num_kv_heads)
-    )  # queries, keys, values; attention's output
+    # Queries, keys and values; attention's output.
+    heads = 2 * arch.head_dim * (arch.num_heads + arch.num_kv_heads)
     mlp = arch.intermediate_size * (3 if arch.gated_mlp else 2)
     # Residual stream, its normalised copy and one block's output are alive together with the widest of the rest.
     activations = placement.max_batch_tokens * (4 * arch.hidden_size + max(heads, mlp)) * size

@@ -36,11 +36,11 @@ def make_batch(
     page_tokens: int,
     padding_page: int,
     device: torch.device,
-    sampled: Mapping[RequestKey, int] | None = None,
+    sampled: Mapping[RequestKey, int],
 ) -> StepBatch:
     """The batch of a plan with at least one span; ``sampled``: what the plan before it sampled, for pending tokens.
 
-    Raises ValueError when a span reaches past its page table.
+    Raises ValueError when a span is empty or reaches past its page table.
     """
     length = np.array([len(span.tokens) for span in plan.spans], dtype=np.int64)
     start = np.array([span.start for span in plan.spans], dtype=np.int64)
@@ -57,7 +57,7 @@ def make_batch(
     last = [index for index, span in enumerate(plan.spans) if span.sample is not None]
     tokens = np.concatenate([span.tokens for span in plan.spans]).astype(np.int64)
     for index in np.flatnonzero(tokens[ends - 1] == PENDING).tolist():
-        tokens[ends[index] - 1] = (sampled or {})[plan.spans[index].request]
+        tokens[ends[index] - 1] = sampled[plan.spans[index].request]
     return StepBatch(
         tokens=torch.from_numpy(tokens).to(device),
         positions=torch.from_numpy(positions).to(device),

@@ -20,7 +20,7 @@ from rich.progress import track
 from pensieve.engine.host_batch import HostBatch
 from pensieve.engine.sizing import WorkerInfo
 from pensieve.engine.step_program import ALIGNMENT, Shared, Size, StepProgram
-from pensieve.kernels.attention_buffers import words_of
+from pensieve.kernels.attention_buffers import DoesNotFit, words_of
 from pensieve.kernels.attention_kinds import Capacity, Geometry, Kind, capacity_for, classify
 
 log = logging.getLogger(__name__)
@@ -78,9 +78,8 @@ class Programs:
         if program is not None:
             try:
                 return program, program.pack(batch, staging)
-            except (
-                ValueError
-            ) as error:  # so many short spans of one request that the attention plan overflows
+            except DoesNotFit as error:
+                # So many short spans of one request that the attention plan overflows.
                 log.debug("step without a graph: %s", error)
         program = StepProgram(self.shared, self._exact(batch))
         return program, program.pack(batch, staging)

@@ -16,7 +16,7 @@ import torch
 
 from pensieve.engine.host_batch import NO_SLOT, HostBatch
 from pensieve.engine.sampler import clean, largest
-from pensieve.kernels.attention_buffers import AttentionPlan, Scratch, plan_key, words_of
+from pensieve.kernels.attention_buffers import AttentionPlan, DoesNotFit, Scratch, plan_key, words_of
 from pensieve.kernels.attention_kinds import Capacity, Geometry, Kind
 from pensieve.kernels.kv_write import kv_write
 from pensieve.kernels.ragged_paged_attention import ragged_paged_attention
@@ -98,12 +98,12 @@ class StepProgram:
     def pack(self, batch: HostBatch, staging: npt.NDArray[np.int32]) -> int:
         """Write a step into ``staging`` int32 [words]; how many of its words are used.
 
-        Raises ValueError when the step does not fit; ``staging`` is then of no use.
+        Raises DoesNotFit when it is too large; ``staging`` is then of no use.
         """
         words = self._plan.pack(batch.spans)
         count, samples = len(batch.tokens), len(batch.sample_rows)
         if count > self.size.tokens or samples > self.size.samples or len(batch.pages) > self.size.pages:
-            raise ValueError(
+            raise DoesNotFit(
                 f"{count} tokens, {samples} samples, {len(batch.pages)} pages: more than {self.size}"
             )
         parts = (("tokens", batch.tokens, 0), ("source", batch.source, -1), ("positions", batch.positions, 0),

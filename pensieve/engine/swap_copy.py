@@ -1,10 +1,11 @@
 """Two ways to move runs between the pools, and which of them to take on this machine.
 
 *batch*: the driver's ``cuMemcpyBatchAsync``, which feeds the copy engines: the whole link in both directions at once
-and least trouble for a step beside it, but a third to half a microsecond of CPU time a run, and some microseconds for a
-run below 28 KiB. *kernel*: ``pensieve.kernels.chunk_copy``, a few programs that read and write pinned memory in place:
-as fast at any size of run, and a launch costs the same for any number of them, but together both directions share what
-one could have. So it depends on run size, direction, link and driver, and is measured at start-up.
+and least trouble for a step beside it, but a third to two thirds of a microsecond of CPU time a run, and two to three
+for a run of 16 KiB from the host (``bench/results/ops_swap_h200.md``). *kernel*: ``pensieve.kernels.chunk_copy``, a few
+programs that read and write pinned memory in place: as fast at any size of run, and a launch costs the same for any
+number of them, but together both directions share what one could have. So it depends on run size, direction, link and
+driver, and is measured at start-up.
 """
 
 from __future__ import annotations

@@ -12,13 +12,12 @@ from pensieve.engine.swap_groups import calls_for, layer_groups
 from pensieve.engine.swap_queue import Pairs
 from pensieve.engine.swap_timeline import Lane, Mark
 from pensieve.engine.transfer import KvPools
+from pensieve.kernels.attention_buffers import multiprocessors_of
 from pensieve.kernels.chunk_checksum import ChunkChecksum
 from pensieve.kernels.chunk_copy import ChunkCopy, runs_of
 
 log = logging.getLogger(__name__)
 
-DEVICE_PROGRAMS = 132
-"""Of copies inside device memory, which no link limits."""
 
 
 class CudaLanes:
@@ -39,7 +38,9 @@ class CudaLanes:
         self.choices: dict[Lane, Choice] = {}
         self._in = self._choose(Lane.IN, mechanism, self._inside, outside)
         self._out = self._choose(Lane.OUT, mechanism, outside, self._inside)
-        self._on_device = ChunkCopy(self._inside, self._inside, programs=DEVICE_PROGRAMS)
+        self._on_device = ChunkCopy(
+            self._inside, self._inside, programs=multiprocessors_of(device)  # no link limits these
+        )
         nothing = self.prepare(np.zeros((1, 2), np.int32))
         for copy in (self._in, self._out, self._on_device):
             copy.warm_up(nothing)

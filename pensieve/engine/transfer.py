@@ -9,7 +9,7 @@ pool is pinned, and ``pensieve.engine.swap`` does the copies; those here are of 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -17,9 +17,6 @@ from pensieve.engine.pinned import PinnedMemory
 from pensieve.engine.plan import Copy
 from pensieve.kernels import reference
 from pensieve.model.arch import Arch
-
-ChunkCopy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""(dst pages, src pages, dst numbers, src numbers): see ``pensieve.kernels.reference.chunk_copy``."""
 
 
 class KvPools:
@@ -34,7 +31,6 @@ class KvPools:
         chunk_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
-        chunk_copy: ChunkCopy = reference.chunk_copy,
     ) -> None:
         """Allocates both pools, zeroed. Raises RuntimeError when there is not that much memory."""
         page = (2, arch.num_kv_heads, chunk_tokens, arch.head_dim)
@@ -49,7 +45,6 @@ class KvPools:
             self.host = self._pinned.tensor.view(dtype).view(shape)
         else:
             self.host = torch.zeros(shape, dtype=dtype)
-        self._copy = chunk_copy
 
     def close(self) -> None:
         """Unpin the host pool. No copy may be under way, and none may begin afterwards."""
@@ -65,14 +60,14 @@ class KvPools:
         if copies:
             src, dst = _numbers(copies)
             for layer in range(self.num_layers):
-                self._copy(self.host[:, layer], self.device[layer], dst, src)
+                reference.chunk_copy(self.host[:, layer], self.device[layer], dst, src)
 
     def copy_on_device(self, copies: Sequence[Copy]) -> None:
         """Device pages to device pages, all layers; every page is read before any is written."""
         if copies:
             src, dst = _numbers(copies)
             for layer in range(self.num_layers):
-                self._copy(self.device[layer], self.device[layer], dst, src)
+                reference.chunk_copy(self.device[layer], self.device[layer], dst, src)
 
     def swap_in(self, copies: Sequence[Copy], *, pipelined: bool = True) -> LayerTransfers:
         """Begin to copy host pages to device pages; ``wait`` for each layer before using it."""
@@ -83,14 +78,14 @@ class KvPools:
 
     def copy_in(self, layer: int, dst: torch.Tensor, src: torch.Tensor) -> None:
         """One layer's share of a swap-in."""
-        self._copy(self.device[layer], self.host[:, layer], dst, src)
+        reference.chunk_copy(self.device[layer], self.host[:, layer], dst, src)
 
 
 class LayerTransfers:
     """One step's swap-in, layer by layer.
 
-    In plain memory a copy *is* the wait: each layer is copied when it is first needed. Where copies run beside the
-    model, this is the place of the per-layer events. The order of use is that of the layers.
+    In plain memory a copy *is* the wait: each layer is copied when it is first needed. The order of use is that of
+    the layers.
     """
 
     def __init__(self, pools: KvPools, copies: Sequence[Copy]) -> None:

@@ -7,8 +7,6 @@ other; that of an NVIDIA GPU is ``pensieve.engine.cuda_worker``.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -20,10 +18,9 @@ from pensieve.engine.plan import Plan, Sampled, StepResult, StepWorker, Synchron
 from pensieve.engine.sampler import sample
 from pensieve.engine.sizing import DTYPES, WorkerInfo, resolve_device, worker_info
 from pensieve.engine.step_batch import StepBatch, make_batch
-from pensieve.engine.transfer import ChunkCopy, KvPools, LayerTransfers
+from pensieve.engine.transfer import KvPools, LayerTransfers
 from pensieve.kernels import reference
 from pensieve.kernels.reference import HeadPrep
-from pensieve.kernels.span_table import SpanTable
 from pensieve.model.arch import Arch, load_arch
 from pensieve.model.ops import triton_ops
 from pensieve.model.transformer import Transformer
@@ -44,49 +41,14 @@ class Worker(StepWorker, Protocol):
         ...
 
 
-class AttentionOp(Protocol):
-    """See ``pensieve.kernels.reference.ragged_paged_attention``."""
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        kv_pool_of_layer: torch.Tensor,
-        spans: SpanTable,
-        page_tables: torch.Tensor,
-        *,
-        scale: float,
-    ) -> torch.Tensor: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Kernels:
-    """The operations that have one implementation per kind of device."""
-
-    attention: AttentionOp
-    kv_write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, HeadPrep], torch.Tensor]
-    """See ``pensieve.kernels.reference.kv_write``."""
-    chunk_copy: ChunkCopy
-
-
-REFERENCE = Kernels(reference.ragged_paged_attention, reference.kv_write, reference.chunk_copy)
-
-
 class TorchWorker(SynchronousWorker):
     """A worker in one process on one device."""
 
-    def __init__(
-        self,
-        model: Transformer,
-        info: WorkerInfo,
-        *,
-        kernels: Kernels = REFERENCE,
-        pipelined_swap_in: bool = True,
-    ) -> None:
+    def __init__(self, model: Transformer, info: WorkerInfo, *, pipelined_swap_in: bool = True) -> None:
         """Allocates both pools. Raises ValueError when there is not that much memory."""
         self.arch = model.arch
         self.info = info
         self._model = model
-        self._kernels = kernels
         self._pipelined = pipelined_swap_in
         self._sampled: dict[RequestKey, int] = {}
         self._device = torch.device(info.device)
@@ -98,7 +60,6 @@ class TorchWorker(SynchronousWorker):
                 chunk_tokens=info.chunk_tokens,
                 dtype=DTYPES[info.dtype],
                 device=self._device,
-                chunk_copy=kernels.chunk_copy,
             )
         except RuntimeError as error:  # torch has no narrower class for this on a CPU
             raise ValueError(
@@ -144,7 +105,7 @@ class TorchWorker(SynchronousWorker):
             device=self._device,
             sampled=self._sampled,
         )
-        attention = _StepAttention(self._pools, self._kernels, batch, swap_in, self.arch.attention_scale)
+        attention = _StepAttention(self._pools, batch, swap_in, self.arch.attention_scale)
         prepared = time.perf_counter()
         logits = self._model.forward(batch.tokens, batch.positions, attention, batch.sample_rows)
         computed = time.perf_counter()
@@ -156,9 +117,7 @@ class TorchWorker(SynchronousWorker):
             "attention": attention.seconds,
             "sample": time.perf_counter() - computed,
         }
-        self._sampled = {
-            request: token for (request, _), (token, _) in zip(asked, chosen, strict=True)
-        }
+        self._sampled = {request: token for (request, _), (token, _) in zip(asked, chosen, strict=True)}
         return tuple(
             Sampled(request, token, logprob)
             for (request, _), (token, logprob) in zip(asked, chosen, strict=True)
@@ -168,10 +127,8 @@ class TorchWorker(SynchronousWorker):
 class _StepAttention:
     """Attention of one step over the paged pool (``pensieve.model.transformer.Attend``)."""
 
-    def __init__(
-        self, pools: KvPools, kernels: Kernels, batch: StepBatch, swap_in: LayerTransfers, scale: float
-    ) -> None:
-        self.pools, self.kernels, self.batch, self.swap_in, self.scale = pools, kernels, batch, swap_in, scale
+    def __init__(self, pools: KvPools, batch: StepBatch, swap_in: LayerTransfers, scale: float) -> None:
+        self.pools, self.batch, self.swap_in, self.scale = pools, batch, swap_in, scale
         self.seconds = 0.0
 
     def __call__(self, layer: int, qkv: torch.Tensor, prep: HeadPrep) -> torch.Tensor:
@@ -179,8 +136,8 @@ class _StepAttention:
         self.swap_in.wait(layer)
         started = time.perf_counter()
         pool, batch = self.pools.device[layer], self.batch
-        q = self.kernels.kv_write(pool, qkv, batch.slots, prep)
-        out = self.kernels.attention(q, pool, batch.spans, batch.page_tables, scale=self.scale)
+        q = reference.kv_write(pool, qkv, batch.slots, prep)
+        out = reference.ragged_paged_attention(q, pool, batch.spans, batch.page_tables, scale=self.scale)
         self.seconds += time.perf_counter() - started
         return out
 

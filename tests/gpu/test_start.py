@@ -43,7 +43,7 @@ def test_same_weights_as_on_a_cpu(family: Family, dtype: torch.dtype, tmp_path: 
         assert torch.equal(got.cpu(), expected)
 
 
-def test_largetensors_of_through_little_memory() -> None:
+def test_large_tensors_through_little_memory() -> None:
     generator = torch.Generator().manual_seed(3)
     sources = [torch.rand(count, generator=generator) for count in (30_000_001, 17, 9_000_000)]
     fills = [Fill(source, torch.empty(len(source), dtype=torch.bfloat16, device=CUDA)) for source in sources]
