@@ -40,7 +40,7 @@ class Option:
 
     @property
     def is_file(self) -> bool:
-        return self.parse is values.existing_file or bool(self.words)
+        return self.parse in (values.existing_file, values.file_to_write) or bool(self.words)
 
 
 _NO_FILE = "none needed"
@@ -285,6 +285,13 @@ OPTIONS: tuple[Option, ...] = (
         "longer than the longest step, first-use compilation included",
         "TIME",
         unit="s",
+    ),
+    Option(
+        "record",
+        values.file_to_write,
+        "Append a trace of lengths and times, never text, for replay and simulate; gzip when it ends in .gz.",
+        "nothing is recorded unasked",
+        "FILE",
     ),
     Option(
         "log-level",

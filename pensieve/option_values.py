@@ -175,6 +175,16 @@ def existing_file(value: object) -> Path:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
 
 
+def file_to_write(value: object) -> Path:
+    """A file that is there or can be made: its folder exists. Returned absolute, as by ``existing_file``."""
+    path = Path(text(value)).expanduser()
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder")
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent}")
+    return path.resolve()
+
+
 def word_or_file(*words: str) -> Parser:
     """One of ``words`` as it is, or a readable file as in ``existing_file``."""
 

@@ -59,6 +59,7 @@ class ServeOptions(EngineTuning, frozen=True, kw_only=True):
     heartbeat_s: float = 10.0
     lease_s: float = 10.0
     stall_limit_s: float = 60.0
+    record: Path | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_json: bool = False
 

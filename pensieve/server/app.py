@@ -52,8 +52,10 @@ from pensieve.server.housekeeping import end_task, purge_forever
 from pensieve.server.interceptor import DEFAULT_IN_FLIGHT, Interceptor
 from pensieve.server.links.process_link import ProcessLink
 from pensieve.server.metrics import Metrics
+from pensieve.server.recording import TraceRecorder, header, open_recorder
 from pensieve.server.service import ConversationService
 from pensieve.server.settings import TurnSettings
+from pensieve.server.values import TurnEnd
 from pensieve.store import HistoryStore, open_store
 from pensieve.store.records import SamplingDefaults
 from pensieve.tokenizer import ChatTokenizer
@@ -87,6 +89,7 @@ class App:
         self._builder = builder
         self._stack = contextlib.AsyncExitStack()
         self._metrics = Metrics()
+        self._recorder: TraceRecorder | None = None
         self.grpc_address = ""
         self.admin_address = ""
 
@@ -115,6 +118,9 @@ class App:
         folder = await asyncio.to_thread(resolve_model, options.model)
         tokenizer = await asyncio.to_thread(_load_tokenizer, folder, options)
         store = await self._open_store()
+        if options.record is not None:
+            self._recorder = open_recorder(options.record)
+            self._stack.push_async_callback(self._recorder.close)
         self._link = ProcessLink(
             options.engine_options(folder),
             builder=self._builder,
@@ -126,7 +132,7 @@ class App:
         self._metrics.watch_engine(self._link)
         settings = self._settings(await asyncio.to_thread(_sampling_defaults, folder), store.store_id)
         self._conversations = Conversations(
-            store, self._link, tokenizer, settings, on_turn_ended=self._metrics.turn_ended
+            store, self._link, tokenizer, settings, on_turn_ended=self._turn_ended
         )
         self._monitor = HealthMonitor(
             self._link,
@@ -144,8 +150,15 @@ class App:
         self._stack.push_async_callback(end_task, asyncio.create_task(purge_forever(store), name="purge"))
         await self._open_admin_port(authenticator)
         await self._link.start()
+        if self._recorder is not None:
+            self._recorder.start(header(self._link.info, options))
         await self._monitor.refresh()
         await self._data_server.start()
+
+    def _turn_ended(self, end: TurnEnd) -> None:
+        self._metrics.turn_ended(end.outcome)
+        if self._recorder is not None:
+            self._recorder.turn_ended(end)
 
     async def _open_store(self) -> HistoryStore:
         try:

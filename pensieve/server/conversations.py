@@ -16,7 +16,7 @@ from pensieve.server.sessions import Sessions
 from pensieve.server.settings import TurnSettings
 from pensieve.server.turn_run import TurnTools
 from pensieve.server.turns import Turns
-from pensieve.server.values import Entry
+from pensieve.server.values import Entry, TurnEnd
 from pensieve.store import HistoryStore, Key
 from pensieve.store.records import History
 from pensieve.tokenizer import ChatTokenizer
@@ -55,7 +55,7 @@ class Conversations:
         tokenizer: ChatTokenizer,
         settings: TurnSettings,
         *,
-        on_turn_ended: Callable[[str], None] | None = None,
+        on_turn_ended: Callable[[TurnEnd], None] | None = None,
     ) -> None:
         """``store`` is open; ``link`` may still be starting. ``on_turn_ended``: see ``Turns``."""
         self.settings = settings

@@ -25,7 +25,9 @@ class TurnGeneration:
         self._finished: Finished | None = None
         self._interrupted = False
         self._muted = False
-        self._submitted_at = self._started_at = self._first_token_at = 0.0
+        self._submitted_at = self._started_at = 0.0
+        self.first_token_at: float | None = None
+        """On the event loop's clock."""
         self.out_of_time = False
         """Ended because ``max_duration`` was over."""
 
@@ -89,7 +91,7 @@ class TurnGeneration:
         now = asyncio.get_running_loop().time()
         source = self._finished or self._started
         started = self._started_at or now
-        first = self._first_token_at or now
+        first = self.first_token_at or now
         return turn_record.final_usage(
             source.usage if source is not None else None,
             output_tokens=output_tokens,
@@ -110,8 +112,8 @@ class TurnGeneration:
         assert self._generation is not None
         if self._muted:
             return
-        if not self._first_token_at:
-            self._first_token_at = asyncio.get_running_loop().time()
+        if self.first_token_at is None:
+            self.first_token_at = asyncio.get_running_loop().time()
         self._buffer.take(event.token_ids, event.logprobs)
         if self._stop is not None:
             self._generation.cancel()

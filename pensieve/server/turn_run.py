@@ -89,17 +89,22 @@ class TurnRun:
         self.base_revision = 0
         self.began = False
         """Whether it holds or held the lease: a turn of its own, not the replay of an older one."""
+        self.arrived_at = 0.0
+        """On the event loop's clock."""
+        self.new_tokens = 0
+        """Input of this turn, known once it is rendered."""
+        self.generation = TurnGeneration(self.buffer)
         self._tools = tools
         self._retire = retire
         self._committed_at = committed_at
         self._token = ids.new_token()
         self._order: Order | None = None
         self._committing = False
-        self._generation = TurnGeneration(self.buffer)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Run as a task of its own."""
+        self.arrived_at = asyncio.get_running_loop().time()
         self._task = asyncio.create_task(self._run(), name=f"turn {self.attempt}")
 
     def give(self, order: Order) -> bool:
@@ -108,7 +113,7 @@ class TurnRun:
             return False
         if self._order is None:
             self._order = order
-            self._generation.interrupt(mute=order.error is not None)
+            self.generation.interrupt(mute=order.error is not None)
         return True
 
     @property
@@ -211,9 +216,10 @@ class TurnRun:
             Stamp(base.head_item + 1, self.spec.request_id, _now_ms()),
             Room(self._tools.context_limit(), config.overflow, values.max_output_tokens),
         )
+        self.new_tokens = prepared.num_new
         output = OutputText(self._tools.tokenizer, values.stop, values.min_output_tokens)
         self._accept(len(prepared.context), output, replayed=False)
-        await self._generation.run(
+        await self.generation.run(
             self._tools.link, ids.session_key(self.key), prepared, values, self.spec.max_duration_s
         )
         return await self._finish(base, keep, prepared, output)
@@ -252,9 +258,9 @@ class TurnRun:
         answer = turn_record.Answer(
             tokens=tuple(output.tokens),
             text=text,
-            finish_reason=FinishReason.CANCELLED if order is not None else self._generation.finish_reason,
+            finish_reason=FinishReason.CANCELLED if order is not None else self.generation.finish_reason,
             stop_sequence=output.stop or "",
-            usage=self._generation.usage(len(output.tokens)),
+            usage=self.generation.usage(len(output.tokens)),
         )
         record = turn_record.build(
             self.spec,

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from pensieve.errors import AlreadyExists, Cancelled, NotFound, PensieveError, Unavailable
 from pensieve.server import turn_record
 from pensieve.server.turn_run import Order, TurnRun, TurnTools, committed_turn, running_elsewhere
-from pensieve.server.values import OnDisconnect, TurnSpec, TurnState, TurnView
+from pensieve.server.values import OnDisconnect, TurnEnd, TurnSpec, TurnState, TurnView
 from pensieve.store import Key
 
 TurnKey = tuple[Key, str]
@@ -62,8 +62,8 @@ _Held = tuple[TurnRun, _Audience]
 class Turns:
     """See the module docstring. One event loop."""
 
-    def __init__(self, tools: TurnTools, on_ended: Callable[[str], None] | None = None) -> None:
-        """``on_ended`` hears how each turn ended: its finish reason or the reason of its error, in lower case."""
+    def __init__(self, tools: TurnTools, on_ended: Callable[[TurnEnd], None] | None = None) -> None:
+        """``on_ended`` hears how each turn ended, before any caller does."""
         self._tools = tools
         self._on_ended = on_ended
         self._runs: dict[TurnKey, _Held] = {}
@@ -224,8 +224,7 @@ class Turns:
             while len(self._discarded) > self._tools.settings.discarded_turns:
                 self._discarded.popitem(last=False)
         if self._on_ended is not None:
-            finish = outcome.finish_reason if isinstance(outcome, TurnView) else None
-            self._on_ended((discarded or (finish.name if finish is not None else "unknown")).lower())
+            self._on_ended(_end(run, outcome))
 
     async def _committed(self, key: Key, request_id: str) -> TurnView | None:
         revision = await self._tools.store.find_request(key, request_id)
@@ -250,6 +249,26 @@ class Turns:
                 await self._one_ended.wait()
         except TimeoutError:
             return
+
+
+def _end(run: TurnRun, outcome: TurnView | PensieveError) -> TurnEnd:
+    accepted, output = run.buffer.accepted, run.buffer.output
+    if isinstance(outcome, TurnView):
+        name = outcome.finish_reason.name if outcome.finish_reason is not None else "unknown"
+        usage = outcome.usage
+    else:
+        name, usage = outcome.reason, None
+    return TurnEnd(
+        key=run.key,
+        outcome=name.lower(),
+        committed=usage is not None,
+        context_tokens=accepted.context_tokens if accepted is not None else 0,
+        new_tokens=run.new_tokens,
+        usage=usage or run.generation.usage(len(output.tokens) if output is not None else 0),
+        arrived_at=run.arrived_at,
+        first_token_at=run.generation.first_token_at,
+        ended_at=asyncio.get_running_loop().time(),
+    )
 
 
 def draining() -> Unavailable:

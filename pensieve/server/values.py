@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pensieve.core import FinishReason, Phase, Role, TokenLogprob, Usage
+from pensieve.store import Key
 from pensieve.store.records import Item, SamplingDefaults
 
 
@@ -95,6 +96,24 @@ class TurnView:
     seed: int = 0
     usage: Usage | None = None
     discard_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnd:
+    """A turn that held its session, when it is over. Times in seconds of the event loop's clock."""
+
+    key: Key
+    outcome: str
+    """Its finish reason or the reason of its error, in lower case."""
+    committed: bool
+    context_tokens: int
+    """0: it was refused before it was rendered."""
+    new_tokens: int
+    usage: Usage
+    """Empty when it was never admitted."""
+    arrived_at: float
+    first_token_at: float | None
+    ended_at: float
 
 
 @dataclass(frozen=True, slots=True)

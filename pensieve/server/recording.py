@@ -1,0 +1,289 @@
+"""``--record``: a trace of what is served, as lengths and times, for ``pensieve replay`` and ``pensieve simulate``.
+
+One JSON object per line: a header (``TraceHeader``) per start of a server, a row (``TraceRow``) per turn as it ends.
+Never text, token ids, or names of tenants and sessions: a session is a hash under a salt that is drawn at start and
+kept nowhere. Recording never holds up or breaks serving: rows go through a bounded queue to a thread of its own, and
+the first failure ends the recording, not the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import gzip
+import hashlib
+import logging
+import os
+import queue
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from io import FileIO
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+import pensieve
+from pensieve.config import EngineTuning, batch_limits
+from pensieve.engine.messages import Ready
+from pensieve.server.values import TurnEnd
+from pensieve.store import Key
+
+log = logging.getLogger(__name__)
+
+SCHEMA: Final = "pensieve.trace/1"
+FLUSH_S: Final = 1.0
+"""A row is in the file at most this much later."""
+QUEUED_ROWS: Final = 1 << 16
+"""A disk that is so many rows behind will not catch up; recording ends instead of taking ever more memory."""
+SESSIONS: Final = 1 << 18
+"""Sessions that are followed; one that comes back after so many others is a new one in the trace."""
+CLOSE_S: Final = 5.0
+"""How long the end of a server waits for the disk."""
+
+
+class TraceHeader(msgspec.Struct, frozen=True):
+    """How the server was set up: enough to replay or simulate with the same engine."""
+
+    pensieve: str
+    """Version of the server."""
+    engine: dict[str, str | int | float | bool]
+    schema: str = SCHEMA
+
+
+class TraceRow(msgspec.Struct, frozen=True):
+    """One turn that held its session. Seconds; ``timestamp_s`` counts from the header.
+
+    ``input_tokens`` and ``output_tokens`` of a session's committed rows add up to each ``context_tokens``. So a turn
+    that does not go on from the row before (after a fork, rewind, regeneration or overflow, or with history from before
+    the recording) begins a new ``session_id`` with its whole context as input; the receipt tells what of it was cached.
+    """
+
+    session_id: str
+    turn: int
+    """From 0. A turn that was not committed has the number of the one that follows it."""
+    input_tokens: int
+    """0 only for a turn that was refused before it was rendered."""
+    output_tokens: int
+    timestamp_s: float
+    """When the turn arrived."""
+    context_tokens: int
+    gpu_cached_tokens: int
+    swapped_in_tokens: int
+    recomputed_tokens: int
+    """The receipt, as in ``Usage``; all zero for a turn that was never admitted. The rest of the context was new."""
+    queue_s: float
+    """In the engine's queue."""
+    ttft_s: float | None
+    """From arrival to the first token; null: there was none."""
+    end_s: float
+    """From arrival to the end."""
+    finish_reason: str
+    """Or the reason of its error, in lower case."""
+    committed: bool
+
+
+def header(info: Ready, options: EngineTuning) -> TraceHeader:
+    """``info``: what the engine says it is; ``options``: what it was told."""
+    batch_tokens, running = batch_limits(options, "cuda" if info.device == "cuda" else "cpu")
+    engine: dict[str, str | int | float | bool] = {
+        "device": info.device,
+        "dtype": info.dtype,
+        "vocab_size": info.vocab_size,
+        "context_limit": info.context_limit,
+        "chunk_tokens": info.chunk_tokens,
+        "device_tokens": info.device_capacity_tokens,
+        "host_tokens": info.host_capacity_tokens,
+        "policy": options.policy,
+        "swap_watermark": options.swap_watermark,
+        "decode_reserve": options.decode_reserve,
+        "max_batch_tokens": batch_tokens,
+        "max_running": running,
+        "max_queued": options.max_queued,
+        "stateless": options.stateless,
+        "unified_batch": options.unified_batch,
+        "swap_in_first": options.swap_in_first,
+    }
+    return TraceHeader(pensieve.__version__, engine)
+
+
+class _Followed:
+    """A session as far as the trace has it."""
+
+    __slots__ = ("session_id", "tokens", "turn")
+
+    def __init__(self, session_id: str, tokens: int) -> None:
+        self.session_id = session_id
+        self.turn = 0
+        """Committed turns so far."""
+        self.tokens = tokens
+        """Length of its history."""
+
+
+class Sessions:
+    """Gives each turn its session's hash, its number and its input length: see ``TraceRow``."""
+
+    def __init__(self) -> None:
+        self._salt = secrets.token_bytes(32)
+        self._begun = 0
+        self._followed: OrderedDict[Key, _Followed] = OrderedDict()
+
+    def place(self, end: TurnEnd) -> tuple[str, int, int]:
+        """(session_id, turn, input_tokens)."""
+        before = end.context_tokens - end.new_tokens
+        session = self._followed.get(end.key)
+        # A turn that was refused unseen says nothing of the history, and changed nothing. One without input of its own
+        # only asks for more: no turn that goes on, to who reads lengths.
+        if session is None or (end.context_tokens and not (session.tokens == before and end.new_tokens)):
+            session = self._followed[end.key] = _Followed(self._new_id(end.key), before)
+        self._followed.move_to_end(end.key)
+        if len(self._followed) > SESSIONS:
+            self._followed.popitem(last=False)
+        turn = session.turn
+        if end.committed:
+            session.turn += 1
+            session.tokens = end.context_tokens + end.usage.output_tokens
+        return session.session_id, turn, end.new_tokens if turn else end.context_tokens
+
+    def _new_id(self, key: Key) -> str:
+        self._begun += 1
+        name = f"{self._begun}\0{key.tenant}\0{key.session_id}".encode()
+        return hashlib.blake2b(name, key=self._salt, digest_size=16).hexdigest()
+
+
+class TraceRecorder:
+    """Owner of the file. ``start`` once, ``turn_ended`` from the event loop, ``close`` in the end."""
+
+    def __init__(self, file: FileIO, *, compressed: bool) -> None:
+        """``file``: unbuffered, for appending. ``compressed``: rows are gzipped."""
+        self._file = file
+        self._compressed = compressed
+        self._sessions = Sessions()
+        self._started_at = 0.0
+        self._lines: queue.Queue[bytes | None] = queue.Queue(QUEUED_ROWS)
+        self._stopped = False
+        self._thread = threading.Thread(target=self._write, name="trace", daemon=True)
+
+    def start(self, head: TraceHeader) -> None:
+        """Time 0 of the trace is now. Until then nothing is recorded."""
+        self._started_at = asyncio.get_running_loop().time()
+        self._thread.start()
+        self._put(msgspec.json.encode(head))
+
+    def turn_ended(self, end: TurnEnd) -> None:
+        """Never blocks, never raises."""
+        if self._stopped or not self._started_at:
+            return
+        session_id, turn, input_tokens = self._sessions.place(end)
+        first = end.first_token_at
+        row = TraceRow(
+            session_id=session_id,
+            turn=turn,
+            input_tokens=input_tokens,
+            output_tokens=end.usage.output_tokens,
+            timestamp_s=_rounded(end.arrived_at - self._started_at),
+            context_tokens=end.context_tokens,
+            gpu_cached_tokens=end.usage.gpu_cached_tokens,
+            swapped_in_tokens=end.usage.swapped_in_tokens,
+            recomputed_tokens=end.usage.recomputed_tokens,
+            queue_s=_rounded(end.usage.queue_s),
+            ttft_s=None if first is None else _rounded(first - end.arrived_at),
+            end_s=_rounded(end.ended_at - end.arrived_at),
+            finish_reason=end.outcome,
+            committed=end.committed,
+        )
+        self._put(msgspec.json.encode(row))
+
+    async def close(self) -> None:
+        """Write what is left, unless the disk takes too long, and close the file."""
+        await asyncio.to_thread(self._close)
+
+    # ---- parts
+
+    def _put(self, line: bytes) -> None:
+        try:
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self._stop("the disk is too slow")
+
+    def _stop(self, why: object) -> None:
+        if not self._stopped:
+            self._stopped = True
+            log.error("recording has ended: %s", why)
+
+    def _close(self) -> None:
+        if self._thread.is_alive():
+            with contextlib.suppress(queue.Full):  # The writer hangs in the disk: joining it says so.
+                self._lines.put(None, timeout=CLOSE_S)
+            self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            self._stop("the disk does not answer")
+            return  # Closing the file would wait for it as well; the process ends without.
+        try:
+            self._file.close()
+        except OSError as error:
+            self._stop(error)
+
+    def _write(self) -> None:
+        """The thread: rows as they come, a write for all of at most ``FLUSH_S``."""
+        more = True
+        while more and not self._stopped:
+            lines, more = self._next_lines()
+            if lines:
+                try:
+                    self._append(b"".join(line + b"\n" for line in lines))
+                except OSError as error:
+                    self._stop(error)
+
+    def _next_lines(self) -> tuple[list[bytes], bool]:
+        """Lines to write, and whether more may come."""
+        line = self._lines.get()
+        until = time.monotonic() + FLUSH_S
+        lines: list[bytes] = []
+        while line is not None:
+            lines.append(line)
+            try:
+                line = self._lines.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                return lines, True
+        return lines, False
+
+    def _append(self, data: bytes) -> None:
+        """All of ``data`` or, as far as the disk lets it, nothing: half a line would spoil what is appended later."""
+        if self._compressed:
+            # A member of its own each time: what was written can be read whatever happens next. No time of day in it.
+            data = gzip.compress(data, mtime=0)
+        size = self._file.seek(0, os.SEEK_END)
+        left = memoryview(data)
+        try:
+            while left:
+                left = left[self._file.write(left) or 0 :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(size)
+            raise
+
+
+def open_recorder(path: Path) -> TraceRecorder:
+    """A recorder that appends to ``path``, gzipped when that ends in ``.gz``; one server per file.
+
+    Raises OSError when the file cannot be written to or another server is writing it.
+    """
+    try:
+        file = FileIO(path, "ab")
+    except OSError as error:
+        raise OSError(f"--record: cannot write to {path}: {error.strerror}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise OSError(f"--record: another server is writing to {path}") from error
+    return TraceRecorder(file, compressed=path.suffix == ".gz")
+
+
+def _rounded(seconds: float) -> float:
+    """Microseconds are enough."""
+    return round(seconds, 6)
