@@ -19,7 +19,7 @@ GPU_ARGS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-gpu lint types proto proto-release bench-replay bench-ops bench-engine redis clean
+.PHONY: help setup demo test test-gpu lint types proto proto-release bench-replay bench-ops bench-engine redis chromium clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -42,8 +42,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt proto/requirements.txt
 demo: setup ## Watch a small model remember across evictions and restarts
 	@$(BIN)/pensieve demo
 
-test: setup redis lint types ## Everything that CI checks: lint, types, stubs, tests
+test: setup redis chromium lint types ## Everything that CI checks: lint, types, stubs, tests
 	@command -v redis-server >/dev/null || export PENSIEVE_TEST_WITHOUT_REDIS=1; \
+	command -v chromium >/dev/null || export PENSIEVE_TEST_WITHOUT_CHROMIUM=1; \
 	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 # The first of two Pythons that has a GPU. Nothing is installed: a GPU machine has its own build of torch.
@@ -80,16 +81,24 @@ bench-ops: ## Kernels on this GPU against their ceilings and peers (GPU_ARGS=)
 bench-engine: ## Engine steps on this GPU: decode, prefill, returning turns, swap (GPU_ARGS=)
 	@$(FIND_GPU); "$$python" bench/engine.py $(GPU_ARGS)
 
-# The Redis store is tested against a real server. Without the right to install one, its tests are left out, loudly.
+# The Redis store is tested against a real server, the HTML report in a real browser. Without the right to install one,
+# its tests are left out, loudly.
 redis:
-	@if ! command -v redis-server >/dev/null; then \
-	  as_root=; test "$$(id -u)" = 0 || as_root="sudo -n"; \
-	  if command -v apt-get >/dev/null && $$as_root true 2>/dev/null; then \
-	    $$as_root apt-get update -qq && DEBIAN_FRONTEND=noninteractive $$as_root apt-get install -y -qq redis-server || true; \
-	  fi; \
-	fi
-	@command -v redis-server >/dev/null || \
-	  echo "NOTE: no redis-server: the tests of the Redis store will be skipped. Install it: sudo apt-get install redis-server" >&2
+	@$(call INSTALL,redis-server,redis-server,the Redis store)
+
+chromium:
+	@$(call INSTALL,chromium,chromium fonts-dejavu-core,the HTML report in a browser)
+
+# $(1): program, $(2): Debian package of it, $(3): what is tested with it.
+INSTALL = if ! command -v $(1) >/dev/null; then \
+    as_root=; test "$$(id -u)" = 0 || as_root="sudo -n"; \
+    if command -v apt-get >/dev/null && $$as_root true 2>/dev/null; then \
+      $$as_root apt-get update -qq && \
+      DEBIAN_FRONTEND=noninteractive $$as_root apt-get install -y -qq --no-install-recommends $(2) || true; \
+    fi; \
+  fi; \
+  command -v $(1) >/dev/null || \
+    echo "NOTE: no $(1): the tests of $(3) will be skipped. Install it: sudo apt-get install $(2)" >&2
 
 clean: ## Remove what make and the tools have made, the virtual environment included
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

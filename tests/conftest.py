@@ -20,7 +20,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run. A missing redis-server skips only when it was said to be missing."""
+    """Skip what this machine cannot run. A missing program skips only when it was said to be missing."""
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu:
         import torch
@@ -28,8 +28,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not torch.cuda.is_available():
             for item in gpu:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device (`make test-gpu` on a machine with one)"))
-    without_redis = os.environ.get("PENSIEVE_TEST_WITHOUT_REDIS") == "1"
-    if without_redis and shutil.which("redis-server") is None:
-        for item in items:
-            if item.get_closest_marker("redis"):
-                item.add_marker(pytest.mark.skip(reason="no redis-server, and PENSIEVE_TEST_WITHOUT_REDIS=1"))
+    for program, marker in (("redis-server", "redis"), ("chromium", "chromium")):
+        variable = f"PENSIEVE_TEST_WITHOUT_{marker.upper()}"
+        if os.environ.get(variable) == "1" and shutil.which(program) is None:
+            for item in items:
+                if item.get_closest_marker(marker):
+                    item.add_marker(pytest.mark.skip(reason=f"no {program}, and {variable}=1"))

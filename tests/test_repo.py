@@ -246,6 +246,7 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
         for path in python_files(folder)
     } | {str(path) for path in python_files("pensieve")}
     expected |= {"pensieve/py.typed", "pensieve/v1/pensieve_pb2.py", "pensieve/v1/pensieve_pb2.pyi"}
-    expected |= {str(path) for path in files() if path.parts[:3] == ("pensieve", "demo", "model")}
+    data = {("pensieve", "demo", "model"), ("pensieve", "replay", "templates")}
+    expected |= {str(path) for path in files() if path.parts[:3] in data}
     assert expected - set(names) == set()
     assert f"{info}/licenses/LICENSE" in names

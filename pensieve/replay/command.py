@@ -5,49 +5,50 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from pensieve.replay.generators import NAMES, generate
+from pensieve.replay.progress import LiveProgress
 from pensieve.replay.report import is_clean
-from pensieve.replay.runner import RunOptions, TurnRecord
-from pensieve.replay.schedule import Arrivals
-from pensieve.replay.session import Plan, run
+from pensieve.replay.runner import MAX_LAG_S, RunOptions
+from pensieve.replay.schedule import Arrivals, Gaps
+from pensieve.replay.session import Plan, run_all
 from pensieve.replay.shaping import Shape
 from pensieve.replay.table import show
+from pensieve.replay.target_options import numbers, target_options
 from pensieve.replay.targets import Target, TurnFailed
+from pensieve.replay.windows import Window
 from pensieve.replay.workload import CountTokens, Dataset, DatasetError, estimate_tokens, load
 
 _POSITIVE = click.IntRange(min=1)
 _SECONDS = click.FloatRange(min=0)
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 _OUTPUT = click.Path(dir_okay=False, path_type=Path)
 
 
-def parse_target(value: str, api_key: str | None = None) -> Target:
-    """Raises BadParameter."""
-    scheme, separator, address = value.partition("://")
-    host, colon, port = address.rpartition(":")
-    if not (separator and host and colon and port.isdigit()):
-        raise click.BadParameter(f"{value!r} is not pensieve://HOST:PORT", param_hint="--target")
-    if scheme != "pensieve":
-        raise click.BadParameter(
-            f"{scheme}:// targets cannot be replayed; use pensieve://", param_hint="--target"
-        )
-    from pensieve.replay.grpc_target import PensieveTarget
+class DatasetName(click.ParamType):  # type: ignore[type-arg]  # generic only in newer versions
+    """A built-in workload by its name (``./NAME`` is a file), else a file."""
 
-    return PensieveTarget(address, name=value, api_key=api_key)
+    name = "dataset"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path | str:
+        return str(value) if value in NAMES else Path(_FILE.convert(value, param, ctx))
 
 
 def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """What is replayed and when: shared with the scripts in bench/."""
     for decorate in reversed(
         (
-            click.argument("dataset", type=click.Path(exists=True, dir_okay=False, path_type=Path)),
+            click.argument("dataset", type=DatasetName()),
+            click.option("--conversations", type=_POSITIVE, metavar="N", help="Of a built-in workload; default 100."),
             click.option("--limit", type=_POSITIVE, metavar="N", help="Only the first N conversations."),
             click.option(
                 "--rate",
@@ -56,7 +57,21 @@ def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 help="Offer R turns per second on average: conversations start as a Poisson process. 0: all at once. "
                 "Default: the recorded times if the dataset has them, else all at once.",
             ),
+            click.option("--clients", type=_POSITIVE, metavar="N",
+                         help="Closed loop: N clients, each with one conversation after the other."),
             click.option("--think-time", type=_SECONDS, default=0.0, metavar="S", help="Mean of exponential pauses."),
+            click.option("--think-per-token", type=_SECONDS, default=0.0, metavar="S",
+                         help="Pauses of S seconds per token of the answer, --think-minimum at least."),
+            click.option("--think-minimum", type=_SECONDS, default=5.0, metavar="S", show_default=True),
+            click.option("--think-from", type=_FILE, metavar="TRACE",
+                         help="Pauses drawn from the times between the turns of a trace."),
+            click.option("--warm-up", type=_SECONDS, metavar="S", help="Measure only what ends after S seconds."),
+            click.option("--window", type=click.FloatRange(0, min_open=True), metavar="S",
+                         help="Measure for S seconds; default: until the last conversation starts."),
+            click.option("--steady", is_flag=True,
+                         help="Find the warm-up, and say whether the load was steady after it."),
+            click.option("--max-lag", type=click.FloatRange(0, min_open=True), default=MAX_LAG_S,
+                         metavar="S", show_default=True, help="Results are void when this program was itself later."),
             click.option("--time-scale", type=click.FloatRange(0, min_open=True), default=1.0, metavar="F",
                          help="Multiply recorded times by F."),
             click.option("--seed", type=click.IntRange(min=0), default=0, metavar="N", show_default=True,
@@ -78,78 +93,171 @@ def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_plan(
-    dataset: Path, limit: int | None, rate: float | None, think_time: float, time_scale: float, seed: int,
-    max_turns: int | None, max_input_tokens: int | None, max_output_tokens: int | None, scale_lengths: float,
-    concurrency: int | None, force_lengths: bool, tokenizer: Path | None,
+    dataset: Path | str, conversations: int | None, limit: int | None, rate: float | None, clients: int | None,
+    think_time: float, think_per_token: float, think_minimum: float, think_from: Path | None, warm_up: float | None,
+    window: float | None, steady: bool, max_lag: float, time_scale: float, seed: int, max_turns: int | None,
+    max_input_tokens: int | None, max_output_tokens: int | None, scale_lengths: float, concurrency: int | None,
+    force_lengths: bool, tokenizer: Path | None,
 ) -> Plan:  # fmt: skip
     """From the values of ``workload_options``. Raises click exceptions."""
+    if clients and (rate is not None or concurrency):
+        raise click.UsageError("--clients goes without --rate and --concurrency")
+    if (think_time > 0) + (think_per_token > 0) + (think_from is not None) > 1:
+        raise click.UsageError("give one of --think-time, --think-per-token, --think-from")
+    if steady and (warm_up is not None or window is not None):
+        raise click.UsageError("--steady finds the window itself: give no --warm-up and no --window")
+    if conversations and isinstance(dataset, Path):
+        raise click.UsageError("--conversations is for built-in workloads; --limit cuts a file")
     try:
-        data: Dataset = load(dataset, _counter(tokenizer), limit=limit)
+        if isinstance(dataset, str):
+            data = generate(dataset, min(conversations or 100, limit or 2**31), seed)
+        else:
+            data = _loaded(dataset, tokenizer, limit)
+        gaps = None if think_from is None else Gaps.of(_loaded(think_from, None, None))
     except DatasetError as error:
         raise click.UsageError(str(error)) from error
-    recorded = rate is None and data.recorded_arrivals
+    recorded = rate is None and clients is None and data.recorded_arrivals
     if time_scale != 1.0 and not recorded:
         raise click.UsageError("--time-scale needs a dataset with timestamps, and no --rate")
-    if think_time and recorded:
-        raise click.UsageError("--think-time needs --rate: this dataset says itself when turns are sent")
+    if (think_time or think_per_token or gaps) and recorded:
+        raise click.UsageError(
+            "pauses need --rate or --clients: this dataset says itself when turns are sent"
+        )
     return Plan(
         data,
         Shape(scale_lengths, max_turns, max_input_tokens, max_output_tokens),
-        Arrivals(rate or None, think_time, recorded, time_scale, seed),
-        RunOptions(force_lengths, concurrency, seed),
-    )
+        Arrivals(rate or None, think_time, recorded, time_scale, seed, clients, think_per_token,
+                 think_minimum if think_per_token else 0.0, gaps),
+        RunOptions(force_lengths, concurrency or clients, seed, max_lag_s=max_lag),
+        window=Window(warm_up, window, steady),
+    )  # fmt: skip
 
 
-def run_with_progress(plan: Plan, targets: list[Target], console: Console) -> dict[str, Any]:
-    """Like ``session.run``, with a bar per target on the terminal. Raises ClickException."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+@lru_cache(maxsize=4)
+def _loaded(path: Path, tokenizer: Path | None, limit: int | None) -> Dataset:
+    """A sweep makes many plans of one file."""
+    return load(path, _counter(tokenizer), limit=limit)
 
-        def watch(name: str, turns: int) -> Callable[[TurnRecord], None]:
-            bar = progress.add_task(name, total=turns)
-            return lambda record: progress.advance(bar)
 
+def run_with_progress(
+    plan: Plan | Sequence[Plan], targets: Sequence[Target], console: Console
+) -> dict[str, Any]:
+    """Like ``session.run`` or ``run_all``, with a line per run on the terminal. Raises ClickException."""
+    with LiveProgress(console) as live:
         try:
-            return asyncio.run(run(plan, targets, watch))
+            return asyncio.run(run_all([plan] if isinstance(plan, Plan) else plan, targets, live.watch))
         except TurnFailed as failure:
             raise click.ClickException(f"a target cannot be reached: {failure}") from failure
         except ValueError as error:
             raise click.ClickException(str(error)) from error
 
 
-@click.command()
+class _Replay(click.Command):
+    """``pensieve replay compare …`` is a command of its own; any other first word is a dataset or an option."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if args[:1] == ["compare"]:
+            from pensieve.replay.compare import compare
+
+            return compare.make_context(f"{info_name} compare", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
+
+
+@click.command(cls=_Replay)
 @workload_options
-@click.option("--target", "targets", multiple=True, required=True, metavar="pensieve://HOST:PORT",
-              help="Server to replay against; give it again to compare several, one after the other.")  # fmt: skip
-@click.option("--api-key", envvar="PENSIEVE_API_KEY", show_envvar=True, help="Bearer token for the servers.")
+@target_options
+@click.option("--rates", callback=numbers(float), metavar="R,R,…", help="A run for each of these rates.")
+@click.option(
+    "--seeds",
+    callback=numbers(int),
+    metavar="N,N,…",
+    help="A run for each of these seeds, and 95 % confidence intervals.",
+)
+@click.option("--vocab-size", type=_POSITIVE, metavar="N", help="For servers that do not tell theirs.")
+@click.option("--context-limit", type=_POSITIVE, metavar="N", help="Contexts stay below.")
 @click.option("--json", "json_file", type=_OUTPUT, metavar="FILE", help="Write all numbers.")
-@click.option("--html", "html_file", type=_OUTPUT, metavar="FILE", help="Write the tables as one page.")
+@click.option("--html", "html_file", type=_OUTPUT, metavar="FILE", help="Write one page of plots and tables.")
+@click.option(
+    "--plots",
+    "plots_folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Write the plots as PNG and SVG.",
+)
 def replay(
-    targets: tuple[str, ...],
-    api_key: str | None,
-    json_file: Path | None,
-    html_file: Path | None,
+    targets: list[Target], rates: tuple[float, ...], seeds: tuple[int, ...], vocab_size: int | None,
+    context_limit: int | None, json_file: Path | None, html_file: Path | None, plots_folder: Path | None,
     **workload: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Replay multi-turn conversations against servers and report.
 
-    DATASET is ShareGPT JSON or a length trace (JSONL: session_id, turn, input_tokens, output_tokens[, timestamp_s]),
-    maybe gzipped. A turn is sent only after the answer to the one before. Exit code 1 when a turn fails or a turn's
-    receipt does not add up.
+    DATASET is ShareGPT JSON, a length trace (JSONL: session_id, turn, input_tokens, output_tokens[, timestamp_s]),
+    either maybe gzipped, or a built-in workload: sharegpt, ultrachat, lmsys, sharegpt-long, mooncake.
+    A turn is sent only after the answer to the one before. `replay compare` draws the results of several replays.
+
+    Exit code 1 when a turn fails, a turn's receipt does not add up, a target cannot be reached, or this program was
+    itself too late for its measurement to count.
     """
-    plan = make_plan(**workload)
+    if html_file is not None or plots_folder is not None:
+        from pensieve.replay import plots
+
+        plots.require()  # before an hour of measurement
     report = run_with_progress(
-        plan, [parse_target(value, api_key) for value in targets], Console(stderr=True)
+        _plans(workload, rates, seeds, vocab_size or 0, context_limit or 0), targets, Console(stderr=True)
     )
     report["command"] = ["pensieve", *sys.argv[1:]]
-    console = wide_console(record=html_file is not None)
-    show(report, console)
     if json_file is not None:
         json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    if html_file is not None:
-        console.save_html(str(html_file))
-    if not all(is_clean(summary) for summary in report["targets"]):
+    if report["valid"]:
+        show(report, wide_console())
+        if html_file is not None:
+            from pensieve.replay.html import write_html
+
+            write_html([report], html_file)
+        if plots_folder is not None:
+            plots.write_plots([report], plots_folder)
+    _say_what_is_wrong(report)
+    clean = all(
+        is_clean(summary) and not summary["window"]["failed_outside"] for summary in report["targets"]
+    )
+    if not (clean and report["valid"]) or report["unreached"]:
         click.get_current_context().exit(1)
+
+
+def _plans(
+    workload: dict[str, Any],
+    rates: tuple[float, ...],
+    seeds: tuple[int, ...],
+    vocab_size: int,
+    context_limit: int,
+) -> list[Plan]:
+    """One for each rate and seed, with inputs of its own."""
+    if rates and (workload["rate"] is not None or workload["clients"]):
+        raise click.UsageError("--rates goes without --rate and --clients")
+    found: list[Plan] = []
+    for rate in rates or (workload["rate"],):
+        for seed in seeds or (workload["seed"],):
+            plan = make_plan(**(workload | {"rate": rate, "seed": seed}))
+            run = replace(plan.run, ids=len(found))
+            found.append(replace(plan, run=run, vocab_size=vocab_size, context_limit=context_limit))
+    return found
+
+
+def _say_what_is_wrong(report: dict[str, Any]) -> None:
+    for entry in report["unreached"]:
+        click.echo(f"{entry['target']} cannot be reached: {entry['error']}", err=True)
+    for summary in report["targets"]:
+        if summary["window"]["steady"] is False:
+            click.echo(f"{summary['target']}, run {summary['run']}: the load was not steady", err=True)
+    if not report["valid"]:
+        click.echo("No results: the client was too late, so what it saw is not the servers' doing.", err=True)
+        for reason in report["invalid_reasons"]:
+            click.echo(f"  {reason}", err=True)
 
 
 def wide_console(*, record: bool = False) -> Console:

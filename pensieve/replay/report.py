@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from pensieve import __version__
+from pensieve.replay.activity import active_sessions
 from pensieve.replay.receipts import violations
 from pensieve.replay.runner import Outcome, TurnRecord
 
@@ -44,6 +45,10 @@ def summarise(outcome: Outcome) -> dict[str, Any]:
             "cold": statistics(_ttft(record for record in done if record.turn == 0)),
             "warm": statistics(_ttft(record for record in done if record.turn > 0)),
         },
+        "ttft_quantiles_s": {
+            "cold": quantiles(_ttft(record for record in done if record.turn == 0)),
+            "warm": quantiles(_ttft(record for record in done if record.turn > 0)),
+        },
         "inter_token_s": statistics(gap for record in done for gap in _gaps(record)),
         "tokens": _tokens(done),
         "by_turn": _by_turn(done),
@@ -52,6 +57,7 @@ def summarise(outcome: Outcome) -> dict[str, Any]:
             "violations": len(broken),
             "examples": broken[:_SHOWN],
         },
+        "active_sessions": active_sessions(outcome.records, outcome.outside, outcome.window_s),
         "errors": dict(Counter(record.error for record in failed)),
         "error_examples": [record.message for record in failed[:_SHOWN]],
         "client_lag_s": statistics(record.sent_s - record.due_s for record in done),
@@ -79,6 +85,12 @@ def statistics(values: Iterable[float]) -> dict[str, float | int | None]:
         "p99": p99,
         "max": float(array.max()),
     }
+
+
+def quantiles(values: Iterable[float]) -> list[float] | None:
+    """At 0, 1, … 100 %: enough to draw the distribution."""
+    array = np.fromiter(values, dtype=np.float64)
+    return [float(value) for value in np.percentile(array, np.arange(101))] if len(array) else None
 
 
 def environment() -> dict[str, Any]:

@@ -11,6 +11,9 @@ from pensieve.core import Usage
 from pensieve.replay.schedule import Script
 from pensieve.replay.targets import Target, TargetInfo, TurnFailed, TurnSpec
 
+MAX_LAG_S = 0.25
+_TICK_S = 0.02
+
 
 @dataclass(slots=True)
 class TurnRecord:
@@ -50,6 +53,10 @@ class RunOptions:
     concurrency: int | None = None
     """Conversations at once; None: as many as are due."""
     seed: int = 0
+    ids: int = 0
+    """Other input ids for another number: no run finds the inputs of an earlier one in a server's prefix cache."""
+    max_lag_s: float = MAX_LAG_S
+    """The measurement is void when a hundredth of the sends, or of the client's own timers, were later than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +70,14 @@ class Outcome:
     skipped_turns: int
     """Never sent, because a turn before them failed."""
     duration_s: float
+    loop_lag_s: tuple[float, ...] = ()
+    """How late the client's own timer fired, each time."""
+    outside: tuple[TurnRecord, ...] = ()
+    """Turns that ended outside the window of measurement; ``records`` are then those inside."""
+    window_s: tuple[float, float] | None = None
+    """Start and end of the window; None: the whole replay."""
+    leftover: str = ""
+    """Why a session could not be ended after the measurement."""
 
 
 async def replay(
@@ -71,6 +86,7 @@ async def replay(
     scripts: Sequence[Script],
     options: RunOptions,
     on_turn: Callable[[TurnRecord], None] = lambda record: None,
+    on_send: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Play all scripts; failed turns are recorded, and end their conversation. The target is open."""
     gate = asyncio.Semaphore(options.concurrency or len(scripts) or 1)
@@ -92,8 +108,8 @@ async def replay(
         for index, turn in enumerate(turns):
             due = max(script.due[index].at_s, answered + script.due[index].after_answer_s)
             record = TurnRecord(script.number, index, turn.input_tokens, due)
-            ids = script.input_ids(index, info.vocab_size, options.seed)
-            spec = TurnSpec(ids, turn.output_tokens, options.force_lengths)
+            ids = script.input_ids(index, info.vocab_size, options.seed, options.ids)
+            spec = TurnSpec(ids, turn.output_tokens, options.force_lengths and info.forces_lengths)
             try:
                 if not session:
                     session = await target.start_session()
@@ -101,6 +117,7 @@ async def replay(
                     # Opening a conversation is no part of its first turn's latency.
                     record.due_s = max(due, time.perf_counter() - start)
                 await _sleep_until(start + due)
+                on_send()
                 await _send(target, session, spec, record, start)
             except TurnFailed as failure:
                 record.error, record.message = failure.code, str(failure)
@@ -111,13 +128,23 @@ async def replay(
                 return len(turns) - index - 1
         return 0
 
-    async with asyncio.TaskGroup() as group:
-        for script in scripts:
-            group.create_task(play(script))
+    lags: list[float] = []
+    watch = asyncio.create_task(_watch_loop(lags))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for script in scripts:
+                group.create_task(play(script))
+    finally:
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)  # it notes a last time when cancelled
     duration = time.perf_counter() - start
+    leftover = ""
     for session in sessions:
-        await target.end_session(session)
-    return Outcome(target.name, info, tuple(records), skipped, duration)
+        try:
+            await target.end_session(session)
+        except TurnFailed as failure:  # what was measured is not lost for want of this
+            leftover = str(failure)
+    return Outcome(target.name, info, tuple(records), skipped, duration, tuple(lags), leftover=leftover)
 
 
 async def _send(target: Target, session: str, spec: TurnSpec, record: TurnRecord, start: float) -> None:
@@ -133,3 +160,17 @@ async def _send(target: Target, session: str, spec: TurnSpec, record: TurnRecord
 
 async def _sleep_until(at: float) -> None:
     await asyncio.sleep(max(0.0, at - time.perf_counter()))
+
+
+async def _watch_loop(lags: list[float]) -> None:
+    """Note how late a timer fires: how long an answer may have waited for this process to look at it.
+
+    A long stall is noted once for each time that the timer would have fired in it: what arrives then waits too.
+    """
+    while True:
+        due = time.perf_counter() + _TICK_S
+        try:
+            await asyncio.sleep(_TICK_S)
+        finally:
+            late = max(0.0, time.perf_counter() - due)
+            lags += [late - missed * _TICK_S for missed in range(1 + int(late / _TICK_S))]

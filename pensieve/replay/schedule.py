@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pensieve.core import TokenArray
-from pensieve.replay.workload import Conversation
+from pensieve.replay.workload import Conversation, Dataset, DatasetError
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,38 @@ class Arrivals:
     time_scale: float = 1.0
     """Recorded times are multiplied by this: 0.5 replays twice as fast."""
     seed: int = 0
+    clients: int | None = None
+    """Closed loop: so many clients, each of which starts the next conversation when its last one has ended."""
+    think_per_token_s: float = 0.0
+    """Pause per token of the answer, as in the first draft of the paper (0.1 there)."""
+    think_minimum_s: float = 0.0
+    """No pause per token is shorter (5 in the draft)."""
+    think_gaps: Gaps | None = None
+    """Pauses are drawn from these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """Recorded times from one turn of a session to the next, to be resampled.
+
+    They are from arrival to arrival, as a trace has them: the recorded service time is inside.
+    """
+
+    name: str
+    sha256: str
+    seconds: tuple[float, ...]
+
+    @classmethod
+    def of(cls, data: Dataset) -> Gaps:
+        """Raises DatasetError when the trace has no later turns with timestamps."""
+        stamps = [[turn.timestamp_s for turn in talk.turns] for talk in data.conversations]
+        pairs = (pair for times in stamps for pair in itertools.pairwise(times))
+        gaps = tuple(max(0.0, b - a) for a, b in pairs if a is not None and b is not None)
+        if not gaps:
+            raise DatasetError(
+                f"{data.name}: no two turns of a session with timestamps, so there are no gaps"
+            )
+        return cls(data.name, data.sha256, gaps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +79,9 @@ class Script:
     due: tuple[Due, ...]
     """One per turn."""
 
-    def input_ids(self, turn: int, vocab_size: int, seed: int) -> TokenArray:
+    def input_ids(self, turn: int, vocab_size: int, seed: int, run: int = 0) -> TokenArray:
         """Pseudo-random token ids, int32 [input_tokens]: the same for every target with this vocabulary."""
-        generator = np.random.default_rng([seed, self.number, turn])
+        generator = np.random.default_rng([seed, self.number, turn, *([run] if run else [])])
         wanted = self.conversation.turns[turn].input_tokens
         return generator.integers(0, vocab_size, wanted, dtype=np.int32)
 
@@ -64,11 +98,24 @@ def scripts(conversations: Sequence[Conversation], arrivals: Arrivals) -> list[S
         starts -= starts[0]
     result = []
     for number, (talk, start) in enumerate(zip(conversations, starts, strict=True)):
-        pauses = generator.exponential(arrivals.think_time_s, len(talk.turns))
-        pauses[0] = 0.0
+        pauses = _pauses(talk, arrivals, generator)
         due = tuple(Due(float(start), float(pause)) for pause in pauses)
         result.append(Script(number, talk, due))
     return result
+
+
+def _pauses(talk: Conversation, arrivals: Arrivals, generator: np.random.Generator) -> NDArray[np.float64]:
+    """Seconds between an answer and the turn after it, one per turn; 0 before the first."""
+    turns = len(talk.turns)
+    if arrivals.think_gaps is not None:
+        pauses = generator.choice(np.array(arrivals.think_gaps.seconds), turns)
+    elif arrivals.think_per_token_s:
+        before = np.array([0, *(turn.output_tokens for turn in talk.turns[:-1])], np.float64)
+        pauses = np.maximum(arrivals.think_minimum_s, arrivals.think_per_token_s * before)
+    else:
+        pauses = generator.exponential(arrivals.think_time_s, turns)
+    pauses[0] = 0.0
+    return pauses
 
 
 def _recorded(conversations: Sequence[Conversation], scale: float) -> list[Script]:

@@ -2,24 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from pensieve.replay.columns import SESSIONS, SPEED, limit_text, number
+from pensieve.replay.curves import Entry, Report, at, busiest, by_system, entries
 from pensieve.replay.report import SOURCES
 
 _EXAMPLES = 5
+_SIDE_BY_SIDE = 4
+_LINE = {
+    "turns_per_s": "turns/s",
+    "output_tokens_per_s": "tok/s",
+    "normalised_latency_s.mean": "norm mean ms",
+    "normalised_latency_s.p90": "norm p90 ms",
+    "ttft_s.cold.p99": "cold TTFT p99 ms",
+    "ttft_s.warm.p99": "warm TTFT p99 ms",
+    "inter_token_s.p99": "inter-token p99 ms",
+    "active_sessions.mean": "active",
+}
+"""What is told of a run in a sweep, and its short name."""
+_COLUMNS = {column.path: column for column in (*SPEED, *SESSIONS)}
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """All targets side by side, then tokens by source per turn number, then what went wrong."""
-    console.print(_overview(report["targets"], _workload_line(report)))
+    """What was measured, tokens by source per turn number, then what went wrong.
+
+    A few targets stand side by side; the runs of a sweep are a line each, and only the fullest run of each system tells
+    of its turns.
+    """
+    found = entries([report])
+    if len(found) <= _SIDE_BY_SIDE and len({entry.load for entry in found}) == 1:
+        console.print(_overview(report["targets"], _workload_line(report)))
+        detailed = found
+    else:
+        console.print(_curves(found, _workload_line(report)))
+        detailed = [busiest(curve) for curve in by_system(found).values()]
+    for entry in detailed:
+        if entry.summary["receipts"]["checked"]:
+            console.print(_by_turn(entry))
     for summary in report["targets"]:
-        if summary["receipts"]["checked"]:
-            console.print(_by_turn(summary))
         _problems(summary, console)
+    _warnings(report, console)
+
+
+def show_curves(reports: Sequence[Report], names: Sequence[str], console: Console) -> None:
+    """All runs of several reports, a line each, and what went wrong."""
+    console.print(_curves(entries(reports, names), f"{len(reports)} reports"))
+    for report in reports:
+        for summary in report["targets"]:
+            _problems(summary, console)
+        _warnings(report, console)
 
 
 def _workload_line(report: dict[str, Any]) -> str:
@@ -37,17 +74,17 @@ def _overview(summaries: Sequence[dict[str, Any]], title: str) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("")
     for summary in summaries:
-        table.add_column(summary["target"], justify="right", overflow="fold")
+        table.add_column(Text(summary["target"]), justify="right", overflow="fold")
 
     def row(name: str, *values: str) -> None:
         table.add_row(name, *values)
 
     def each(path: str, digits: str) -> list[str]:
-        return [_number(_at(summary, path), digits) for summary in summaries]
+        return [number(at(summary, path), digits) for summary in summaries]
 
     def milliseconds(name: str, path: str, *keys: str) -> None:
         cells = (
-            " / ".join(_number(_at(s, f"{path}.{key}"), ",.1f", 1000) for key in keys) for s in summaries
+            " / ".join(number(at(s, f"{path}.{key}"), ",.1f", 1000) for key in keys) for s in summaries
         )
         row(f"{name} ms, {' / '.join(keys)}", *cells)
 
@@ -60,6 +97,10 @@ def _overview(summaries: Sequence[dict[str, Any]], title: str) -> Table:
     milliseconds("inter-token", "inter_token_s", "p50", "p99")
     for source in ("context", *SOURCES, "output"):
         row(f"tokens {source.replace('_', ' ')}", *each(f"tokens.{source}", ",d"))
+    for name in dict.fromkeys(name for s in summaries for name in at(s, "swap") or {}):
+        row(f"swap {name.replace('_', ' ')}", *each(f"swap.{name}", ",.10g"))
+    row("active conversations, mean", *each("active_sessions.mean", ",.1f"))
+    row("active with TTFT p95 ≤ 2 s", *(limit_text(at(s, "active_sessions")) for s in summaries))
     milliseconds("client lag", "client_lag_s", "p50", "p99", "max")
     row("failed + skipped turns", *(f"{s['turns']['failed']} + {s['turns']['skipped']}" for s in summaries))
     row(
@@ -69,36 +110,48 @@ def _overview(summaries: Sequence[dict[str, Any]], title: str) -> Table:
     return table
 
 
-def _by_turn(summary: dict[str, Any]) -> Table:
-    table = Table(title=f"By turn: {summary['target']}", title_justify="left")
+def _curves(found: Sequence[Entry], title: str) -> Table:
+    table = Table(title=Text(title), title_justify="left")
+    table.add_column("system", overflow="fold", min_width=24)
+    for name in ("offered", "seed", *_LINE.values(), "TTFT p95 ≤ 2 s"):
+        table.add_column(name, justify="right", overflow="fold")
+    for entry in found:
+        seed = "–" if entry.seed is None else str(entry.seed)
+        cells = (_COLUMNS[path].text(entry.summary) for path in _LINE)
+        within = limit_text(at(entry.summary, "active_sessions"))
+        table.add_row(Text(entry.system), entry.load, seed, *cells, within)
+    return table
+
+
+def _by_turn(entry: Entry) -> Table:
+    table = Table(title=Text(f"By turn: {entry.system}, {entry.load}"), title_justify="left")
     heads = ("turn", "turns", "TTFT p50 ms", "TTFT p99 ms", "context")
     for name in (*heads, *(source.replace("_", " ") for source in SOURCES), "output"):
         table.add_column(name, justify="right", overflow="fold")
-    for row in summary["by_turn"]:
+    for row in entry.summary["by_turn"]:
         tokens = row["tokens"]
         table.add_row(
             str(row["turn"] + 1),
             f"{row['turns']:,d}",
-            _number(row["ttft_s"]["p50"], ",.1f", 1000),
-            _number(row["ttft_s"]["p99"], ",.1f", 1000),
+            number(row["ttft_s"]["p50"], ",.1f", 1000),
+            number(row["ttft_s"]["p99"], ",.1f", 1000),
             *(f"{tokens[name]:,d}" for name in ("context", *SOURCES, "output")),
         )
     return table
 
 
-def _problems(summary: dict[str, Any], console: Console) -> None:
-    for code, count in summary["errors"].items():
+def _problems(summary: Mapping[str, Any], console: Console) -> None:
+    for code, count in (summary.get("errors") or {}).items():
         console.print(f"{summary['target']}: {count} turns failed with {code}", style="red", markup=False)
-    for text in [*summary["error_examples"][:_EXAMPLES], *summary["receipts"]["examples"][:_EXAMPLES]]:
+    failed, wrong = summary.get("error_examples") or [], at(summary, "receipts.examples") or []
+    for text in [*failed[:_EXAMPLES], *wrong[:_EXAMPLES]]:
         console.print(f"  {text}", style="red", markup=False)
 
 
-def _at(summary: dict[str, Any], path: str) -> Any:
-    value: Any = summary
-    for key in path.split("."):
-        value = value[key]
-    return value
-
-
-def _number(value: float | int | None, digits: str, factor: float = 1) -> str:
-    return "–" if value is None else format(value * factor, digits)
+def _warnings(report: Report, console: Console) -> None:
+    for reason in report.get("invalid_reasons") or []:
+        console.print(f"not valid: {reason}", style="bold red", markup=False)
+    for missing in report.get("unreached") or []:
+        console.print(
+            f"{missing.get('target')} could not be reached: {missing.get('error')}", style="red", markup=False
+        )

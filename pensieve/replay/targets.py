@@ -25,9 +25,13 @@ class TargetInfo:
     """What a target says of itself before the replay."""
 
     vocab_size: int
+    """0: it does not say."""
     context_limit: int
+    """0: it does not say."""
     details: dict[str, str] = field(default_factory=dict)
     """For the report: model, version, switches."""
+    forces_lengths: bool = True
+    """Whether answers of an exact length can be had."""
 
 
 @dataclass(frozen=True, slots=True)

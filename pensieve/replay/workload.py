@@ -6,9 +6,12 @@ import gzip
 import hashlib
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+RECORDED = "pensieve.trace/1"
+"""What the header of a trace written by ``pensieve serve --record`` says."""
 
 CountTokens = Callable[[str], int]
 
@@ -57,6 +60,9 @@ def estimate_tokens(text: str) -> int:
 
 def load(path: Path, count_tokens: CountTokens = estimate_tokens, *, limit: int | None = None) -> Dataset:
     """ShareGPT JSON or a length trace (JSONL), either maybe gzipped. ``limit``: the first so many conversations.
+
+    A trace may be one that ``pensieve serve --record`` wrote: turns that were not kept are left out, and so are
+    answers without a token, whose input is counted to the next turn.
 
     Raises DatasetError.
     """
@@ -117,11 +123,17 @@ def _answered(messages: Iterable[tuple[bool, str]], count: CountTokens) -> list[
 
 def _length_trace(path: Path, text: str) -> list[Conversation]:
     rows: dict[str, list[tuple[int, Turn]]] = {}
+    headers = 0
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
+            if "schema" in row:
+                headers = _header(path, number, row, headers)
+                continue
+            if not row.get("committed", True):
+                continue
             stamp = row.get("timestamp_s")
             turn = Turn(
                 int(row["input_tokens"]), int(row["output_tokens"]), None if stamp is None else float(stamp)
@@ -129,11 +141,38 @@ def _length_trace(path: Path, text: str) -> list[Conversation]:
             entry = int(row["turn"]), turn
             session = str(row["session_id"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, DatasetError):
+                raise
             raise DatasetError(
                 f"{path}, line {number}: wants session_id, turn, input_tokens, output_tokens[, timestamp_s]: {error!r}"
             ) from error
-        if turn.input_tokens < 1 or turn.output_tokens < 1:
+        if turn.input_tokens < 1 or turn.output_tokens < (0 if "committed" in row else 1):
             raise DatasetError(f"{path}, line {number}: a turn has at least one token each way")
         rows.setdefault(session, []).append(entry)
     ordered = ((key, sorted(turns, key=lambda pair: pair[0])) for key, turns in rows.items())
-    return [Conversation(key, tuple(turn for _, turn in turns)) for key, turns in ordered]
+    found = (Conversation(key, _with_answers(turn for _, turn in turns)) for key, turns in ordered)
+    return [talk for talk in found if talk.turns]
+
+
+def _header(path: Path, number: int, row: dict[str, Any], headers: int) -> int:
+    """How many headers there were now. A second one starts the clock anew, so times would overlap."""
+    if row["schema"] != RECORDED:
+        raise DatasetError(f"{path}, line {number}: schema {row['schema']!r} is not {RECORDED}")
+    if headers:
+        raise DatasetError(
+            f"{path}, line {number}: a second recording starts here; split the file before this line"
+        )
+    return headers + 1
+
+
+def _with_answers(turns: Iterable[Turn]) -> tuple[Turn, ...]:
+    """An input without an answer is put before the next one, so that contexts keep their lengths."""
+    kept: list[Turn] = []
+    waiting = 0
+    for turn in turns:
+        if turn.output_tokens:
+            kept.append(replace(turn, input_tokens=turn.input_tokens + waiting))
+            waiting = 0
+        else:
+            waiting += turn.input_tokens
+    return tuple(kept)

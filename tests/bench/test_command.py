@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -151,7 +152,16 @@ def test_failed_turns_fail_the_command(server: tuple[Servicer, str], dataset: st
     "arguments",
     [
         [],
-        ["--target", "http://x:1"],
+        ["--target", "ftp://x:1"],
+        ["--target", "pensieve://h:1", "--name", "a", "--name", "b"],
+        ["--target", "pensieve://h:1", "--clients", "2", "--rate", "1"],
+        ["--target", "pensieve://h:1", "--think-time", "1", "--think-per-token", "1"],
+        ["--target", "pensieve://h:1", "--steady", "--window", "1"],
+        ["--target", "pensieve://h:1", "--conversations", "5"],
+        ["--target", "pensieve://h:1", "--rates", "1,x"],
+        ["--target", "pensieve://h:1", "--rates", "1,1"],
+        ["--target", "pensieve://h:1", "--think-from", "TRACE"],
+        ["--start", " "],
         ["--target", "localhost"],
         ["--target", "pensieve://h:1", "--time-scale", "2"],
         ["--target", "pensieve://h:1", "--limit", "0"],
@@ -165,3 +175,33 @@ def test_unreachable_target(dataset: str) -> None:
     result = invoke(dataset, "--target", "pensieve://127.0.0.1:1")
     assert result.exit_code == 1
     assert "cannot be reached" in result.output
+
+
+def test_a_server_with_a_ready_line_is_started(
+    server: tuple[Servicer, str], dataset: str, tmp_path: Path
+) -> None:
+    """The program that is started stands before the servicer of this test: only its ready line and its end count."""
+    address = server[1].removeprefix("pensieve://")
+    program = tmp_path / "program.py"
+    steps = (
+        "import pathlib, signal",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])",
+        "print('warming up')",
+        f"print('ready grpc={address} admin=127.0.0.1:1', flush=True)",
+        "signal.sigwait([signal.SIGTERM])",
+        f"pathlib.Path({str(tmp_path / 'stopped')!r}).touch()",
+    )
+    program.write_text("\n".join(steps))
+    out = tmp_path / "r.json"
+    result = invoke(
+        dataset, "--start", f"{sys.executable} {program}", "--target", server[1], "--json", str(out)
+    )
+    assert result.exit_code == 0, result.output
+    labels = [summary["target"] for summary in json.loads(out.read_text())["targets"]]
+    assert labels == [server[1], f"{sys.executable} {program}"], "targets come before what is started"
+    assert (tmp_path / "stopped").exists()
+
+
+def test_compare_is_a_command_of_its_own(tmp_path: Path) -> None:
+    assert "Usage: replay compare" in invoke("compare", "--help").output
+    assert invoke("compare", str(tmp_path / "missing.json")).exit_code == 2

@@ -17,6 +17,7 @@ from pensieve.replay.schedule import Arrivals, scripts
 from pensieve.replay.session import Plan, run
 from pensieve.replay.shaping import Shape
 from pensieve.replay.targets import OnTokens, TargetInfo, TurnFailed, TurnSpec
+from pensieve.replay.validity import client_lag
 from pensieve.replay.workload import Conversation, Dataset, Turn
 
 INFO = TargetInfo(vocab_size=50, context_limit=1000)
@@ -105,6 +106,18 @@ async def test_concurrency_bounds_open_conversations() -> None:
     assert target.most_running == 1
 
 
+async def test_a_stall_of_the_client_is_noted_for_its_whole_length() -> None:
+    class Stalling(FakeTarget):
+        async def turn(self, session: str, spec: TurnSpec, on_tokens: OnTokens) -> Usage | None:
+            time.sleep(0.1)
+            return await super().turn(session, spec, on_tokens)
+
+    outcome = await play(Stalling(), concurrency=1)
+    assert max(outcome.loop_lag_s) > 0.05
+    assert len([lag for lag in outcome.loop_lag_s if lag > 0.01]) > 10, "five stalls, each a few timers long"
+    assert not client_lag(outcome, 0.01)["valid"]
+
+
 async def test_failure_ends_its_conversation_only() -> None:
     target = FakeTarget(fail_at=1)
     outcome = await play(target, concurrency=1)
@@ -112,6 +125,15 @@ async def test_failure_ends_its_conversation_only() -> None:
     assert summary["turns"] == {"completed": 2, "failed": 1, "skipped": 2}
     assert summary["errors"] == {"UNAVAILABLE": 1}
     assert not is_clean(summary)
+
+
+async def test_a_session_that_cannot_be_ended_costs_no_result() -> None:
+    class Sticky(FakeTarget):
+        async def end_session(self, session: str) -> None:
+            raise TurnFailed("UNAVAILABLE", "gone")
+
+    outcome = await play(Sticky())
+    assert len(outcome.records) == 5 and "gone" in outcome.leftover
 
 
 async def test_forced_lengths_are_checked() -> None:

@@ -65,6 +65,32 @@ def test_length_trace(tmp_path: Path) -> None:
     assert len(load(path, limit=1).conversations) == 1
 
 
+def test_recorded_trace(tmp_path: Path) -> None:
+    kept = {"session_id": "s", "input_tokens": 3, "output_tokens": 4, "timestamp_s": 1.0, "committed": True}
+    path = tmp_path / "t.jsonl"
+    path.write_text(
+        lines(
+            [
+                {"schema": "pensieve.trace/1", "engine": {"chunk_tokens": 32}},
+                kept | {"turn": 0, "context_tokens": 3},
+                kept | {"turn": 1, "output_tokens": 0, "committed": False},
+                kept | {"turn": 2, "output_tokens": 0, "timestamp_s": 2.0},
+                kept | {"turn": 3, "timestamp_s": 3.0},
+            ]
+        )
+    )
+    data = load(path)
+    assert data.conversations == (Conversation("s", (Turn(3, 4, 1.0), Turn(6, 4, 3.0))),)
+    for extra, message in (
+        ({"schema": "pensieve.trace/1"}, "line 6: a second recording"),
+        ({"schema": "x"}, "line 6: schema 'x'"),
+    ):
+        other = tmp_path / "other.jsonl"
+        other.write_text(path.read_text() + lines([extra]))
+        with pytest.raises(DatasetError, match=message):
+            load(other)
+
+
 @pytest.mark.parametrize(
     ("text", "place"),
     [

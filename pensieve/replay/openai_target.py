@@ -1,0 +1,275 @@
+"""Any server that speaks the OpenAI protocol, as a target without state: every turn sends the whole history."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx2
+import msgspec
+import numpy as np
+
+from pensieve.core import TokenArray, Usage
+from pensieve.replay.targets import OnTokens, TargetInfo, TurnFailed, TurnSpec
+
+_WORDS = (
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "you",
+    "that",
+    "it",
+    "he",
+    "was",
+    "for",
+    "on",
+    "are",
+    "as",
+    "with",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What a server takes, found out by asking it once."""
+
+    api: str
+    """``completions``, with token ids as the prompt; or ``chat``, with text."""
+    forced: bool
+    """Takes ``ignore_eos`` and ``min_tokens``."""
+    returns_ids: bool = False
+    """Takes ``return_token_ids``; answers then come as ids too."""
+
+    @property
+    def path(self) -> str:
+        return "/v1/completions" if self.api == "completions" else "/v1/chat/completions"
+
+
+_DIALECTS = (
+    Dialect("completions", True, True),
+    Dialect("completions", True),
+    Dialect("completions", False),
+    Dialect("chat", True),
+    Dialect("chat", False),
+)
+"""Best first."""
+
+
+@dataclass(slots=True)
+class _Session:
+    ids: list[int] = field(default_factory=list)
+    messages: list[dict[str, str]] = field(default_factory=list)
+    context: int | None = 0
+    """Tokens of prompt and answer of the turn before, as the server counts them; None: it does not."""
+
+
+@dataclass(slots=True)
+class _Answer:
+    pieces: list[tuple[int, float]] = field(default_factory=list)
+    """(tokens, time); a piece that does not tell its ids is taken for one token until the server says how many."""
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    usage: dict[str, Any] = field(default_factory=dict)
+
+    def settle(self) -> None:
+        """Make the pieces' tokens add up to what the server counted; the last pieces give or take the difference."""
+        total = self.usage.get("completion_tokens")
+        if self.ids or total is None or not self.pieces:
+            return
+        excess = sum(count for count, _ in self.pieces) - int(total)
+        while excess > 0 and self.pieces:
+            self.pieces.pop()
+            excess -= 1
+        if excess < 0:
+            count, at = self.pieces[-1]
+            self.pieces[-1] = count - excess, at
+
+
+class OpenAITarget:
+    """``http://HOST:PORT``. ``api_key`` goes out as a bearer token."""
+
+    def __init__(self, base: str, *, name: str | None = None, api_key: str | None = None) -> None:
+        self._base, self._name = base, name or base
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client = httpx2.AsyncClient(
+            base_url=base,
+            headers=headers,
+            timeout=httpx2.Timeout(None, connect=10.0),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+            trust_env=False,  # a proxy would be part of the measurement
+        )
+        self._model = ""
+        self._dialect = _DIALECTS[0]
+        self._sessions: dict[str, _Session] = {}
+        self._opened = 0
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    async def open(self) -> TargetInfo:
+        listed = await self._models()
+        self._model = str(listed["id"])
+        refusals = []
+        for dialect in _DIALECTS:
+            self._dialect = dialect
+            probe = _Session()
+            try:
+                answer = await self._ask(probe, TurnSpec(np.arange(3, 7, dtype=np.int32), 2, dialect.forced))
+            except TurnFailed as refusal:
+                refusals.append(f"{dialect.path}: {refusal}")
+                continue
+            if dialect.returns_ids and not answer.ids:
+                self._dialect = dialect = Dialect(dialect.api, dialect.forced)
+            return self._info(listed, dialect)
+        raise TurnFailed("UNSUPPORTED", f"{self._base} answers no kind of request: {'; '.join(refusals)}")
+
+    async def start_session(self) -> str:
+        self._opened += 1
+        self._sessions[str(self._opened)] = _Session()
+        return str(self._opened)
+
+    async def turn(self, session: str, spec: TurnSpec, on_tokens: OnTokens) -> Usage | None:
+        state = self._sessions[session]
+        answer = await self._ask(state, spec)
+        for count, at in answer.pieces:
+            on_tokens(count, at)
+        produced = sum(count for count, _ in answer.pieces)
+        _keep(state, self._dialect, spec, answer, produced)
+        return _receipt(state, answer.usage, produced)
+
+    async def end_session(self, session: str) -> None:
+        self._sessions.pop(session, None)
+
+    async def evict(self) -> str:
+        """Ask for an empty prefix cache; says which request did it. Most servers have none."""
+        for path in ("/reset_prefix_cache", "/flush_cache"):
+            try:
+                if (await self._client.post(path)).is_success:
+                    return f"POST {path}"
+            except httpx2.HTTPError as error:
+                raise _lost(error) from error
+        return "other token ids"
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _models(self) -> dict[str, Any]:
+        try:
+            response = await self._client.get("/v1/models", timeout=30.0)
+            response.raise_for_status()
+            return dict(response.json()["data"][0])
+        except httpx2.HTTPError as error:
+            raise _lost(error) from error
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise TurnFailed("BAD_RESPONSE", f"{self._base}/v1/models lists no model: {error!r}") from error
+
+    def _info(self, listed: dict[str, Any], dialect: Dialect) -> TargetInfo:
+        meta = listed.get("meta") or {}
+        tokens = dialect.api == "completions"
+        details = {
+            "model": self._model,
+            "server": str(listed.get("owned_by", "")),
+            "api": dialect.api,
+            "prompt": "token ids" if tokens else "text",
+            "answers": ("token ids" if dialect.returns_ids else "drawn") if tokens else "text",
+            "lengths": "forced" if dialect.forced else "not forced",
+        }
+        limit = listed.get("max_model_len") or meta.get("n_ctx_train") or 0
+        vocab = listed.get("vocab_size") or meta.get("n_vocab") or 0
+        return TargetInfo(int(vocab), int(limit), details, dialect.forced)
+
+    async def _ask(self, state: _Session, spec: TurnSpec) -> _Answer:
+        answer = _Answer()
+        body = _body(self._model, self._dialect, state, spec)
+        try:
+            async with self._client.stream("POST", self._dialect.path, json=body) as response:
+                if not response.is_success:
+                    text = (await response.aread()).decode("utf-8", "replace")
+                    raise TurnFailed(f"HTTP_{response.status_code}", text[:300])
+                async for line in response.aiter_lines():
+                    if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
+                        _take(answer, msgspec.json.decode(data), time.perf_counter())
+        except httpx2.HTTPError as error:
+            raise _lost(error) from error
+        except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
+            raise TurnFailed("BAD_RESPONSE", repr(error)) from error
+        answer.settle()
+        return answer
+
+
+def _body(model: str, dialect: Dialect, state: _Session, spec: TurnSpec) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "model": model,
+        "max_tokens": spec.output_tokens,
+        "temperature": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if dialect.api == "completions":
+        body["prompt"] = state.ids + spec.input_ids.tolist()
+    else:
+        body["messages"] = [*state.messages, {"role": "user", "content": text_of(spec.input_ids)}]
+    if spec.forced and dialect.forced:
+        body |= {"ignore_eos": True, "min_tokens": spec.output_tokens}
+    if dialect.returns_ids:
+        body["return_token_ids"] = True
+    return body
+
+
+def _take(answer: _Answer, event: dict[str, Any], at: float) -> None:
+    if event.get("error"):
+        raise TurnFailed("SERVER_ERROR", str(event["error"])[:300])
+    answer.usage = event.get("usage") or answer.usage
+    for choice in event.get("choices") or ():
+        ids: Sequence[int] = choice.get("token_ids") or ()
+        text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+        answer.ids += ids
+        answer.text += text
+        if ids or text:
+            answer.pieces.append((len(ids) or 1, at))
+
+
+def _keep(state: _Session, dialect: Dialect, spec: TurnSpec, answer: _Answer, produced: int) -> None:
+    """Add the turn to the history."""
+    if dialect.api == "chat":
+        question = {"role": "user", "content": text_of(spec.input_ids)}
+        state.messages += [question, {"role": "assistant", "content": answer.text}]
+        return
+    # Where the server does not tell the ids of its answer, others stand for them: the lengths are right, but a
+    # prefix cache cannot find the answer again; the report says "drawn".
+    state.ids += spec.input_ids.tolist()
+    state.ids += answer.ids or np.resize(spec.input_ids, produced).tolist()
+
+
+def _receipt(state: _Session, usage: dict[str, Any], produced: int) -> Usage | None:
+    """From the server's own counts, if it tells how many tokens its prefix cache gave; else None."""
+    context = usage.get("prompt_tokens")
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    before, state.context = state.context, None if context is None else int(context) + produced
+    if context is None or cached is None or before is None or context <= before:
+        return None
+    found = min(int(cached), before)
+    return Usage(
+        context_tokens=int(context),
+        gpu_cached_tokens=found,
+        recomputed_tokens=before - found,
+        new_tokens=int(context) - before,
+        output_tokens=produced,
+    )
+
+
+def text_of(ids: TokenArray) -> str:
+    """About as many tokens of English text, different for different ids."""
+    return " ".join(_WORDS[token % len(_WORDS)] for token in ids.tolist())
+
+
+def _lost(error: httpx2.HTTPError) -> TurnFailed:
+    if isinstance(error, httpx2.HTTPStatusError):
+        return TurnFailed(f"HTTP_{error.response.status_code}", str(error))
+    return TurnFailed("UNAVAILABLE", f"{type(error).__name__}: {error}")

@@ -1,0 +1,93 @@
+"""A replay on the terminal while it runs: turns done and running, tokens per second, errors, time left."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from pensieve.replay.runner import TurnRecord
+
+_RECENT_S = 10.0
+"""Tokens per second are those of turns that ended in this time."""
+
+
+class LiveProgress:
+    """A context manager; each ``watch`` adds a line. Silent where the console is no terminal."""
+
+    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[running]}"),
+            TextColumn("{task.fields[speed]:,.0f} tok/s"),
+            TextColumn("{task.fields[errors]}", style="red"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+
+    def __enter__(self) -> Self:
+        self.progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.progress.stop()
+
+    def watch(self, name: str, turns: int) -> Line:
+        """A line for the replay of ``turns`` turns that begins now."""
+        return Line(self.progress, name, turns, self._clock)
+
+
+class Line:
+    """One replay: to be called with each turn that ended. Turns in flight are shown when it is told of sends."""
+
+    def __init__(self, progress: Progress, name: str, turns: int, clock: Callable[[], float]) -> None:
+        self._progress, self._clock = progress, clock
+        self._recent: deque[tuple[float, int]] = deque()
+        self._sent: int | None = None
+        self._ended = self._unsent = self._errors = 0
+        self._start = clock()
+        self._task: TaskID = progress.add_task(name, total=turns, running="", speed=0.0, errors="")
+
+    def sent(self) -> None:
+        self._sent = (self._sent or 0) + 1
+        self._show()
+
+    def __call__(self, record: TurnRecord) -> None:
+        now = self._clock()
+        self._ended += 1
+        self._unsent += not record.sent_s  # its conversation could not be opened
+        self._errors += bool(record.error)
+        self._recent.append((now, record.output_tokens))
+        while self._recent[0][0] < now - _RECENT_S:
+            self._recent.popleft()
+        self._progress.advance(self._task)
+        self._show()
+
+    def _show(self) -> None:
+        span = min(_RECENT_S, self._clock() - self._start)
+        self._progress.update(
+            self._task,
+            running="" if self._sent is None else f"{self._sent - self._ended + self._unsent} running",
+            speed=sum(tokens for _, tokens in self._recent) / span if span > 0 else 0.0,
+            errors=f"{self._errors} errors" if self._errors else "",
+        )

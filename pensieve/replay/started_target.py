@@ -1,0 +1,158 @@
+"""A target that the tool starts itself from a command line, and stops after its measurement."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shlex
+import signal
+from collections import deque
+from collections.abc import Callable
+
+from pensieve.core import Usage
+from pensieve.replay.targets import OnTokens, Target, TargetInfo, TurnFailed, TurnSpec
+from pensieve.spawn import READY, STOP_GRACE_S, read_metric
+
+_POLL_S = 0.5
+_LOG_LINES = 20
+
+Connect = Callable[[str], Target]
+"""Address (``pensieve://…`` or ``http://…``) → target."""
+
+
+class StartedTarget:
+    """Owns one process, from ``open`` to ``close``; can be opened again.
+
+    With ``url`` the server is up when it answers there; without, when it prints Pensieve's ready line.
+    """
+
+    def __init__(
+        self, command: str, url: str | None, connect: Connect, *, name: str | None, timeout_s: float
+    ) -> None:
+        self._command, self._url, self._connect = command, url, connect
+        self._name, self._timeout_s = name or command, timeout_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._log: deque[str] = deque(maxlen=_LOG_LINES)
+        self._inner: Target | None = None
+        self._admin = ""
+        """Where Pensieve's metrics are, as its ready line says."""
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    async def open(self) -> TargetInfo:
+        address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *shlex.split(self._command),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:
+            raise TurnFailed("NOT_STARTED", f"{self._command}: {error}") from error
+        self._reader = asyncio.create_task(self._read(self._process, address))
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                info = await self._answers(address)
+        except TimeoutError:
+            await self.close()
+            raise self._not_started(f"not up within {self._timeout_s:.0f} s") from None
+        except BaseException:
+            await self.close()
+            raise
+        return TargetInfo(
+            info.vocab_size,
+            info.context_limit,
+            info.details | {"started": self._command},
+            info.forces_lengths,
+        )
+
+    async def start_session(self) -> str:
+        return await self._running.start_session()
+
+    async def turn(self, session: str, spec: TurnSpec, on_tokens: OnTokens) -> Usage | None:
+        return await self._running.turn(session, spec, on_tokens)
+
+    async def end_session(self, session: str) -> None:
+        await self._running.end_session(session)
+
+    async def evict(self) -> str:
+        evict = getattr(self._running, "evict", None)
+        return "sessions deleted" if evict is None else str(await evict())
+
+    async def swap_bytes(self) -> dict[str, float] | None:
+        """Bytes copied between the tiers since the server started; None of a server whose metrics cannot be read."""
+        if not self._admin:
+            return None
+        name = "pensieve_swap_bytes_total"
+        try:
+            return {
+                f"{way}_bytes": await asyncio.to_thread(read_metric, self._admin, name, direction=way)
+                for way in ("in", "out")
+            }
+        except OSError:  # a measurement is not lost for want of this; the report then has no `swap`
+            return None
+
+    async def close(self) -> None:
+        """SIGTERM, and SIGKILL to the whole process group for what is left of it."""
+        if self._inner is not None:
+            await self._inner.close()
+            self._inner = None
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_GRACE_S):
+                await process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        if self._reader is not None:
+            await self._reader
+
+    @property
+    def _running(self) -> Target:
+        assert self._inner is not None, "not open"
+        return self._inner
+
+    async def _answers(self, address: asyncio.Future[str]) -> TargetInfo:
+        """Wait until the server is up; connect."""
+        if self._url is None:
+            self._inner = self._connect(f"pensieve://{await address}")
+            return await self._inner.open()
+        while True:
+            if address.done():
+                await address  # the process has ended
+            inner = self._connect(self._url)
+            try:
+                info = await inner.open()
+            except TurnFailed:
+                await inner.close()
+                await asyncio.sleep(_POLL_S)
+                continue
+            self._inner = inner
+            return info
+
+    async def _read(self, process: asyncio.subprocess.Process, address: asyncio.Future[str]) -> None:
+        assert process.stdout is not None
+        while line := await process.stdout.readline():
+            text = line.decode("utf-8", "replace").rstrip("\n")
+            self._log.append(text)
+            match = READY.fullmatch(text.strip())
+            if match and self._url is None and not address.done():
+                self._admin = match["admin"]
+                address.set_result(match["grpc"])
+        if not address.done():
+            status = await process.wait()
+            address.set_exception(self._not_started(f"ended with status {status}"))
+            address.exception()  # seen: nobody may be waiting
+
+    def _not_started(self, why: str) -> TurnFailed:
+        return TurnFailed("NOT_STARTED", f"{self._command}: {why}; its last words:\n" + "\n".join(self._log))
