@@ -33,6 +33,11 @@ LAZY: Final[dict[str, tuple[str, str, str]]] = {
         "replay",
         "Replay multi-turn conversations against servers and report.",
     ),
+    "simulate": (
+        "pensieve.simulate.command",
+        "simulate",
+        "Compare eviction policies and plan capacity under a virtual clock.",
+    ),
 }
 """Subcommand → module, attribute, line in ``pensieve --help``."""
 

@@ -1,0 +1,112 @@
+"""The policies that can be compared: those of the engine, and three that only a simulation needs.
+
+``ttl-lru``      sessions idle for longer than ``TTL_S`` first, their cheapest chunks first; then plain LRU
+``arc``          Adaptive Replacement Cache with sessions as its objects, evicted chunk by chunk
+``clairvoyant``  V = Cost(l) / time until the session comes back: Belady's rule adapted to cost. It sees the future, so
+                 nobody can run it; it says how much there is to gain. Greedy, so close to the optimum but not proven
+                 to be one: ``bound`` has the proven limit.
+
+The engine's ``Policy`` is told for each session how long ago it was last active, and nothing else that would tell
+sessions apart. So what these know beyond that travels in the time that a session is released with (``stamp``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+
+from pensieve.engine.cache.policy import POLICIES, SHORTEST_IDLE_S, Floats, Policy
+
+TTL_S: Final = 300.0
+_FREQUENT: Final = 1e9
+"""ARC: added to the stamp of a session that has come back; no simulation lasts so long."""
+
+Stamp = Callable[[float, float, int], float]
+"""(now, time of the next turn, turns so far) → the time to release a session with."""
+
+
+class TtlLru:
+    """Recency within the time to live; what has outlived it goes before, cheapest first."""
+
+    def values(self, first_cost: Floats, candidates: Floats, idle: Floats) -> Floats:
+        fresh = 1.0 + 1.0 / np.maximum(idle, SHORTEST_IDLE_S)
+        finite = np.where(np.isfinite(first_cost), first_cost, 0.0)
+        return np.where(idle > TTL_S, finite / (1.0 + finite), fresh)
+
+    def group(self, candidates: Sequence[int]) -> Sequence[int]:
+        return candidates[:1]
+
+
+class Clairvoyant:
+    """``idle`` is minus the time until the next turn; of a turn that waits already, how long it does: the longest waits
+    at the head of the queue."""
+
+    def values(self, first_cost: Floats, candidates: Floats, idle: Floats) -> Floats:
+        return first_cost * np.where(idle < 0, 1.0 / np.maximum(-idle, SHORTEST_IDLE_S), 1.0 / SHORTEST_IDLE_S + idle)
+
+    def group(self, candidates: Sequence[int]) -> Sequence[int]:
+        return candidates[:1]
+
+
+class Arc:
+    """T1: sessions with one turn, T2: those that came back. ``share`` is how much of what can be evicted T1 may be.
+
+    A returning session that lost chunks is a hit in a ghost list: of T1 if it had had one turn, else of T2; ``share``
+    moves towards that list by the part of its history that was lost. The ghosts are the sessions themselves, so their
+    lists are as long as sessions live.
+    """
+
+    def __init__(self) -> None:
+        self.share = 0.5
+        self._prefer_recent = True
+
+    def values(self, first_cost: Floats, candidates: Floats, idle: Floats) -> Floats:
+        frequent = idle < -_FREQUENT / 2
+        age = np.where(frequent, idle + _FREQUENT, idle)
+        if candidates.size > 1:  # a single row is one session ranked anew in the middle of a round
+            total = float(candidates.sum())
+            recent = float(candidates[~frequent].sum())
+            self._prefer_recent = recent > self.share * total
+        first = ~frequent if self._prefer_recent else frequent
+        return np.where(first, 0.0, 1e6) + 1.0 / np.maximum(age, SHORTEST_IDLE_S)
+
+    def group(self, candidates: Sequence[int]) -> Sequence[int]:
+        return candidates[:1]
+
+    def returned(self, turn: int, history: int, recomputed: int) -> None:
+        """A session's turn number ``turn`` found its history with so many tokens lost."""
+        if turn == 0 or not recomputed:
+            return
+        step = 0.05 * recomputed / history
+        self.share = min(max(self.share + (step if turn == 1 else -step), 0.0), 1.0)
+
+
+def _now(now: float, due: float, turns: int) -> float:
+    return now
+
+
+def _due(now: float, due: float, turns: int) -> float:
+    return due
+
+
+def _frequent(now: float, due: float, turns: int) -> float:
+    return now + _FREQUENT if turns > 1 else now
+
+
+EXTRA: Final[dict[str, tuple[Callable[[], Policy], Stamp]]] = {
+    "ttl-lru": (TtlLru, _now),
+    "arc": (Arc, _frequent),
+    "clairvoyant": (Clairvoyant, _due),
+}
+NAMES: Final = (*POLICIES, *EXTRA)
+
+
+def make(name: str) -> tuple[Policy, Stamp]:
+    """A fresh policy, and how to stamp what it releases. Raises KeyError."""
+    if name in EXTRA:
+        policy, stamp = EXTRA[name]
+        return policy(), stamp
+    engine = {str(key): value for key, value in POLICIES.items()}
+    return engine[name](), _now

@@ -1,0 +1,105 @@
+"""``pensieve simulate`` as a program."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pensieve.replay.workload import Conversation, Turn
+from pensieve.simulate.command import simulate
+from pensieve.simulate.load import NEVER, Load
+from pensieve.simulate.machine import Machine
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    rows = [
+        {"session_id": f"s{s}", "turn": t, "input_tokens": 20 + s, "output_tokens": 10, "timestamp_s": s + 5.0 * t}
+        for s in range(12)
+        for t in range(3)
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+def test_writes_table_and_json(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    arguments = ["--device-cache", "256tokens", "--host-cache", "128tokens", "--chunk-tokens", "8", "--json", str(out)]
+    result = CliRunner().invoke(
+        simulate, [str(trace), "--policy", "lru", "--policy", "clairvoyant", "--jobs", "1", *arguments]
+    )
+    assert result.exit_code == 0, result.output
+    report = json.loads(out.read_text())
+    assert report["schema"] == "pensieve.simulate/1" and report["load"]["sessions"] == 12
+    lru, seer = report["policies"]
+    assert (lru["policy"], lru["turns"], lru["receipts"]["violations"]) == ("lru", 36, 0)
+    assert seer["over_clairvoyant"] == 1.0 and lru["over_clairvoyant"] > 1.0
+    assert seer["least_recomputed_cost_s"] <= seer["recomputed_cost_s"]
+    assert "clairvoyant" in result.output and "space-time bound" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--device-cache", "lots"], "cache size 'lots'"),
+        (["--device-cache", "4tokens"], "does not hold one chunk"),
+        (["--lose-replica-at", "5"], "--replicas 2"),
+        (["--policy", "best"], "'best' is not one of"),
+    ],
+)
+def test_bad_options(trace: Path, arguments: list[str], says: str) -> None:
+    result = CliRunner().invoke(simulate, [str(trace), *arguments])
+    assert result.exit_code == 2 and says in result.output
+
+
+def test_a_trace_without_times_needs_a_rate(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"session_id": "a", "turn": 0, "input_tokens": 5, "output_tokens": 5}')
+    result = CliRunner().invoke(simulate, [str(path)])
+    assert result.exit_code == 2 and "a rate and a think time are needed" in result.output
+
+
+def test_machine_files(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text('{"name": "mine", "token_s": 1e-4}')
+    assert Machine.from_json(path) == Machine(name="mine", token_s=1e-4)
+    for text in ('{"tokens_s": 1}', '{"token_s": 0}', "["):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"machine\.json"):
+            Machine.from_json(path)
+
+
+def test_the_machine_meets_what_was_measured() -> None:
+    machine = Machine()
+    decodes = [(1, 1024, 6.72), (8, 1024, 7.31), (16, 1024, 7.87), (64, 1024, 10.76), (128, 1024, 14.26),
+               (256, 1024, 22.61), (1, 4096, 6.91), (8, 4096, 8.45), (16, 4096, 10.59), (64, 4096, 19.59),
+               (128, 4096, 31.96)]  # fmt: skip
+    for rows, context, ms in decodes:
+        ours = machine.step(tokens=rows, rows=rows, kv_read=rows * context, pairs=0)
+        assert ours * 1e3 == pytest.approx(ms, rel=0.09)
+    for tokens, ms in [(512, 19.88), (1024, 37.57), (2048, 78.68), (4096, 156.23), (8192, 334.61)]:
+        steps = -(-tokens // 2048)
+        one = machine.step(tokens=tokens // steps, rows=1, kv_read=0, pairs=tokens * tokens / 2 / steps)
+        assert steps * one * 1e3 == pytest.approx(ms, rel=0.09)
+
+
+def test_load_is_streamed_and_ordered() -> None:
+    talks = [Conversation("a", (Turn(1, 2, 10.0), Turn(3, 4, 15.0))), Conversation("b", (Turn(5, 6, 2.0),))]
+    recorded = list(Load(talks))
+    assert [(life.start, life.turns) for life in recorded] == [(0.0, ((5, 6),)), (8.0, ((1, 2), (3, 4)))]
+    assert (recorded[1].due(1, 9.0), recorded[1].due(1, 20.0), recorded[1].due(2, 20.0)) == (13.0, 20.0, NEVER)
+    many = iter(Load(talks, 10**9, 5.0, 1.0, 1))
+    starts = [next(many).start for _ in range(9000)]
+    assert starts == sorted(starts)
+    assert 9000 / starts[-1] == pytest.approx(5.0 * 2 / 3, rel=0.1)
+
+
+def test_needs_no_torch() -> None:
+    code = "import sys; sys.modules['torch'] = sys.modules['triton'] = None; import pensieve.simulate.command"
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
