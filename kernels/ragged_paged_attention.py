@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pensieve.kernels import attention_hopper
+from pensieve.kernels import attention_hopper, attention_plan
 from pensieve.kernels._check import check_attention
 from pensieve.kernels.attention_buffers import HEADER, AttentionPlan, geometry_of, plan_key
 from pensieve.kernels.attention_kinds import Geometry
 from pensieve.kernels.attention_tiles import Tile, width_of
 from pensieve.kernels.span_table import SpanTable
 
-ITEM, MERGE = tl.constexpr(8), tl.constexpr(6)
+ITEM, MERGE = tl.constexpr(attention_plan.ITEM), tl.constexpr(attention_plan.MERGE)
 LISTS_AT = tl.constexpr(3)
 NARROW, WIDE, MERGES = 0, 1, 2
 """Lists of a plan: the word of a list's length, and from ``LISTS_AT`` that of its place."""

@@ -10,10 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
-from pensieve.engine.plan import StepWorker
 from pensieve.engine.transfer import LayerTransfers
 from support.checkpoints import FAMILIES, Family
-from support.exactness import Bench, run_schedule
+from support.exactness import Bench, caught, run_all
 from support.mutants import PLAN_MUTANTS, MutantWorker, SwapOutLastWorker
 
 SCHEDULES = 220
@@ -36,27 +35,8 @@ def benches(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family], Benc
 @pytest.mark.parametrize("part", range(2))
 def test_answers_equal_transformers(family: Family, part: int, benches: Callable[[Family], Bench]) -> None:
     bench = benches(family)
-    paths = {"device": 0, "host": 0, "recomputed": 0, "suspended": 0}
-    for seed in range(part * SCHEDULES // 2, (part + 1) * SCHEDULES // 2):
-        driver = run_schedule(bench, seed)
-        for turn in driver.finished:
-            assert turn.usage is not None and turn.usage.reconciles
-            paths["device"] += turn.usage.gpu_cached_tokens
-            paths["host"] += turn.usage.swapped_in_tokens
-            paths["recomputed"] += turn.usage.recomputed_tokens
-        paths["suspended"] += driver.engine.stats().suspensions_total
-    assert all(paths.values()), f"a path was never taken: {paths}"
+    run_all(bench, range(part * SCHEDULES // 2, (part + 1) * SCHEDULES // 2))
     assert bench.oracle.near_ties <= bench.oracle.tokens / 1000, "too many near ties to call this exact"
-
-
-def caught(bench: Bench, wrap: Callable[[StepWorker], StepWorker], schedules: int = 60) -> bool:
-    """Whether some schedule notices the fault."""
-    for seed in range(schedules):
-        try:
-            run_schedule(bench, seed, wrap)
-        except AssertionError:
-            return True
-    return False
 
 
 @pytest.mark.parametrize("name", PLAN_MUTANTS)

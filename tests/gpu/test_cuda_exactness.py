@@ -7,7 +7,6 @@ float32 from the same weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from pensieve.core import RequestKey, Sampling
 from pensieve.engine.cuda_worker import CudaWorker
 from pensieve.engine.plan import PENDING, Copy, PageTable, Plan, SampleSpec, Span, StepResult, StepWorker
 from support.checkpoints import FAMILIES, Family
-from support.exactness import Bench, run_schedule
+from support.exactness import Bench, caught, run_all
 from support.mutants import PLAN_MUTANTS, MutantWorker
 
 pytestmark = pytest.mark.gpu
@@ -37,29 +36,16 @@ def exact_products() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-def run_all(bench: Bench, schedules: int) -> None:
-    paths = {"device": 0, "host": 0, "recomputed": 0, "suspended": 0}
-    for seed in range(schedules):
-        driver = run_schedule(bench, seed)
-        for turn in driver.finished:
-            assert turn.usage is not None and turn.usage.reconciles
-            paths["device"] += turn.usage.gpu_cached_tokens
-            paths["host"] += turn.usage.swapped_in_tokens
-            paths["recomputed"] += turn.usage.recomputed_tokens
-        paths["suspended"] += driver.engine.stats().suspensions_total
-    assert all(paths.values()), f"a path was never taken: {paths}"
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_equal_transformers(family: Family, tmp_path: Path) -> None:
     bench = Bench(family, tmp_path, "cuda")
-    run_all(bench, SCHEDULES)
+    run_all(bench, range(SCHEDULES))
     assert bench.oracle.near_ties <= bench.oracle.tokens / 1000, "too many near ties to call this exact"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_answers_are_as_good_as_the_best(family: Family, tmp_path: Path) -> None:
-    run_all(Bench(family, tmp_path, "cuda", dtype="bfloat16", near_tie=BF16_TOLERANCE), 15)
+    run_all(Bench(family, tmp_path, "cuda", dtype="bfloat16", near_tie=BF16_TOLERANCE), range(15))
 
 
 @pytest.mark.parametrize("heads", [(4, 2, 64), (8, 2, 128), (5, 1, 80)], ids=str)
@@ -67,7 +53,7 @@ def test_bfloat16_answers_with_the_heads_of_real_models(heads: tuple[int, int, i
     """Head sizes that the kernels of one device family take."""
     count, kv_count, dim = heads
     shape = {"num_attention_heads": count, "num_key_value_heads": kv_count, "head_dim": dim}
-    run_all(Bench("qwen3", tmp_path, "cuda", dtype="bfloat16", near_tie=BF16_TOLERANCE, **shape), 15)
+    run_all(Bench("qwen3", tmp_path, "cuda", dtype="bfloat16", near_tie=BF16_TOLERANCE, **shape), range(15))
 
 
 @pytest.mark.parametrize("name", PLAN_MUTANTS)
@@ -81,15 +67,6 @@ def test_broken_plans_are_caught(name: str, dtype: str, tmp_path: Path) -> None:
         return MutantWorker(worker, PLAN_MUTANTS[name])
 
     assert caught(bench, broken), "no schedule noticed"
-
-
-def caught(bench: Bench, wrap: Callable[[StepWorker], StepWorker]) -> bool:
-    for seed in range(60):
-        try:
-            run_schedule(bench, seed, wrap)
-        except AssertionError:
-            return True
-    return False
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -3,16 +3,8 @@ its speed rests on. The budgets are what the tiles of ``attention_tiles`` promis
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
-from dataclasses import dataclass
-from pathlib import Path
-
 import pytest
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from pensieve.kernels.attention_kinds import Geometry
 from pensieve.kernels.attention_tiles import Tile, choose_tiles
@@ -29,55 +21,25 @@ from pensieve.kernels.ragged_paged_attention import (
     constants,
     options,
 )
+from support import compiled_kernels
+from support.compiled_kernels import CUOBJDUMP, Binary
 
 REGISTERS, SHARED_BYTES = 65536, 233472
 """Of one Hopper multiprocessor."""
 STACK, STACK_OF_LARGE = 16, 320
 """Bytes a thread that spill at most, over the versions of Triton from 3.6 on."""
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-POINTERS = {
+TYPES = {
     "q": "*bf16", "pool": "*bf16", "tables": "*i32", "out": "*bf16", "lse": "*fp32", "words": "*i32",
-    "partial": "*fp32", "partial_lse": "*fp32",
+    "partial": "*fp32", "partial_lse": "*fp32", "factor": "fp32",
 }  # fmt: skip
 ANY_VALUE = ("table_stride", "partial_rows")
 
 pytestmark = pytest.mark.skipif(not CUOBJDUMP.exists(), reason="this build of Triton brings no CUDA tools")
 
 
-@dataclass(frozen=True, slots=True)
-class Binary:
-    registers: int
-    stack: int
-    shared: int
-    ptx: str
-
-
 def build(kernel: triton.JITFunction, fixed: dict[str, int | bool], build_options: dict[str, int]) -> Binary:
-    """Compile for sm_90 as a launch with aligned tensors would, and read the resources of the result."""
-    signature = {}
-    for name in kernel.arg_names:
-        signature[name] = "constexpr" if name in fixed else POINTERS.get(name, "i32")
-    if "factor" in signature:
-        signature["factor"] = "fp32"
-    aligned = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(kernel.arg_names)
-        if signature[name] not in ("constexpr", "fp32") and name not in ANY_VALUE
-    }
-    source = ASTSource(kernel, signature, constexprs=fixed, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=build_options)
-    listing = usage(compiled.asm["cubin"])
-    registers, stack = (int(re.search(rf"{key}:(\d+)", listing)[1]) for key in ("REG", "STACK"))
-    return Binary(registers, stack, compiled.metadata.shared, compiled.asm["ptx"])
-
-
-def usage(cubin: bytes) -> str:
-    """What cuobjdump says of a binary's resources; it reads regular files only."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [CUOBJDUMP, "--dump-resource-usage", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    """As a launch with aligned tensors would."""
+    return compiled_kernels.build(kernel, TYPES, fixed, build_options, any_value=ANY_VALUE)
 
 
 def attend(

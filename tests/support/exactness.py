@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -110,3 +110,27 @@ def run_schedule(
     driver.run_until_idle()
     engine.close()
     return driver
+
+
+def run_all(bench: Bench, seeds: Iterable[int]) -> None:
+    """Schedules whose receipts reconcile and that together take every path."""
+    paths = {"device": 0, "host": 0, "recomputed": 0, "suspended": 0}
+    for seed in seeds:
+        driver = run_schedule(bench, seed)
+        for turn in driver.finished:
+            assert turn.usage is not None and turn.usage.reconciles
+            paths["device"] += turn.usage.gpu_cached_tokens
+            paths["host"] += turn.usage.swapped_in_tokens
+            paths["recomputed"] += turn.usage.recomputed_tokens
+        paths["suspended"] += driver.engine.stats().suspensions_total
+    assert all(paths.values()), f"a path was never taken: {paths}"
+
+
+def caught(bench: Bench, wrap: Callable[[StepWorker], StepWorker], schedules: int = 60) -> bool:
+    """Whether some schedule notices the fault."""
+    for seed in range(schedules):
+        try:
+            run_schedule(bench, seed, wrap)
+        except AssertionError:
+            return True
+    return False
