@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pensieve.config import EngineTuning
 from pensieve.core import RequestKey
 from pensieve.engine.host_batch import HostBatch, make_host_batch
 from pensieve.engine.plan import PendingStep, Plan, Sampled, StepResult
@@ -39,22 +40,15 @@ STAGINGS = 3
 """A step's staging is filled while the step before runs and the one before that may still be uploading."""
 
 
-@dataclass(frozen=True, slots=True)
-class CudaOptions:
-    """Switches of the GPU path; each default is the fast one."""
-
-    pipelined_swap_in: bool = True
-    cuda_graphs: bool = True
-    swap_mechanism: str = "auto"
-    verify_swap: bool = False
-
-
 class CudaWorker:
     """``StepWorker`` on one GPU."""
 
-    def __init__(self, model: Transformer, info: WorkerInfo, options: CudaOptions | None = None) -> None:
-        """Allocates both pools. Raises ValueError when there is not that much memory."""
-        options = options or CudaOptions()
+    def __init__(self, model: Transformer, info: WorkerInfo, options: EngineTuning | None = None) -> None:
+        """Allocates both pools; of ``options`` only the switches of the GPU path count, ``info`` has the sizes.
+
+        Raises ValueError when there is not that much memory.
+        """
+        options = options or EngineTuning()
         self.arch, self.info = model.arch, info
         self._device = torch.device(info.device)
         self._compute = torch.cuda.Stream(self._device)

@@ -163,17 +163,8 @@ def build_worker(options: EngineOptions) -> Worker:
 
 
 def _cuda_worker(options: EngineOptions, model: Transformer, info: WorkerInfo) -> Worker:
-    from pensieve.engine.cuda_worker import CudaOptions, CudaWorker  # needs Triton
+    from pensieve.engine.cuda_worker import CudaWorker  # needs Triton
 
-    worker = CudaWorker(
-        model,
-        info,
-        CudaOptions(
-            pipelined_swap_in=options.pipelined_swap_in,
-            cuda_graphs=options.cuda_graphs,
-            swap_mechanism=options.swap_mechanism,
-            verify_swap=options.verify_swap,
-        ),
-    )
+    worker = CudaWorker(model, info, options)
     worker.warm_up()
     return worker

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from pensieve.config import CacheConfig, PolicyName, SchedulerConfig
+from pensieve.config import CacheConfig, EngineTuning, PolicyName, SchedulerConfig
 from pensieve.engine.plan import StepWorker
 from pensieve.engine.sizing import DTYPES, WorkerInfo
 from pensieve.engine.worker import TorchWorker
@@ -23,6 +23,7 @@ from support.hf_oracle import NEAR_TIE, HfOracle
 
 POLICIES: tuple[PolicyName, ...] = ("retention", "lru", "trailing-half", "whole-session")
 LIMIT = 160
+_MECHANISMS: tuple[Literal["batch", "kernel"], ...] = ("batch", "kernel")
 
 
 class Bench:
@@ -58,13 +59,13 @@ class Bench:
         )  # fmt: skip
         if self.device == "cpu":
             return TorchWorker(self.model, info)
-        from pensieve.engine.cuda_worker import CudaOptions, CudaWorker  # needs a GPU's Triton
+        from pensieve.engine.cuda_worker import CudaWorker  # needs a GPU's Triton
 
         rng = random.Random(cache.device_chunks * 1009 + cache.host_chunks)
-        options = CudaOptions(
+        options = EngineTuning(
             pipelined_swap_in=rng.random() < 0.7,
             cuda_graphs=rng.random() < 0.7 if cuda_graphs is None else cuda_graphs,
-            swap_mechanism=rng.choice(("batch", "kernel")),
+            swap_mechanism=rng.choice(_MECHANISMS),
             verify_swap=rng.random() < 0.5,
         )
         return CudaWorker(self.model, info, options)
