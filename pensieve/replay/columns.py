@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pensieve.replay.curves import at
+from pensieve.replay.equal_latency import Ratio
 from pensieve.replay.report import SOURCES
 
 NOTHING = "–"
@@ -67,6 +68,7 @@ FAILURES = (
     Column("turns completed", "turns.completed"),
     Column("failed", "turns.failed"),
     Column("skipped", "turns.skipped"),
+    Column("cut short", "window.cut_short"),
     Column("receipts checked", "receipts.checked"),
     Column("receipts wrong", "receipts.violations"),
     *_milliseconds("client lag", "client_lag_s", "p50", "p99", "max"),
@@ -83,3 +85,8 @@ def limit_text(found: Mapping[str, Any] | None) -> str:
     if not found or found.get("largest_within_limit") is None:
         return NOTHING
     return ("" if found["limit_reached"] else "≥ ") + number(found["largest_within_limit"], ",.1f")
+
+
+def ratio_texts(ratio: Ratio | None) -> tuple[str, str]:
+    """Latency in milliseconds, and how many times the throughput."""
+    return (NOTHING, NOTHING) if ratio is None else (number(ratio.latency_s, ",.1f", 1000.0), ratio.text)

@@ -14,6 +14,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from pensieve.replay.crew import ClientFailed
 from pensieve.replay.generators import NAMES, generate
 from pensieve.replay.progress import LiveProgress
 from pensieve.replay.report import is_clean
@@ -65,11 +66,18 @@ def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
             click.option("--think-minimum", type=_SECONDS, default=5.0, metavar="S", show_default=True),
             click.option("--think-from", type=_FILE, metavar="TRACE",
                          help="Pauses drawn from the times between the turns of a trace."),
+            click.option("--run-in", type=_SECONDS, default=0.0, metavar="S",
+                         help="Begin as if the load of --rate had been running for S seconds: conversations in "
+                         "progress start in the middle, with what was said before in their first input."),
             click.option("--warm-up", type=_SECONDS, metavar="S", help="Measure only what ends after S seconds."),
             click.option("--window", type=click.FloatRange(0, min_open=True), metavar="S",
                          help="Measure for S seconds; default: until the last conversation starts."),
             click.option("--steady", is_flag=True,
                          help="Find the warm-up, and say whether the load was steady after it."),
+            click.option("--stop-after-window", is_flag=True,
+                         help="End the replay there: turns in flight are cut short and do not count."),
+            click.option("--processes", type=_POSITIVE, default=1, metavar="N", show_default=True,
+                         help="Of this client, each with its share of the conversations, when one cannot keep up."),
             click.option("--max-lag", type=click.FloatRange(0, min_open=True), default=MAX_LAG_S,
                          metavar="S", show_default=True, help="Results are void when this program was itself later."),
             click.option("--time-scale", type=click.FloatRange(0, min_open=True), default=1.0, metavar="F",
@@ -94,10 +102,11 @@ def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def make_plan(
     dataset: Path | str, conversations: int | None, limit: int | None, rate: float | None, clients: int | None,
-    think_time: float, think_per_token: float, think_minimum: float, think_from: Path | None, warm_up: float | None,
-    window: float | None, steady: bool, max_lag: float, time_scale: float, seed: int, max_turns: int | None,
-    max_input_tokens: int | None, max_output_tokens: int | None, scale_lengths: float, concurrency: int | None,
-    force_lengths: bool, tokenizer: Path | None,
+    think_time: float, think_per_token: float, think_minimum: float, think_from: Path | None, run_in: float,
+    warm_up: float | None, window: float | None, steady: bool, stop_after_window: bool, processes: int,
+    max_lag: float, time_scale: float, seed: int, max_turns: int | None, max_input_tokens: int | None,
+    max_output_tokens: int | None, scale_lengths: float, concurrency: int | None, force_lengths: bool,
+    tokenizer: Path | None,
 ) -> Plan:  # fmt: skip
     """From the values of ``workload_options``. Raises click exceptions."""
     if clients and (rate is not None or concurrency):
@@ -106,6 +115,12 @@ def make_plan(
         raise click.UsageError("give one of --think-time, --think-per-token, --think-from")
     if steady and (warm_up is not None or window is not None):
         raise click.UsageError("--steady finds the window itself: give no --warm-up and no --window")
+    if run_in and not rate:
+        raise click.UsageError("--run-in is for a load of --rate or --rates")
+    if stop_after_window and window is None:
+        raise click.UsageError("--stop-after-window needs a --window")
+    if processes > (clients or concurrency or processes):
+        raise click.UsageError("--processes share the --clients or --concurrency: there are too few of them")
     if conversations and isinstance(dataset, Path):
         raise click.UsageError("--conversations is for built-in workloads; --limit cuts a file")
     try:
@@ -127,8 +142,9 @@ def make_plan(
         data,
         Shape(scale_lengths, max_turns, max_input_tokens, max_output_tokens),
         Arrivals(rate or None, think_time, recorded, time_scale, seed, clients, think_per_token,
-                 think_minimum if think_per_token else 0.0, gaps),
-        RunOptions(force_lengths, concurrency or clients, seed, max_lag_s=max_lag),
+                 think_minimum if think_per_token else 0.0, gaps, run_in),
+        RunOptions(force_lengths, concurrency or clients, seed, max_lag_s=max_lag, processes=processes,
+                   stop_s=(warm_up or 0.0) + window if stop_after_window and window else None),
         window=Window(warm_up, window, steady),
     )  # fmt: skip
 
@@ -145,10 +161,10 @@ def run_with_progress(
     """Like ``session.run`` or ``run_all``, with a line per run on the terminal. Raises ClickException."""
     with LiveProgress(console) as live:
         try:
-            return asyncio.run(run_all([plan] if isinstance(plan, Plan) else plan, targets, live.watch))
+            return asyncio.run(run_all([plan] if isinstance(plan, Plan) else plan, targets, live))
         except TurnFailed as failure:
             raise click.ClickException(f"a target cannot be reached: {failure}") from failure
-        except ValueError as error:
+        except (ValueError, ClientFailed) as error:
             raise click.ClickException(str(error)) from error
 
 
@@ -213,7 +229,7 @@ def replay(
     report["command"] = ["pensieve", *sys.argv[1:]]
     if json_file is not None:
         json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    if report["valid"]:
+    if report["valid"] and report["targets"]:
         show(report, wide_console())
         if html_file is not None:
             from pensieve.replay.html import write_html
@@ -250,7 +266,8 @@ def _plans(
 
 def _say_what_is_wrong(report: dict[str, Any]) -> None:
     for entry in report["unreached"]:
-        click.echo(f"{entry['target']} cannot be reached: {entry['error']}", err=True)
+        trouble = "cannot be reached" if entry["run"] is None else f"was lost in run {entry['run']}"
+        click.echo(f"{entry['target']} {trouble}: {entry['error']}", err=True)
     for summary in report["targets"]:
         if summary["window"]["steady"] is False:
             click.echo(f"{summary['target']}, run {summary['run']}: the load was not steady", err=True)

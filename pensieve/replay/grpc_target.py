@@ -11,7 +11,7 @@ import grpc.aio
 
 from pensieve.client._decode import usage
 from pensieve.core import Usage
-from pensieve.replay.targets import OnTokens, TargetInfo, TurnFailed, TurnSpec
+from pensieve.replay.targets import Address, OnTokens, TargetInfo, TurnFailed, TurnSpec
 from pensieve.v1 import pensieve_pb2 as pb
 from pensieve.v1 import pensieve_pb2_grpc as rpc
 
@@ -27,6 +27,7 @@ class PensieveTarget:
     def __init__(self, address: str, *, name: str | None = None, api_key: str | None = None) -> None:
         self._address = address
         self._name = name or f"pensieve://{address}"
+        self._api_key = api_key
         self._metadata = [("authorization", f"Bearer {api_key}")] if api_key else []
         self._channel: grpc.aio.Channel | None = None
         self._stub: Any = None
@@ -34,6 +35,9 @@ class PensieveTarget:
     @property
     def name(self) -> str:
         return self._name
+
+    def address(self) -> Address:
+        return Address(f"pensieve://{self._address}", self._api_key)
 
     async def open(self) -> TargetInfo:
         self._channel = grpc.aio.insecure_channel(self._address, options=_OPTIONS)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -20,13 +21,17 @@ from rich.progress import (
 )
 
 from pensieve.replay.runner import TurnRecord
+from pensieve.replay.watching import RunWatcher, Watcher
 
 _RECENT_S = 10.0
 """Tokens per second are those of turns that ended in this time."""
 
 
-class LiveProgress:
-    """A context manager; each ``watch`` adds a line. Silent where the console is no terminal."""
+class LiveProgress(Watcher):
+    """A context manager; each run has a line, and so has a server that starts, until it is up.
+
+    Silent where the console is no terminal.
+    """
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -35,7 +40,7 @@ class LiveProgress:
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TextColumn("{task.fields[running]}"),
-            TextColumn("{task.fields[speed]:,.0f} tok/s"),
+            TextColumn("{task.fields[speed]}"),
             TextColumn("{task.fields[errors]}", style="red"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
@@ -52,27 +57,33 @@ class LiveProgress:
     ) -> None:
         self.progress.stop()
 
-    def watch(self, name: str, turns: int) -> Line:
-        """A line for the replay of ``turns`` turns that begins now."""
-        return Line(self.progress, name, turns, self._clock)
+    @contextmanager
+    def starting(self, target: str) -> Iterator[None]:
+        task = self.progress.add_task(f"{target} is starting", total=None, running="", speed="", errors="")
+        try:
+            yield
+        finally:
+            self.progress.remove_task(task)
+
+    def run(self, target: str, turns: int) -> Line:
+        return Line(self.progress, target, turns, self._clock)
 
 
-class Line:
-    """One replay: to be called with each turn that ended. Turns in flight are shown when it is told of sends."""
+class Line(RunWatcher):
+    """One run: turns done and in flight, tokens per second, errors."""
 
     def __init__(self, progress: Progress, name: str, turns: int, clock: Callable[[], float]) -> None:
         self._progress, self._clock = progress, clock
         self._recent: deque[tuple[float, int]] = deque()
-        self._sent: int | None = None
-        self._ended = self._unsent = self._errors = 0
+        self._sent = self._ended = self._unsent = self._errors = 0
         self._start = clock()
-        self._task: TaskID = progress.add_task(name, total=turns, running="", speed=0.0, errors="")
+        self._task: TaskID = progress.add_task(name, total=turns, running="", speed="", errors="")
 
     def sent(self) -> None:
-        self._sent = (self._sent or 0) + 1
+        self._sent += 1
         self._show()
 
-    def __call__(self, record: TurnRecord) -> None:
+    def ended(self, record: TurnRecord) -> None:
         now = self._clock()
         self._ended += 1
         self._unsent += not record.sent_s  # its conversation could not be opened
@@ -85,9 +96,10 @@ class Line:
 
     def _show(self) -> None:
         span = min(_RECENT_S, self._clock() - self._start)
+        speed = sum(tokens for _, tokens in self._recent) / span if span > 0 else 0.0
         self._progress.update(
             self._task,
-            running="" if self._sent is None else f"{self._sent - self._ended + self._unsent} running",
-            speed=sum(tokens for _, tokens in self._recent) / span if span > 0 else 0.0,
+            running=f"{self._sent - self._ended + self._unsent} running",
+            speed=f"{speed:,.0f} tok/s",
             errors=f"{self._errors} errors" if self._errors else "",
         )

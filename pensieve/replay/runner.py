@@ -1,10 +1,14 @@
-"""Plays scripts against a target: turns of one conversation one after the other, conversations side by side."""
+"""Plays scripts against a target: turns of one conversation one after the other, conversations side by side.
+
+A ``Player`` does it in its own process and event loop. ``replay`` has one play everything; ``crew`` has several
+processes with one each. Both make the same ``Outcome`` of what was ``Played``.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pensieve.core import Usage
@@ -13,11 +17,13 @@ from pensieve.replay.targets import Target, TargetInfo, TurnFailed, TurnSpec
 
 MAX_LAG_S = 0.25
 _TICK_S = 0.02
+_ENDING = 32
+"""Sessions that a process deletes at once."""
 
 
 @dataclass(slots=True)
 class TurnRecord:
-    """What happened to one turn. Times in seconds after the start of the replay; written by the runner only."""
+    """What happened to one turn. Times in seconds after the start of the replay; written by the player only."""
 
     conversation: int
     turn: int
@@ -57,6 +63,20 @@ class RunOptions:
     """Other input ids for another number: no run finds the inputs of an earlier one in a server's prefix cache."""
     max_lag_s: float = MAX_LAG_S
     """The measurement is void when a hundredth of the sends, or of the client's own timers, were later than this."""
+    stop_s: float | None = None
+    """Seconds after the start, when the replay ends whatever is still going on; None: when all conversations have."""
+    processes: int = 1
+    """Client processes that share the conversations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What a player knows at its end beyond the turns that ended."""
+
+    duration_s: float
+    skipped_turns: int
+    cut_short: tuple[TurnRecord, ...]
+    loop_lag_s: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +90,140 @@ class Outcome:
     skipped_turns: int
     """Never sent, because a turn before them failed."""
     duration_s: float
-    loop_lag_s: tuple[float, ...] = ()
-    """How late the client's own timer fired, each time."""
+    loop_lag_s: tuple[tuple[float, ...], ...] = ()
+    """For each client process: how late its own timer fired, each time."""
     outside: tuple[TurnRecord, ...] = ()
-    """Turns that ended outside the window of measurement; ``records`` are then those inside."""
+    """Turns that did not end in the window of measurement; ``records`` are then those that did."""
     window_s: tuple[float, float] | None = None
     """Start and end of the window; None: the whole replay."""
     leftover: str = ""
     """Why a session could not be ended after the measurement."""
+    cut_short: tuple[TurnRecord, ...] = ()
+    """The turns that open conversations were at when the replay was stopped: neither completed nor failed. Those in a
+    pause were not sent; ``done_s`` is the time of the stop."""
+
+
+OnTurn = Callable[[TurnRecord], None]
+OnSend = Callable[[], None]
+
+
+class Player:
+    """Plays conversations in this process. ``on_turn`` gets each turn that has ended, in order."""
+
+    def __init__(
+        self, target: Target, info: TargetInfo, options: RunOptions, on_turn: OnTurn, on_send: OnSend
+    ) -> None:
+        """``target`` is open."""
+        self._target, self._info, self._options = target, info, options
+        self._on_turn, self._on_send = on_turn, on_send
+        self._start = 0.0
+        self._openings: list[asyncio.Task[str]] = []
+        """One per session that was asked for, also by a conversation that was then cut short."""
+        self._cut_short: list[TurnRecord] = []
+        self._skipped = 0
+
+    async def play(self, scripts: Sequence[Script], start: float) -> Played:
+        """Play ``scripts``, in order of their starts, until all have ended or it is time to stop.
+
+        ``start``: 0 of all times, on the clock of ``time.perf_counter``, which is one for all processes.
+        """
+        self._start = start
+        lags: list[float] = []
+        watch = asyncio.create_task(_watch_loop(lags))
+        stop_s = self._options.stop_s
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout_at(None if stop_s is None else loop.time() + stop_s - self._now()):
+                await self._play_all(scripts)
+        except TimeoutError:
+            assert stop_s is not None
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)  # it notes a last time when cancelled
+        return Played(self._now(), self._skipped, tuple(self._cut_short), tuple(lags))
+
+    async def end_sessions(self) -> str:
+        """Delete what was opened; why that failed for one of them, if it did."""
+        gate = asyncio.Semaphore(_ENDING)
+
+        async def end(opening: asyncio.Task[str]) -> str:
+            try:
+                session = await opening
+            except TurnFailed:
+                return ""  # there is nothing to delete
+            try:
+                async with gate:
+                    await self._target.end_session(session)
+            except TurnFailed as failure:  # what was measured is not lost for want of this
+                return str(failure)
+            return ""
+
+        reasons = await asyncio.gather(*map(end, self._openings))
+        return next(filter(None, reasons), "")
+
+    async def _play_all(self, scripts: Sequence[Script]) -> None:
+        gate = asyncio.Semaphore(self._options.concurrency or len(scripts) or 1)
+
+        async def play(script: Script, free_s: float) -> None:
+            try:
+                await self._converse(script, free_s)
+            finally:
+                gate.release()
+
+        async with asyncio.TaskGroup() as group:
+            for script in scripts:
+                await self._sleep_until(script.due[0].at_s)
+                await gate.acquire()
+                group.create_task(play(script, self._now()))
+
+    async def _converse(self, script: Script, free_s: float) -> None:
+        """All turns of a conversation, up to one that fails. ``free_s``: when a client was free for it."""
+        answered = free_s
+        turns = script.conversation.turns
+        opening: asyncio.Task[str] | None = None
+        for index, turn in enumerate(turns):
+            due = max(script.due[index].at_s, answered + script.due[index].after_answer_s)
+            record = TurnRecord(script.number, index, turn.input_tokens, due)
+            ids = script.input_ids(index, self._info.vocab_size, self._options.seed, self._options.ids)
+            forced = self._options.force_lengths and self._info.forces_lengths
+            try:
+                if opening is None:
+                    opening = asyncio.create_task(self._target.start_session())
+                    self._openings.append(opening)
+                    await asyncio.shield(opening)
+                    # Opening a conversation is no part of its first turn's latency.
+                    record.due_s = max(due, self._now())
+                await self._sleep_until(due)
+                await self._send(opening.result(), TurnSpec(ids, turn.output_tokens, forced), record)
+            except TurnFailed as failure:
+                record.error, record.message = failure.code, str(failure)
+            except asyncio.CancelledError:
+                record.done_s = self._options.stop_s or self._now()
+                self._cut_short.append(record)
+                raise
+            record.done_s = answered = self._now()
+            self._on_turn(record)
+            if record.error:
+                self._skipped += len(turns) - index - 1
+                return
+
+    async def _send(self, session: str, spec: TurnSpec, record: TurnRecord) -> None:
+        start, arrivals = self._start, record.arrivals
+        self._on_send()
+        record.sent_s = self._now()
+        record.usage = await self._target.turn(
+            session, spec, lambda count, at: arrivals.append((count, at - start))
+        )
+        if spec.forced and record.output_tokens != spec.output_tokens:
+            raise TurnFailed(
+                "WRONG_LENGTH", f"{record.output_tokens} tokens came, {spec.output_tokens} were to be forced"
+            )
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._start
+
+    async def _sleep_until(self, at_s: float) -> None:
+        await asyncio.sleep(max(0.0, at_s - self._now()))
 
 
 async def replay(
@@ -85,81 +231,35 @@ async def replay(
     info: TargetInfo,
     scripts: Sequence[Script],
     options: RunOptions,
-    on_turn: Callable[[TurnRecord], None] = lambda record: None,
-    on_send: Callable[[], None] = lambda: None,
+    on_turn: OnTurn = lambda record: None,
+    on_send: OnSend = lambda: None,
 ) -> Outcome:
-    """Play all scripts; failed turns are recorded, and end their conversation. The target is open."""
-    gate = asyncio.Semaphore(options.concurrency or len(scripts) or 1)
+    """Play all scripts in this process; failed turns are recorded, and end their conversation. The target is open."""
     records: list[TurnRecord] = []
-    sessions: list[str] = []
-    skipped = 0
-    start = time.perf_counter()
 
-    async def play(script: Script) -> None:
-        nonlocal skipped
-        await _sleep_until(start + script.due[0].at_s)
-        async with gate:
-            free = time.perf_counter() - start
-            skipped += await _converse(script, free)
+    def ended(record: TurnRecord) -> None:
+        records.append(record)
+        on_turn(record)
 
-    async def _converse(script: Script, free: float) -> int:
-        answered, session = free, ""
-        turns = script.conversation.turns
-        for index, turn in enumerate(turns):
-            due = max(script.due[index].at_s, answered + script.due[index].after_answer_s)
-            record = TurnRecord(script.number, index, turn.input_tokens, due)
-            ids = script.input_ids(index, info.vocab_size, options.seed, options.ids)
-            spec = TurnSpec(ids, turn.output_tokens, options.force_lengths and info.forces_lengths)
-            try:
-                if not session:
-                    session = await target.start_session()
-                    sessions.append(session)
-                    # Opening a conversation is no part of its first turn's latency.
-                    record.due_s = max(due, time.perf_counter() - start)
-                await _sleep_until(start + due)
-                on_send()
-                await _send(target, session, spec, record, start)
-            except TurnFailed as failure:
-                record.error, record.message = failure.code, str(failure)
-            record.done_s = answered = time.perf_counter() - start
-            records.append(record)
-            on_turn(record)
-            if record.error:
-                return len(turns) - index - 1
-        return 0
-
-    lags: list[float] = []
-    watch = asyncio.create_task(_watch_loop(lags))
-    try:
-        async with asyncio.TaskGroup() as group:
-            for script in scripts:
-                group.create_task(play(script))
-    finally:
-        watch.cancel()
-        await asyncio.gather(watch, return_exceptions=True)  # it notes a last time when cancelled
-    duration = time.perf_counter() - start
-    leftover = ""
-    for session in sessions:
-        try:
-            await target.end_session(session)
-        except TurnFailed as failure:  # what was measured is not lost for want of this
-            leftover = str(failure)
-    return Outcome(target.name, info, tuple(records), skipped, duration, tuple(lags), leftover=leftover)
+    player = Player(target, info, options, ended, on_send)
+    played = await player.play(scripts, time.perf_counter())
+    return outcome(target.name, info, records, [played], await player.end_sessions())
 
 
-async def _send(target: Target, session: str, spec: TurnSpec, record: TurnRecord, start: float) -> None:
-    record.sent_s = time.perf_counter() - start
-    record.usage = await target.turn(
-        session, spec, lambda count, at: record.arrivals.append((count, at - start))
+def outcome(
+    target: str, info: TargetInfo, records: Iterable[TurnRecord], played: Sequence[Played], leftover: str
+) -> Outcome:
+    """Of what one or more players did at the same time."""
+    return Outcome(
+        target,
+        info,
+        tuple(sorted(records, key=lambda record: record.done_s)),
+        sum(part.skipped_turns for part in played),
+        max(part.duration_s for part in played),
+        tuple(part.loop_lag_s for part in played),
+        leftover=leftover,
+        cut_short=tuple(record for part in played for record in part.cut_short),
     )
-    if spec.forced and record.output_tokens != spec.output_tokens:
-        raise TurnFailed(
-            "WRONG_LENGTH", f"{record.output_tokens} tokens came, {spec.output_tokens} were to be forced"
-        )
-
-
-async def _sleep_until(at: float) -> None:
-    await asyncio.sleep(max(0.0, at - time.perf_counter()))
 
 
 async def _watch_loop(lags: list[float]) -> None:

@@ -34,6 +34,8 @@ class Arrivals:
     """No pause per token is shorter (5 in the draft)."""
     think_gaps: Gaps | None = None
     """Pauses are drawn from these."""
+    run_in_s: float = 0.0
+    """Begin as if the load had been running for so long; see ``pensieve.replay.run_in``."""
 
 
 @dataclass(frozen=True, slots=True)

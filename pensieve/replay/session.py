@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
+from pensieve.replay import crew, runner
 from pensieve.replay.receipts import violations
 from pensieve.replay.report import SCHEMA, environment, summarise
-from pensieve.replay.runner import RunOptions, TurnRecord, replay
+from pensieve.replay.run_in import run_in
+from pensieve.replay.runner import Outcome, RunOptions
 from pensieve.replay.schedule import Arrivals, Script, scripts
 from pensieve.replay.shaping import Shape, Shaped, shape
 from pensieve.replay.started_target import StartedTarget
-from pensieve.replay.targets import Target, TargetInfo, TurnFailed
+from pensieve.replay.targets import Remote, Target, TargetInfo, TurnFailed
 from pensieve.replay.validity import client_lag, intervals
-from pensieve.replay.windows import Window, cut, running_turns
+from pensieve.replay.watching import Watcher
+from pensieve.replay.windows import Window, cut, running_turns, sent_turns
 from pensieve.replay.workload import Dataset
-
-Watch = Callable[[str, int], Callable[[TurnRecord], None]]
-"""Target's name and number of turns → what to call with each finished turn."""
-
-
-@runtime_checkable
-class SeesSends(Protocol):
-    """A watcher that also wants to know when a turn is sent; every sent turn ends, or fails."""
-
-    def __call__(self, record: TurnRecord) -> None: ...
-
-    def sent(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,57 +49,69 @@ class _Prepared:
     context_limit: int
 
 
-def _ignore(name: str, turns: int) -> Callable[[TurnRecord], None]:
-    return lambda record: None
+@dataclass(frozen=True, slots=True)
+class _Lost:
+    """A target that could not be reached, or was not there any more."""
+
+    failure: TurnFailed
+    run: int | None
+    """The first that it did not end; None: before all runs."""
 
 
-def _nothing() -> None:
-    """Of a watcher that does not care for sends."""
+_NOBODY = Watcher()
 
 
-async def run(plan: Plan, targets: Sequence[Target], watch: Watch = _ignore) -> dict[str, Any]:
+async def run(plan: Plan, targets: Sequence[Target], watch: Watcher = _NOBODY) -> dict[str, Any]:
     """``run_all`` of one plan."""
     return await run_all([plan], targets, watch)
 
 
-async def run_all(plans: Sequence[Plan], targets: Sequence[Target], watch: Watch = _ignore) -> dict[str, Any]:
+async def run_all(
+    plans: Sequence[Plan], targets: Sequence[Target], watch: Watcher = _NOBODY
+) -> dict[str, Any]:
     """The report, ready for JSON. All targets get the same token ids at the same times, one target after the other.
 
     Each target plays all plans before the next one does. No run finds the last one's state in a server: its sessions
     are deleted, its token ids are others, and a server that can empty its prefix cache is asked to. The plans share
-    ``vocab_size`` and ``context_limit``. Targets that cannot be reached when others can are listed in ``unreached``.
+    ``vocab_size`` and ``context_limit``. Targets that cannot be reached when others can are listed in ``unreached``,
+    and so are started servers that end in the middle of a run; their earlier runs count.
 
-    Raises TurnFailed when no target can be reached, ValueError when nothing is left to replay.
+    Raises TurnFailed when no target can be reached, ValueError when nothing is left to replay, or a target cannot be
+    reached from several processes.
     """
     async with AsyncExitStack() as stack:
         for target in targets:
             stack.push_async_callback(target.close)
-        unreached: dict[int, TurnFailed] = {}
-        infos = await _meet(targets, plans[0], unreached)
+        lost: dict[int, _Lost] = {}
+        infos = await _meet(targets, plans[0], lost, watch)
         prepared = [_prepare(plan, list(infos.values())) for plan in plans]
         found: list[tuple[int, int, dict[str, Any]]] = []
         for number, target in enumerate(targets):
-            if number in unreached:
+            if number in lost:
                 continue
+            at: int | None = None
             try:
-                info = await _ready(target, infos.get(number), prepared[0], len(targets))
+                info = await _ready(target, infos.get(number), prepared[0], len(targets), watch)
+                for index, ready in enumerate(prepared):
+                    at = index
+                    found.append((index, number, await _play(target, info, index, ready, watch)))
             except TurnFailed as failure:
-                unreached[number] = failure
-                continue
-            for index, ready in enumerate(prepared):
-                found.append((index, number, await _play(target, info, index, ready, watch)))
+                lost[number] = _Lost(failure, at)
             if isinstance(target, StartedTarget):
                 await target.close()
-    if not found:
-        raise unreached[max(unreached)]
+    if len(lost) == len(targets) and all(entry.run is None for entry in lost.values()):
+        raise lost[max(lost)].failure
     summaries = [summary for _, _, summary in sorted(found, key=lambda entry: entry[:2])]
     return _report(prepared, summaries) | {
-        "unreached": [{"target": targets[n].name, "error": str(e)} for n, e in sorted(unreached.items())]
+        "unreached": [
+            {"target": targets[number].name, "error": str(entry.failure), "run": entry.run}
+            for number, entry in sorted(lost.items())
+        ]
     }
 
 
 async def _meet(
-    targets: Sequence[Target], plan: Plan, unreached: dict[int, TurnFailed]
+    targets: Sequence[Target], plan: Plan, lost: dict[int, _Lost], watch: Watcher
 ) -> dict[int, TargetInfo]:
     """What each target can hold. One that is started for this, and is not the only one, is stopped again.
 
@@ -120,15 +123,22 @@ async def _meet(
         if started and plan.vocab_size and plan.context_limit:
             continue
         try:
-            infos[number] = await target.open()
+            infos[number] = await _open(target, watch)
         except TurnFailed as failure:
-            unreached[number] = failure
+            lost[number] = _Lost(failure, None)
             continue
         if started:
             await target.close()
-    if len(unreached) == len(targets):
-        raise unreached[0]
+    if len(lost) == len(targets):
+        raise lost[0].failure
     return infos
+
+
+async def _open(target: Target, watch: Watcher) -> TargetInfo:
+    if not isinstance(target, StartedTarget):
+        return await target.open()
+    with watch.starting(target.name):
+        return await target.open()
 
 
 def _prepare(plan: Plan, infos: Sequence[TargetInfo]) -> _Prepared:
@@ -141,13 +151,21 @@ def _prepare(plan: Plan, infos: Sequence[TargetInfo]) -> _Prepared:
     shaped = shape(plan.dataset.conversations, plan.shape, limit)
     if not shaped.conversations:
         raise ValueError(f"no conversation fits into {limit} tokens; see --scale-lengths")
-    return _Prepared(plan, shaped, scripts(shaped.conversations, plan.arrivals), vocab, limit)
+    drawn = scripts(shaped.conversations, plan.arrivals)
+    if plan.arrivals.run_in_s:
+        drawn = run_in(drawn, plan.arrivals.run_in_s)
+        if not drawn:
+            raise ValueError("--run-in outlasts all conversations: ask for more of them")
+        shaped = replace(shaped, conversations=tuple(script.conversation for script in drawn))
+    return _Prepared(plan, shaped, drawn, vocab, limit)
 
 
-async def _ready(target: Target, info: TargetInfo | None, work: _Prepared, targets: int) -> TargetInfo:
+async def _ready(
+    target: Target, info: TargetInfo | None, work: _Prepared, targets: int, watch: Watcher
+) -> TargetInfo:
     """The target is open after this. Raises TurnFailed, also when it cannot hold what it is to replay."""
     if isinstance(target, StartedTarget) and targets > 1:
-        info = await target.open()
+        info = await _open(target, watch)
     assert info is not None
     if 0 < info.context_limit < work.context_limit or 0 < info.vocab_size < work.vocab_size:
         await target.close()
@@ -158,8 +176,9 @@ async def _ready(target: Target, info: TargetInfo | None, work: _Prepared, targe
 
 
 async def _play(
-    target: Target, info: TargetInfo, index: int, work: _Prepared, watch: Watch
+    target: Target, info: TargetInfo, index: int, work: _Prepared, watch: Watcher
 ) -> dict[str, Any]:
+    """The ``targets`` entry of a run. Raises TurnFailed when a started server ends before the run does."""
     cache = "as found"
     if index:
         evict = getattr(target, "evict", None)
@@ -168,20 +187,20 @@ async def _play(
         except TurnFailed as failure:
             cache = f"not emptied: {failure}"
     plan = work.plan
-    on_turn = watch(target.name, work.shaped.turns)
-    seen = replace(info, vocab_size=work.vocab_size)
-    on_send = on_turn.sent if isinstance(on_turn, SeesSends) else _nothing
     before = await _swap_bytes(target)
-    whole = await replay(target, seen, work.scripts, plan.run, on_turn, on_send)
+    playing = _replay(target, replace(info, vocab_size=work.vocab_size), work, watch)
+    whole = await (target.while_up(playing) if isinstance(target, StartedTarget) else playing)
     after = await _swap_bytes(target)
     outcome, window = cut(replace(whole, info=info), plan.window)
-    flight = running_turns(whole.records, window["start_s"], window["end_s"], 200)
+    flight = running_turns(sent_turns(whole), window["start_s"], window["end_s"], 200)
     client = client_lag(whole, plan.run.max_lag_s)
     broken = violations(whole.records)
     summary = summarise(outcome)
     summary["receipts"] |= {"violations": len(broken), "examples": broken[:20]}
     if before is not None and after is not None:
         summary["swap"] = {name: after[name] - before[name] for name in after}
+    if isinstance(target, StartedTarget) and summary["turns"]["failed"]:
+        summary["server_log"] = target.last_words
     return summary | {
         "run": index,
         "rate": plan.arrivals.rate,
@@ -194,6 +213,17 @@ async def _play(
         "client": client,
         "valid": client["valid"],
     }
+
+
+async def _replay(target: Target, info: TargetInfo, work: _Prepared, watch: Watcher) -> Outcome:
+    options, line = work.plan.run, watch.run(target.name, work.shaped.turns)
+    if options.processes == 1:
+        return await runner.replay(target, info, work.scripts, options, line.ended, line.sent)
+    if not isinstance(target, Remote):
+        raise ValueError(f"{target.name} lives in this process: it cannot be replayed with --processes")
+    return await crew.replay(
+        target.name, target.address(), info, work.scripts, options, line.ended, line.sent
+    )
 
 
 async def _swap_bytes(target: Target) -> dict[str, float] | None:

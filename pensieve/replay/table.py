@@ -9,8 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pensieve.replay.columns import SESSIONS, SPEED, limit_text, number
-from pensieve.replay.curves import Entry, Report, at, busiest, by_system, entries
+from pensieve.replay.columns import SESSIONS, SPEED, limit_text, number, ratio_texts
+from pensieve.replay.curves import Entry, Report, at, busiest
+from pensieve.replay.equal_latency import comparisons
+from pensieve.replay.panels import Panel, panels
 from pensieve.replay.report import SOURCES
 
 _EXAMPLES = 5
@@ -35,13 +37,15 @@ def show(report: dict[str, Any], console: Console) -> None:
     A few targets stand side by side; the runs of a sweep are a line each, and only the fullest run of each system tells
     of its turns.
     """
-    found = entries([report])
+    (panel,) = panels([report])
+    found = _in_order(panel)
     if len(found) <= _SIDE_BY_SIDE and len({entry.load for entry in found}) == 1:
         console.print(_overview(report["targets"], _workload_line(report)))
         detailed = found
     else:
         console.print(_curves(found, _workload_line(report)))
-        detailed = [busiest(curve) for curve in by_system(found).values()]
+        _ratios(panel, None, console)
+        detailed = [busiest(curve) for curve in panel.curves.values()]
     for entry in detailed:
         if entry.summary["receipts"]["checked"]:
             console.print(_by_turn(entry))
@@ -50,13 +54,24 @@ def show(report: dict[str, Any], console: Console) -> None:
     _warnings(report, console)
 
 
-def show_curves(reports: Sequence[Report], names: Sequence[str], console: Console) -> None:
-    """All runs of several reports, a line each, and what went wrong."""
-    console.print(_curves(entries(reports, names), f"{len(reports)} reports"))
+def show_curves(
+    reports: Sequence[Report], names: Sequence[str], console: Console, latency_s: float | None = None
+) -> None:
+    """All runs of several reports, a line each; how the systems compare; what went wrong.
+
+    ``latency_s``: of the ratios of throughputs; None: chosen for each pair of systems.
+    """
+    for panel in panels(reports, names):
+        console.print(_curves(_in_order(panel), panel.title or f"{len(reports)} reports"))
+        _ratios(panel, latency_s, console)
     for report in reports:
         for summary in report["targets"]:
             _problems(summary, console)
         _warnings(report, console)
+
+
+def _in_order(panel: Panel) -> list[Entry]:
+    return [entry for curve in panel.curves.values() for entry in curve]
 
 
 def _workload_line(report: dict[str, Any]) -> str:
@@ -121,6 +136,20 @@ def _curves(found: Sequence[Entry], title: str) -> Table:
         within = limit_text(at(entry.summary, "active_sessions"))
         table.add_row(Text(entry.system), entry.load, seed, *cells, within)
     return table
+
+
+def _ratios(panel: Panel, latency_s: float | None, console: Console) -> None:
+    pairs = comparisons(panel.points, latency_s)
+    if not pairs:
+        return
+    table = Table(title="Throughput at equal normalised latency", title_justify="left")
+    for name in ("system", "against"):
+        table.add_column(name, overflow="fold", min_width=20)
+    for name in ("mean ms", "times", "p90 ms", "times"):
+        table.add_column(name, justify="right")
+    for pair in pairs:
+        table.add_row(Text(pair.ours), Text(pair.other), *ratio_texts(pair.mean), *ratio_texts(pair.p90))
+    console.print(table)
 
 
 def _by_turn(entry: Entry) -> Table:

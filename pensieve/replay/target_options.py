@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,9 +35,9 @@ def parse_target(value: str, api_key: str | None = None, *, name: str | None = N
 
 
 def parse_start(value: str, api_key: str | None, *, name: str | None, timeout_s: float) -> Target:
-    """``[URL ]COMMAND``. Raises BadParameter."""
+    """``[URL ][NAME=VALUE …]COMMAND``. Raises BadParameter."""
     first, _, rest = value.partition(" ")
-    url = first if "://" in first else None
+    url = first if re.match(r"\w+://", first) else None
     command = rest if url else value
     if url:
         parse_target(url, api_key)  # say now what is wrong with it
@@ -62,9 +63,9 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "--start",
         "starts",
         multiple=True,
-        metavar="[http://HOST:PORT ]COMMAND",
-        help="Start a target for its measurement and stop it after. It is up when it answers at the address; "
-        "without one, when it prints the ready line of `pensieve serve`.",
+        metavar="[http://HOST:PORT ][NAME=VALUE …]COMMAND",
+        help="Start a target for its measurement and stop it after, with these variables in its environment. It is "
+        "up when it answers at the address; without one, when it prints the ready line of `pensieve serve`.",
     )
     @click.option(
         "--start-timeout",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from pensieve.core import TokenArray, Usage
 
@@ -17,7 +17,7 @@ class TurnFailed(Exception):
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(f"{code}: {message}")
-        self.code = code
+        self.code, self.message = code, message
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +67,21 @@ class Target(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server is: all that another process needs to make a target of its own for it."""
+
+    url: str
+    """``pensieve://HOST:PORT`` or ``http://HOST:PORT``."""
+    api_key: str | None
+
+
+@runtime_checkable
+class Remote(Protocol):
+    """A target that other processes can connect to as well."""
+
+    def address(self) -> Address:
+        """The target is open."""
+        ...

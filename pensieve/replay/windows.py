@@ -31,6 +31,11 @@ class Window:
     """Find the warm-up; see ``steady_start``."""
 
 
+def sent_turns(outcome: Outcome) -> list[TurnRecord]:
+    """All turns of a replay that has not been cut to a window, with those that it cut short."""
+    return [*outcome.records, *outcome.cut_short]
+
+
 def running_turns(
     records: Sequence[TurnRecord], start: float, end: float, bins: int = _BINS
 ) -> NDArray[np.float64]:
@@ -76,7 +81,8 @@ def steady_start(records: Sequence[TurnRecord], end: float) -> tuple[float, bool
 def cut(outcome: Outcome, wanted: Window) -> tuple[Outcome, dict[str, Any]]:
     """The outcome of the turns that ended inside the window, and what the report says of the window.
 
-    When the load ends before the warm-up does, the whole replay is measured, and not steady.
+    When the load ends before the warm-up does, the whole replay is measured, and not steady. Turns that were cut short
+    were in flight until the stop, and their conversations were active; else they do not count.
     """
     rule, start, end, steady = _bounds(outcome, wanted)
     whole = rule == "whole"
@@ -90,9 +96,11 @@ def cut(outcome: Outcome, wanted: Window) -> tuple[Outcome, dict[str, Any]]:
         "steady": steady,
         "turns_outside": len(outside),
         "failed_outside": sum(bool(record.error) for record in outside),
+        "cut_short": sum(bool(record.sent_s) for record in outcome.cut_short),
     }
+    outside += outcome.cut_short
     if whole:
-        return outcome, told
+        return replace(outcome, outside=outside), told
     return replace(
         outcome, records=inside, outside=outside, duration_s=end - start, window_s=(start, end)
     ), told
@@ -113,4 +121,4 @@ def _bounds(outcome: Outcome, wanted: Window) -> tuple[str, float, float, bool |
     end = load_end if wanted.window_s is None else min(start + wanted.window_s, duration)
     if end <= start:
         return "whole", 0.0, duration, False
-    return "given", start, end, not has_trend(running_turns(outcome.records, start, end))
+    return "given", start, end, not has_trend(running_turns(sent_turns(outcome), start, end))

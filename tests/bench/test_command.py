@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
-import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
-import grpc.aio
 import pytest
 from click.testing import CliRunner, Result
 
 from pensieve.replay.command import replay
 from pensieve.v1 import pensieve_pb2 as pb
 from pensieve.v1 import pensieve_pb2_grpc as rpc
+from support.paced_server import in_thread
 
 
 class Servicer(rpc.ConversationServiceServicer):
@@ -61,28 +59,9 @@ class Servicer(rpc.ConversationServiceServicer):
 
 @pytest.fixture
 def server() -> Iterator[tuple[Servicer, str]]:
-    """In a thread with a loop of its own: the command runs its own loop in this one."""
-    servicer, ready, stop = Servicer(), threading.Event(), asyncio.Event()
-    address: list[str] = []
-    loop = asyncio.new_event_loop()
-
-    async def serve() -> None:
-        grpc_server = grpc.aio.server()
-        rpc.add_ConversationServiceServicer_to_server(servicer, grpc_server)
-        port = grpc_server.add_insecure_port("127.0.0.1:0")
-        await grpc_server.start()
-        address.append(f"pensieve://127.0.0.1:{port}")
-        ready.set()
-        await stop.wait()
-        await grpc_server.stop(None)
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
-    thread.start()
-    assert ready.wait(30)
-    yield servicer, address[0]
-    loop.call_soon_threadsafe(stop.set)
-    thread.join(30)
-    loop.close()
+    servicer = Servicer()
+    with in_thread(servicer) as address:
+        yield servicer, f"pensieve://{address}"
 
 
 @pytest.fixture
@@ -157,6 +136,10 @@ def test_failed_turns_fail_the_command(server: tuple[Servicer, str], dataset: st
         ["--target", "pensieve://h:1", "--clients", "2", "--rate", "1"],
         ["--target", "pensieve://h:1", "--think-time", "1", "--think-per-token", "1"],
         ["--target", "pensieve://h:1", "--steady", "--window", "1"],
+        ["--target", "pensieve://h:1", "--stop-after-window"],
+        ["--target", "pensieve://h:1", "--stop-after-window", "--steady"],
+        ["--target", "pensieve://h:1", "--processes", "3", "--clients", "2"],
+        ["--target", "pensieve://h:1", "--processes", "3", "--concurrency", "2"],
         ["--target", "pensieve://h:1", "--conversations", "5"],
         ["--target", "pensieve://h:1", "--rates", "1,x"],
         ["--target", "pensieve://h:1", "--rates", "1,1"],

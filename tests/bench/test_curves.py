@@ -1,27 +1,11 @@
-"""Which entries of reports are one curve, and what is read off curves."""
+"""The entries of reports as curves."""
 
 from __future__ import annotations
 
-import copy
-import math
-
 import pytest
 
-from pensieve.replay.curves import (
-    Point,
-    at,
-    busiest,
-    by_system,
-    curve_points,
-    entries,
-    equal_latency_ratio,
-    throughput_at,
-)
+from pensieve.replay.curves import at, busiest, by_system, curve_points, entries
 from support.replay_reports import RATES, SYSTEMS, first_version, sweep
-
-
-def points(*pairs: tuple[float, float]) -> list[Point]:
-    return [Point("", None, x, y, None, None) for x, y in pairs]
 
 
 def test_a_sweep_is_one_curve_per_system() -> None:
@@ -39,42 +23,18 @@ def test_seeds_are_one_point_with_an_interval() -> None:
     report = sweep({"Pensieve": 8.0}, (1.0, 2.0), (0, 1))
     curve = by_system(entries([report]))["Pensieve"]
     assert len(curve) == 4
-    one, two = curve_points([report], curve)
-    assert (one.rate, two.rate) == (1.0, 2.0)
-    values = [entry.summary["turns_per_s"] for entry in curve[:2]]
-    assert one.throughput == pytest.approx(sum(values) / 2) and values[0] != values[1]
-    assert (one.low_s, one.high_s) == (0.01, 0.09)
-    (alone,) = curve_points([sweep({"P": 8.0}, (1.0,))], by_system(entries([sweep({"P": 8.0}, (1.0,))]))["P"])
-    assert alone.low_s is None
-
-
-def test_reports_that_differ_in_the_load_only_make_one_curve() -> None:
-    slow, fast = first_version(1.0), first_version(3.0)
-    curves = by_system(entries([fast, slow], ["fast", "slow"]))
-    assert [entry.rate for entry in curves["Pensieve"]] == [1.0, 3.0]
-
-
-def test_reports_of_the_same_load_are_compared() -> None:
-    before, after = first_version(), first_version()
-    assert list(by_system(entries([before, after], ["a", "b"]))) == ["Pensieve (a)", "Pensieve (b)"]
-
-
-@pytest.mark.parametrize("key", ["dataset", "options", "machine", "versions"])
-def test_reports_that_differ_in_more_are_told_apart(key: str) -> None:
-    slow, fast = first_version(1.0), first_version(3.0)
-    changed = {
-        "dataset": {"sha256": "11"}, "options": {"shape": {"max_turns": 2}}, "machine": {"cpu": "x"},
-        "versions": {"pensieve": "9"},
-    }[key]  # fmt: skip
-    fast[key] |= changed
-    assert list(by_system(entries([slow, fast], ["a", "b"]))) == ["Pensieve (a)", "Pensieve (b)"]
-
-
-def test_details_tell_apart_too_and_other_names_stay() -> None:
-    one = sweep({"Pensieve": 8.0, "stub": 2.0}, (1.0,))
-    two = copy.deepcopy(sweep({"Pensieve": 8.0}, (2.0,)))
-    two["targets"][0]["details"]["serve"] = "--no-host-cache"
-    assert list(by_system(entries([one, two], ["a", "b"]))) == ["Pensieve (a)", "stub", "Pensieve (b)"]
+    one, two = curve_points(curve)
+    assert (one.load, two.load) == ("1 turns/s", "2 turns/s")
+    for path, found in (
+        ("turns_per_s", one.throughput),
+        ("normalised_latency_s.mean", one.mean_s),
+        ("normalised_latency_s.p90", one.p90_s),
+    ):
+        first, second = (at(entry.summary, path) for entry in curve[:2])
+        assert found == pytest.approx((first + second) / 2) and first != second
+    assert one.interval_s == (0.01, 0.09)
+    (alone,) = curve_points(by_system(entries([sweep({"P": 8.0}, (1.0,))]))["P"])
+    assert alone.interval_s is None
 
 
 def test_loads_in_words() -> None:
@@ -90,22 +50,3 @@ def test_loads_in_words() -> None:
 def test_at_passes_over_what_is_not_there() -> None:
     assert at({"a": {"b": 3}}, "a.b") == 3
     assert at({"a": {"b": 3}}, "a.c") is None and at({"a": None}, "a.b") is None
-
-
-def test_throughput_at_a_latency() -> None:
-    curve = points((1, 0.1), (2, 0.2), (3, 0.6))
-    assert throughput_at(curve, 0.15) == pytest.approx(1.5)
-    assert throughput_at(curve, 0.6) == 3
-    assert throughput_at(curve, 0.7) is None and throughput_at(curve, 0.05) is None
-    folding = points((1, 0.1), (3, 0.5), (2.8, 0.3))
-    assert throughput_at(folding, 0.4) == pytest.approx(2.9), "the most of what is reached at this latency"
-    assert throughput_at(points((1, 0.5), (2, 0.2)), 0.3) == 2, "a later point within the limit counts"
-
-
-def test_ratio_at_equal_latency() -> None:
-    ours, other = points((2, 0.1), (4, 0.4)), points((1, 0.1), (2, 0.4))
-    ratio = equal_latency_ratio(ours, other)
-    assert ratio is not None
-    assert ratio[0] == pytest.approx(math.sqrt(0.1 * 0.4)) and ratio[1] == pytest.approx(2.0)
-    assert equal_latency_ratio(ours, points((1, 0.5), (2, 0.9))) is None, "no latency that both reach"
-    assert equal_latency_ratio(ours, points((1, 0.2))) is None, "a point is no curve"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,6 +98,36 @@ async def test_a_server_that_only_chats(stub: Stub) -> None:
     assert roles == ["user", "assistant", "user"]
     assert stub.prompts[1][1]["content"] == "<7><8>"
     assert stub.prompts[1][0]["content"] != stub.prompts[1][2]["content"]
+
+
+class Endless(Counting):
+    """Never comes to an end; ``hung_up`` when nobody reads on."""
+
+    def __init__(self) -> None:
+        self.hung_up = threading.Event()
+
+    def answer(self, prompt: list[int], limit: int, **more: object) -> Iterator[int]:
+        try:
+            while True:
+                time.sleep(0.01)
+                yield 7
+        finally:
+            self.hung_up.set()
+
+
+async def test_a_turn_that_is_given_up_is_given_up_at_the_server(stub: Stub) -> None:
+    """Otherwise the next run would meet the load of this one."""
+    target = OpenAITarget(stub.url)
+    await target.open()
+    stub.model, asked = Endless(), len(stub.prompts)
+    turn = asyncio.create_task(target.turn(await target.start_session(), spec(), lambda count, at: None))
+    while len(stub.prompts) == asked:
+        await asyncio.sleep(0.01)
+    turn.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await turn
+    assert await asyncio.to_thread(stub.model.hung_up.wait, 30)
+    await target.close()
 
 
 async def test_nobody_there() -> None:

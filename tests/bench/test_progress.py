@@ -10,7 +10,7 @@ from pensieve.core import Usage
 from pensieve.replay.progress import LiveProgress
 from pensieve.replay.runner import RunOptions, TurnRecord
 from pensieve.replay.schedule import Arrivals
-from pensieve.replay.session import Plan, SeesSends, run
+from pensieve.replay.session import Plan, run
 from pensieve.replay.shaping import Shape
 from pensieve.replay.targets import OnTokens, TargetInfo, TurnSpec
 from pensieve.replay.workload import Conversation, Dataset, Turn
@@ -23,7 +23,7 @@ class Clock:
         return self.now
 
 
-def ended(tokens: int, error: str = "") -> TurnRecord:
+def turn(tokens: int, error: str = "") -> TurnRecord:
     return TurnRecord(0, 0, 1, 0.0, 0.5, arrivals=[(tokens, 1.0)], error=error)
 
 
@@ -43,32 +43,39 @@ def live_progress(clock: Clock, *, terminal: bool = True) -> LiveProgress:
 def test_turns_tokens_per_second_and_errors() -> None:
     clock = Clock()
     live = live_progress(clock)
-    each = live.watch("[b]here[/b]", 4)
+    each = live.run("[b]here[/b]", 4)
     clock.now = 2.0
-    each(ended(30))
-    each(ended(10, "UNAVAILABLE"))
+    each.ended(turn(30))
+    each.ended(turn(10, "UNAVAILABLE"))
     text = shown(live, clock)
     assert "[b]here[/b]" in text and "2/4" in text
     assert "20 tok/s" in text and "1 errors" in text
-    assert "running" not in text, "nobody counts what is sent"
     clock.now = 60.0
-    each(ended(50))
+    each.ended(turn(50))
     assert " 5 tok/s" in shown(live, clock), "of the last ten seconds"
 
 
 def test_each_run_has_a_line_of_its_own() -> None:
     clock = Clock()
     live = live_progress(clock)
-    live.watch("same", 2)(ended(1))
-    live.watch("same", 3)
+    live.run("same", 2).ended(turn(1))
+    live.run("same", 3)
     text = shown(live, clock)
     assert "1/2" in text and "0/3" in text
+
+
+def test_a_server_that_starts_is_shown_until_it_is_up() -> None:
+    clock = Clock()
+    live = live_progress(clock)
+    with live.starting("vllm"):
+        assert "vllm is starting" in shown(live, clock) and "0:00:0" in shown(live, clock)
+    assert "vllm" not in shown(live, clock)
 
 
 def test_silent_where_no_terminal_is() -> None:
     live = live_progress(Clock(), terminal=False)
     with live:
-        live.watch("x", 1)(ended(1))
+        live.run("x", 1).ended(turn(1))
     file = live.progress.console.file
     assert isinstance(file, io.StringIO) and file.getvalue().strip() == ""
 
@@ -76,16 +83,15 @@ def test_silent_where_no_terminal_is() -> None:
 def test_what_is_sent_and_has_not_ended_is_running() -> None:
     clock = Clock()
     live = live_progress(clock)
-    line = live.watch("x", 3)
-    assert isinstance(line, SeesSends)
+    line = live.run("x", 3)
     line.sent()
     line.sent()
     assert "2 running" in shown(live, clock)
-    line(ended(1))
+    line.ended(turn(1))
     assert "1 running" in shown(live, clock)
-    line(TurnRecord(1, 0, 1, 0.0, error="UNAVAILABLE"))
+    line.ended(TurnRecord(1, 0, 1, 0.0, error="UNAVAILABLE"))
     assert "1 running" in shown(live, clock), "a conversation that could not be opened sent no turn"
-    line(ended(1))
+    line.ended(turn(1))
     assert "0 running" in shown(live, clock) and "3/3" in shown(live, clock)
 
 
@@ -114,6 +120,6 @@ async def test_a_replay_tells_of_its_sends() -> None:
     live = live_progress(Clock())
     talks = (Conversation("a", (Turn(2, 1), Turn(2, 1))), Conversation("b", (Turn(2, 1),)))
     plan = Plan(Dataset("d", talks, "0"), Shape(), Arrivals(), RunOptions(force_lengths=False))
-    await run(plan, [Silent()], live.watch)
+    await run(plan, [Silent()], live)
     text = shown(live, Clock())
     assert "3/3" in text and "0 running" in text

@@ -1,8 +1,7 @@
-"""The HTML page, the plots and ``pensieve replay compare``."""
+"""The HTML page and the plots."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -13,14 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 from rich.console import Console
 
 from pensieve.replay.columns import BY_TURN, FAILURES, SESSIONS, SPEED, TOKENS
-from pensieve.replay.compare import compare
-from pensieve.replay.curves import at
 from pensieve.replay.html import page
-from pensieve.replay.plots import PlotsMissing, require, write_plots
+from pensieve.replay.plots import write_plots
 from pensieve.replay.table import show
 from support.page_reader import Page
 from support.replay_reports import RATES, SYSTEMS, first_version, sweep
@@ -54,7 +50,7 @@ def test_the_page_of_a_sweep() -> None:
     for text in read.figures.values():
         assert not re.search(r"\\\$|\bnan\b", text)
     for name in SYSTEMS:
-        assert name in read.figures["plot-latency"] and f"{name}, warm" in read.figures["plot-ttft"]
+        assert name in read.figures["plot-latency"] and name in read.figures["plot-ttft"]
     assert not read.problems
 
 
@@ -80,6 +76,13 @@ def test_numbers_on_the_page_are_those_of_the_report() -> None:
     assert len(limits) == len(report["targets"])
     for path, exact, text in limits:
         assert float(text.removeprefix("≥ ")) == pytest.approx(float(exact), abs=0.06), path
+
+
+def test_turns_that_were_cut_short_are_told() -> None:
+    report = sweep({"Pensieve": 8.0}, (1.0,))
+    report["targets"][0]["window"] = {"steady": True, "cut_short": 3}
+    table = Page(page([report])).tables["table-failures"]
+    assert dict(zip(table.heads, table.rows[1], strict=True))["cut short"] == "3"
 
 
 def test_the_page_needs_nothing_from_outside() -> None:
@@ -160,71 +163,6 @@ def test_nothing_completed_is_still_a_page() -> None:
     }  # fmt: skip
     read = Page(page([report]))
     assert read.figures == {} and "–" in read.tables["table-speed"].rows[1]
-
-
-def run_compare(*arguments: object) -> Result:
-    return CliRunner().invoke(compare, [str(argument) for argument in arguments])
-
-
-def written(folder: Path, **reports: dict[str, Any]) -> list[Path]:
-    for name, report in reports.items():
-        (folder / f"{name}.json").write_text(json.dumps(report))
-    return [folder / f"{name}.json" for name in reports]
-
-
-def test_compare_of_old_and_new(tmp_path: Path) -> None:
-    files = written(tmp_path, old=first_version(), new=sweep())
-    result = run_compare(*files, "--html", tmp_path / "c.html", "--plots", tmp_path / "plots")
-    assert result.exit_code == 0, result.output
-    read = Page((tmp_path / "c.html").read_text())
-    assert set(read.figures) == PLOTS and "table-facts-1" in read.tables
-    systems = [row[0] for row in read.tables["table-systems"].rows[1:]]
-    assert systems == ["Pensieve (old)", "Pensieve (new)", *list(SYSTEMS)[1:]]
-    assert "Pensieve (old)" in read.figures["plot-latency"]
-    assert "Pensieve (old)" in result.output and "Pensieve (new)" in result.output
-    assert len(list((tmp_path / "plots").iterdir())) == 8
-    old = read.tables["table-speed"].numbers[0]
-    assert float(old[1]) == at(first_version()["targets"][0], "turns_per_s")
-
-
-def test_compare_tells_files_of_one_name_apart(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    one = written(tmp_path / "a", r=first_version())
-    two = written(tmp_path / "b", r=first_version())
-    out = tmp_path / "c.html"
-    assert run_compare(*one, *two, "--html", out).exit_code == 0
-    systems = [row[0] for row in Page(out.read_text()).tables["table-systems"].rows[1:]]
-    assert systems == [f"Pensieve ({one[0]})", f"Pensieve ({two[0]})"]
-
-
-def test_kept_results_still_compare(tmp_path: Path) -> None:
-    kept = sorted((ROOT / "bench/results").glob("replay_sharegpt_cpu_*.json"))
-    assert len(kept) == 2
-    result = run_compare(*kept, "--html", tmp_path / "c.html")
-    assert result.exit_code == 0, result.output
-    assert set(Page((tmp_path / "c.html").read_text()).figures) == PLOTS - {"plot-sessions"}
-
-
-@pytest.mark.parametrize(
-    "text", ["{", "[]", "{}", '{"schema": "other/1", "targets": []}', '{"schema": "pensieve.replay/1", "targets": []}']
-)
-def test_what_is_no_report(text: str, tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text(text)
-    result = run_compare(tmp_path / "x.json")
-    assert result.exit_code == 1 and "x.json" in result.output
-    assert run_compare().exit_code == 2
-
-
-def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    require()
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
-    with pytest.raises(PlotsMissing, match=r"pip install 'pensieve\[plots\]'"):
-        require()
-    result = run_compare(*written(tmp_path, a=first_version()), "--html", tmp_path / "c.html")
-    assert result.exit_code == 1 and "pensieve[plots]" in result.output
-    assert not (tmp_path / "c.html").exists()
 
 
 def test_matplotlib_is_imported_only_to_draw() -> None:

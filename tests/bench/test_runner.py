@@ -12,12 +12,13 @@ import pytest
 from pensieve.core import Usage
 from pensieve.replay.receipts import violations
 from pensieve.replay.report import is_clean, statistics, summarise
-from pensieve.replay.runner import Outcome, RunOptions, TurnRecord, replay
+from pensieve.replay.runner import Outcome, Played, RunOptions, TurnRecord, outcome, replay
 from pensieve.replay.schedule import Arrivals, scripts
 from pensieve.replay.session import Plan, run
 from pensieve.replay.shaping import Shape
 from pensieve.replay.targets import OnTokens, TargetInfo, TurnFailed, TurnSpec
 from pensieve.replay.validity import client_lag
+from pensieve.replay.watching import RunWatcher, Watcher
 from pensieve.replay.workload import Conversation, Dataset, Turn
 
 INFO = TargetInfo(vocab_size=50, context_limit=1000)
@@ -79,6 +80,25 @@ class FakeTarget:
         self.closed = True
 
 
+class Watching(Watcher, RunWatcher):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[str, int]] = []
+        self.records: list[TurnRecord] = []
+        self.sends = 0
+
+    def run(self, target: str, turns: int) -> RunWatcher:
+        self.runs.append((target, turns))
+        return self
+
+    def sent(self) -> None:
+        self.sends += 1
+
+    def ended(self, record: TurnRecord) -> None:
+        self.records.append(record)
+
+
 def plan(**run_options: object) -> Plan:
     return Plan(
         Dataset("d", TALKS, "0"), Shape(), Arrivals(seed=3), RunOptions(seed=3, **run_options)  # type: ignore[arg-type]
@@ -113,8 +133,9 @@ async def test_a_stall_of_the_client_is_noted_for_its_whole_length() -> None:
             return await super().turn(session, spec, on_tokens)
 
     outcome = await play(Stalling(), concurrency=1)
-    assert max(outcome.loop_lag_s) > 0.05
-    assert len([lag for lag in outcome.loop_lag_s if lag > 0.01]) > 10, "five stalls, each a few timers long"
+    (lags,) = outcome.loop_lag_s
+    assert max(lags) > 0.05
+    assert len([lag for lag in lags if lag > 0.01]) > 10, "five stalls, each a few timers long"
     assert not client_lag(outcome, 0.01)["valid"]
 
 
@@ -136,6 +157,15 @@ async def test_a_session_that_cannot_be_ended_costs_no_result() -> None:
     assert len(outcome.records) == 5 and "gone" in outcome.leftover
 
 
+def test_what_several_players_did_is_one_outcome() -> None:
+    late, early, short = (TurnRecord(n, 0, 1, 0.0, done_s=at) for n, at in enumerate((2.0, 1.0, 3.0)))
+    parts = [Played(3.0, 1, (), (0.1,)), Played(3.5, 2, (short,), (0.2, 0.3))]
+    whole = outcome("it", INFO, [late, early], parts, "stuck")
+    assert whole.records == (early, late) and whole.cut_short == (short,)
+    assert (whole.duration_s, whole.skipped_turns, whole.leftover) == (3.5, 3, "stuck")
+    assert whole.loop_lag_s == ((0.1,), (0.2, 0.3))
+
+
 async def test_forced_lengths_are_checked() -> None:
     assert summarise(await play(FakeTarget(short=True)))["errors"] == {"WRONG_LENGTH": 2}
     outcome = await play(FakeTarget(short=True), force_lengths=False)
@@ -155,9 +185,9 @@ async def test_pauses_follow_the_answer() -> None:
 
 async def test_report_adds_up() -> None:
     target = FakeTarget()
-    seen: list[TurnRecord] = []
-    report = await run(plan(), [target], lambda name, turns: seen.append)
-    assert target.closed and len(seen) == 5
+    seen = Watching()
+    report = await run(plan(), [target], seen)
+    assert target.closed and seen.runs == [("fake", 5)] and len(seen.records) == 5 == seen.sends
     (summary,) = report["targets"]
     assert is_clean(summary)
     assert report["workload"]["turns"] == summary["turns"]["completed"] == 5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -20,7 +22,7 @@ def load(latency: list[float], *, lag: float = 0.0, loop: tuple[float, ...] = (0
         for i, took in enumerate(latency)
         for at in (i + 0.01,)
     )
-    return Outcome("t", INFO, records, 0, max(r.done_s for r in records), loop)
+    return Outcome("t", INFO, records, 0, max(r.done_s for r in records), (loop,))
 
 
 def test_running_turns_are_weighted_by_time() -> None:
@@ -75,6 +77,14 @@ def test_a_late_client_is_found() -> None:
     assert not late["valid"] and "sent" in late["reason"]
     blocked = client_lag(load([1.0] * 50, loop=(0.0, 0.9)), 0.1)
     assert not blocked["valid"] and "event loop" in blocked["reason"]
+
+
+def test_one_late_process_of_many_is_found() -> None:
+    """Among the timers of all it would be one in two hundred."""
+    outcome = replace(load([1.0] * 50), loop_lag_s=((0.001,) * 1000, (0.9,) * 5))
+    lag = client_lag(outcome, 0.1)
+    assert lag["loop_lag_s"]["count"] == 1005 and lag["loop_lag_s"]["p99"] == 0.001
+    assert lag["loop_lag_p99_s"] == pytest.approx([0.001, 0.9]) and not lag["valid"]
 
 
 def summary(seed: int, value: float | None, target: str = "t") -> dict[str, object]:

@@ -3,7 +3,8 @@
     python tests/support/openai_stub.py FOLDER [--port N] [--strict] [--chat-only]
 
 Prints ``listening PORT``. Takes token ids as prompts and the extensions of vLLM that force lengths and return ids;
-``--strict`` refuses such extensions, ``--chat-only`` has no ``/v1/completions``.
+``--strict`` refuses such extensions, ``--chat-only`` has no ``/v1/completions``. It answers one at a time, and computes
+the whole prompt each time.
 """
 
 from __future__ import annotations
@@ -31,18 +32,30 @@ class Model:
         self._torch = torch
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self._lock = Lock()
+        eos = self._model.generation_config.eos_token_id
+        self._eos = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
         self.vocab_size = int(self._model.config.vocab_size)
         self.context_limit = int(self._model.config.max_position_embeddings)
 
-    def answer(self, prompt: list[int], limit: int) -> Iterator[int]:
-        """Recomputes the prompt, then decodes with its KV state; exactly ``limit`` tokens."""
+    def answer(
+        self, prompt: list[int], limit: int, *, least: int = 0, ignore_eos: bool = True
+    ) -> Iterator[int]:
+        """Recomputes the prompt, then decodes with its KV state; ends at ``limit`` or at an end of sequence.
+
+        No end of sequence comes before ``least`` tokens, as ``min_new_tokens`` of ``generate`` has it.
+        """
         torch = self._torch
         with self._lock, torch.inference_mode():
             ids, past = torch.tensor([prompt]), None
-            for _ in range(limit):
+            for index in range(limit):
                 result = self._model(input_ids=ids, past_key_values=past, use_cache=True)
-                ids, past = result.logits[:, -1:].argmax(-1), result.past_key_values
+                logits, past = result.logits[:, -1:], result.past_key_values
+                if index < least:
+                    logits[..., self._eos] = -torch.inf
+                ids = logits.argmax(-1)
                 yield int(ids)
+                if int(ids) in self._eos and not ignore_eos:
+                    return
 
 
 class Counting:
@@ -50,7 +63,9 @@ class Counting:
 
     vocab_size, context_limit = 100, 512
 
-    def answer(self, prompt: list[int], limit: int) -> Iterator[int]:
+    def answer(
+        self, prompt: list[int], limit: int, *, least: int = 0, ignore_eos: bool = True
+    ) -> Iterator[int]:
         yield from (7 + index % 90 for index in range(limit))
 
 
@@ -106,7 +121,8 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         ids = [ord(c) % 50 for message in prompt for c in message["content"]] if chat else prompt
         count = 0
-        for token in self.server.model.answer(ids, body["max_tokens"]):
+        lengths = {"least": body.get("min_tokens", 0), "ignore_eos": bool(body.get("ignore_eos"))}
+        for token in self.server.model.answer(ids, body["max_tokens"], **lengths):
             count += 1
             text = f"<{token}>"
             choice: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text}
