@@ -16,10 +16,11 @@ BENCH_ARGS ?= --limit 20 --name local
 # Python with a CUDA build of torch for the GPU targets; where the environment has none, $(PYTHON) is tried.
 PYTHON_GPU ?= $(BIN)/python
 GPU_ARGS ?=
+EXPERIMENTS ?= systems-13b-sharegpt
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-gpu lint types proto proto-release bench-replay bench-ops bench-engine redis chromium clean
+.PHONY: help setup demo test test-gpu lint types proto proto-release bench-replay bench-ops bench-engine bench-evaluate redis chromium clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -80,6 +81,9 @@ bench-ops: ## Kernels on this GPU against their ceilings and peers (GPU_ARGS=)
 
 bench-engine: ## Engine steps on this GPU: decode, prefill, returning turns, swap (GPU_ARGS=)
 	@$(FIND_GPU); "$$python" bench/engine.py $(GPU_ARGS)
+
+bench-evaluate: ## Systems and ablations on GPUs: EXPERIMENTS= names of bench/experiments.py (GPU_ARGS=--devices 0,1 …)
+	@$(FIND_GPU); "$$python" bench/evaluate.py $(EXPERIMENTS) --results build/evaluation $(GPU_ARGS)
 
 # The Redis store is tested against a real server, the HTML report in a real browser. Without the right to install one,
 # its tests are left out, loudly.

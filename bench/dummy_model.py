@@ -2,6 +2,8 @@
 
     python bench/dummy_model.py llama-2-13b-gqa10 FOLDER
 
+``llama-2-13b-gqaN`` and ``tiny-llama-gqaN`` take any number N of KV heads that divides the query heads (40 and 8).
+
 For ``pensieve serve --model FOLDER --load-format dummy``. The tokenizer is the demo model's: it knows fewer ids than
 the model has. Ids that it does not know are valid input and valid output; their text is empty.
 """
@@ -9,6 +11,7 @@ the model has. Ids that it does not know are valid input and valid output; their
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -42,12 +45,35 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """config.json by name. The first is Llama 2 13B with 10 KV heads and a longer context, as in the EuroSys paper §6."""
+_GROUPED: dict[str, dict[str, Any]] = {
+    "llama-2-13b": SHAPES["llama-2-13b-gqa10"],
+    "tiny-llama": _LLAMA | {
+        "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8,
+        "head_dim": 32, "intermediate_size": 512, "vocab_size": 2048, "max_position_embeddings": 4096,
+        "rope_theta": 10000.0,
+    },
+}  # fmt: skip
+"""Shapes whose number of KV heads can be chosen; the tiny one is for a CPU."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
+def shape_config(name: str) -> dict[str, Any]:
+    """config.json of a named shape. Raises ValueError on a name that stands for none."""
+    if name in SHAPES:
+        return dict(SHAPES[name])
+    match = re.fullmatch(r"(?P<family>[a-z0-9-]+)-gqa(?P<heads>[1-9]\d*)", name)
+    config = _GROUPED.get(match["family"]) if match else None
+    if match is None or config is None:
+        raise ValueError(f"{name!r} is no shape: {', '.join(SHAPES)}, {'-gqaN, '.join(_GROUPED)}-gqaN")
+    queries, heads = config["num_attention_heads"], int(match["heads"])
+    if queries % heads:
+        raise ValueError(f"{name!r}: {heads} KV heads do not divide {queries} query heads")
+    return config | {"num_key_value_heads": heads}
+
+
 def make(name: str, folder: Path, context_limit: int = 0) -> Path:
-    """Write the folder; ``context_limit`` replaces the shape's own. Raises KeyError on an unknown shape."""
-    config = dict(SHAPES[name])
+    """Write the folder; ``context_limit`` replaces the shape's own. Raises ValueError on an unknown shape."""
+    config = shape_config(name)
     if context_limit:
         config["max_position_embeddings"] = context_limit
     folder.mkdir(parents=True, exist_ok=True)
@@ -58,13 +84,16 @@ def make(name: str, folder: Path, context_limit: int = 0) -> Path:
 
 
 @click.command()
-@click.argument("shape", type=click.Choice(list(SHAPES)))
+@click.argument("shape")
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--context-limit", type=click.IntRange(min=0), default=0, metavar="N",
               help="Positions; default: the shape's own.")  # fmt: skip
 def main(shape: str, folder: Path, context_limit: int) -> None:
     """Make FOLDER for the model SHAPE."""
-    click.echo(make(shape, folder, context_limit))
+    try:
+        click.echo(make(shape, folder, context_limit))
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="SHAPE") from error
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""FlashAttention-3 as a peer of the attention kernel: its paged forward pass, called as a server would call it."""
+"""FlashAttention-3 as a peer of the attention kernel: its forward pass, called as a server would call it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from pensieve.kernels.span_table import SpanTable
 
 Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 """A query, keys and values [P, N, Hkv, D] of one layer."""
+ContiguousCall = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""A query, keys and values [T, Hkv, D] of one layer → a result like the query."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +41,41 @@ class Peer:
             )  # fmt: skip
 
         def extension(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> object:
-            fixed: dict[str, Any] = {
-                "out": out, "cu_seqlens_q": starts, "seqused_k": seen, "max_seqlen_q": longest[0],
-                "max_seqlen_k": longest[1], "page_table": tables, "softmax_scale": scale, "is_causal": True,
-                "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "is_rotary_interleaved": True,
-                "num_splits": 0, "sm_margin": 0, "cp_world_size": 1, "cp_rank": 0,
-            }  # fmt: skip
-            return self.library.fwd(*_in_order(self.library.fwd, {"q": q, "k": keys, "v": values, **fixed}))
+            return self._forward(
+                q=q, k=keys, v=values, out=out, cu_seqlens_q=starts, seqused_k=seen, max_seqlen_q=longest[0],
+                max_seqlen_k=longest[1], page_table=tables, softmax_scale=scale,
+            )  # fmt: skip
 
         return extension if self.is_extension else interface
+
+    def prepare_contiguous(self, spans: SpanTable, out: torch.Tensor, scale: float) -> ContiguousCall:
+        """The same where the contexts lie one after the other, without pages. The result may be in ``out``, or not."""
+        seen = spans.position + spans.q_len
+        ends = [torch.cat([n.new_zeros(1), n.cumsum(0, dtype=torch.int32)]) for n in (spans.q_len, seen)]
+        longest = spans.max_q_len, spans.max_context
+
+        def interface(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.library.flash_attn_varlen_func(
+                q, keys, values, *ends, *longest, softmax_scale=scale, causal=True
+            )
+            return result
+
+        def extension(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            self._forward(
+                q=q, k=keys, v=values, out=out, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1],
+                max_seqlen_q=longest[0], max_seqlen_k=longest[1], softmax_scale=scale,
+            )  # fmt: skip
+            return out
+
+        return extension if self.is_extension else interface
+
+    def _forward(self, **named: Any) -> object:
+        """The extension's causal pass, in as many splits as it finds best."""
+        fixed = {
+            "is_causal": True, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0,
+            "is_rotary_interleaved": True, "num_splits": 0, "sm_margin": 0, "cp_world_size": 1, "cp_rank": 0,
+        }  # fmt: skip
+        return self.library.fwd(*_in_order(self.library.fwd, fixed | named))
 
 
 def find(path: Path | None) -> Peer | None:
