@@ -1,6 +1,6 @@
 """Time of one eviction round against the number of cached sessions.
 
-    python bench/eviction.py --sessions 1000 --sessions 100000
+    python bench/eviction.py --sessions 1000 --sessions 100000 --policy gittins
 
 The design allows one round 1 ms with 100,000 cached sessions. A round is: rank all sessions, take the victims.
 The last line of stdout is one JSON document.
@@ -12,13 +12,14 @@ import json
 import platform
 import statistics
 import time
+from typing import get_args
 
 import click
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from pensieve.config import CacheConfig
+from pensieve.config import CacheConfig, PolicyName
 from pensieve.core import SessionKey
 from pensieve.engine.cache.index import Give
 from pensieve.engine.cache.manager import CacheManager
@@ -27,16 +28,15 @@ from pensieve.engine.cost import CostModel
 COST = CostModel(((0, 0.0), (4096, 1.0)), 0.2, 32)
 
 
-def filled_cache(sessions: int, chunks_each: int) -> CacheManager:
+def filled_cache(sessions: int, chunks_each: int, policy: PolicyName) -> CacheManager:
     """A cache in which every session is idle and fully on the device."""
-    cache = CacheManager(
-        CacheConfig(device_chunks=sessions * chunks_each, host_chunks=sessions, swap_watermark=0.25), COST
-    )
+    config = CacheConfig(sessions * chunks_each, host_chunks=sessions, policy=policy, swap_watermark=0.25)
+    cache = CacheManager(config, COST)
     context = np.arange(32 * chunks_each, dtype=np.int32)
     rng = np.random.default_rng(0)
     for number in range(sessions):
         key = SessionKey(f"s{number}")
-        restore = cache.admit(key, context, len(context), 0.0)
+        restore = cache.admit(key, context, int(rng.integers(1, len(context))), 0.0)
         for start, end in restore.missing:
             cache.computed(key, start, end)
         cache.release(key, float(rng.random() * 1000))
@@ -63,16 +63,28 @@ def measure(cache: CacheManager, victims: int, repeats: int = 30) -> tuple[float
 
 @click.command(context_settings={"show_default": True})
 @click.option("--sessions", multiple=True, type=int, default=(1_000, 10_000, 100_000))
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    type=click.Choice(get_args(PolicyName)),
+    default=("retention", "gittins"),
+)
 @click.option("--victims", default=32, help="Chunks to find per round.")
 @click.option("--chunks", default=4, help="Chunks per session.")
-def main(sessions: tuple[int, ...], victims: int, chunks: int) -> None:
+def main(sessions: tuple[int, ...], policies: tuple[PolicyName, ...], victims: int, chunks: int) -> None:  # fmt: skip
     """Measure eviction rounds."""
-    table = Table("sessions", "chunks", "median ms", "worst ms")
+    table = Table("policy", "sessions", "chunks", "median ms", "worst ms")
     rows = []
-    for count in sessions:
-        median, worst = measure(filled_cache(count, chunks), victims)
-        rows.append({"sessions": count, "median_ms": median * 1e3, "worst_ms": worst * 1e3})
-        table.add_row(f"{count:,}", f"{count * chunks:,}", f"{median * 1e3:.3f}", f"{worst * 1e3:.3f}")
+    for policy in policies:
+        for count in sessions:
+            median, worst = measure(filled_cache(count, chunks, policy), victims)
+            rows.append(
+                {"policy": policy, "sessions": count, "median_ms": median * 1e3, "worst_ms": worst * 1e3}
+            )
+            table.add_row(
+                policy, f"{count:,}", f"{count * chunks:,}", f"{median * 1e3:.3f}", f"{worst * 1e3:.3f}"
+            )
     Console().print(table)
     machine = {"machine": platform.platform(), "python": platform.python_version(), "numpy": np.__version__}
     print(json.dumps({"victims": victims, "rows": rows, **machine}))

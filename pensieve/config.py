@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-PolicyName = Literal["retention", "lru", "trailing-half", "whole-session"]
+PolicyName = Literal["gittins", "retention", "lru", "trailing-half", "whole-session"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class CacheConfig:
     """Slots of the host tier; 0 switches the tier off."""
     chunk_tokens: int = 32
     """Tokens per chunk and KV page (EuroSys §4.3.1 found 32 to work well)."""
-    policy: PolicyName = "retention"
+    policy: PolicyName = "gittins"
     swap_watermark: float = 0.25
     """Swap out ahead of time while less than this share of device slots is free or reclaimable; 0 = on demand."""
     decode_reserve: float = 0.10
@@ -57,7 +57,7 @@ class EngineTuning(msgspec.Struct, frozen=True, kw_only=True):
     """``40GiB``, ``512MiB``, ``4096tokens`` or ``auto``: see ``pensieve.engine.sizing``."""
     host_cache: str = "auto"
     chunk_tokens: int = 32
-    policy: PolicyName = "retention"
+    policy: PolicyName = "gittins"
     swap_watermark: float = 0.25
     decode_reserve: float = 0.10
     max_batch_tokens: int = 0

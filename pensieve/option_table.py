@@ -111,9 +111,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("chunk-tokens", values.power_of_two(256), "Tokens per chunk and KV page.", _PAPER, "N"),
     Option(
         "policy",
-        values.choice("retention", "lru", "trailing-half", "whole-session"),
-        "What is evicted first: retention, lru, trailing-half or whole-session.",
-        "cheapest to recompute per idle second goes first",
+        values.choice("gittins", "retention", "lru", "trailing-half", "whole-session"),
+        "What is evicted first: gittins, retention (the paper's), lru, trailing-half or whole-session.",
+        "what costs least and comes back least often, as learned while serving, goes first",
         "NAME",
     ),
     Option(

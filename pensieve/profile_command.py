@@ -5,14 +5,23 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import click
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pensieve.config import EngineOptions
 from pensieve.engine.probe import LONGEST, Point, Prober, describe, prober
+from pensieve.simulate.calibrate import SWAP_CHUNKS, calibrated
+
+if TYPE_CHECKING:  # the module brings torch with it
+    from pensieve.engine.worker import Worker
+
+HOST_CHUNKS: Final = max(SWAP_CHUNKS)
+MACHINE_TOKENS: Final = 32768
+"""Device tier, in tokens, to time steps in: enough for large batches."""
 
 
 def _measure_with_progress(running: Prober, longest: int, chunk_tokens: int, repeats: int) -> list[Point]:
@@ -25,6 +34,21 @@ def _measure_with_progress(running: Prober, longest: int, chunk_tokens: int, rep
             points.append(point)
             progress.update(task, advance=1, description=f"context {point.context}")
     return points
+
+
+def _measure_machine(worker: Worker, name: str, longest: int, path: Path) -> None:
+    """Time steps, fit, write, and say how good the fit is."""
+    console = Console(stderr=True)
+    with console.status("steps") as status:
+        machine = calibrated(worker, name, longest, lambda design: status.update(f"steps: {design}"))
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(machine), indent=1) + b"\n")
+    except OSError as error:
+        raise click.ClickException(f"cannot write {path}: {error.strerror}") from error
+    click.echo(
+        f"wrote {path}: its formula is off by {machine.mean_error:.1%} on average, {machine.worst_error:.1%} at worst",
+        err=True,
+    )
 
 
 @click.command()
@@ -67,6 +91,13 @@ def _measure_with_progress(running: Prober, longest: int, chunk_tokens: int, rep
     metavar="FILE",
     help="Where the JSON goes, `-` for stdout.  [default: the user's cache folder, where `pensieve serve` looks]",
 )
+@click.option(
+    "--machine",
+    "machine_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Also time whole steps, and write what `pensieve simulate --machine` wants to know of this machine.",
+)
 def profile(
     model: str,
     device: Literal["auto", "cpu", "cuda"],
@@ -77,6 +108,7 @@ def profile(
     repeats: int,
     threads: int,
     output: Path | None,
+    machine_file: Path | None,
 ) -> None:
     """Measure what recomputing a chunk costs on this machine.
 
@@ -105,8 +137,8 @@ def profile(
                 dtype=dtype,
                 load_format=load_format,
                 chunk_tokens=chunk_tokens,
-                device_cache=f"{longest}tokens",
-                host_cache="0",
+                device_cache=f"{max(longest, MACHINE_TOKENS if machine_file else 0)}tokens",
+                host_cache=f"{HOST_CHUNKS * chunk_tokens}tokens" if machine_file else "0",
                 torch_threads=threads,
             )
         )
@@ -117,6 +149,8 @@ def profile(
         name = device_name(worker.info.device)
         result = describe(worker, model, points, device_name=name, repeats=repeats)
         path = output or profile_path(worker, name)
+        if machine_file is not None:
+            _measure_machine(worker, f"{model} on {name}", longest, machine_file)
     if str(path) == "-":
         click.echo(json.dumps(result, indent=2))
         return

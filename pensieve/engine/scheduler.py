@@ -193,7 +193,7 @@ class Scheduler:
         """
         self.running.remove(request)
         request.in_batch = False
-        self.cache.release(request.session, now, request.context)
+        self.cache.suspend(request.session, now, request.context)
         request.missing.clear()
         bisect.insort(self.waiting, request, key=lambda other: other.arrival)
         self.suspensions += 1

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-INK, FAINT = "#010203", "#040506"
-"""Stand for the page's own colours of text and of thin lines in an SVG."""
+INK, FAINT = "#010203", "#d8dcdf"
+"""Of text and of thin lines; nothing else has them, so that a page can put its own in their place."""
 WIDTH_IN, WIDE_IN = 6.2, 10.0
 """Of pictures that stand two in a row on a page, and of those that take a row."""
 LineStyle = Literal["-", "--", "-.", ":"]

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pensieve.config import CacheConfig, parse_cache_size
 from pensieve.engine.cost import CostModel, CostProfileError
+from pensieve.replay.schedule import Gaps
 from pensieve.replay.shaping import Shape, shape
 from pensieve.replay.workload import DatasetError, load
 from pensieve.simulate import policies
@@ -25,7 +26,7 @@ from pensieve.simulate.settings import Routing, Settings
 _POSITIVE = click.IntRange(min=1)
 _ABOVE_ZERO = click.FloatRange(min=0, min_open=True)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-_SLACK_SHARE = 0.01
+_SLACK_SHARE = 0.08
 
 
 @click.command(context_settings={"show_default": True, "max_content_width": 110})
@@ -38,6 +39,8 @@ _SLACK_SHARE = 0.01
 @click.option("--rate", type=_ABOVE_ZERO, metavar="R", help="Turns per second offered; default: the recorded times.")
 @click.option("--think-time", type=click.FloatRange(min=0), metavar="S",
               help="Mean of exponential pauses; default: the recorded gaps.")
+@click.option("--think-from", type=_FILE, metavar="TRACE",
+              help="Draw the pauses from the times between the turns of this trace.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, metavar="N")
 @click.option("--device-cache", default="400000tokens", metavar="SIZE", help="Per replica.")
 @click.option("--host-cache", default="1600000tokens", metavar="SIZE", help="Per replica.")
@@ -61,7 +64,8 @@ _SLACK_SHARE = 0.01
               help="Write all numbers.")
 def simulate(
     trace: Path, engine: EngineName, names: tuple[str, ...], sessions: int | None, rate: float | None,
-    think_time: float | None, seed: int, jobs: int | None, json_file: Path | None, **given: Any,
+    think_time: float | None, think_from: Path | None, seed: int, jobs: int | None, json_file: Path | None,
+    **given: Any,
 ) -> None:  # fmt: skip
     """Run scheduler and cache under a virtual clock and compare eviction policies.
 
@@ -72,7 +76,8 @@ def simulate(
     try:
         data = load(trace)
         fitting = shape(data.conversations, Shape(), settings.context_limit)
-        lives = Load(fitting.conversations, sessions, rate, think_time, seed)
+        gaps = None if think_from is None else Gaps.of(load(think_from))
+        lives = Load(fitting.conversations, sessions, rate, think_time, seed, gaps)
     except (DatasetError, ValueError) as error:
         raise click.UsageError(str(error)) from error
     names = names or policies.NAMES

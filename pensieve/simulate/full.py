@@ -13,7 +13,7 @@ from pensieve.config import SchedulerConfig
 from pensieve.core import Sampling, SessionKey, TokenArray, Usage, pack_tokens
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import Failed, Finished, Output, Ready, Submit
-from pensieve.engine.plan import Plan, Sampled, StepResult, StepWorker, SynchronousWorker
+from pensieve.engine.plan import PendingStep, Plan, Sampled, StepResult, StepWorker
 from pensieve.engine.scheduler import Scheduler
 from pensieve.simulate import policies
 from pensieve.simulate.load import Life
@@ -21,6 +21,7 @@ from pensieve.simulate.machine import Machine
 from pensieve.simulate.settings import Settings
 from pensieve.simulate.stamped import StampedCache
 from pensieve.simulate.tally import ChunkPrices, Tally
+from pensieve.simulate.work import work_of
 
 VOCABULARY = 97
 
@@ -35,32 +36,44 @@ class Clock:
         return self.now
 
 
-class CostWorker(SynchronousWorker):
-    """Computes nothing: every token is 0, and the clock moves on by what the step would take."""
+@dataclass(frozen=True, slots=True)
+class _Computing:
+    """A launched step; waiting for it moves the clock on to its end."""
+
+    clock: Clock
+    ends: float
+    outcome: StepResult
+
+    def result(self) -> StepResult:
+        self.clock.now = max(self.clock.now, self.ends)
+        return self.outcome
+
+
+class CostWorker:
+    """Computes nothing: every token is 0, and each step takes what it would take, after the one before it."""
 
     def __init__(self, machine: Machine, chunk_tokens: int, clock: Clock) -> None:
         self._machine = machine
         self._chunk = chunk_tokens
         self._clock = clock
+        self._idle_at = 0.0
 
-    def run(self, plan: Plan) -> StepResult:
-        self._clock.now += self.seconds(plan)
-        return StepResult(tuple(Sampled(span.request, 0) for span in plan.spans if span.sample is not None))
+    def launch(self, plan: Plan) -> PendingStep:
+        """See ``StepWorker.launch``."""
+        self._idle_at = max(self._idle_at, self._clock.now) + self.seconds(plan)
+        sampled = tuple(Sampled(span.request, 0) for span in plan.spans if span.sample is not None)
+        return _Computing(self._clock, self._idle_at, StepResult(sampled))
 
     def seconds(self, plan: Plan) -> float:
         """What this step takes."""
-        kv_read, pairs = 0.0, 0.0
-        for span in plan.spans:
-            if len(span.tokens) == 1:
-                kv_read += span.end
-            else:
-                pairs += len(span.tokens) * (span.start + span.end) / 2
         copy_in = self._machine.copy(len(plan.swap_in) * self._chunk)
         if not plan.spans:
             return max(copy_in, self._machine.copy(len(plan.swap_out) * self._chunk))
-        rows = len({span.request for span in plan.spans})
-        compute = self._machine.step(tokens=plan.num_tokens, rows=rows, kv_read=kv_read, pairs=pairs)
-        return self._machine.overlapped(compute, copy_in)
+        work = work_of(plan)
+        compute = self._machine.step(
+            tokens=work.tokens, rows=work.rows, kv_read=work.kv_read, pairs=work.pairs
+        )
+        return self._machine.with_copy(compute, copy_in)
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -100,8 +113,12 @@ class _Replica:
             chunks.host_chunks * size, size,
         )  # fmt: skip
         worker = make_worker(self.clock) if make_worker else CostWorker(settings.machine, size, self.clock)
-        self.engine = Engine(self.scheduler, worker, ready, self.clock)
+        self.engine = Engine(
+            self.scheduler, worker, ready, self.clock, overlapped=settings.machine.overlapped
+        )
         self.turns: dict[int, _Turn] = {}
+        self.stalled = 0
+        """Steps in a row in which nothing happened."""
 
 
 class FullSimulation:
@@ -150,7 +167,7 @@ class FullSimulation:
     def _later(self, turn: _Turn, at: float) -> None:
         self._tickets += 1
         turn.arrived = at
-        heapq.heappush(self._arrivals, (at, self._tickets, turn))
+        heapq.heappush(self._arrivals, (at + self._settings.machine.turn_s, self._tickets, turn))
 
     def _submit(self, turn: _Turn, now: float) -> None:
         turn.replica = self._settings.route(turn.life.number, turn.turn, lost=self._lost)
@@ -184,7 +201,8 @@ class FullSimulation:
                     self._ended(replica.turns.pop(key), usage, now)
                 case Failed(key, reason, message):
                     raise RuntimeError(f"turn {key} failed: {reason}: {message}")
-        if not events and now == before and replica.scheduler.has_requests:
+        replica.stalled = 0 if events or now > before else replica.stalled + 1
+        if replica.stalled > 1 and replica.scheduler.has_requests:  # one such step only fills the pipeline
             raise RuntimeError(f"nothing can be done for {len(replica.turns)} turns")
 
     def _admitted(self, replica: _Replica, turn: _Turn, session: SessionKey) -> None:
@@ -196,7 +214,7 @@ class FullSimulation:
 
     def _ended(self, turn: _Turn, usage: Usage, now: float) -> None:
         ttft = turn.first_token - turn.arrived
-        self.tally.add(turn.turn, usage, len(turn.context), turn.cost, ttft, now)
+        self.tally.add(turn.turn, usage, len(turn.context), turn.cost, ttft, now - turn.first_token, now)
         if self._progress is not None:
             self._progress(self.tally.sessions)
         turn.history = np.concatenate([turn.context, np.array(turn.output, np.int32)])

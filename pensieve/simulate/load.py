@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pensieve.replay.schedule import Gaps
 from pensieve.replay.workload import Conversation
 
 NEVER = 1e15
@@ -45,13 +46,18 @@ class Load:
     think_time_s: float | None = None
     """Mean of exponential pauses; None: the recorded gaps."""
     seed: int = 0
+    think_gaps: Gaps | None = None
+    """Pauses are drawn from these, from the end of an answer on."""
 
     def __post_init__(self) -> None:
         recorded = all(turn.timestamp_s is not None for talk in self.conversations for turn in talk.turns)
         if not self.conversations:
             raise ValueError("no session to simulate")
-        if not recorded and (self.rate is None or self.think_time_s is None):
+        pauses = self.think_time_s is not None or self.think_gaps is not None
+        if not recorded and (self.rate is None or not pauses):
             raise ValueError("the trace has no timestamps: a rate and a think time are needed")
+        if self.think_time_s is not None and self.think_gaps is not None:
+            raise ValueError("a think time and gaps to draw it from are one too many")
 
     @property
     def total(self) -> int:
@@ -89,6 +95,9 @@ class Load:
 
     def _life(self, number: int, start: float, talk: Conversation, rng: np.random.Generator) -> Life:
         turns = tuple((turn.input_tokens, turn.output_tokens) for turn in talk.turns)
+        if self.think_gaps is not None:
+            drawn = rng.choice(np.array(self.think_gaps.seconds), len(turns))
+            return Life(number, start, turns, tuple(drawn.tolist()), False)
         if self.think_time_s is not None:
             waits = tuple(rng.exponential(self.think_time_s, len(turns)).tolist())
             return Life(number, start, turns, waits, False)

@@ -32,6 +32,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     kv_bytes: int = 204_800
     """Bytes of one KV-token, all layers."""
     layers: int = 40
+    """1: nothing is computed while copies run, as on a CPU."""
     weights_s: float = 5.31e-3
     token_s: float = 3.557e-5
     kv_s: float = 4.56e-8
@@ -40,13 +41,21 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     fixed_s: float = 1.5e-3
     swap_bytes_per_s: float = 50e9
     """Each way; both ways at once do not slow each other (bench/results/ops_swap_h200.md)."""
+    overlapped: bool = True
+    """A step is planned and launched while the one before it runs: ``serve --overlapped``, on a GPU."""
+
+    turn_s: float = 0.0
+    """What a server adds to each first token outside of its engine: the wire, the store, the tokenizer."""
+    mean_error: float | None = None
+    """Of the formula, relative, over the steps that it was fitted to by ``pensieve profile --machine``."""
+    worst_error: float | None = None
 
     def __post_init__(self) -> None:
-        numbers = (self.weights_s, self.token_s, self.kv_s, self.pair_s, self.row_s, self.fixed_s)
+        numbers = (self.weights_s, self.kv_s, self.pair_s, self.row_s, self.fixed_s, self.turn_s)
         if min(numbers) < 0 or self.token_s <= 0 or self.kv_bytes < 1 or self.layers < 1 or self.swap_bytes_per_s <= 0:
             raise MachineError(f"impossible machine: {self}")
 
-    def step(self, *, tokens: int, rows: int, kv_read: float, pairs: float) -> float:
+    def step(self, *, tokens: float, rows: float, kv_read: float, pairs: float) -> float:
         """Seconds of one step without copies."""
         matrices = max(self.weights_s, tokens * self.token_s)
         return matrices + kv_read * self.kv_s + pairs * self.pair_s + rows * self.row_s + self.fixed_s
@@ -55,7 +64,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Seconds to bring so many KV-tokens from the host."""
         return tokens * self.kv_bytes / self.swap_bytes_per_s
 
-    def overlapped(self, compute: float, copy: float) -> float:
+    def with_copy(self, compute: float, copy: float) -> float:
         """A step whose layers wait for their copies one by one."""
         return max(compute, copy) + min(compute, copy) / self.layers
 

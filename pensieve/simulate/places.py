@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from pensieve.engine.cache.index import Give, lowest
-from pensieve.engine.cache.policy import Policy
+from pensieve.engine.cache.policy import UNKNOWN, Policy
 from pensieve.engine.cost import CostModel
 
 DROPPED: Final = 0
@@ -41,6 +41,10 @@ class Resident:
     """One of the places above per chunk."""
     last_active: float = 0.0
     running: bool = False
+    new_tokens: int = 0
+    """Of its latest turn."""
+    kind: int = UNKNOWN
+    """See ``Policy.left``."""
     cached: int = 0
 
 
@@ -58,8 +62,10 @@ class PlacesIndex:
         self._first_cost = np.full((len(Give), 64), np.inf)
         self._candidates = np.zeros((len(Give), 64))
         self._last_active = np.zeros(64)
+        self._kinds = np.full(64, UNKNOWN, np.int64)
         self._one = np.zeros((3, 1))
-        """A column of one session."""
+        """Columns of one session."""
+        self._one_kind = np.zeros(1, np.int64)
 
     def add_row(self) -> int:
         if self._free_rows:
@@ -71,6 +77,7 @@ class PlacesIndex:
             self._first_cost = np.pad(self._first_cost, grow, constant_values=np.inf)
             self._candidates = np.pad(self._candidates, grow)
             self._last_active = np.pad(self._last_active, grow[1])
+            self._kinds = np.pad(self._kinds, grow[1])
         return row
 
     def attach(self, resident: Resident) -> None:
@@ -87,6 +94,17 @@ class PlacesIndex:
 
     def touch(self, resident: Resident) -> None:
         self._dirty[resident.row] = resident
+
+    def left(self, resident: Resident, now: float) -> None:
+        """As ``EvictionIndex.left``."""
+        resident.kind = self.policy.left(resident.key, resident.new_tokens, resident.tokens, now)
+        self.touch(resident)
+
+    def came_back(self, resident: Resident, new_tokens: int, now: float) -> None:
+        """As ``EvictionIndex.came_back``."""
+        resident.new_tokens = new_tokens or resident.new_tokens
+        self.policy.came_back(resident.key, now)
+        self.touch(resident)
 
     def resident_at(self, row: int) -> Resident | None:
         return self._residents[row]
@@ -105,14 +123,16 @@ class PlacesIndex:
         """Retention value of one session's next victim."""
         cost, count, idle = self._one
         cost[0], count[0], idle[0] = self.chunk_cost(first), candidates, now - resident.last_active
-        return float(self.policy.values(cost, count, idle)[0])
+        self._one_kind[0] = resident.kind
+        return float(self.policy.values(cost, count, idle, self._one_kind)[0])
 
     def round(self, give: Give, now: float, expected: int) -> PlacesRound:
         """Victims in ascending value, as the cache is now."""
         self._refresh()
         used = len(self._residents)
         first_cost = self._first_cost[give, :used]
-        values = self.policy.values(first_cost, self._candidates[give, :used], now - self._last_active[:used])
+        idle = now - self._last_active[:used]
+        values = self.policy.values(first_cost, self._candidates[give, :used], idle, self._kinds[:used])
         values[np.isinf(first_cost)] = np.inf
         rows = lowest(values, expected)
         rows = rows[np.isfinite(values[rows])]
@@ -121,6 +141,7 @@ class PlacesIndex:
     def _refresh(self) -> None:
         for row, resident in self._dirty.items():
             self._last_active[row] = resident.last_active
+            self._kinds[row] = resident.kind
             for give, place in GIVES.items():
                 first = -1 if resident.running else resident.places.find(place)
                 self._first_cost[give, row] = self.chunk_cost(first) if first >= 0 else np.inf

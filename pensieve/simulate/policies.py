@@ -6,20 +6,23 @@
                  nobody can run it; it says how much there is to gain. Greedy, so close to the optimum but not proven
                  to be one: ``bound`` has the proven limit.
 
-The engine's ``Policy`` is told for each session how long ago it was last active, and nothing else that would tell
-sessions apart. So what these know beyond that travels in the time that a session is released with (``stamp``).
+The engine's ``Policy`` is told of past turns and how long ago a session was last active. What these know beyond that
+travels in the time that a session is released with (``stamp``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 
-from pensieve.engine.cache.policy import POLICIES, SHORTEST_IDLE_S, Floats, Policy
+from pensieve.engine.cache.policy import POLICIES, SHORTEST_IDLE_S, Policy
+from pensieve.engine.cache.returns import Floats, Ints
 
 TTL_S: Final = 300.0
+_NO_COST_S: Final = 1e-9
+"""Less than any difference between costs."""
 _FREQUENT: Final = 1e9
 """ARC: added to the stamp of a session that has come back; no simulation lasts so long."""
 
@@ -27,30 +30,26 @@ Stamp = Callable[[float, float, int], float]
 """(now, time of the next turn, turns so far) → the time to release a session with."""
 
 
-class TtlLru:
-    """Recency within the time to live; what has outlived it goes before, cheapest first."""
+class TtlLru(Policy):
+    """Recency within the time to live; what has outlived it goes before, cheapest first, of equals the longest idle."""
 
-    def values(self, first_cost: Floats, candidates: Floats, idle: Floats) -> Floats:
-        fresh = 1.0 + 1.0 / np.maximum(idle, SHORTEST_IDLE_S)
+    def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:
+        recency = 1.0 / np.maximum(idle, SHORTEST_IDLE_S)
         finite = np.where(np.isfinite(first_cost), first_cost, 0.0)
-        return np.where(idle > TTL_S, finite / (1.0 + finite), fresh)
-
-    def group(self, candidates: Sequence[int]) -> Sequence[int]:
-        return candidates[:1]
+        return np.where(idle > TTL_S, finite / (1.0 + finite) + _NO_COST_S * recency, 1.0 + recency)
 
 
-class Clairvoyant:
+class Clairvoyant(Policy):
     """``idle`` is minus the time until the next turn; of a turn that waits already, how long it does: the longest waits
     at the head of the queue."""
 
-    def values(self, first_cost: Floats, candidates: Floats, idle: Floats) -> Floats:
-        return first_cost * np.where(idle < 0, 1.0 / np.maximum(-idle, SHORTEST_IDLE_S), 1.0 / SHORTEST_IDLE_S + idle)
+    def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:
+        return first_cost * np.where(
+            idle < 0, 1.0 / np.maximum(-idle, SHORTEST_IDLE_S), 1.0 / SHORTEST_IDLE_S + idle
+        )
 
-    def group(self, candidates: Sequence[int]) -> Sequence[int]:
-        return candidates[:1]
 
-
-class Arc:
+class Arc(Policy):
     """T1: sessions with one turn, T2: those that came back. ``share`` is how much of what can be evicted T1 may be.
 
     A returning session that lost chunks is a hit in a ghost list: of T1 if it had had one turn, else of T2; ``share``
@@ -62,7 +61,7 @@ class Arc:
         self.share = 0.5
         self._prefer_recent = True
 
-    def values(self, first_cost: Floats, candidates: Floats, idle: Floats) -> Floats:
+    def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:
         frequent = idle < -_FREQUENT / 2
         age = np.where(frequent, idle + _FREQUENT, idle)
         if candidates.size > 1:  # a single row is one session ranked anew in the middle of a round
@@ -71,9 +70,6 @@ class Arc:
             self._prefer_recent = recent > self.share * total
         first = ~frequent if self._prefer_recent else frequent
         return np.where(first, 0.0, 1e6) + 1.0 / np.maximum(age, SHORTEST_IDLE_S)
-
-    def group(self, candidates: Sequence[int]) -> Sequence[int]:
-        return candidates[:1]
 
     def returned(self, turn: int, history: int, recomputed: int) -> None:
         """A session's turn number ``turn`` found its history with so many tokens lost."""

@@ -97,6 +97,7 @@ def document(
             "resampled": load.sessions is not None,
             "rate": load.rate,
             "think_time_s": load.think_time_s,
+            "think_from": load.think_gaps.name if load.think_gaps else None,
             "seed": load.seed,
         },
         "machine": msgspec.to_builtins(settings.machine),

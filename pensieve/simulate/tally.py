@@ -77,7 +77,6 @@ class Tally:
     sessions: int = 0
     context: int = 0
     output: int = 0
-    sources: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
     recomputed_cost_s: float = 0.0
     violations: int = 0
     """Receipts that do not add up."""
@@ -85,11 +84,16 @@ class Tally:
     """Begun again elsewhere because their replica was lost."""
     cold: Times = field(default_factory=Times)
     warm: Times = field(default_factory=Times)
-    by_turn: list[dict[str, int]] = field(default_factory=list)
+    rows: list[list[int]] = field(default_factory=list)
+    """By turn number, the last row for all later ones: turns, and tokens of each of ``SOURCES``."""
+    answering_s: float = 0.0
+    """From first tokens to the ends of answers."""
     ended: float = 0.0
 
-    def add(self, turn: int, usage: Usage, expected_context: int, cost: float, ttft: float, now: float) -> None:
-        """One completed turn."""
+    def add(
+        self, turn: int, usage: Usage, expected_context: int, cost: float, ttft: float, answering: float, now: float
+    ) -> None:
+        """One completed turn, ended ``now``; ``answering``: seconds since its first token."""
         values = (usage.gpu_cached_tokens, usage.swapped_in_tokens, usage.recomputed_tokens, usage.new_tokens)
         self.turns += 1
         self.sessions += turn == 0
@@ -98,29 +102,40 @@ class Tally:
         self.recomputed_cost_s += cost
         self.violations += not usage.reconciles or usage.context_tokens != expected_context or min(values) < 0
         (self.warm if turn else self.cold).add(ttft)
+        self.answering_s += answering
         self.ended = max(self.ended, now)
-        row = min(turn, _TURNS_SHOWN - 1)
-        while len(self.by_turn) <= row:
-            self.by_turn.append({"turn": len(self.by_turn), "turns": 0, **dict.fromkeys(SOURCES, 0)})
-        self.by_turn[row]["turns"] += 1
-        for name, tokens in zip(SOURCES, values, strict=True):
-            self.sources[name] += tokens
-            self.by_turn[row][name] += tokens
+        number = min(turn, _TURNS_SHOWN - 1)
+        while len(self.rows) <= number:
+            self.rows.append([0] * (1 + len(SOURCES)))
+        row = self.rows[number]
+        row[0] += 1
+        for column, tokens in enumerate(values, 1):
+            row[column] += tokens
+
+    @property
+    def sources(self) -> dict[str, int]:
+        """Context tokens by where they came from."""
+        return {name: sum(row[column] for row in self.rows) for column, name in enumerate(SOURCES, 1)}
 
     def summary(self) -> dict[str, Any]:
         """For the JSON."""
-        history = self.context - self.sources["new"]
-        found = self.sources["gpu_cached"] + self.sources["swapped_in"]
+        sources = self.sources
+        history = self.context - sources["new"]
+        found = sources["gpu_cached"] + sources["swapped_in"]
         return {
             "turns": self.turns,
             "sessions": self.sessions,
             "virtual_s": self.ended,
-            "tokens": {"context": self.context, **self.sources, "output": self.output},
+            "tokens": {"context": self.context, **sources, "output": self.output},
             "hit_rate": found / history if history else None,
-            "device_hit_rate": self.sources["gpu_cached"] / history if history else None,
+            "device_hit_rate": sources["gpu_cached"] / history if history else None,
             "recomputed_cost_s": self.recomputed_cost_s,
             "ttft_s": {"cold": self.cold.statistic(), "warm": self.warm.statistic()},
+            "answering_s": self.answering_s,
             "receipts": {"checked": self.turns, "violations": self.violations},
             "repeated_turns": self.repeated_turns,
-            "by_turn": self.by_turn,
+            "by_turn": [
+                {"turn": number, "turns": turns, **dict(zip(SOURCES, tokens, strict=True))}
+                for number, (turns, *tokens) in enumerate(self.rows)
+            ],
         }

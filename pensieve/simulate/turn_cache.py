@@ -1,15 +1,19 @@
-"""A twin of ``CacheManager`` for whole turns: the same rules, policies and order of decisions, without slot numbers,
-token ids or shared chunks, on one byte per chunk. It is some twenty times faster; that both decide the same is tested.
+"""A twin of ``CacheManager`` without slot numbers, token ids or shared chunks, on one byte per chunk: the same rules,
+policies and order of decisions, some twenty times faster. That both decide the same is tested.
 
-One turn here: ``can_admit`` → ``admit`` (context and answer get their slots at once, everything is computed) →
-``release``. Each ``admit`` is a plan that is complete when it returns.
+One plan here: ``grow``, ``can_admit`` → ``admit``, ``save_ahead``, ``complete``; ``release`` when a turn has ended or
+is suspended. What generations grow by is counted for all of them together, and given to each when it is released.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from pensieve.config import CacheConfig
 from pensieve.engine.cache.index import Give
-from pensieve.engine.cache.policy import Policy
+from pensieve.engine.cache.policy import UNKNOWN, Policy
 from pensieve.engine.cache.restore import Range, Restore
 from pensieve.engine.cost import CostModel
 from pensieve.simulate.places import (
@@ -23,16 +27,16 @@ from pensieve.simulate.places import (
     HOST_SAVING,
     SETTLED,
     PlacesIndex,
-    PlacesRound,
     Resident,
 )
+from pensieve.simulate.victims import Ranking, Round, Victim, Victims, can_rank
 
 
 class TurnCache:
     """Two tiers of chunks.
 
-    ``slack``: clean device slots to reclaim, and chunks to save ahead, beyond what is needed now, so that sessions are
-    ranked less often; 0: exactly as ``CacheManager``.
+    ``slack``: how many chunks are ranked at a time, to be used up within ``FRESH_S``, and eight times as many as are
+    reclaimed or saved at a time; 0: at every need and no more than that, exactly as ``CacheManager``.
     """
 
     def __init__(self, config: CacheConfig, cost: CostModel, policy: Policy, slack: int = 0) -> None:
@@ -40,66 +44,144 @@ class TurnCache:
         self.index = PlacesIndex(policy, cost)
         self.device_free = config.device_chunks
         self.host_free = config.host_chunks
+        self.loading = 0
+        """Chunks that the plan in hand copies in from the host."""
         self.dropped_chunks = 0
         self.saved_chunks = 0
+        self._cost = cost
         self._slack = slack
+        self._batch = slack // 8
+        self._can_rank = can_rank(self.index)
+        self._rankings: dict[Give, Ranking] = {}
+        self._watermark = config.swap_watermark * config.device_chunks
         self._sessions: dict[int, Resident] = {}
         self._running: dict[int, Resident] = {}
-        """In order of admission."""
         self._pinned = 0
-        self._spare = 0
-        """Chunks of running sessions that are in both tiers."""
+        self._reclaimable = 0
+        """Chunks of idle sessions that are in both tiers."""
+        self._spares: dict[Resident, None] = {}
+        """Running sessions that may have such chunks, whose host copies nobody needs now; in order of admission."""
         self._in_flight: dict[Resident, None] = {}
+        self._admitted: list[tuple[Resident, Restore]] = []
+
+    # -- questions: change nothing -----------------------------------------------------------------------------------
 
     def chunks_for(self, tokens: int) -> int:
         return -(-tokens // self.config.chunk_tokens)
 
-    def can_admit(self, total: int, *, reserve: bool) -> bool:
-        """Whether a turn whose context and answer have ``total`` tokens may be admitted now."""
-        left = self.config.device_chunks - self._pinned - self.chunks_for(total)
+    @property
+    def unpinned(self) -> int:
+        """Device slots that no running turn holds."""
+        return self.config.device_chunks - self._pinned
+
+    def can_admit(self, key: int, tokens: int, *, reserve: bool) -> bool:
+        """Whether a turn with a context of ``tokens`` may be admitted in this plan: as ``CacheManager`` has it."""
+        if self.copying(key):
+            return False
+        left = self.unpinned - self.chunks_for(tokens)
         return left > self.config.decode_reserve * self.config.device_chunks if reserve else left >= 0
 
-    def admit(self, key: int, history: int, total: int, now: float) -> Restore:
-        """Give every chunk of ``total`` tokens a device slot; ``missing`` of the result includes the answer."""
+    def copying(self, key: int) -> bool:
+        """Whether the plan in hand copies chunks of this session."""
+        return bool(self._in_flight) and self._sessions.get(key) in self._in_flight
+
+    # -- a plan ------------------------------------------------------------------------------------------------------
+
+    def admit(self, key: int, history: int, tokens: int, now: float) -> Restore:
+        """Pin a context and give every chunk of it a device slot."""
         session = self._sessions.get(key) or self._add(key)
-        assert session.tokens <= history, f"session {key} has {session.tokens} tokens cached, history is {history}"
         places = session.places
+        self._reclaimable -= places.count(BOTH)
         session.running = True
-        self.index.touch(session)
+        self.index.came_back(session, tokens - history, now)
         self._running[key] = session
-        self._spare += places.count(BOTH)
-        restore = self._count(session, history, total)
-        places.extend(bytes(self.chunks_for(total) - len(places)))
-        self._pinned += len(places)
-        absent = places.count(DROPPED) + places.count(HOST)
-        self._reserve(absent, now)
-        self.device_free -= absent
-        session.places = places = places.translate(ADMITTED)
-        session.cached = len(places)
         self._in_flight[session] = None
-        self.index.touch(session)
-        self._save_ahead(now)
-        self._settle()
-        self._written(session, restore.missing)
-        session.tokens = total
+        restore = self._count(session, history, tokens)
+        places.extend(bytes(self.chunks_for(tokens) - len(places)))
+        self._pinned += len(places)
+        loading = places.count(HOST)
+        if loading or places.count(BOTH):
+            self._spares[session] = None
+        absent = places.count(DROPPED) + loading
+        self._give(absent, now)
+        self.loading += loading
+        session.places = places.translate(ADMITTED)
+        session.cached = len(places)
+        self._admitted.append((session, restore))
         return restore
 
-    def release(self, key: int, stamp: float) -> None:
-        """The turn has ended; ``stamp`` is the time that its policy will count from."""
+    def grow(self, chunks: int, now: float) -> None:
+        """Give running turns so many more slots, all together; at most ``unpinned``."""
+        self._pinned += chunks
+        self._give(chunks, now)
+
+    def save_ahead(self, now: float, limit: int) -> None:
+        """As ``CacheManager.swap_out_ahead``."""
+        need = -(-(self._watermark - self.device_free - self._reclaimable) // 1)
+        if need <= self._batch:
+            return
+        need = min(int(need), limit)
+        # Nothing is dropped for it: what the host has no room for stays where it is.
+        room = self.host_free + sum(session.places.count(BOTH) for session in self._spares)
+        while (count := min(need, room)) > 0:
+            chosen = self._victims(Give.SAVED_SLOT, now, need).move(count, BOTH_SAVING)
+            if not chosen:
+                return
+            saved, kept = chosen[:room], chosen[room:]  # a group may be larger than the room
+            self._discard_spare_copies(len(saved) - self.host_free)
+            self._saved(saved)
+            self._put(kept, DEVICE)
+            need -= len(chosen)
+            room -= len(saved)
+
+    def complete(self) -> None:
+        """The plan in hand was executed."""
+        for session in self._in_flight:
+            if not session.running:
+                self._reclaimable += session.places.count(BOTH_SAVING)
+            session.places = session.places.translate(SETTLED)
+            self.index.touch(session)
+        for session, restore in self._admitted:
+            self._written(session, restore.missing)
+        self._in_flight.clear()
+        self._admitted.clear()
+        self.loading = 0
+
+    def release(self, key: int, tokens: int, stamp: float, missing: Sequence[Range] = ()) -> None:
+        """A turn has ended, or is suspended: ``tokens`` of its context are cached, but for what is still ``missing``.
+
+        ``stamp`` is the time that its policy will count from.
+        """
         session = self._running.pop(key)
-        self._pinned -= len(session.places)
-        self._spare -= session.places.count(BOTH)
+        self._spares.pop(session, None)
+        places = session.places
+        grown = self.chunks_for(tokens) - len(places)
+        places.extend(bytes((DEVICE,)) * grown)
+        self._pinned -= len(places)
+        session.tokens = tokens
+        self.index.left(session, stamp)
+        if missing:
+            self._give_up(session, missing)
+        session.cached = len(places) - places.count(DROPPED)
         session.running = False
         session.last_active = stamp
-        self.index.touch(session)
+        self._reclaimable += places.count(BOTH)
+        if session.cached == 0:
+            self._forget(session)
+
+    def suspended(self, key: int, now: float) -> None:
+        """The turn that was released in this moment will go on: as ``CacheManager.suspend``."""
+        self.index.policy.came_back(key, now)
+        if key in self._sessions:
+            self._sessions[key].kind = UNKNOWN
 
     def clear(self) -> None:
         """Forget everything, running turns too."""
         for session in list(self._sessions.values()):
             self._forget(session)
-        self._running.clear()
-        self._in_flight.clear()
-        self._pinned = self._spare = 0
+        for state in (self._running, self._spares, self._in_flight, self._admitted, self._rankings):
+            state.clear()
+        self._pinned = self._reclaimable = self.loading = 0
         self.device_free, self.host_free = self.config.device_chunks, self.config.host_chunks
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -116,153 +198,130 @@ class TurnCache:
 
     def _count(self, session: Resident, history: int, total: int) -> Restore:
         """Where the history is; missing ranges as ``CacheManager.admit`` gives them."""
-        size = self.config.chunk_tokens
+        size, places = self.config.chunk_tokens, session.places
+        known = min(session.tokens, total - 1)  # something has to be computed to get a token
         missing: list[Range] = []
-        device = host = 0
-        for index, place in enumerate(session.places):
-            low = index * size
-            valid = min(session.tokens - low, size) if place != DROPPED else 0
-            if place == HOST:
-                host += valid
-            elif place != DROPPED:
-                device += valid
-            high = min(low + size, total)
-            if low + valid < high:
-                _append(missing, low + valid, high)
-        cached_end = len(session.places) * size
-        if cached_end < total:
-            _append(missing, cached_end, total)
+        lost = 0
+        first = places.find(DROPPED)
+        while first >= 0:
+            last = len(places) - len(places[first:].lstrip(bytes((DROPPED,))))
+            low, high = first * size, min(last * size, known)
+            missing.append((low, high))
+            lost += high - low
+            first = places.find(DROPPED, last)
+        if missing and missing[-1][1] == known:
+            missing[-1] = missing[-1][0], total
+        else:
+            missing.append((known, total))
+        beyond = len(places) * size - known if places and places[-1] == HOST else 0
+        host = places.count(HOST) * size - beyond
+        device = known - lost - host
         return Restore(tuple(missing), device, host, history - device - host)
 
-    def _written(self, session: Resident, missing: tuple[Range, ...]) -> None:
+    def _written(self, session: Resident, missing: Sequence[Range]) -> None:
         """Host copies of chunks that were written to are stale."""
-        size = self.config.chunk_tokens
         for start, _ in missing:
-            index = start // size
+            index = start // self.config.chunk_tokens
             if session.places[index] == BOTH:  # only a range's first chunk can have held something
                 session.places[index] = DEVICE
                 self.host_free += 1
-                self._spare -= 1
+
+    def _give_up(self, session: Resident, missing: Sequence[Range]) -> None:
+        """Chunks whose recomputation never came leave the device; of the last range, what came before it stays."""
+        size, places = self.config.chunk_tokens, session.places
+        session.tokens = missing[-1][0]
+        kept = self.chunks_for(session.tokens)
+        self.device_free += len(places) - kept
+        del places[kept:]
+        for start, end in missing[:-1]:
+            for index in range(start // size, end // size):
+                self.host_free += places[index] == BOTH
+                self.device_free += 1
+                places[index] = DROPPED
+
+    # -- room --------------------------------------------------------------------------------------------------------
+
+    def _give(self, slots: int, now: float) -> None:
+        """Take device slots, after making them free."""
+        if self.device_free < slots:
+            self._reserve(slots, now)
+        self.device_free -= slots
+
+    def _victims(self, give: Give, now: float, count: int) -> Victims:
+        """Who gives way next: ranked now, or with ``slack`` not long ago."""
+        if not self._can_rank:
+            return Round(self.index, give, now, count)
+        ranking = self._rankings.get(give)
+        if not self._slack or ranking is None or not ranking.serves(now, count):
+            ranking = self._rankings[give] = Ranking(self.index, self._cost, give, now, max(count, self._slack))
+        return ranking
 
     def _reserve(self, slots: int, now: float) -> None:
-        wanted = slots + self._slack if self.device_free < slots else slots
-        while self.device_free < wanted:
-            victims = self.index.round(Give.SLOT, now, wanted - self.device_free)
-            if not self._reclaim(victims, wanted):
-                break
+        """Make so many device slots free."""
+        while (need := slots + self._batch - self.device_free) > 0 and self._reclaimable:
+            reclaimed = len(self._victims(Give.SLOT, now, need).move(need, HOST))
+            self.device_free += reclaimed
+            self._reclaimable -= reclaimed
         while self.device_free < slots:
-            victims = self.index.round(Give.SAVED_SLOT, now, slots - self.device_free)
-            if not self._evict(victims, slots, now):
-                break
-        assert self.device_free >= slots, f"{slots} slots asked for, {self.device_free} could be had"
+            need = slots + self._batch - self.device_free
+            chosen = self._victims(Give.SAVED_SLOT, now, need).move(need, CHOSEN)
+            assert chosen, f"{slots} slots asked for, {self.device_free} could be had"
+            self._evict(chosen, now)
 
-    def _reclaim(self, victims: PlacesRound, slots: int) -> bool:
-        before = self.device_free
-        while self.device_free < slots and (group := victims.take()):
-            session, indices = group
-            for index in indices:
-                session.places[index] = HOST
-            self.device_free += len(indices)
-            self.index.touch(session)
-            victims.put_back()
-        return self.device_free > before
+    def _evict(self, chosen: list[Victim], now: float) -> None:
+        """Off the device: the most valuable are saved first, what the host has no room for is dropped."""
+        self.device_free += len(chosen)
+        room = self._victims(Give.HOST_COPY, now, len(chosen))
+        while chosen and (rooms := self._make_host_room(room, chosen[-1][0], len(chosen), ceiling=chosen[0][0])):
+            saved = chosen[-rooms:]
+            del chosen[-rooms:]
+            self._put(saved, HOST_SAVING)
+            self._saved(saved)
+        self._put(chosen, DROPPED)
+        self._dropped(chosen[::-1])  # rows become free in the manager's order: they break ties
 
-    def _evict(self, victims: PlacesRound, slots: int, now: float) -> bool:
-        """All victims are chosen before the first is moved, as the most valuable are saved first."""
-        chosen: list[tuple[float, Resident, int]] = []
-        while self.device_free + len(chosen) < slots and (group := victims.take()):
-            value = victims.peek()
-            session, indices = group
-            for index in indices:
-                session.places[index] = CHOSEN
-                chosen.append((value, session, index))
-            victims.put_back()
-        room: PlacesRound | None = None
-        for value, session, index in reversed(chosen):
-            room = room or self.index.round(Give.HOST_COPY, now, len(chosen))
-            if self._make_host_room(room, value):
-                self._save(session, index, HOST_SAVING)
-            else:
-                self._drop(session, index)
-            self.device_free += 1
-        return bool(chosen)
+    def _make_host_room(self, room: Victims, value: float, most: int, ceiling: float = np.inf) -> int:
+        """Free host slots for chunks, the first worth ``value`` and none less than ``ceiling``; returns for how many.
 
-    def _make_host_room(self, room: PlacesRound, value: float) -> bool:
-        while self.host_free == 0:
-            if self._spare:
-                self._discard_spare_copy()
-                continue
-            if room.peek() > value:
-                return False
-            group = room.take()
-            if group is None:
-                return False
-            session, indices = group
-            for index in indices:
-                self.host_free += 1
-                self._drop(session, index)
-            room.put_back()
-        return True
+        Spare copies go, then what is on the host alone and worth no more than any of them, or else one victim for one.
+        """
+        self._discard_spare_copies(most - self.host_free)
+        if self.host_free == 0:
+            dropped = room.move(most, DROPPED, min(value, ceiling)) or room.move(1, DROPPED, value)
+            self.host_free += len(dropped)
+            self._dropped(dropped)
+        return min(self.host_free, most)
 
-    def _discard_spare_copy(self) -> None:
-        for session in self._running.values():
-            index = session.places.find(BOTH)
-            if index >= 0:
+    def _discard_spare_copies(self, most: int) -> None:
+        """Free up to so many host slots by forgetting copies of chunks in use."""
+        for session in list(self._spares) if most > 0 else ():
+            while (index := session.places.find(BOTH)) >= 0:
+                if most <= 0:
+                    return
                 session.places[index] = DEVICE
                 self.host_free += 1
-                self._spare -= 1
-                return
-        raise AssertionError(f"{self._spare} spare copies are counted, none was found")
+                most -= 1
+            if session not in self._in_flight:  # else its copies are just coming
+                del self._spares[session]
 
-    def _save(self, session: Resident, index: int, place: int) -> None:
-        session.places[index] = place
-        self.host_free -= 1
-        self.saved_chunks += 1
-        self._in_flight[session] = None
-        self.index.touch(session)
-
-    def _drop(self, session: Resident, index: int) -> None:
-        session.places[index] = DROPPED
-        self.dropped_chunks += 1
-        session.cached -= 1
-        self.index.touch(session)
-        if session.cached == 0 and not session.running:
-            self._in_flight.pop(session, None)
-            self._forget(session)
-
-    def _save_ahead(self, now: float) -> None:
-        if self.config.host_chunks == 0:
-            return
-        low = self.config.swap_watermark * self.config.device_chunks - self.device_free
-        need = 0 if low <= 0 else int(-(-(low - self.index.total(Give.SLOT)) // 1))
-        if need <= 0:
-            return
-        need += self._slack
-        victims = self.index.round(Give.SAVED_SLOT, now, need)
-        room = self.index.round(Give.HOST_COPY, now, need)
-        while need > 0 and (group := victims.take()):
-            value = victims.peek()
-            session, indices = group
-            for index in indices:
-                if not self._make_host_room(room, value):
-                    return
-                self._save(session, index, BOTH_SAVING)
-                need -= 1
-            victims.put_back()
-
-    def _settle(self) -> None:
-        """The plan with all these copies is complete."""
-        for session in self._in_flight:
-            before = session.places.count(BOTH)
-            session.places = session.places.translate(SETTLED)
-            if session.running:
-                self._spare += session.places.count(BOTH) - before
+    def _put(self, victims: Sequence[Victim], place: int) -> None:
+        for _, session, chunk in victims:
+            session.places[chunk] = place
             self.index.touch(session)
-        self._in_flight.clear()
 
+    def _saved(self, victims: Sequence[Victim]) -> None:
+        """They have a host slot each, to be filled by the plan in hand."""
+        self.host_free -= len(victims)
+        self.saved_chunks += len(victims)
+        for _, session, _ in victims:
+            self._in_flight[session] = None
 
-def _append(ranges: list[Range], start: int, end: int) -> None:
-    if ranges and ranges[-1][1] == start:
-        ranges[-1] = (ranges[-1][0], end)
-    else:
-        ranges.append((start, end))
+    def _dropped(self, victims: Sequence[Victim]) -> None:
+        """They are in no tier any more."""
+        self.dropped_chunks += len(victims)
+        for _, session, _ in victims:
+            session.cached -= 1
+            if session.cached == 0:
+                self._in_flight.pop(session, None)
+                self._forget(session)
+

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import get_args
 
 import pytest
 
@@ -10,7 +11,7 @@ from pensieve.config import CacheConfig, PolicyName, SchedulerConfig
 from support.engine_driver import Clock, Driver, make_engine
 from support.hash_worker import VOCABULARY, HashWorker, verify_tokens
 
-POLICIES: tuple[PolicyName, ...] = ("retention", "lru", "trailing-half", "whole-session")
+POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 
 def random_setup(rng: random.Random) -> tuple[CacheConfig, SchedulerConfig]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from pensieve.replay.schedule import Gaps
 from pensieve.replay.workload import Conversation, Turn
 from pensieve.simulate.command import simulate
 from pensieve.simulate.load import NEVER, Load
@@ -19,7 +20,13 @@ from pensieve.simulate.machine import Machine
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     rows = [
-        {"session_id": f"s{s}", "turn": t, "input_tokens": 20 + s, "output_tokens": 10, "timestamp_s": s + 5.0 * t}
+        {
+            "session_id": f"s{s}",
+            "turn": t,
+            "input_tokens": 20 + s,
+            "output_tokens": 10,
+            "timestamp_s": s + 5.0 * t,
+        }
         for s in range(12)
         for t in range(3)
     ]
@@ -30,7 +37,16 @@ def trace(tmp_path: Path) -> Path:
 
 def test_writes_table_and_json(trace: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    arguments = ["--device-cache", "256tokens", "--host-cache", "128tokens", "--chunk-tokens", "8", "--json", str(out)]
+    arguments = [
+        "--device-cache",
+        "256tokens",
+        "--host-cache",
+        "128tokens",
+        "--chunk-tokens",
+        "8",
+        "--json",
+        str(out),
+    ]
     result = CliRunner().invoke(
         simulate, [str(trace), "--policy", "lru", "--policy", "clairvoyant", "--jobs", "1", *arguments]
     )
@@ -93,11 +109,45 @@ def test_load_is_streamed_and_ordered() -> None:
     talks = [Conversation("a", (Turn(1, 2, 10.0), Turn(3, 4, 15.0))), Conversation("b", (Turn(5, 6, 2.0),))]
     recorded = list(Load(talks))
     assert [(life.start, life.turns) for life in recorded] == [(0.0, ((5, 6),)), (8.0, ((1, 2), (3, 4)))]
-    assert (recorded[1].due(1, 9.0), recorded[1].due(1, 20.0), recorded[1].due(2, 20.0)) == (13.0, 20.0, NEVER)
+    assert (recorded[1].due(1, 9.0), recorded[1].due(1, 20.0), recorded[1].due(2, 20.0)) == (
+        13.0,
+        20.0,
+        NEVER,
+    )
     many = iter(Load(talks, 10**9, 5.0, 1.0, 1))
     starts = [next(many).start for _ in range(9000)]
     assert starts == sorted(starts)
     assert 9000 / starts[-1] == pytest.approx(5.0 * 2 / 3, rel=0.1)
+
+
+def test_pauses_can_be_drawn_from_the_gaps_of_a_trace(trace: Path) -> None:
+    talks = [Conversation("a", (Turn(1, 2), Turn(3, 4), Turn(5, 6)))]
+    gaps = Gaps("there", "", (7.0, 11.0))
+    lives = list(Load(talks, 400, 5.0, None, 1, gaps))
+    drawn = [wait for life in lives for wait in life.waits]
+    assert set(drawn) == {7.0, 11.0} and 0.4 < drawn.count(7.0) / len(drawn) < 0.6
+    assert not lives[0].recorded and lives[0].due(1, 100.0) - 100.0 in {7.0, 11.0}
+    assert list(Load(talks, 400, 5.0, None, 1, gaps)) == lives != list(Load(talks, 400, 5.0, None, 2, gaps))
+    with pytest.raises(ValueError, match="one too many"):
+        Load(talks, 400, 5.0, 60.0, 1, gaps)
+
+
+def test_think_from(trace: Path, tmp_path: Path) -> None:
+    """All gaps of this trace are 5 s: with little memory the pause decides how much is recomputed."""
+    lengths = tmp_path / "lengths.jsonl"
+    rows = [{"session_id": "a", "turn": turn, "input_tokens": 20, "output_tokens": 10} for turn in range(3)]
+    lengths.write_text("\n".join(json.dumps(row) for row in rows))
+    out = tmp_path / "out.json"
+    options = ["--policy", "gittins", "--sessions", "3", "--rate", "0.001", "--jobs", "1", "--json", str(out)]
+    result = CliRunner().invoke(simulate, [str(lengths), "--think-from", str(trace), *options])
+    assert result.exit_code == 0, result.output
+    report = json.loads(out.read_text())
+    assert report["load"]["think_from"] == "trace.jsonl" and report["policies"][0]["turns"] == 9
+    (tmp_path / "once.jsonl").write_text(json.dumps(rows[0]))
+    refused = CliRunner().invoke(
+        simulate, [str(lengths), "--think-from", str(tmp_path / "once.jsonl"), *options]
+    )
+    assert refused.exit_code == 2 and "there are no gaps" in refused.output
 
 
 def test_needs_no_torch() -> None:

@@ -21,7 +21,7 @@ from pensieve.simulate.turns import TurnSimulation
 from support.hash_worker import HashWorker
 
 SIZE = 8
-MACHINE = Machine()
+MACHINE = Machine(overlapped=False)
 
 
 def settings(device: int = 60, host: int = 60, **more: Any) -> Settings:
@@ -151,7 +151,7 @@ def test_memory_follows_sessions_alive_not_sessions_seen() -> None:
     def held(sessions: int) -> tuple[int, int]:
         simulation = TurnSimulation(settings(60, 60), "retention")
         simulation.run(Load(talks(1), sessions, 20.0, 1.0, 3))
-        return simulation.most_alive, len(simulation._replicas[0].cache.index._residents)
+        return simulation.most_alive, len(simulation.replicas[0].cache.index._residents)
 
     small, large = held(500), held(2000)
     assert large[0] < 2 * small[0] < 500 and large[1] < 2 * small[1] < 500

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -21,7 +21,7 @@ from support.checkpoints import Family, tiny_checkpoint
 from support.engine_driver import Clock, Driver, make_engine
 from support.hf_oracle import NEAR_TIE, HfOracle
 
-POLICIES: tuple[PolicyName, ...] = ("retention", "lru", "trailing-half", "whole-session")
+POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 LIMIT = 160
 _MECHANISMS: tuple[Literal["batch", "kernel"], ...] = ("batch", "kernel")
 

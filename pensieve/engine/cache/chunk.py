@@ -70,6 +70,10 @@ class CachedSession:
     chunks: list[Chunk] = field(default_factory=list)
     last_active: float = 0.0
     running: bool = False
+    new_tokens: int = 0
+    """Of its latest turn."""
+    kind: int = 0
+    """What its policy calls it since its latest turn ended: see ``Policy.left``."""
     cached: int = 0
     """Chunks that are in a tier; a session with none is forgotten."""
     table: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))

@@ -2,8 +2,8 @@
 
 Retention values change with every tick of the clock and not in proportion, so no ordered structure over them stays
 valid. Instead each session keeps one row (cost of its first candidate chunk, number of candidates, time of last
-activity) in flat arrays; a round evaluates the policy over whole columns once and merges from there: to find the n
-lowest chunks only the n sessions with the lowest first chunks can matter, because within a session values rise.
+activity, kind) in flat arrays; a round evaluates the policy over whole columns once and merges from there: to find the
+n lowest chunks only the n sessions with the lowest first chunks can matter, because within a session values rise.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pensieve.engine.cache.chunk import CachedSession, Chunk, Place
-from pensieve.engine.cache.policy import Floats, Policy
+from pensieve.engine.cache.policy import UNKNOWN, Policy
+from pensieve.engine.cache.returns import Floats
 from pensieve.engine.cost import CostModel
 
 
@@ -75,6 +76,7 @@ class EvictionIndex:
         self._first_cost = np.full((len(Give), 64), np.inf)
         self._candidates = np.zeros((len(Give), 64))
         self._last_active = np.zeros(64)
+        self._kinds = np.full(64, UNKNOWN, np.int64)
 
     def add_row(self) -> int:
         """A row for a new session; ``attach`` it next."""
@@ -87,6 +89,7 @@ class EvictionIndex:
             self._first_cost = np.pad(self._first_cost, grow, constant_values=np.inf)
             self._candidates = np.pad(self._candidates, grow)
             self._last_active = np.pad(self._last_active, grow[1])
+            self._kinds = np.pad(self._kinds, grow[1])
         return row
 
     def attach(self, session: CachedSession) -> None:
@@ -104,6 +107,22 @@ class EvictionIndex:
     def touch(self, session: CachedSession) -> None:
         self._dirty[session.row] = session
 
+    def left(self, session: CachedSession, now: float) -> None:
+        """The session's turn has ended; its tokens are those of the whole context."""
+        session.kind = self.policy.left(session.key, session.new_tokens, len(session.tokens), now)
+        self.touch(session)
+
+    def came_back(self, session: CachedSession, new_tokens: int, now: float) -> None:
+        """The session has a turn with so many new tokens; with none, it goes on with the one before."""
+        session.new_tokens = new_tokens or session.new_tokens
+        self.policy.came_back(session.key, now)
+        self.touch(session)
+
+    def suspended(self, session: CachedSession, now: float) -> None:
+        """The session ``left`` in this moment, to go on soon: its recency, not its kind, is to keep it."""
+        session.kind = UNKNOWN
+        self.policy.came_back(session.key, now)
+
     def chunk_cost(self, index: int) -> float:
         """``Cost(l)`` of a session's chunk ``index``."""
         if index >= self._chunk_costs.size:
@@ -116,6 +135,7 @@ class EvictionIndex:
             np.array([self.chunk_cost(chunk_index)]),
             np.array([float(candidates)]),
             np.array([now - session.last_active]),
+            np.array([session.kind]),
         )
         return float(values[0])
 
@@ -124,7 +144,8 @@ class EvictionIndex:
         self._refresh()
         used = len(self._sessions)
         first_cost = self._first_cost[give, :used]
-        values = self.policy.values(first_cost, self._candidates[give, :used], now - self._last_active[:used])
+        idle = now - self._last_active[:used]
+        values = self.policy.values(first_cost, self._candidates[give, :used], idle, self._kinds[:used])
         values[np.isinf(first_cost)] = np.inf
         rows = lowest(values, expected)
         rows = rows[np.isfinite(values[rows])]
@@ -142,6 +163,7 @@ class EvictionIndex:
     def _refresh(self) -> None:
         for row, session in self._dirty.items():
             self._last_active[row] = session.last_active
+            self._kinds[row] = session.kind
             for give in Give:
                 indices = [chunk.index for chunk in session.chunks if can_give(chunk, give)]
                 self._candidates[give, row] = len(indices)
@@ -155,6 +177,7 @@ class EvictionIndex:
             if session is None:
                 assert not np.isfinite(self._first_cost[:, row]).any(), f"row {row} outlived its session"
                 continue
+            assert self._kinds[row] == session.kind, f"{session.key}: kind is stale"
             for give in Give:
                 count = sum(can_give(chunk, give) for chunk in session.chunks)
                 assert self._candidates[give, row] == count, f"{session.key}: {give.name} count is stale"

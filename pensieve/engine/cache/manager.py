@@ -70,9 +70,7 @@ class CacheManager:
                 for chunk in session.chunks
             )
         left = self.config.device_chunks - self._pinned - self.chunks_for(len(tokens)) + pinned_by_others
-        if reserve:
-            return left > self.config.decode_reserve * self.config.device_chunks
-        return left >= 0
+        return left > self.config.decode_reserve * self.config.device_chunks if reserve else left >= 0
 
     def page_table(self, key: SessionKey, tokens: int) -> PageTable:
         """Device slots of the first ``tokens`` positions of a running session; valid until it is released."""
@@ -80,10 +78,9 @@ class CacheManager:
 
     def residency(self, key: SessionKey) -> TierTokens:
         session = self._sessions.get(key)
-        if session is None:
-            return TierTokens(0, 0)
-        device = sum(chunk.filled for chunk in session.chunks if chunk.device != NOWHERE)
-        host = sum(chunk.filled for chunk in session.chunks if chunk.place is Place.HOST)
+        chunks = session.chunks if session is not None else []
+        device = sum(chunk.filled for chunk in chunks if chunk.device != NOWHERE)
+        host = sum(chunk.filled for chunk in chunks if chunk.place is Place.HOST)
         return TierTokens(device, host)
 
     # -- one request -------------------------------------------------------------------------------------------------
@@ -109,6 +106,7 @@ class CacheManager:
         self._truncate(session, keep)
         session.tokens = tokens.copy()
         session.running = True
+        self.index.came_back(session, num_new, now)
         self._running[key] = session
         for chunk in session.chunks:  # before anything is evicted: a restore must not evict itself
             self._pin(chunk)
@@ -152,10 +150,7 @@ class CacheManager:
     def release(
         self, key: SessionKey, now: float, tokens: TokenArray | None = None, *, forget: bool = False
     ) -> None:
-        """The request has ended, or is suspended: its chunks are unpinned and stay (or go, with ``forget``).
-
-        ``tokens``: what the context has become since ``admit``.
-        """
+        """The request has ended: its chunks stay (or go, with ``forget``). ``tokens``: its context, where that grew."""
         session = self._running.pop(key)
         if tokens is not None:
             session.tokens = tokens
@@ -163,7 +158,7 @@ class CacheManager:
             self._unpin(chunk)
         session.running = False
         session.last_active = now
-        self.index.touch(session)
+        self.index.left(session, now)
         while session.chunks and (forget or session.chunks[-1].filled == 0):
             self._leave(session, session.chunks[-1])
         for chunk in session.chunks:
@@ -174,6 +169,12 @@ class CacheManager:
         session.tokens = session.tokens[:known].copy()
         if session.cached == 0:
             self._forget(session)
+
+    def suspend(self, key: SessionKey, now: float, tokens: TokenArray) -> None:
+        """As ``release``, of a request that goes on later: its session is not idle, and nothing is to be learned."""
+        session = self._running[key]
+        self.release(key, now, tokens)
+        self.index.suspended(session, now)
 
     # -- everything else that changes the cache ----------------------------------------------------------------------
 

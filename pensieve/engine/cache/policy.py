@@ -1,35 +1,51 @@
 """Eviction policies: which session gives way first, and which of its chunks. Pure; lowest value goes first.
 
-``retention``      V = Cost(l) / T                          EuroSys §4.3.1 (the default)
+``gittins``        V = Cost(l) × G(T), the rate at which sessions like this one come back, learned while serving
+``retention``      V = Cost(l) / T                          EuroSys §4.3.1
 ``lru``            V = 1 / T, leading chunk first           least recently active session
 ``trailing-half``  V = 1 / (tokens cached × T), half a session's candidates at a time, the trailing ones
                                                             first draft, arXiv 2312.05516v1 §4.3
 ``whole-session``  V = 1 / T, all candidates at once        the coarse granularity that §3.2 argues against
 
 T is the time since the session was last active. A policy answers for many sessions at once so that one eviction round
-stays cheap with 100,000 of them: with ``retention`` and ``lru`` only a session's first candidate can be the minimum.
+stays cheap with 100,000 of them: with all but ``trailing-half`` and ``whole-session`` only a session's first candidate
+can be the minimum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Hashable, Sequence
+from typing import Final, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from pensieve.config import PolicyName
-
-Floats = npt.NDArray[np.float64]
+from pensieve.engine.cache.gittins import COLUMNS, OLDEST, YOUNGEST, columns_of, factors
+from pensieve.engine.cache.returns import CELLS, Floats, Ints, ReturnRates, cell_of
 
 SHORTEST_IDLE_S = 1e-3
 """T never gets smaller: the value of a session that is active right now stays finite, so costs still order it."""
+UNKNOWN: Final = 0
+"""Kind of a session that its policy was told nothing of."""
+_FIRST_LESSON: Final = 64
+_LESSONS_APART: Final = 1024
+"""``gittins``: idle periods between two lessons, first and at most."""
 
 
 class Policy(Protocol):
-    """One eviction policy."""
+    """One eviction policy. Most do not care for the history, and rank one chunk at a time."""
 
-    def values(self, first_cost: Floats, candidates: Floats, idle: Floats) -> Floats:
+    def left(self, key: Hashable, new_tokens: int, context_tokens: int, now: float) -> int:
+        """A session's turn has ended: it had so many new tokens and leaves such a context.
+
+        Returns the session's *kind*, which ``values`` gets back. Kinds mean something to their policy only.
+        """
+        return UNKNOWN
+
+    def came_back(self, key: Hashable, now: float) -> None:
+        """A session has its next turn; or it goes on, where it ``left`` in the same moment."""
+
+    def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:
         """Retention value of each session's next victim.
 
         first_cost: Cost of its first candidate chunk; candidates: how many chunks it could give; idle: T in seconds.
@@ -38,43 +54,73 @@ class Policy(Protocol):
 
     def group(self, candidates: Sequence[int]) -> Sequence[int]:
         """Which of a session's candidate chunks (ascending indices) go together with the next victim."""
-        ...
+        return candidates[:1]
 
 
-class Retention:
+class Retention(Policy):
     """The paper's: cheap to recompute and long idle goes first."""
 
-    def values(self, first_cost: Floats, candidates: Floats, idle: Floats) -> Floats:
+    def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:
         return first_cost / np.maximum(idle, SHORTEST_IDLE_S)
 
-    def group(self, candidates: Sequence[int]) -> Sequence[int]:
-        return candidates[:1]
+
+class Gittins(Policy):
+    """What is likely to be needed soon, for what it costs to recompute, stays: see ``gittins`` and ``returns``.
+
+    V = Cost(l) / T × a factor by kind of session and by T, which is 1 until something was learned: then this is
+    ``retention``. It is learned anew with each start of the server, and anew from what was counted after every 64
+    idle periods, later after every eighth of them all, at least every 1024 (2 ms).
+    """
+
+    def __init__(self) -> None:
+        self._rates = ReturnRates()
+        self._factors = np.ones((1 + CELLS, COLUMNS))
+        """Row 0 is of ``UNKNOWN``."""
+        self._learn_at = _FIRST_LESSON
+
+    def left(self, key: Hashable, new_tokens: int, context_tokens: int, now: float) -> int:
+        cell = cell_of(new_tokens, context_tokens)
+        self._rates.left(key, cell, now)
+        periods = self._rates.periods
+        if periods >= self._learn_at:
+            self._learn_at = periods + min(max(periods // 8, _FIRST_LESSON), _LESSONS_APART)
+            self._factors[1:] = factors(self._rates.hazards(now))
+        return (1 + cell) * COLUMNS
+
+    def came_back(self, key: Hashable, now: float) -> None:
+        self._rates.returned(key, now)
+
+    def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:
+        ages = np.clip(idle, YOUNGEST, OLDEST)
+        at = columns_of(ages)
+        at += kinds
+        values = self._factors.take(at)
+        values *= first_cost
+        values /= ages
+        return values
 
 
-class LeastRecentlyUsed:
+class LeastRecentlyUsed(Policy):
     """Recency only, chunk by chunk from the front."""
 
-    def values(self, first_cost: Floats, candidates: Floats, idle: Floats) -> Floats:
+    def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:
         return 1.0 / np.maximum(idle, SHORTEST_IDLE_S)
 
-    def group(self, candidates: Sequence[int]) -> Sequence[int]:
-        return candidates[:1]
 
-
-class TrailingHalf:
+class TrailingHalf(Policy):
     """The draft's: large and long idle goes first, its trailing half at a time."""
 
-    def values(self, first_cost: Floats, candidates: Floats, idle: Floats) -> Floats:
+    def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:
         return 1.0 / (np.maximum(candidates, 1.0) * np.maximum(idle, SHORTEST_IDLE_S))
 
     def group(self, candidates: Sequence[int]) -> Sequence[int]:
         return candidates[len(candidates) // 2 :]
 
 
-class WholeSession:
+class WholeSession(Policy):
     """Recency only, a session at a time."""
 
-    def values(self, first_cost: Floats, candidates: Floats, idle: Floats) -> Floats:
+    def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:
         return 1.0 / np.maximum(idle, SHORTEST_IDLE_S)
 
     def group(self, candidates: Sequence[int]) -> Sequence[int]:
@@ -82,6 +128,7 @@ class WholeSession:
 
 
 POLICIES: dict[PolicyName, Callable[[], Policy]] = {
+    "gittins": Gittins,
     "retention": Retention,
     "lru": LeastRecentlyUsed,
     "trailing-half": TrailingHalf,

@@ -80,18 +80,19 @@ class Tiers:
         return self._index.total(Give.SLOT)
 
     def save_ahead(self, now: float, limit: int) -> None:
-        """Plan copies of up to ``limit`` victims while too few device slots are free or reclaimable."""
-        if self.host.capacity == 0:
-            return
+        """Plan copies of up to ``limit`` victims while too few device slots are free or reclaimable.
+
+        Nothing is dropped for it. A full host would lose what only it has, to hold twice what the device still has: in
+        simulation that doubled what had to be recomputed, and on a GPU copying when a slot is needed was as fast
+        (bench/results/watermark.md).
+        """
         need = min(limit, self._shortfall())
-        if need <= 0:
+        if need <= 0 or not (self.host.free or self.spare):
             return
         victims = self._index.round(Give.SAVED_SLOT, now, need)
-        room = self._index.round(Give.HOST_COPY, now, need)
         while need > 0 and (group := victims.take()):
-            value = victims.peek()
             for chunk in group:
-                if not self._make_host_room(room, value):
+                if not self._host_slot_for_nothing():
                     return
                 self._save(chunk)
                 need -= 1
@@ -133,9 +134,7 @@ class Tiers:
         Copies of chunks in use go first because the link has room to make them again, whereas what is dropped has to be
         recomputed.
         """
-        while self.host.free == 0:
-            if self._discard_spare_copy():
-                continue
+        while not self._host_slot_for_nothing():
             if room.peek() > value:
                 return False
             group = room.take()
@@ -155,8 +154,10 @@ class Tiers:
         """Nobody uses a chunk any more."""
         self.spare.pop(chunk, None)
 
-    def _discard_spare_copy(self) -> bool:
-        """Free one host slot by forgetting the copy of a chunk in use; False when there is none."""
+    def _host_slot_for_nothing(self) -> bool:
+        """Whether a host slot is free, if need be by forgetting the copy of a chunk in use."""
+        if self.host.free:
+            return True
         for chunk in self.spare:
             # What is not on the device yet, or is just coming, has nothing but its copy.
             if chunk.device != NOWHERE and not chunk.loading:

@@ -1,0 +1,230 @@
+"""When sessions come back, learned from the server's own history. Pure; no clock of its own.
+
+Every idle period ends with a return or has not ended yet. Sorted by how long it has lasted (its age, in bins that
+widen with it) it says how many returns there were and how many seconds sessions were at risk of one; their quotient
+is the hazard. Sessions that never return count through their time at risk, also after their chunks are gone or they
+were deleted: so the periods are kept here and not with the cache. When too many are open, every second one of the
+octave of ages that has most of them is closed as it stands. Such censoring does not look at the future, so it takes
+precision and adds no bias, and it leaves as many periods of hours as of seconds.
+
+Idle periods are told apart by *cells*: how many new tokens the turn before had and what context it left, in powers of
+two. There are never enough returns to learn each cell on its own, so hazards are built up in steps, each of which
+multiplies the hazard before by (returns + k) / (expected returns + k), the mean of a Poisson rate with a gamma prior:
+
+1. ``1 / T``, which is what retention values assume (Cost(l) / T);
+2. all cells together: a factor per octave of age, then one per bin;
+3. a factor per context length and a factor per new input, fitted in turns (iterative proportional fitting); then a
+   factor per cell;
+4. the factors per context length and per new input anew for each two octaves of age, as what comes back less often may
+   still be what comes back late; then a factor per cell and octave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+LEAST_EXPONENT: Final = -4
+_OCTAVES: Final = 20
+_BITS: Final = 2
+"""Of an age's mantissa that count: four bins from 2^n to 2^(n+1) seconds."""
+_OCTAVE: Final = 1 << _BITS
+BINS: Final = _OCTAVES * _OCTAVE
+"""From 1/16 s to 2^16 s; ages beyond either end are in the bin there."""
+_SHIFT: Final = 52 - _BITS
+_ORIGIN: Final = (1023 + LEAST_EXPONENT) << _BITS
+
+
+def _edges() -> Floats:
+    steps = 1 << _BITS
+    octave, step = np.divmod(np.arange(BINS + 1), steps)
+    edges = 2.0 ** (LEAST_EXPONENT + octave) * (1 + step / steps)
+    edges[0] = 0.0
+    return np.asarray(edges, dtype=np.float64)
+
+
+EDGES: Final = _edges()
+"""Of the bins, seconds, float64 [BINS + 1]."""
+WIDTHS: Final = np.diff(EDGES)
+PRIOR: Final = np.log(EDGES[1:] / np.maximum(EDGES[:-1], EDGES[1] / np.e)) / WIDTHS
+"""Mean of 1 / T over each bin, per second."""
+
+CONTEXTS: Final = 12
+INPUTS: Final = 9
+CELLS: Final = CONTEXTS * INPUTS
+
+MOST_OPEN: Final = 16384
+"""Idle periods that are kept open at a time."""
+POOL_K: Final = 128.0
+CELL_K: Final = 4.0
+AGE_K: Final = 16.0
+"""``k`` of the steps: how many returns it takes until a correction is half believed. What all cells have in common is
+known from many returns; without a firm ``k`` it would wander at ages that few sessions reach, and its shape decides
+between young and old. One factor for a whole cell takes few returns, one for a part of its ages takes more."""
+HALF_LIFE: Final = 50_000
+"""After so many idle periods what was counted counts half: loads change from hour to hour."""
+_FADE_EVERY: Final = 1024
+_SWEEPS: Final = 3
+
+
+def bins_of(ages: Floats) -> Ints:
+    """Bin of each age: exponent and leading bits of the mantissa are the bin, up to a constant."""
+    found = ages.view(np.int64) >> _SHIFT
+    found -= _ORIGIN
+    return np.clip(found, 0, BINS - 1, out=found)
+
+
+def cell_of(new_tokens: int, context_tokens: int) -> int:
+    """Cell of an idle period after a turn with so many new tokens that left such a context.
+
+    Contexts by powers of two (up to 64, up to 128, …, beyond 64 Ki); inputs by powers of four.
+    """
+    context = min(max(context_tokens.bit_length() - 6, 0), CONTEXTS - 1)
+    return context * INPUTS + min((max(new_tokens, 1).bit_length() - 1) // 2, INPUTS - 1)
+
+
+class IdlePeriods:
+    """Those that have not ended, in arrays of a fixed size."""
+
+    def __init__(self, most: int) -> None:
+        self._slots: dict[Hashable, int] = {}
+        self._keys: list[Hashable] = [None] * most
+        self._free = list(range(most))[::-1]
+        self._since = np.zeros(most)
+        self._cells = np.zeros(most, np.int64)
+        self._open = np.zeros(most, np.bool_)
+
+    @property
+    def full(self) -> bool:
+        return not self._free
+
+    def begin(self, key: Hashable, cell: int, now: float) -> None:
+        """A period begins; one that the session has already is forgotten."""
+        slot = self._slots[key] if key in self._slots else self._free.pop()
+        self._slots[key], self._keys[slot] = slot, key
+        self._since[slot], self._cells[slot], self._open[slot] = now, cell, True
+
+    def end(self, key: Hashable) -> tuple[int, float] | None:
+        """(cell, when it began) of a session's period, which ends; None: it is not known."""
+        slot = self._slots.pop(key, None)
+        if slot is None:
+            return None
+        self._close(slot)
+        return int(self._cells[slot]), float(self._since[slot])
+
+    def at_risk(self, start: float, end: float) -> Floats:
+        """Seconds that the open periods spent in each age bin from ``start`` to ``end``, [CELLS, BINS]."""
+        return self._between(np.flatnonzero(self._open), start, end)
+
+    def thin(self, start: float, end: float) -> Floats:
+        """Close every second period of the octave of ages that has most; what ``at_risk`` is of them."""
+        slots = np.flatnonzero(self._open)
+        octaves = bins_of(np.maximum(end - self._since[slots], 0.0)) >> _BITS
+        fullest = slots[octaves == np.bincount(octaves).argmax()]
+        closed = fullest[np.argsort(self._since[fullest], kind="stable")][::2]
+        for slot in closed.tolist():
+            del self._slots[self._keys[slot]]
+            self._close(slot)
+        return self._between(closed, start, end)
+
+    def _close(self, slot: int) -> None:
+        self._open[slot] = False
+        self._free.append(slot)
+
+    def _between(self, slots: npt.NDArray[np.intp], start: float, end: float) -> Floats:
+        return self._seconds(slots, end) - self._seconds(slots, start)
+
+    def _seconds(self, slots: npt.NDArray[np.intp], now: float) -> Floats:
+        ages = np.maximum(now - self._since[slots], 0.0)
+        bins = bins_of(ages)
+        flat = self._cells[slots] * BINS + bins
+        count = np.bincount(flat, minlength=CELLS * BINS).reshape(CELLS, BINS)
+        part = np.bincount(flat, ages - EDGES[bins], minlength=CELLS * BINS).reshape(CELLS, BINS)
+        beyond = count[:, ::-1].cumsum(axis=1)[:, ::-1] - count
+        return np.asarray(beyond * WIDTHS + part, dtype=np.float64)
+
+
+class ReturnRates:
+    """Hazards of a return by cell and age. The same history gives the same ones."""
+
+    def __init__(self) -> None:
+        self._idle = IdlePeriods(MOST_OPEN)
+        self._returns = np.zeros((CELLS, BINS))
+        self._at_risk = np.zeros((CELLS, BINS))
+        """Seconds: of the open periods up to ``_counted_to``, of the others all."""
+        self._counted_to = 0.0
+        self.periods = 0
+        """Begun so far."""
+
+    def left(self, key: Hashable, cell: int, now: float) -> None:
+        """A session has become idle."""
+        if self._idle.full:
+            self._at_risk += self._idle.thin(self._counted_to, now)
+        self._idle.begin(key, cell, now)
+        self.periods += 1
+        if self.periods % _FADE_EVERY == 0:
+            self._fade(now)
+
+    def returned(self, key: Hashable, now: float) -> None:
+        """A session has its next turn. One that left in the same moment was suspended, and was never idle."""
+        period = self._idle.end(key)
+        if period is None or period[1] >= now:
+            return
+        cell, since = period
+        self._returns[cell, self._count(cell, now - since, 1.0)] += 1
+        if self._counted_to > since:
+            self._count(cell, self._counted_to - since, -1.0)
+
+    def hazards(self, now: float) -> Floats:
+        """Returns per second of idle sessions, [CELLS, BINS]; all above zero."""
+        returns, at_risk = self._returns, self._at_risk + self._idle.at_risk(self._counted_to, now)
+        came, seconds = returns.sum(axis=0, keepdims=True), at_risk.sum(axis=0, keepdims=True)
+        common = _corrected(PRIOR[None], came, seconds, _OCTAVE, POOL_K)
+        common = _corrected(common, came, seconds, 1, POOL_K)
+        hazards = _by_context_and_input(np.tile(common, (CELLS, 1)), returns, at_risk, BINS, CELL_K)
+        hazards = _corrected(hazards, returns, at_risk, BINS, CELL_K)
+        hazards = _by_context_and_input(hazards, returns, at_risk, 2 * _OCTAVE, AGE_K)
+        return _corrected(hazards, returns, at_risk, _OCTAVE, AGE_K)
+
+    def _count(self, cell: int, age: float, sign: float) -> int:
+        """Count the time at risk up to an age, or take it back; returns the age's bin."""
+        bin_ = int(bins_of(np.array([age]))[0])
+        self._at_risk[cell, :bin_] += sign * WIDTHS[:bin_]
+        self._at_risk[cell, bin_] += sign * (age - EDGES[bin_])
+        return bin_
+
+    def _fade(self, now: float) -> None:
+        """What was counted counts less. So what open periods have spent at risk must be counted first."""
+        self._at_risk += self._idle.at_risk(self._counted_to, now)
+        self._counted_to = now
+        self._returns *= 0.5 ** (_FADE_EVERY / HALF_LIFE)
+        self._at_risk *= 0.5 ** (_FADE_EVERY / HALF_LIFE)
+
+
+def _grouped(counts: Floats, width: int) -> Floats:
+    """Sums over each ``width`` bins, [n, BINS / width]."""
+    return np.asarray(counts.reshape(len(counts), -1, width).sum(axis=2), dtype=np.float64)
+
+
+def _corrected(hazards: Floats, returns: Floats, at_risk: Floats, width: int, k: float) -> Floats:
+    """Hazards [n, BINS] with a factor per row and ``width`` bins: returns over expected ones, both with ``k`` more."""
+    factors = (_grouped(returns, width) + k) / (_grouped(at_risk * hazards, width) + k)
+    return np.asarray(hazards * np.repeat(factors, width, axis=1), dtype=np.float64)
+
+
+def _by_context_and_input(hazards: Floats, returns: Floats, at_risk: Floats, width: int, k: float) -> Floats:
+    """The same with a factor per context length times one per input, for each ``width`` bins, [CELLS, BINS]."""
+    came = _grouped(returns, width).reshape(CONTEXTS, INPUTS, -1)
+    expected = _grouped(at_risk * hazards, width).reshape(CONTEXTS, INPUTS, -1)
+    new = np.ones((1, *came.shape[1:]))
+    for _ in range(_SWEEPS):
+        context = (came.sum(axis=1, keepdims=True) + k) / ((expected * new).sum(axis=1, keepdims=True) + k)
+        new = (came.sum(axis=0, keepdims=True) + k) / ((expected * context).sum(axis=0, keepdims=True) + k)
+    factors = (context * new).reshape(CELLS, -1)
+    return np.asarray(hazards * np.repeat(factors, width, axis=1), dtype=np.float64)

@@ -1,0 +1,257 @@
+"""Fits the formula of a ``Machine`` to steps that are run and timed: ``pensieve profile --machine FILE``.
+
+The steps are those of the real engine, scheduler and all, on made-up sessions of two turns each: prefills of several
+lengths, decodes of several batches and contexts, short new turns on long histories, and what is mixed of them on the
+way. The formula is linear but for the floor ``weights_s``: for every number of tokens up to which the floor could hold,
+the non-negative least squares of the relative errors are solved, and the best of all is taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from pensieve.config import CacheConfig, SchedulerConfig
+from pensieve.core import RequestKey, Sampling, pack_tokens
+from pensieve.engine.cache.manager import CacheManager
+from pensieve.engine.cost import CostModel
+from pensieve.engine.engine import Engine
+from pensieve.engine.messages import Evict, Failed, Output, Ready, Submit
+from pensieve.engine.plan import Copy, PendingStep, Plan, SampleSpec, Span, StepResult, StepWorker
+from pensieve.engine.scheduler import Scheduler
+from pensieve.simulate.machine import Machine
+from pensieve.simulate.work import Work, work_of
+
+if TYPE_CHECKING:  # the module brings torch with it
+    from pensieve.engine.worker import Worker
+
+REPEATS = 3
+"""Timed passes over each design, after one that warms up."""
+ANSWER_TOKENS = 8
+NEW_TOKENS = 24
+"""Input of each second turn."""
+SWAP_CHUNKS = (128, 256)
+"""Two sizes of one copy, both longer than the step beside it; their difference gives the rate."""
+Clock = Callable[[], float]
+Floats = npt.NDArray[np.float64]
+_TERMS = ("weights_s", "token_s", "kv_s", "pair_s", "row_s", "fixed_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A step, and how long it took."""
+
+    work: Work
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Timed:
+    """Passes plans on to a worker, and notes when each has ended."""
+
+    worker: StepWorker
+    clock: Clock
+    works: list[Work] = field(default_factory=list)
+    ended: list[float] = field(default_factory=list)
+
+    def launch(self, plan: Plan) -> PendingStep:
+        if plan.spans:
+            self.works.append(work_of(plan))
+        return _Step(self, self.worker.launch(plan), bool(plan.spans))
+
+    def close(self) -> None:
+        """The worker is another's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    timed: _Timed
+    step: PendingStep
+    counts: bool
+
+    def result(self) -> StepResult:
+        result = self.step.result()
+        if self.counts:
+            self.timed.ended.append(self.timed.clock())
+        return result
+
+
+class Calibrator:
+    """Runs designs, (batch, context tokens) each, through an engine around a worker."""
+
+    def __init__(self, worker: Worker, clock: Clock = time.perf_counter) -> None:
+        self._worker, self._clock = worker, clock
+        self._info = info = worker.info
+        self._timed = _Timed(worker, clock)
+        size = info.chunk_tokens
+        cost = CostModel(((0, 0.0), (info.context_limit, 1.0)), 1.0, size)
+        cache = CacheManager(CacheConfig(info.device_chunks, 0, size, swap_watermark=0.0), cost)
+        config = SchedulerConfig(
+            context_limit=info.context_limit, max_batch_tokens=info.max_batch_tokens, max_running=info.max_running
+        )
+        scheduler = Scheduler(config, cache)
+        ready = Ready(scheduler.context_limit, worker.arch.vocab_size, info.device, info.dtype, 0, 0, size)
+        self._engine = Engine(scheduler, self._timed, ready, clock, overlapped=info.device == "cuda")
+        self._requests = 0
+
+    def designs(self, longest: int) -> Iterator[tuple[int, int]]:
+        """Batches and contexts of up to ``longest`` tokens that fit, each of at most 16 steps of prefill."""
+        info = self._info
+        room = 0.8 * min(info.device_chunks * info.chunk_tokens, 16 * info.max_batch_tokens)
+        longest = min(longest, info.context_limit - 4 * NEW_TOKENS)
+        for batch in (1, 4, 16, 64, 192):
+            for context in (16, 64, 256, 1024, 4096, 16384):
+                if batch <= info.max_running and context <= longest and batch * (context + 2 * NEW_TOKENS) <= room:
+                    yield batch, context
+
+    def samples(self, batch: int, context: int) -> list[Sample]:
+        """The steps of one design, medians over the passes; neighbours of one shape are one sample."""
+        passes = [self._pass(batch, context) for _ in range(1 + REPEATS)][1:]
+        steps = [
+            Sample(same[0].work, statistics.median(step.seconds for step in same))
+            for same in zip(*passes, strict=True)
+        ]
+        shapes = itertools.groupby(steps, lambda step: (step.work.tokens, step.work.rows, step.work.pairs))
+        return [_middle(list(group)) for _, group in shapes]
+
+    def swap_bytes_per_s(self, chunk_bytes: int) -> float | None:
+        """Rate of copies from the host that a step waits for; None when there is no host tier to copy from."""
+        few, many = (min(chunks, self._info.host_chunks, self._info.device_chunks - 1) for chunks in SWAP_CHUNKS)
+        if many <= few:
+            return None
+        seconds = {
+            chunks: min(self._swap(chunks) for _ in range(1 + 2 * REPEATS)) for chunks in (few, many)
+        }
+        taken = seconds[many] - seconds[few]
+        return (many - few) * chunk_bytes / taken if taken > 0 else None
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _pass(self, batch: int, context: int) -> list[Sample]:
+        rng = np.random.default_rng(context)
+        vocabulary = self._worker.arch.vocab_size
+        contexts = [rng.integers(0, vocabulary, context, dtype=np.int32) for _ in range(batch)]
+        first = self._turn(contexts, context)
+        for row, answer in enumerate(first.answers):
+            new = rng.integers(0, vocabulary, NEW_TOKENS, dtype=np.int32)
+            contexts[row] = np.concatenate([contexts[row], np.array(answer, np.int32), new])
+        second = self._turn(contexts, NEW_TOKENS)
+        self._engine.handle(Evict(0, ""))
+        return [*first.samples, *second.samples]
+
+    def _turn(self, contexts: Sequence[npt.NDArray[np.int32]], new: int) -> _Turn:
+        self._timed.works, self._timed.ended = [], []
+        base = self._requests
+        self._requests += len(contexts)
+        sampling = Sampling(max_output_tokens=ANSWER_TOKENS, ignore_eos=True)
+        for row, context in enumerate(contexts):
+            self._engine.handle(Submit(base + row + 1, str(row), pack_tokens(context), new, sampling))
+        answers: list[list[int]] = [[] for _ in contexts]
+        began = self._clock()
+        while self._engine.has_work:
+            for event in self._engine.step():
+                match event:
+                    case Output(key, tokens, _):
+                        answers[key - base - 1].extend(tokens)
+                    case Failed(_, reason, message):
+                        raise ValueError(f"a step to be timed failed: {reason}: {message}")
+        times = np.diff([began, *self._timed.ended]).tolist()
+        return _Turn(answers, [Sample(*pair) for pair in zip(self._timed.works, times, strict=True)])
+
+    def _swap(self, chunks: int) -> float:
+        """Seconds of a step of one token that waits for so many chunks."""
+        copies = tuple(Copy(chunk, chunk) for chunk in range(chunks))
+        span = Span(RequestKey(1), 0, np.zeros(1, np.int32), 0, SampleSpec(Sampling(), 0))
+        table = np.zeros(1, np.int32)
+        began = self._clock()
+        self._worker.launch(Plan(1, (span,), (table,), swap_in=copies)).result()
+        return self._clock() - began
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    answers: list[list[int]]
+    samples: list[Sample]
+
+
+def _middle(group: Sequence[Sample]) -> Sample:
+    works = [sample.work for sample in group]
+    kv_read = statistics.fmean(work.kv_read for work in works)
+    work = Work(works[0].tokens, works[0].rows, kv_read, works[0].pairs)
+    return Sample(work, statistics.median(sample.seconds for sample in group))
+
+
+# -- the fit ---------------------------------------------------------------------------------------------------------
+
+
+def fit(machine: Machine, samples: Sequence[Sample]) -> Machine:
+    """``machine`` with the step times of ``samples``, and how well its formula meets them."""
+    best = min(_candidates(machine, samples), key=lambda found: float(np.mean(errors(found, samples) ** 2)))
+    wrong = np.abs(errors(best, samples))
+    return msgspec.structs.replace(best, mean_error=float(wrong.mean()), worst_error=float(wrong.max()))
+
+
+def errors(machine: Machine, samples: Sequence[Sample]) -> Floats:
+    """Relative error of the formula for each step."""
+    expected = [
+        machine.step(tokens=work.tokens, rows=work.rows, kv_read=work.kv_read, pairs=work.pairs)
+        for work in (sample.work for sample in samples)
+    ]
+    return np.array(expected) / [sample.seconds for sample in samples] - 1
+
+
+def _candidates(machine: Machine, samples: Sequence[Sample]) -> Iterator[Machine]:
+    """The best fit for each number of tokens up to which a step may take its floor."""
+    works = [sample.work for sample in samples]
+    tokens = np.array([work.tokens for work in works], dtype=np.float64)
+    others = np.array([[work.kv_read, work.pairs, work.rows, 1.0] for work in works])
+    seconds = np.array([sample.seconds for sample in samples])
+    for last in (0.0, *np.unique(tokens)[:-1]):
+        floor = tokens <= last
+        columns = np.column_stack([floor, np.where(floor, 0.0, tokens), others]) / seconds[:, None]
+        terms = dict(zip(_TERMS, _non_negative(columns), strict=True))
+        if terms["token_s"] > 0:
+            yield msgspec.structs.replace(machine, **terms)
+
+
+def _non_negative(columns: Floats) -> list[float]:
+    """The non-negative x with the least ``|columns x - 1|``: by trying which of its few terms are zero."""
+    count = columns.shape[1]
+    best, least = [0.0] * count, np.inf
+    for used in itertools.product((False, True), repeat=count):
+        found = np.zeros(count)
+        found[list(used)] = np.linalg.lstsq(columns[:, list(used)], np.ones(len(columns)), rcond=None)[0]
+        left = float(np.sum((columns @ found - 1) ** 2))
+        if found.min() >= 0 and left < least:
+            best, least = found.tolist(), left
+    return best
+
+
+def calibrated(
+    worker: Worker, name: str, longest: int, progress: Callable[[str], None], clock: Clock = time.perf_counter
+) -> Machine:
+    """What this worker makes of the machine it runs on, with contexts of up to ``longest`` tokens."""
+    info, arch = worker.info, worker.arch
+    runs = Calibrator(worker, clock)
+    samples: list[Sample] = []
+    for batch, context in runs.designs(longest):
+        samples += runs.samples(batch, context)
+        progress(f"{batch} x {context} tokens")
+    kv_bytes = arch.kv_bytes_per_token(info.dtype)
+    beside = info.device == "cuda"
+    machine = Machine(
+        name=name,
+        kv_bytes=kv_bytes,
+        layers=arch.num_layers if beside else 1,
+        overlapped=beside,
+        swap_bytes_per_s=runs.swap_bytes_per_s(kv_bytes * info.chunk_tokens) or Machine.swap_bytes_per_s,
+    )
+    return fit(machine, samples)

@@ -1,0 +1,126 @@
+"""``pensieve profile --machine``: the machine that comes out is the one that went in."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from pensieve.engine.plan import PendingStep, Plan, StepResult
+from pensieve.profile_command import profile
+from pensieve.simulate.calibrate import Calibrator, Sample, calibrated, errors, fit
+from pensieve.simulate.full import Clock, CostWorker
+from pensieve.simulate.machine import Machine
+from pensieve.simulate.work import Work
+from support.checkpoints import tiny_checkpoint
+
+TRUTH = Machine(kv_bytes=4096, swap_bytes_per_s=2e9, layers=1, overlapped=False)
+CHUNK = 32
+
+
+class KnownWorker(CostWorker):
+    """Takes as long as a machine would, on a clock of its own; says of itself what a worker says."""
+
+    def __init__(self, machine: Machine, device: str) -> None:
+        self.clock = Clock()
+        self.in_flight = self.most_in_flight = 0
+        super().__init__(machine, CHUNK, self.clock)
+        self.info = SimpleNamespace(
+            device=device, dtype="float32", device_chunks=1024, host_chunks=256, chunk_tokens=CHUNK,
+            context_limit=8192, max_batch_tokens=2048, max_running=256,
+        )  # fmt: skip
+        self.arch = SimpleNamespace(
+            vocab_size=100, num_layers=machine.layers, kv_bytes_per_token=lambda dtype: machine.kv_bytes
+        )
+
+    def launch(self, plan: Plan) -> PendingStep:
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        return Waited(self, super().launch(plan))
+
+
+@dataclass(frozen=True)
+class Waited:
+    worker: KnownWorker
+    step: PendingStep
+
+    def result(self) -> StepResult:
+        self.worker.in_flight -= 1
+        return self.step.result()
+
+
+def worker(machine: Machine = TRUTH, device: str = "cpu") -> Any:
+    return KnownWorker(machine, device)
+
+
+def known(machine: Machine, device: str) -> tuple[Machine, list[Sample]]:
+    """What is fitted to steps of a known machine, and other steps of that machine."""
+    running = worker(machine, device)
+    runs = Calibrator(running, running.clock)
+    samples = [sample for design in runs.designs(8192) for sample in runs.samples(*design)]
+    others = [Work(700, 9, 4000.0, 350_000.0), Work(33, 33, 70_000.0, 0.0), Work(40, 1, 0.0, 40 * 3000.0)]
+    seconds = [machine.step(tokens=w.tokens, rows=w.rows, kv_read=w.kv_read, pairs=w.pairs) for w in others]
+    return fit(machine, samples), [Sample(*pair) for pair in zip(others, seconds, strict=True)]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("weights_s", [0.0, 5.31e-3])
+def test_finds_the_machine(device: str, weights_s: float) -> None:
+    """In steps that were not timed, too; and where a step is launched before the one before it has ended."""
+    machine = msgspec.structs.replace(TRUTH, weights_s=weights_s, overlapped=device == "cuda")
+    found, others = known(machine, device)
+    assert found.mean_error is not None and found.mean_error < 0.005
+    assert np.abs(errors(found, others)).max() < 0.01
+    assert found.token_s == pytest.approx(machine.token_s, rel=0.01)
+    assert found.kv_s == pytest.approx(machine.kv_s, rel=0.01)
+    assert found.pair_s == pytest.approx(machine.pair_s, rel=0.02)
+
+
+def test_finds_the_rate_of_copies() -> None:
+    running = worker()
+    rate = Calibrator(running, running.clock).swap_bytes_per_s(TRUTH.kv_bytes * CHUNK)
+    assert rate == pytest.approx(TRUTH.swap_bytes_per_s, rel=0.01)
+    running.info.host_chunks = 0
+    assert Calibrator(running, running.clock).swap_bytes_per_s(TRUTH.kv_bytes * CHUNK) is None
+
+
+def test_terms_are_never_negative_and_the_error_is_told() -> None:
+    rng = np.random.default_rng(1)
+    works = [Work(q, b, 1000.0 * b, 50.0 * q) for q in (1, 2, 8, 64, 512) for b in (1, 4, 16)]
+    samples = [Sample(work, 0.01 + 1e-4 * work.tokens * rng.uniform(0.5, 1.5)) for work in works]
+    found = fit(TRUTH, samples)
+    wrong = np.abs(errors(found, samples))
+    assert (found.mean_error, found.worst_error) == (pytest.approx(wrong.mean()), pytest.approx(wrong.max()))
+    assert 0.02 < wrong.mean() < 0.4
+    assert min(found.weights_s, found.kv_s, found.pair_s, found.row_s, found.fixed_s) >= 0 < found.token_s
+
+
+def test_says_what_a_device_does_beside() -> None:
+    for device, layers, overlapped in (("cpu", 1, False), ("cuda", 24, True)):
+        running = worker(msgspec.structs.replace(TRUTH, layers=24), device)
+        said: list[str] = []
+        found = calibrated(running, "mine", 64, said.append, running.clock)
+        assert (found.name, found.layers, found.overlapped) == ("mine", layers, overlapped)
+        assert "4 x 64 tokens" in said
+        assert running.most_in_flight == 1 + overlapped
+
+
+def test_profile_writes_what_simulate_reads(tmp_path: Path) -> None:
+    machine, cost = tmp_path / "machine.json", tmp_path / "cost.json"
+    model = tiny_checkpoint("llama", tmp_path)
+    arguments = ["--model", str(model), "--device", "cpu", "--longest", "64", "--repeats", "1", "--threads", "1"]
+    result = CliRunner().invoke(profile, [*arguments, "--output", str(cost), "--machine", str(machine)])
+    assert result.exit_code == 0, result.output
+    assert f"wrote {machine}: its formula is off by" in result.stderr
+    found = Machine.from_json(machine)
+    assert found.swap_bytes_per_s > 0 and found.mean_error is not None and not found.overlapped
+    assert json.loads(cost.read_text())["format"] == 1
+    result = CliRunner().invoke(profile, [*arguments, "--output", str(cost), "--machine", str(tmp_path / "no" / "m")])
+    assert result.exit_code == 1 and "cannot write" in result.output
