@@ -9,11 +9,9 @@ terminal and a service manager send them to both), which then drains and says ``
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import logging
-import os
 import signal
 import socket
 import sys
@@ -27,6 +25,7 @@ from pensieve.engine.frames import FrameSocket, PeerClosed, decoder_for
 from pensieve.engine.loop import Engine, run_engine
 from pensieve.engine.messages import Command, Report
 from pensieve.errors import PensieveError
+from pensieve.lifeline import die_with_parent
 from pensieve.logs import configure_logging
 
 log = logging.getLogger("pensieve.engine.host")  # Also when this module is __main__.
@@ -34,7 +33,6 @@ log = logging.getLogger("pensieve.engine.host")  # Also when this module is __ma
 LAST_WORDS: Final = "engine: "
 """Begins the last line on stderr of an engine that failed."""
 DEFAULT_BUILDER: Final = "pensieve.engine.build:build_engine"
-_PR_SET_PDEATHSIG: Final = 1
 _OPTIONS_TIMEOUT_S: Final = 30.0
 
 Builder = Callable[[EngineOptions], Engine]
@@ -59,17 +57,6 @@ def load_builder(dotted: str) -> Builder:
     module, _, name = dotted.partition(":")
     builder: Any = getattr(importlib.import_module(module), name)
     return cast(Builder, builder)
-
-
-def _die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the front end dies, however stuck it is. Other systems: EOF."""
-    if sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:
-        raise PeerClosed("the front end was gone before the engine started")
 
 
 def _read_options(frames: FrameSocket) -> EngineOptions:
@@ -107,7 +94,8 @@ def serve(fd: int, parent: int, builder: str) -> int:
     """Run an engine on the socket ``fd`` to its end; the exit status."""
     frames = FrameSocket(socket.socket(fileno=fd))
     try:
-        _die_with_parent(parent)
+        if not die_with_parent(parent):
+            raise PeerClosed("the front end was gone before the engine started")
         options = _read_options(frames)
         engine = _build(builder, options)
         # What is here now stays: the collector need not walk through it, which would stop a step for milliseconds.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import os
 import resource
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -14,6 +16,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from pensieve.lifeline import die_with_parent
 from pensieve.simulate.full import FullSimulation
 from pensieve.simulate.load import Load
 from pensieve.simulate.settings import Settings
@@ -58,7 +61,7 @@ def simulate_all(
     """Every policy, ``jobs`` at a time, each in a process of its own. ``progress``: sessions begun, of all together."""
     context = multiprocessing.get_context("spawn")
     counters = context.Array("q", len(names), lock=False)
-    with ProcessPoolExecutor(jobs, context, _share, (counters,)) as pool:
+    with ProcessPoolExecutor(jobs, context, _share, (counters, os.getpid())) as pool:
         pending: list[Future[dict[str, Any]]] = [
             pool.submit(_one, settings, load, engine, name, index) for index, name in enumerate(names)
         ]
@@ -69,9 +72,11 @@ def simulate_all(
         return [future.result() for future in pending]
 
 
-def _share(counters: Any) -> None:
+def _share(counters: Any, parent: int) -> None:
     global _counters
     _counters = counters
+    if not die_with_parent(parent):
+        sys.exit("the program that wanted this simulation is gone")
 
 
 def _one(settings: Settings, load: Load, engine: EngineName, name: str, index: int) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -148,6 +150,45 @@ def test_think_from(trace: Path, tmp_path: Path) -> None:
         simulate, [str(lengths), "--think-from", str(tmp_path / "once.jsonl"), *options]
     )
     assert refused.exit_code == 2 and "there are no gaps" in refused.output
+
+
+def children(pid: int) -> list[int]:
+    """Processes that its main thread started."""
+    listed = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in listed.read_text().split()] if listed.exists() else []
+
+
+def alive(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
+def test_what_works_for_it_ends_with_it(trace: Path) -> None:
+    command = [sys.executable, "-P", "-m", "pensieve", "simulate", str(trace), "--sessions", "10000000", "--rate", "1"]
+    program = subprocess.Popen([*command, "--policy", "lru", "--policy", "retention"], stderr=subprocess.DEVNULL)
+    workers: list[int] = []
+
+    def busy() -> bool:
+        workers[:] = [
+            child for child in children(program.pid)
+            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
+        ]  # fmt: skip
+        return len(workers) == 2
+
+    try:
+        until(busy, "no workers began")
+    finally:
+        program.kill()
+        program.wait()
+    until(lambda: not any(map(alive, workers)), "workers outlived the program")
 
 
 def test_needs_no_torch() -> None:
