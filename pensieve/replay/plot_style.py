@@ -37,13 +37,16 @@ class Look:
     """Another where colours are used a second time."""
 
 
+def look(number: int) -> Look:
+    """Of the system with this number, from 0."""
+    style: LineStyle = "-" if number < len(_COLOURS) else "-."
+    return Look(_COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)], style)
+
+
 def looks(panels: Sequence[Panel]) -> dict[str, Look]:
     """System → look, in the order of first appearance."""
     names = dict.fromkeys(name for panel in panels for name in panel.curves)
-    return {
-        name: Look(_COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)], "-" if i < len(_COLOURS) else "-.")
-        for i, name in enumerate(names)
-    }
+    return {name: look(number) for number, name in enumerate(names)}
 
 
 def grid(count: int, columns: int, width_in: float, height_in: float) -> tuple[Figure, list[Axes]]:

@@ -104,3 +104,25 @@ def test_the_page_has_every_group_and_its_command(page: ModuleType) -> None:
         and "**g** — 4 turns/s, 5 turns" in text
         and "Think time" not in text
     )
+
+
+def test_the_picture_compares_policies_on_the_same_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(policy: str, seed: int, lost: int, group: str, part: str) -> dict[str, Any]:
+        share = {"recomputed_tokens": lost, "history_tokens": 200}
+        return {"part": part, "group": group, "policy": policy, "seed": seed, **share}
+
+    plot = load_bench("policies_plot", monkeypatch)
+    rows = [
+        row("lru", 4, 20, "fast", "rates"),
+        row("lru", 4, 10, "slow", "rates"),
+        row("lru", 5, 90, "fast", "rates"),
+        row("arc", 4, 30, "fast", "rates"),
+        row("arc", 4, 20, "slow", "rates"),
+        row("arc", 4, 40, "60 s", "think"),
+    ]
+    workloads = {"fast": {"rate": 9.0}, "slow": {"rate": 3.0}, "60 s": {"think_s": 60.0}}
+    report = {"rows": rows, "workloads": workloads}
+    assert plot.lines(report, "rates", "rate") == {"lru": [(3.0, 5.0), (9.0, 10.0)], "arc": [(3.0, 10.0), (9.0, 15.0)]}
+    rates, think = plot.draw(report).axes
+    assert [list(line.get_xdata()) for line in rates.lines] == [[3.0, 9.0], [3.0, 9.0]]
+    assert [list(line.get_ydata()) for line in think.lines] == [[20.0]]
