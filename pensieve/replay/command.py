@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -161,11 +162,22 @@ def run_with_progress(
     """Like ``session.run`` or ``run_all``, with a line per run on the terminal. Raises ClickException."""
     with LiveProgress(console) as live:
         try:
-            return asyncio.run(run_all([plan] if isinstance(plan, Plan) else plan, targets, live))
+            plans = [plan] if isinstance(plan, Plan) else plan
+            return asyncio.run(_until_terminated(run_all(plans, targets, live)))
+        except asyncio.CancelledError:
+            sys.exit(128 + signal.SIGTERM)
         except TurnFailed as failure:
             raise click.ClickException(f"a target cannot be reached: {failure}") from failure
         except (ValueError, ClientFailed) as error:
             raise click.ClickException(str(error)) from error
+
+
+async def _until_terminated(work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+    """SIGTERM ends a replay as Ctrl-C does: what it has started is stopped first."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await work
 
 
 class _Replay(click.Command):

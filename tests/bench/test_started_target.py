@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
+import signal
+import socket
+import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,7 @@ from pensieve.replay.targets import Target, TurnFailed
 from pensieve.replay.watching import Watcher
 from pensieve.replay.workload import Conversation, Dataset, Turn
 from support.paced_server import PacedConversations, in_thread
+from support.redis_server import free_port
 
 PLAN = Plan(Dataset("d", (Conversation("a", (Turn(2, 1),)),), "0"), Shape(), Arrivals(), RunOptions())
 
@@ -198,3 +203,32 @@ async def test_the_start_is_watched(service: DyingAt, server: Server) -> None:
     target = started(server.command("living", "time.sleep(600)"))
     await run(PLAN, [target], watcher)
     assert watcher.names == ["it"]
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def test_sigterm_stops_the_server_too() -> None:
+    """One that listens, but is never ready: the replay is still waiting for it."""
+    port = free_port()
+    server = f"{shlex.quote(sys.executable)} -m http.server {port} --bind 127.0.0.1"
+    command = [sys.executable, "-P", "-m", "pensieve", "replay", "sharegpt", "--conversations", "1"]
+    program = subprocess.Popen(
+        [*command, "--start", f"http://127.0.0.1:{port} {server}"], stderr=subprocess.DEVNULL
+    )
+    try:
+        until(lambda: listens(port), "the server did not start")
+        program.terminate()
+        assert program.wait(30) == 128 + signal.SIGTERM
+    finally:
+        program.kill()
+    until(lambda: not listens(port), "the server outlived the replay")
