@@ -119,7 +119,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "swap-watermark",
         values.fraction,
-        "Copy out ahead of time below this share of free device slots; 0: on demand only.",
+        "Below this share of free device slots, copy out ahead while the host has room; 0: on demand only.",
         _PAPER,
         "SHARE",
     ),

@@ -9,8 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from pensieve.replay.targets import Target, TurnFailed
 from pensieve.replay.watching import Watcher
 from pensieve.replay.workload import Conversation, Dataset, Turn
 from support.paced_server import PacedConversations, in_thread
+from support.processes import until
 from support.redis_server import free_port
 
 PLAN = Plan(Dataset("d", (Conversation("a", (Turn(2, 1),)),), "0"), Shape(), Arrivals(), RunOptions())
@@ -208,13 +208,6 @@ async def test_the_start_is_watched(service: DyingAt, server: Server) -> None:
 def listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
 
 
 def test_sigterm_stops_the_server_too() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from pensieve.replay.workload import Conversation, Turn
 from pensieve.simulate.command import simulate
 from pensieve.simulate.load import NEVER, Load
 from pensieve.simulate.machine import Machine
+from support.processes import alive, children, until
 
 
 @pytest.fixture
@@ -150,24 +149,6 @@ def test_think_from(trace: Path, tmp_path: Path) -> None:
         simulate, [str(lengths), "--think-from", str(tmp_path / "once.jsonl"), *options]
     )
     assert refused.exit_code == 2 and "there are no gaps" in refused.output
-
-
-def children(pid: int) -> list[int]:
-    """Processes that its main thread started."""
-    listed = Path(f"/proc/{pid}/task/{pid}/children")
-    return [int(child) for child in listed.read_text().split()] if listed.exists() else []
-
-
-def alive(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
