@@ -32,8 +32,6 @@ LAST_LINES = 30
 MARK = "BENCH_EVALUATE_JOB"
 """Environment variable by which what a job left behind is found."""
 _UP = re.compile(r"^ *(\d+\.\d+) .*(?:ready grpc=|Application startup complete|listening \d)", re.MULTILINE)
-_VERSION = re.compile(r"vLLM (?:API server )?version v?(\d\S*)")
-"""In a log: a peer may be installed where this program cannot see it."""
 _KEEPER = Path(__file__).with_name("evaluate_server.py")
 _FOLDERS = re.compile(r"(?<![\w.])/(?:[\w.@+-]+/)+(?=[\w.@+-])")
 _numbers = itertools.count()
@@ -74,8 +72,6 @@ class JobResult:
     """As ``pensieve replay --json`` wrote it."""
     error: str
     """Empty when the server was measured; without the folders of this machine."""
-    version: str = ""
-    """Of a server that says it in its log."""
     logs: dict[str, str] = field(default_factory=dict)
     """Name → text, whole."""
 
@@ -212,10 +208,10 @@ def _result(
     server = command[command.index("--start") + 1]
     server = server.partition(" ")[2] if job.line.system.url else server
     error = without_folders(error.replace(server, "SERVER"))
-    up, version = (pattern.search(logs["server.log"]) for pattern in (_UP, _VERSION))
+    up = _UP.search(logs["server.log"])
     return JobResult(
         job, device.name, _shown(job.line.system), _portable(command), wall_s, float(up[1]) if up else None,
-        report, error, version[1] if version else "", logs,
+        report, error, logs,
     )  # fmt: skip
 
 

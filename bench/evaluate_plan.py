@@ -35,7 +35,7 @@ class Job:
 
     @property
     def step_s(self) -> float:
-        """For one rate."""
+        """For one rate, as if it were the highest."""
         return self.line.workload.point_s + BETWEEN_S
 
     @property

@@ -74,7 +74,6 @@ def job_report(experiment: Experiment, result: JobResult, origin: Origin) -> dic
     }  # fmt: skip
     machine = environment()
     details = {"model": result.job.line.model, "started": result.command}
-    details |= {"version": result.version} if result.version else {}
     run = next((row["run"] for row in seen["unreached"]), None)
     report = {
         "schema": SCHEMA,
@@ -243,9 +242,12 @@ def _what_went_wrong(report: Mapping[str, Any]) -> Iterator[str]:
 
 def _servers(report: Mapping[str, Any]) -> Iterator[str]:
     yield "\n## Servers\n"
+    versions = {row["target"]: row["details"].get("version", "") for row in report["targets"]}
     for job in report["jobs"]:
         up = "never up" if job["start_up_s"] is None else f"up after {job['start_up_s']:.1f} s"
-        yield f"* {job['target']} (device {job['device']}, {up}, {job['wall_s']:.0f} s in all), {job['model']}:"
+        version = f"version {says}, " if (says := versions.get(job["target"])) else ""
+        about = f"{version}device {job['device']}, {up}, {job['wall_s']:.0f} s in all"
+        yield f"* {job['target']} ({about}), {job['model']}:"
         yield f"  `{job['server']}`; `{job['replay']}`"
 
 

@@ -14,29 +14,36 @@ where little runs they stand for more, for every system alike. 32 GiB of host me
 the paper's; they say nothing of a server that idles for minutes.
 
 A load that begins with nothing takes as long as its conversations to become steady. A replay therefore begins as if it
-had run for 7.5 think times (``--run-in``), and warms up while the histories from before are computed. That is a
-compromise: beginning later, the load would be steadier, but all systems would meet more history that none has cached.
-What is offered then still rises a little in the window, for all systems alike, and histories are somewhat short.
+had run for 20 think times (``--run-in``): more than two mean conversations, after which the load is within 10 % of its
+end. Histories are played beforehand, so that servers which keep them have them; a warm-up of two think times fills the
+batches.
+
+Systems meet different rates: each from where it has room to near its limit, as the simulator predicts it
+(``pensieve simulate`` with the machine of ``results/validation_13b_h200.machine.json``). Beyond its limit a system has
+no steady state: what is measured there depends on when one looks. Curves are compared at equal latency.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import get_args
 
+from loads import Rates, Workload
+
 from pensieve.config import EngineTuning, PolicyName
-from pensieve.replay.generators import CHATS
 
 TIME_SCALE = 0.1
 """Think time here over think time in the paper."""
 THINK_S = 60.0
 """The paper's, where it is not varied."""
-RUN_IN_THINKS = 7.5
+RUN_IN_THINKS = 20.0
 """A replay begins so many think times after the start of its load."""
-THINK_TIMES_S = (15.0, 60.0, 150.0, 300.0, 600.0)
+THINK_TIMES_S = {15.0: (36, 28), 60.0: (34, 28), 150.0: (30, 24), 300.0: (26, 20), 600.0: (22, 16)}
+"""The paper's figure 15; think time in the paper's seconds → turns/s."""
 CHUNK_TOKENS = (8, 16, 32, 64, 128, 256)
-KV_HEADS = (40, 20, 10, 8)
+KV_HEADS = {40: (9, 6), 20: (18, 14), 10: (34, 28), 8: (34, 28)}
+"""→ turns/s; with as many KV heads as queries have, the tiers hold a quarter of the tokens."""
 DEFAULTS = EngineTuning()
 NO_HOST_TIER = ("--host-cache", "0")
 STATELESS = ("--stateless", *NO_HOST_TIER)
@@ -63,37 +70,6 @@ class System:
     environment: tuple[tuple[str, str], ...] = ()
     host_bytes: int = 0
     """Of its host tier."""
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """What is offered, and when it is measured."""
-
-    dataset: str
-    """A built-in workload of ``pensieve replay``."""
-    think_s: float
-    rates: tuple[float, ...]
-    """Turns per second, the most telling first: where time is short the last ones are left out."""
-    run_in_s: float
-    """How long the load has been going on when the replay begins."""
-    warm_up_s: float
-    window_s: float
-    replay: tuple[str, ...] = ()
-    """More arguments of ``pensieve replay``."""
-
-    @property
-    def point_s(self) -> float:
-        """Of one rate, without start and end."""
-        return self.warm_up_s + self.window_s
-
-    @property
-    def conversations(self) -> int:
-        """Enough to offer any of the rates until the window ends; a fifth more, since starts are random.
-
-        The same for all rates: what is drawn depends on it, and jobs that leave out a rate get the same work.
-        """
-        turns = CHATS[self.dataset].published.turns
-        return 20 + round(1.2 * max(self.rates) * (self.run_in_s + self.point_s) / turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +105,8 @@ class Scale:
     device_bytes: int
     """The same size for peers, who take bytes."""
     host_bytes: int
-    rates: Mapping[tuple[str, str], tuple[float, ...]]
-    """(family of the model, dataset) → offered turns/s."""
-    warm_up_s: float
+    rates: Mapping[tuple[str, str], Rates]
+    """(family of the model, dataset) → what is offered."""
     window_s: float
     time_scale: float
     replay: tuple[str, ...]
@@ -148,18 +123,23 @@ FULL = Scale(
     serve=("--device", "cuda", "--dtype", "bfloat16", "--max-running", "512", "--max-batch-tokens", "8192"),
     device_tier="40GiB", host_tier="32GiB", device_bytes=40 * GIB, host_bytes=32 * GIB,
     rates={
-        ("gqa", "sharegpt"): (30, 60, 45, 15), ("gqa", "ultrachat"): (25, 45, 35, 12),
-        ("opt", "sharegpt"): (10, 20, 15, 5), ("opt", "ultrachat"): (8, 16, 12, 4),
+        ("gqa", "sharegpt"): Rates((28, 20, 34), (22, 16, 27), (11, 8, 14)),
+        ("gqa", "ultrachat"): Rates((32, 24, 37), (28, 20, 33), (18, 12, 21)),
+        ("opt", "sharegpt"): Rates((13, 9, 16), (13, 9, 16), (10, 6, 12)),
+        ("opt", "ultrachat"): Rates((12, 8, 15), (12, 8, 14), (9, 6, 11)),
     },
-    warm_up_s=24.0, window_s=22.0, time_scale=TIME_SCALE,
+    window_s=24.0, time_scale=TIME_SCALE,
     replay=("--stop-after-window", "--processes", "4"), start_up_s=(40.0, 50.0),
 )  # fmt: skip
 SMALL = Scale(
     gqa="tiny-llama", gqa_heads=2, opt="tiny-llama-gqa8",
     serve=("--device", "cpu", "--threads", "1"),
     device_tier="2048tokens", host_tier="2048tokens", device_bytes=8 << 20, host_bytes=8 << 20,
-    rates={(family, data): (6, 3) for family in ("gqa", "opt") for data in ("sharegpt", "ultrachat")},
-    warm_up_s=1.0, window_s=3.0, time_scale=TIME_SCALE / 10, 
+    rates={
+        (family, data): Rates((6, 3), (6, 3), (4, 2))
+        for family in ("gqa", "opt") for data in ("sharegpt", "ultrachat")
+    },
+    window_s=3.0, time_scale=TIME_SCALE / 10,
     replay=("--stop-after-window", "--scale-lengths", "0.15", "--max-lag", "60"),
     start_up_s=(6.0, 10.0),
 )  # fmt: skip
@@ -205,54 +185,71 @@ def vllm(scale: Scale, name: str, *arguments: str, host_gib: float = 0.0) -> Sys
     return System(name, command, start_up_s, "http://127.0.0.1:{port}", environment, round(host_gib * GIB))
 
 
-def _workload(scale: Scale, family: str, dataset: str, paper_think_s: float = THINK_S) -> Workload:
-    """The warm-up grows with the think time: most sessions must have come back once before it counts."""
-    think_s = paper_think_s * scale.time_scale
+def _workload(
+    scale: Scale, family: str, dataset: str, rates: Sequence[float], think_s: float = THINK_S
+) -> Workload:
+    """``think_s``: the paper's. In the warm-up batches fill, and of long pauses some end."""
+    scaled_s = think_s * scale.time_scale
+    warm_up_s = max(2 * THINK_S * scale.time_scale, scaled_s / 2)
     return Workload(
-        dataset, think_s, scale.rates[family, dataset], RUN_IN_THINKS * think_s,
-        max(scale.warm_up_s, 2.5 * think_s), scale.window_s, scale.replay,
+        dataset, scaled_s, tuple(rates), RUN_IN_THINKS * scaled_s, warm_up_s, scale.window_s, scale.replay,
+        max(scale.rates[family, dataset].both),
     )  # fmt: skip
-
-
-def _lines(model: str, workload: Workload, systems: Iterable[System]) -> tuple[Line, ...]:
-    return tuple(Line(system.name, system, model, workload) for system in systems)
 
 
 def _systems(scale: Scale) -> Iterable[Experiment]:
     """The paper's Figure 10 with today's peer."""
-    systems = (
+    both = (
         pensieve(scale, "Pensieve"),
+        vllm(scale, "vLLM CPU offload", "--enable-prefix-caching", host_gib=scale.host_bytes / GIB),
+    )
+    device = (
         pensieve(scale, "Pensieve (GPU cache)", *NO_HOST_TIER),
+        vllm(scale, "vLLM prefix caching", "--enable-prefix-caching"),
+    )
+    none = (
         pensieve(scale, "Pensieve stateless", *STATELESS),
         vllm(scale, "vLLM", "--no-enable-prefix-caching"),
-        vllm(scale, "vLLM prefix caching", "--enable-prefix-caching"),
-        vllm(scale, "vLLM CPU offload", "--enable-prefix-caching", host_gib=scale.host_bytes / GIB),
     )
     models = {"13b": ("gqa", scale.shape(scale.gqa_heads)), "opt13b": ("opt", scale.opt)}
     for short, (family, model) in models.items():
         for dataset in ("sharegpt", "ultrachat"):
+            rates = scale.rates[family, dataset]
             yield Experiment(
                 f"systems-{short}-{dataset}",
                 f"latency against throughput of all systems, {model}, {dataset} (EuroSys figure 10)",
-                _lines(model, _workload(scale, family, dataset), systems),
+                tuple(
+                    Line(system.name, system, model, _workload(scale, family, dataset, offered))
+                    for systems, offered in ((both, rates.both), (device, rates.device), (none, rates.none))
+                    for system in systems
+                ),
             )
 
 
 def _ablations(scale: Scale) -> Iterable[Experiment]:
     """One idea of Pensieve each, on the ShareGPT-like load, at the two highest rates: below them nothing is dropped.
 
-    The default is written without options: it is then one and the same job in all of them.
+    The default is written without options: it is then one and the same job in all of them, and the lines of ``tiers``
+    are lines of ``systems-13b-sharegpt``.
     """
-    model = scale.shape(scale.gqa_heads)
-    pressed = _pressed(_workload(scale, "gqa", "sharegpt"))
+    model, rates = scale.shape(scale.gqa_heads), scale.rates["gqa", "sharegpt"]
 
     def ablation(name: str, shows: str, variants: Mapping[str, tuple[str, ...]]) -> Experiment:
-        systems = (pensieve(scale, label, *arguments) for label, arguments in variants.items())
-        return Experiment(f"ablate-{name}", shows, _lines(model, pressed, systems))
+        load = _workload(scale, "gqa", "sharegpt", _highest(rates.both))
+        lines = (
+            Line(label, pensieve(scale, label, *arguments), model, load)
+            for label, arguments in variants.items()
+        )
+        return Experiment(f"ablate-{name}", shows, tuple(lines))
 
-    yield ablation("tiers", "what each tier of the cache is worth", {
-        "both tiers": (), "device tier only": NO_HOST_TIER, "stateless": STATELESS,
-    })  # fmt: skip
+    tiers: Mapping[str, tuple[tuple[str, ...], tuple[float, ...]]] = {
+        "both tiers": ((), rates.both), "device tier only": (NO_HOST_TIER, rates.device),
+        "stateless": (STATELESS, rates.none),
+    }  # fmt: skip
+    yield Experiment("ablate-tiers", "what each tier of the cache is worth", tuple(
+        Line(label, pensieve(scale, label, *arguments), model, _workload(scale, "gqa", "sharegpt", offered))
+        for label, (arguments, offered) in tiers.items()
+    ))  # fmt: skip
     yield ablation("policy", "what is evicted first (EuroSys figure 14)", {
         name: () if name == DEFAULTS.policy else ("--policy", name) for name in get_args(PolicyName)
     })  # fmt: skip
@@ -273,31 +270,39 @@ def _ablations(scale: Scale) -> Iterable[Experiment]:
     yield _kv_heads(scale)
 
 
-def _pressed(workload: Workload) -> Workload:
-    return replace(workload, rates=tuple(sorted(workload.rates, reverse=True)[:2]))
+def _highest(rates: Iterable[float]) -> tuple[float, ...]:
+    return tuple(sorted(rates, reverse=True)[:2])
 
 
 def _think(scale: Scale, model: str) -> Experiment:
-    lines = []
-    for paper_s in THINK_TIMES_S:
-        load = _pressed(_workload(scale, "gqa", "sharegpt", paper_s))
-        lines.append(Line(f"think time {paper_s:g} s", pensieve(scale, "Pensieve"), model, load))
+    """Without a cache it makes no difference how long users think: one line without one is enough."""
+    lines = [
+        Line(
+            f"think time {paper_s:g} s", pensieve(scale, "Pensieve"), model,
+            _workload(scale, "gqa", "sharegpt", offered if scale is FULL else (6, 3), paper_s),
+        )
+        for paper_s, offered in THINK_TIMES_S.items()
+    ]  # fmt: skip
+    none = scale.rates["gqa", "sharegpt"].none
+    load = _workload(scale, "gqa", "sharegpt", none)
     stateless = pensieve(scale, "Pensieve stateless", *STATELESS)
-    lines.append(Line(f"stateless, think time {THINK_TIMES_S[-1]:g} s", stateless, model, lines[-1].workload))
+    lines.append(Line(f"stateless, think time {THINK_S:g} s", stateless, model, load))
     return Experiment("ablate-think", "how long users think (EuroSys figure 15)", tuple(lines))
 
 
 def _kv_heads(scale: Scale) -> Experiment:
-    """At the two lowest rates: with as many KV heads as queries have, the tiers hold a quarter of the tokens."""
-    workload = _workload(scale, "gqa", "sharegpt")
-    workload = replace(workload, rates=tuple(sorted(workload.rates, reverse=True)[-2:]))
-    systems = {"": pensieve(scale, "Pensieve"), ", stateless": pensieve(scale, "stateless", *STATELESS)}
-    counts = KV_HEADS if scale is FULL else (8, 2)
-    lines = (
-        Line(f"{heads} KV heads{suffix}", system, scale.shape(heads), workload)
-        for heads in counts
-        for suffix, system in systems.items()
-    )
+    kept, none = pensieve(scale, "Pensieve"), pensieve(scale, "stateless", *STATELESS)
+    rates = scale.rates["gqa", "sharegpt"]
+    counts = KV_HEADS if scale is FULL else {8: (6, 3), 2: (6, 3)}
+    lines = []
+    for heads, offered in counts.items():
+        for suffix, system, turns_per_s in (("", kept, offered), (", stateless", none, _lowest(rates.none))):
+            load = _workload(scale, "gqa", "sharegpt", turns_per_s)
+            lines.append(Line(f"{heads} KV heads{suffix}", system, scale.shape(heads), load))
     return Experiment(
         "ablate-kv-heads", "KV heads that queries share, with the cache and without", tuple(lines)
     )
+
+
+def _lowest(rates: Iterable[float]) -> tuple[float, ...]:
+    return tuple(sorted(rates)[:2])

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pensieve.debug import child_environment
 from pensieve.replay import player_process as wire
@@ -71,7 +71,7 @@ async def replay(
         for number, (share, limits) in enumerate(deal(scripts, options)):
             crew.append(await stack.enter_async_context(_member(number)))
             crew[-1].channel.send(wire.Job(address, info, share, limits))
-        await _all(member.ready() for member in crew)
+        await _all(member.ready(ended, on_send) for member in crew)
         start = time.perf_counter() + _HEAD_START_S
         for member in crew:
             member.channel.send(wire.Go(start))
@@ -89,20 +89,25 @@ class _Member:
         assert process.stderr is not None
         self._words = asyncio.create_task(_tail(process.stderr))
 
-    async def ready(self) -> None:
-        message = await self._receive(wire.Ready | wire.Refused)
+    async def ready(self, on_turn: OnTurn, on_send: OnSend) -> None:
+        message = await self._next(wire.Ready | wire.Refused, on_turn, on_send)
         if isinstance(message, wire.Refused):
             raise TurnFailed(message.code, message.message)
 
     async def follow(self, on_turn: OnTurn, on_send: OnSend) -> Played:
+        finished = await self._next(wire.Finished, on_turn, on_send)
+        return cast(Played, finished.played)
+
+    async def _next(self, wanted: Any, on_turn: OnTurn, on_send: OnSend) -> Any:
+        """What comes after turns that go out and end."""
         while True:
-            match await self._receive(wire.Sent | wire.Ended | wire.Finished):
+            match await self._receive(wire.Sent | wire.Ended | wanted):
                 case wire.Sent():
                     on_send()
                 case wire.Ended(record):
                     on_turn(record)
-                case wire.Finished(played):
-                    return played
+                case message:
+                    return message
 
     async def leave(self) -> str:
         self.channel.send(wire.Leave())

@@ -105,6 +105,7 @@ class OpenAITarget:
             json_serialize=_json,
         )
         listed = await self._models()
+        listed["version"] = await self._version()
         self._model = str(listed["id"])
         refusals = []
         for dialect in _DIALECTS:
@@ -168,6 +169,16 @@ class OpenAITarget:
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise TurnFailed("BAD_RESPONSE", f"{self._base}/v1/models lists no model: {error!r}") from error
 
+    async def _version(self) -> str:
+        """Of servers that tell it as vLLM does; else empty."""
+        try:
+            async with self._client.get("/version", timeout=aiohttp.ClientTimeout(30.0)) as response:
+                return str(msgspec.json.decode(await response.read())["version"]) if response.ok else ""
+        except _LOST as error:
+            raise _lost(error) from error
+        except (ValueError, KeyError, TypeError):
+            return ""
+
     def _info(self, listed: dict[str, Any], dialect: Dialect) -> TargetInfo:
         meta = listed.get("meta") or {}
         tokens = dialect.api == "completions"
@@ -179,6 +190,7 @@ class OpenAITarget:
             "answers": ("token ids" if dialect.returns_ids else "drawn") if tokens else "text",
             "lengths": "forced" if dialect.forced else "not forced",
         }
+        details |= {"version": listed["version"]} if listed["version"] else {}
         limit = listed.get("max_model_len") or meta.get("n_ctx_train") or 0
         vocab = listed.get("vocab_size") or meta.get("n_vocab") or 0
         return TargetInfo(int(vocab), int(limit), details, dialect.forced)

@@ -1,7 +1,7 @@
 """A client process: one ``Player`` with connections of its own, told what to do by the ``crew`` that started it.
 
     crew  → process   Job      what to play, where
-    crew  ← process   Ready    connected; or Refused, and the process ends
+    crew  ← process   Sent, Ended …, what is to be played beforehand; then Ready; or Refused, and the process ends
     crew  → process   Go       when time 0 is
     crew  ← process   Sent, Ended …, then Finished
     crew  → process   Leave    all processes have finished: sessions may be deleted now
@@ -17,6 +17,7 @@ import asyncio
 import gc
 import socket
 import sys
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -28,6 +29,7 @@ from pensieve.replay.target_options import parse_target
 from pensieve.replay.targets import Address, TargetInfo, TurnFailed
 
 T = TypeVar("T")
+W = TypeVar("W")
 
 
 class Job(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -124,19 +126,25 @@ async def run(channel: Channel) -> None:
 
 
 async def _play(channel: Channel, job: Job, player: Player) -> None:
-    channel.send(Ready())
-    go = await channel.receive(Go)
+    go = await _answering(channel, player.prepare(job.scripts), lambda _: Ready(), Go)
     gc.freeze()  # what is here by now stays: a collection need not look at it while turns are timed
-    leave = asyncio.create_task(channel.receive(Leave))  # or the crew's end, which may come at any time
-    playing = asyncio.create_task(player.play(job.scripts, go.start))
-    try:
-        await asyncio.wait({leave, playing}, return_when=asyncio.FIRST_COMPLETED)
-        if not leave.done():
-            channel.send(Finished(playing.result()))
-        await leave
-    finally:
-        playing.cancel()
+    await _answering(channel, player.play(job.scripts, go.start), Finished, Leave)
     channel.send(Left(await player.end_sessions()))
+
+
+async def _answering(
+    channel: Channel, work: Coroutine[Any, Any, W], report: Callable[[W], Report], order: type[T]
+) -> T:
+    """Do the work, report what came of it, and wait for the next order; the crew's end ends the work."""
+    ordered, working = asyncio.create_task(channel.receive(order)), asyncio.create_task(work)
+    try:
+        await asyncio.wait({ordered, working}, return_when=asyncio.FIRST_COMPLETED)
+        if not ordered.done():
+            channel.send(report(working.result()))
+        return await ordered
+    finally:
+        working.cancel()
+        ordered.cancel()
 
 
 async def main(descriptor: int) -> None:

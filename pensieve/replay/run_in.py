@@ -2,17 +2,17 @@
 
 A Poisson process of conversation starts takes as long to become steady as conversations last, most of it pauses, and
 until then histories are too short. So the conversations that would be in progress begin in the middle: what they would
-have said and heard before becomes input of their first turn here. That turn has nothing cached; leave its time out of
-the measurement with a warm-up.
+have said and heard before is one turn, with an answer of one token, that is played before time 0. A server that keeps
+conversations then has them; what it would hold of them by now is for it to decide, in the order in which they were
+last active. Of idle times only the order is right: they all begin with the replay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from pensieve.replay.schedule import Due, Script
-from pensieve.replay.workload import Conversation
+from pensieve.replay.workload import Conversation, Turn
 
 NOMINAL_TOKEN_S = 0.015
 """Seconds per output token in the time before the replay: all that depends on it is how far conversations have got."""
@@ -21,10 +21,11 @@ NOMINAL_TOKEN_S = 0.015
 def run_in(scripts: Sequence[Script], elapsed_s: float, token_s: float = NOMINAL_TOKEN_S) -> list[Script]:
     """What is left of ``scripts`` after ``elapsed_s`` seconds, in order of their next turn; times count from there.
 
-    Conversations that are over by then are left out. An answer takes ``token_s`` per token in the time before.
+    Conversations that are over by then are left out. An answer takes ``token_s`` per token in the time before. A
+    history is due when its last answer ended, at or before 0.
     """
     left = (_rest(script, elapsed_s, token_s) for script in scripts)
-    return sorted((script for script in left if script is not None), key=lambda script: script.due[0].at_s)
+    return sorted((script for script in left if script is not None), key=lambda script: script.begins_s)
 
 
 def _rest(script: Script, elapsed_s: float, token_s: float) -> Script | None:
@@ -34,11 +35,14 @@ def _rest(script: Script, elapsed_s: float, token_s: float) -> Script | None:
     for index, (turn, due) in enumerate(zip(turns, script.due, strict=True)):
         at = max(due.at_s, answered + due.after_answer_s)
         if at >= elapsed_s:
-            first = replace(turn, input_tokens=history + turn.input_tokens)
             start = at - elapsed_s
-            later = (Due(start, pause.after_answer_s) for pause in script.due[index + 1 :])
-            talk = Conversation(script.conversation.key, (first, *turns[index + 1 :]))
-            return Script(script.number, talk, (Due(start, 0.0), *later))
+            dues = (Due(start, 0.0), *(Due(start, pause.after_answer_s) for pause in script.due[index + 1 :]))
+            if not index:
+                return Script(script.number, script.conversation, dues)
+            said = Turn(history - 1, 1)
+            talk = Conversation(script.conversation.key, (said, *turns[index:]))
+            before = Due(min(0.0, answered - elapsed_s), 0.0)
+            return Script(script.number, talk, (before, *dues), first_turn=index - 1, beforehand=True)
         history += turn.input_tokens + turn.output_tokens
         answered = at + turn.output_tokens * token_s
     return None

@@ -19,6 +19,8 @@ MAX_LAG_S = 0.25
 _TICK_S = 0.02
 _ENDING = 32
 """Sessions that a process deletes at once."""
+_BEFOREHAND = 16
+"""Histories that a process sends at once: few enough that they are computed nearly in their order."""
 
 
 @dataclass(slots=True)
@@ -38,6 +40,13 @@ class TurnRecord:
     error: str = ""
     """Code of the failure."""
     message: str = ""
+
+    def ended_at(self, zero_s: float) -> None:
+        """Set the end, and let all times count from it; if it was sent, it was when it was due."""
+        self.arrivals = [(count, at - zero_s) for count, at in self.arrivals]
+        if self.sent_s:
+            self.sent_s -= zero_s
+        self.due_s, self.done_s = self.sent_s, 0.0
 
     @property
     def output_tokens(self) -> int:
@@ -103,6 +112,23 @@ class Outcome:
     pause were not sent; ``done_s`` is the time of the stop."""
 
 
+@dataclass(slots=True)
+class _Talk:
+    """A conversation while it is played."""
+
+    script: Script
+    place: int = 0
+    """Of the next turn, in the script."""
+    opening: asyncio.Task[str] | None = None
+    failed: bool = False
+
+    def record(self, due_s: float) -> TurnRecord:
+        """For the next turn."""
+        script = self.script
+        wanted = script.conversation.turns[self.place].input_tokens
+        return TurnRecord(script.number, script.first_turn + self.place, wanted, due_s)
+
+
 OnTurn = Callable[[TurnRecord], None]
 OnSend = Callable[[], None]
 
@@ -119,13 +145,40 @@ class Player:
         self._start = 0.0
         self._openings: list[asyncio.Task[str]] = []
         """One per session that was asked for, also by a conversation that was then cut short."""
+        self._talks: dict[int, _Talk] = {}
+        """Prepared, by the number of their scripts."""
         self._cut_short: list[TurnRecord] = []
         self._skipped = 0
+
+    async def prepare(self, scripts: Sequence[Script]) -> None:
+        """Play what is to be played before time 0, a few at a time, in order of when it was said.
+
+        These turns end at 0: each one's times count from its own end.
+        """
+        gate = asyncio.Semaphore(_BEFOREHAND)
+        self._start = time.perf_counter()
+
+        async def play(talk: _Talk) -> None:
+            try:
+                record = talk.record(0.0)
+                await self._turn(talk, record)
+            finally:
+                gate.release()
+            record.ended_at(self._now())
+            self._on_turn(record)
+
+        before = [script for script in scripts if script.beforehand]
+        async with asyncio.TaskGroup() as group:
+            for script in sorted(before, key=lambda script: script.due[0].at_s):
+                self._talks[script.number] = talk = _Talk(script)
+                await gate.acquire()
+                group.create_task(play(talk))
 
     async def play(self, scripts: Sequence[Script], start: float) -> Played:
         """Play ``scripts``, in order of their starts, until all have ended or it is time to stop.
 
-        ``start``: 0 of all times, on the clock of ``time.perf_counter``, which is one for all processes.
+        Those with something to be played beforehand have been given to ``prepare``. ``start``: 0 of all times, on the
+        clock of ``time.perf_counter``, which is one for all processes.
         """
         self._start = start
         lags: list[float] = []
@@ -166,46 +219,53 @@ class Player:
 
         async def play(script: Script, free_s: float) -> None:
             try:
-                await self._converse(script, free_s)
+                await self._converse(self._talks.get(script.number) or _Talk(script), free_s)
             finally:
                 gate.release()
 
         async with asyncio.TaskGroup() as group:
             for script in scripts:
-                await self._sleep_until(script.due[0].at_s)
+                await self._sleep_until(script.begins_s)
                 await gate.acquire()
                 group.create_task(play(script, self._now()))
 
-    async def _converse(self, script: Script, free_s: float) -> None:
-        """All turns of a conversation, up to one that fails. ``free_s``: when a client was free for it."""
+    async def _converse(self, talk: _Talk, free_s: float) -> None:
+        """All turns that are left of a conversation, up to one that fails. ``free_s``: when a client was free."""
         answered = free_s
-        turns = script.conversation.turns
-        opening: asyncio.Task[str] | None = None
-        for index, turn in enumerate(turns):
-            due = max(script.due[index].at_s, answered + script.due[index].after_answer_s)
-            record = TurnRecord(script.number, index, turn.input_tokens, due)
-            ids = script.input_ids(index, self._info.vocab_size, self._options.seed, self._options.ids)
-            forced = self._options.force_lengths and self._info.forces_lengths
-            try:
-                if opening is None:
-                    opening = asyncio.create_task(self._target.start_session())
-                    self._openings.append(opening)
-                    await asyncio.shield(opening)
-                    # Opening a conversation is no part of its first turn's latency.
-                    record.due_s = max(due, self._now())
-                await self._sleep_until(due)
-                await self._send(opening.result(), TurnSpec(ids, turn.output_tokens, forced), record)
-            except TurnFailed as failure:
-                record.error, record.message = failure.code, str(failure)
-            except asyncio.CancelledError:
-                record.done_s = self._options.stop_s or self._now()
-                self._cut_short.append(record)
-                raise
+        for due in talk.script.due[talk.place :]:
+            if talk.failed:
+                return
+            record = talk.record(max(due.at_s, answered + due.after_answer_s))
+            await self._turn(talk, record)
             record.done_s = answered = self._now()
             self._on_turn(record)
-            if record.error:
-                self._skipped += len(turns) - index - 1
-                return
+
+    async def _turn(self, talk: _Talk, record: TurnRecord) -> None:
+        """The next turn of the conversation; if it fails, those after it are never sent."""
+        turn, due = talk.script.conversation.turns[talk.place], record.due_s
+        ids = talk.script.input_ids(
+            talk.place, self._info.vocab_size, self._options.seed, self._options.ids
+        )
+        forced = self._options.force_lengths and self._info.forces_lengths
+        try:
+            if talk.opening is None:
+                talk.opening = asyncio.create_task(self._target.start_session())
+                self._openings.append(talk.opening)
+                await asyncio.shield(talk.opening)
+                # Opening a conversation is no part of its first turn's latency.
+                record.due_s = max(due, self._now())
+            await self._sleep_until(due)
+            await self._send(talk.opening.result(), TurnSpec(ids, turn.output_tokens, forced), record)
+        except TurnFailed as failure:
+            record.error, record.message = failure.code, str(failure)
+        except asyncio.CancelledError:
+            record.done_s = self._options.stop_s or self._now()
+            self._cut_short.append(record)
+            raise
+        talk.place += 1
+        if record.error:
+            talk.failed = True
+            self._skipped += len(talk.script.due) - talk.place
 
     async def _send(self, session: str, spec: TurnSpec, record: TurnRecord) -> None:
         start, arrivals = self._start, record.arrivals
@@ -242,6 +302,7 @@ async def replay(
         on_turn(record)
 
     player = Player(target, info, options, ended, on_send)
+    await player.prepare(scripts)
     played = await player.play(scripts, time.perf_counter())
     return outcome(target.name, info, records, [played], await player.end_sessions())
 

@@ -80,9 +80,19 @@ class Script:
     conversation: Conversation
     due: tuple[Due, ...]
     """One per turn."""
+    first_turn: int = 0
+    """Number of the first turn here, in the whole conversation."""
+    beforehand: bool = False
+    """The first turn here stands for all that was said before the replay: it is played before time 0, at leisure."""
+
+    @property
+    def begins_s(self) -> float:
+        """When the first turn is due that is not played beforehand."""
+        return self.due[self.beforehand].at_s
 
     def input_ids(self, turn: int, vocab_size: int, seed: int, run: int = 0) -> TokenArray:
-        """Pseudo-random token ids, int32 [input_tokens]: the same for every target with this vocabulary."""
+        """Of the turn at this place here: pseudo-random, int32 [input_tokens], the same for every target with this
+        vocabulary."""
         generator = np.random.default_rng([seed, self.number, turn, *([run] if run else [])])
         wanted = self.conversation.turns[turn].input_tokens
         return generator.integers(0, vocab_size, wanted, dtype=np.int32)

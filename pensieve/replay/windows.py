@@ -82,12 +82,15 @@ def cut(outcome: Outcome, wanted: Window) -> tuple[Outcome, dict[str, Any]]:
     """The outcome of the turns that ended inside the window, and what the report says of the window.
 
     When the load ends before the warm-up does, the whole replay is measured, and not steady. Turns that were cut short
-    were in flight until the stop, and their conversations were active; else they do not count.
+    were in flight until the stop, and their conversations were active; else they do not count. Nor do turns that were
+    played before the start.
     """
     rule, start, end, steady = _bounds(outcome, wanted)
     whole = rule == "whole"
-    inside = tuple(record for record in outcome.records if whole or start <= record.done_s < end)
-    outside = tuple(record for record in outcome.records if not (whole or start <= record.done_s < end))
+    parts: dict[bool, list[TurnRecord]] = {True: [], False: []}
+    for record in outcome.records:
+        parts[record.done_s > 0 and (whole or start <= record.done_s < end)].append(record)
+    inside, outside = tuple(parts[True]), tuple(parts[False])
     told = {
         "rule": rule,
         "start_s": start,
@@ -100,7 +103,7 @@ def cut(outcome: Outcome, wanted: Window) -> tuple[Outcome, dict[str, Any]]:
     }
     outside += outcome.cut_short
     if whole:
-        return replace(outcome, outside=outside), told
+        return replace(outcome, records=inside, outside=outside), told
     return replace(
         outcome, records=inside, outside=outside, duration_s=end - start, window_s=(start, end)
     ), told

@@ -25,7 +25,7 @@ from pensieve.replay import player_process as wire
 from pensieve.replay.command import replay
 from pensieve.replay.crew import ClientFailed, deal
 from pensieve.replay.runner import Outcome, RunOptions, TurnRecord
-from pensieve.replay.schedule import Arrivals, Script, scripts
+from pensieve.replay.schedule import Arrivals, Due, Script, scripts
 from pensieve.replay.session import Plan, run
 from pensieve.replay.shaping import Shape
 from pensieve.replay.target_options import parse_target
@@ -131,6 +131,27 @@ async def test_records_are_in_order_of_completion_from_one_start(address: Addres
     assert not client_processes()
 
 
+def begun(number: int) -> Script:
+    """A conversation with a history of 20 tokens."""
+    talk = Conversation(str(number), (Turn(19, 1), Turn(4, 2)))
+    return Script(number, talk, (Due(-1.0, 0.0), Due(0.0, 0.0)), beforehand=True)
+
+
+async def test_all_histories_are_played_before_the_common_start(
+    service: PacedConversations, address: Address
+) -> None:
+    """One process has nothing to play beforehand, and waits for the other one."""
+    service.token_s = 0.2
+    fresh = Script(1, Conversation("1", (Turn(5, 1),)), (Due(0.0, 0.0),))
+    outcome = await crew.replay("it", address, INFO, [begun(0), fresh], RunOptions(processes=2))
+    assert len(service.prompts[0]) == 19
+    assert [(r.conversation, r.turn, r.done_s > 0) for r in outcome.records] == [
+        (0, 0, False), (1, 0, True), (0, 1, True),
+    ]  # fmt: skip
+    first = service.log.index(("done", "sessions/0"))
+    assert first == 1, "nothing was sent before the history was there"
+
+
 async def test_no_session_goes_before_all_have_ended(service: PacedConversations, address: Address) -> None:
     """A conversation of one process ends long before the other's."""
     service.token_s = 0.01
@@ -176,7 +197,9 @@ async def test_cancelling_ends_the_processes(service: PacedConversations, addres
     assert not client_processes()
 
 
-async def ready_process(address: Address) -> tuple[asyncio.subprocess.Process, wire.Channel]:
+async def hired_process(
+    address: Address, work: list[Script]
+) -> tuple[asyncio.subprocess.Process, wire.Channel]:
     """A process that is told what to do by hand."""
     ours, theirs = socket.socketpair()
     with theirs:
@@ -184,9 +207,24 @@ async def ready_process(address: Address) -> tuple[asyncio.subprocess.Process, w
             *(sys.executable, "-P", "-m", wire.__name__, str(theirs.fileno())), pass_fds=(theirs.fileno(),)
         )
     channel = await wire.Channel.over(ours, wire.Report)
-    channel.send(wire.Job(address, INFO, tuple(scripts(TALKS, Arrivals())), RunOptions()))
+    channel.send(wire.Job(address, INFO, tuple(work), RunOptions()))
+    return process, channel
+
+
+async def ready_process(address: Address) -> tuple[asyncio.subprocess.Process, wire.Channel]:
+    process, channel = await hired_process(address, scripts(TALKS, Arrivals()))
     await channel.receive(wire.Ready)
     return process, channel
+
+
+async def test_a_process_without_its_crew_ends_before_its_work_has_begun(
+    service: PacedConversations, address: Address
+) -> None:
+    service.token_s = 60.0
+    process, channel = await hired_process(address, [begun(0)])
+    assert await asyncio.to_thread(service.on_turn.wait, 30)
+    await channel.close()
+    assert await process.wait() == 0
 
 
 async def test_a_process_without_its_crew_ends(service: PacedConversations, address: Address) -> None:

@@ -70,7 +70,7 @@ def test_every_policy_and_chunk_size_is_compared() -> None:
         commands = [line.system.command for line in found[experiment].lines]
         assert [option(c, name) if name in c else str(value) for c in commands] == list(map(str, wanted))
     think = [line.workload.think_s for line in found["ablate-think"].lines]
-    assert think == pytest.approx([1.5, 6, 15, 30, 60, 60])
+    assert think == pytest.approx([1.5, 6, 15, 30, 60, 6])
 
 
 @pytest.mark.parametrize("scale", ["FULL", "SMALL"])
@@ -119,10 +119,10 @@ def test_an_ablation_changes_one_thing() -> None:
 @pytest.mark.parametrize("scale", ["FULL", "SMALL"])
 def test_conversations_last_until_the_window_ends(scale: str) -> None:
     for workload in {line.workload for line in all_lines(scale)}:
-        rate = max(workload.rates)
+        rate = max(workload.most, *workload.rates)
         talks = generate(workload.dataset, workload.conversations, 0).conversations
         last = scripts(talks, Arrivals(rate, workload.think_s))[-1]
-        assert last.due[0].at_s > workload.run_in_s + workload.point_s, workload
+        assert last.due[0].at_s > workload.run_in_s + workload.measured_s, workload
 
 
 def test_the_default_is_measured_once() -> None:
@@ -131,9 +131,27 @@ def test_the_default_is_measured_once() -> None:
     ablations = [name for name in found if name.startswith("ablate-")]
     jobs = planning().jobs_for([(name, line) for name in ablations for line in found[name].lines])
     *others, default = sorted((job.uses for job in jobs), key=len)
-    assert {name for name, _ in default} == set(ablations) - {"ablate-kv-heads"}
-    assert all(len(uses) == 1 for uses in others)
+    assert {name for name, _ in default} == set(ablations) - {"ablate-tiers"}
+    assert all(len(uses) == 1 or dict(uses).keys() == {"ablate-tiers", "ablate-think"} for uses in others)
     assert len(dict(default)) == len(default), "one experiment has a line twice"
+
+
+@pytest.mark.parametrize("scale", ["FULL", "SMALL"])
+def test_systems_get_the_same_conversations_each_at_its_own_rates(scale: str) -> None:
+    module = table()
+    for name, experiment in module.experiments(getattr(module, scale)).items():
+        loads = [line.workload for line in experiment.lines]
+        assert len({(load.dataset, load.window_s) for load in loads}) == 1, name
+        if name != "ablate-think":  # where the time before is longer, and has more of them
+            assert len({load.conversations for load in loads}) == 1, name
+
+
+def test_tiers_are_lines_of_the_systems() -> None:
+    """Run together, nothing is measured twice."""
+    found = table().experiments(table().FULL)
+    names = ("systems-13b-sharegpt", "ablate-tiers")
+    jobs = planning().jobs_for([(name, line) for name in names for line in found[name].lines])
+    assert len(jobs) == len(found["systems-13b-sharegpt"].lines)
 
 
 def turns_due(found: list[Script], start: float, end: float, token_s: float = 0.02) -> int:

@@ -60,6 +60,7 @@ async def test_the_whole_history_goes_out_as_token_ids(stub: Stub) -> None:
     info = await target.open()
     assert info.context_limit == 512 and info.vocab_size == 0 and info.forces_lengths
     assert info.details["answers"] == info.details["prompt"] == "token ids"
+    assert info.details["version"] == "1.2"
     stub.prompts.clear()
     session, came = await target.start_session(), []
     await target.turn(session, spec(), lambda count, at: came.append(count))
@@ -76,6 +77,7 @@ async def test_a_server_without_extensions(stub: Stub) -> None:
     target = OpenAITarget(stub.url)
     info = await target.open()
     assert not info.forces_lengths and info.details["answers"] == "drawn" and info.context_limit == 0
+    assert "version" not in info.details
     stub.prompts.clear()
     session = await target.start_session()
     await target.turn(session, spec(4, 2), lambda count, at: None)

@@ -18,19 +18,22 @@ def _script(*turns: tuple[int, int], pauses: tuple[float, ...], start: float = 0
     return Script(7, talk, tuple(Due(start, pause) for pause in pauses))
 
 
-def test_what_was_said_before_becomes_input() -> None:
+def test_what_was_said_before_is_played_beforehand() -> None:
     script = _script((5, 100), (7, 200), (9, 300), pauses=(0.0, 4.0, 10.0))
     # Turn 0 at 0 s, answered at 1 s; turn 1 at 5 s, answered at 7 s; turn 2 at 17 s.
     (rest,) = run_in([script], 6.0, TOKEN_S)
-    assert [(turn.input_tokens, turn.output_tokens) for turn in rest.conversation.turns] == [(321, 300)]
-    assert (rest.number, rest.due) == (7, (Due(11.0, 0.0),))
+    # 5 + 100 + 7 + 200 tokens, of which the last one is an answer.
+    assert [(turn.input_tokens, turn.output_tokens) for turn in rest.conversation.turns] == [(311, 1), (9, 300)]
+    assert (rest.number, rest.beforehand, rest.first_turn) == (7, True, 1)
+    assert rest.due == (Due(0.0, 0.0), Due(11.0, 0.0)), "the answer at 7 s would still be going on"
+    assert rest.begins_s == 11.0
 
 
 def test_turns_to_come_keep_their_pauses() -> None:
     script = _script((5, 100), (7, 200), (9, 300), pauses=(0.0, 4.0, 10.0))
     (rest,) = run_in([script], 2.0, TOKEN_S)
-    assert [turn.input_tokens for turn in rest.conversation.turns] == [112, 9]
-    assert rest.due == (Due(3.0, 0.0), Due(3.0, 10.0))
+    assert [turn.input_tokens for turn in rest.conversation.turns] == [104, 7, 9]
+    assert rest.due == (Due(-1.0, 0.0), Due(3.0, 0.0), Due(3.0, 10.0))
 
 
 def test_conversations_that_are_over_are_left_out() -> None:
@@ -38,6 +41,7 @@ def test_conversations_that_are_over_are_left_out() -> None:
     to_come = _script((5, 100), pauses=(0.0,), start=9.0)
     (rest,) = run_in([over, to_come], 4.0, TOKEN_S)
     assert (rest.due, rest.conversation) == ((Due(5.0, 0.0),), to_come.conversation)
+    assert not rest.beforehand and not rest.first_turn
 
 
 def _offered(found: list[Script], start: float, end: float) -> tuple[float, float]:
@@ -47,7 +51,7 @@ def _offered(found: list[Script], start: float, end: float) -> tuple[float, floa
         history, answered = 0, 0.0
         for turn, due in zip(script.conversation.turns, script.due, strict=True):
             at = max(due.at_s, answered + due.after_answer_s)
-            if start <= at < end:
+            if start <= at < end and due.at_s > 0:  # not one that is played beforehand
                 histories.append(history + turn.input_tokens)
             history += turn.input_tokens + turn.output_tokens
             answered = at + turn.output_tokens * TOKEN_S

@@ -13,12 +13,13 @@ from pensieve.core import Usage
 from pensieve.replay.receipts import violations
 from pensieve.replay.report import is_clean, statistics, summarise
 from pensieve.replay.runner import Outcome, Played, RunOptions, TurnRecord, outcome, replay
-from pensieve.replay.schedule import Arrivals, scripts
+from pensieve.replay.schedule import Arrivals, Due, Script, scripts
 from pensieve.replay.session import Plan, run
 from pensieve.replay.shaping import Shape
 from pensieve.replay.targets import OnTokens, TargetInfo, TurnFailed, TurnSpec
 from pensieve.replay.validity import client_lag
 from pensieve.replay.watching import RunWatcher, Watcher
+from pensieve.replay.windows import Window, cut
 from pensieve.replay.workload import Conversation, Dataset, Turn
 
 INFO = TargetInfo(vocab_size=50, context_limit=1000)
@@ -181,6 +182,54 @@ async def test_pauses_follow_the_answer() -> None:
             pause = script[talk].due[turn].after_answer_s
             assert record.due_s == pytest.approx(records[talk, turn - 1].done_s + pause)
             assert record.sent_s >= record.due_s
+
+
+def begun(number: int, due_s: float, history: int, *turns: Turn) -> Script:
+    """A conversation in progress, whose next turn is its third."""
+    talk = Conversation(str(number), (Turn(history - 1, 1), *turns))
+    dues = (Due(-due_s, 0.0), *(Due(due_s, 0.0) for _ in turns))
+    return Script(number, talk, dues, first_turn=1, beforehand=True)
+
+
+async def test_histories_are_played_before_time_0_in_order_of_age() -> None:
+    begun_talks = [begun(3, 0.02, 30, Turn(4, 2)), begun(1, 0.05, 10, Turn(5, 3), Turn(6, 1))]
+    fresh = Script(9, Conversation("9", (Turn(7, 2),)), (Due(0.03, 0.0),))
+    target = FakeTarget()
+    found = await replay(target, INFO, [begun_talks[0], fresh, begun_talks[1]], RunOptions())
+    assert list(target.contexts.values()) == [10 + 8 + 7, 30 + 6, 9], "the session that was idle longest is the first"
+    assert [(r.conversation, r.turn) for r in found.records] == [(1, 1), (3, 1), (3, 2), (9, 0), (1, 2), (1, 3)]
+    for record in found.records:
+        if record.turn == 1:
+            assert record.sent_s == record.due_s < record.done_s == 0.0 >= record.arrivals[0][1]
+        else:
+            assert 0 < record.due_s <= record.sent_s < record.done_s <= found.duration_s
+    assert not violations(found.records), "receipts go on from the history"
+    assert client_lag(found, 10.0)["send_lag_s"]["max"] < 1.0
+
+
+async def test_what_was_played_beforehand_is_not_measured() -> None:
+    found = await replay(FakeTarget(), INFO, [begun(0, 0.01, 20, Turn(4, 2))], RunOptions())
+    for window in (Window(), Window(0.0, 10.0)):
+        measured, told = cut(found, window)
+        assert [record.turn for record in measured.records] == [2] and told["turns_outside"] == 1
+
+
+async def test_a_history_that_fails_ends_its_conversation() -> None:
+    talks = [begun(1, 0.05, 10, Turn(5, 3), Turn(6, 1)), begun(3, 0.02, 30, Turn(4, 2))]
+    found = await replay(FakeTarget(fail_at=1), INFO, talks, RunOptions())
+    assert [(r.conversation, r.turn, r.error) for r in found.records] == [
+        (1, 1, "UNAVAILABLE"), (3, 1, ""), (3, 2, ""),
+    ]  # fmt: skip
+    assert found.skipped_turns == 2
+
+
+async def test_few_histories_at_a_time() -> None:
+    """They come in the order of their age only if most have to wait."""
+    target = FakeTarget()
+    talks = [begun(number, 60.0, 20 + number, Turn(1, 1)) for number in range(200)]
+    found = await replay(target, INFO, talks, RunOptions(stop_s=0.01))
+    assert target.calls == len(found.records) == 200 and 1 < target.most_running <= 16
+    assert list(target.contexts.values()) == [20 + number for number in range(200)]
 
 
 async def test_report_adds_up() -> None:

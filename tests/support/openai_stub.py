@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-MODEL = "stub"
+MODEL, VERSION = "stub", "1.2"
 _EXTENSIONS = {"ignore_eos", "min_tokens", "return_token_ids"}
 
 
@@ -94,8 +94,10 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *arguments: Any) -> None: ...
 
     def do_GET(self) -> None:
+        if self.path == "/version":
+            return self._json(404, {}) if self.server.strict else self._json(200, {"version": VERSION})
         limits = {} if self.server.strict else {"max_model_len": self.server.model.context_limit}
-        self._json(200, {"data": [{"id": MODEL, "owned_by": "stub", **limits}]})
+        return self._json(200, {"data": [{"id": MODEL, "owned_by": "stub", **limits}]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("content-length") or 0)) or b"{}")
