@@ -35,7 +35,8 @@ _UP = re.compile(r"^ *(\d+\.\d+) .*(?:ready grpc=|Application startup complete|l
 _KEEPER = Path(__file__).with_name("evaluate_server.py")
 _FOLDERS = re.compile(r"(?<![\w.])/(?:[\w.@+-]+/)+(?=[\w.@+-])")
 _numbers = itertools.count()
-_ports = itertools.count(18000)
+_ports = itertools.count(18000 + os.getpid() % 1000 * 10)
+"""Two of these programs at a time begin at different ones."""
 
 
 @dataclass(frozen=True, slots=True)

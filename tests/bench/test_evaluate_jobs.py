@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import json
 import shlex
 import socket
@@ -297,8 +298,9 @@ def test_devices_share_no_core() -> None:
         jobs.devices(["0"] * 9999)
 
 
-def test_a_port_is_given_once_and_no_client_gets_it() -> None:
+def test_a_port_is_given_once_and_no_client_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = program("evaluate_jobs")
+    monkeypatch.setattr(jobs, "_ports", itertools.count(29000))  # where no other test has servers
     with socket.socket() as taken:
         free = jobs._free_port()
         taken.bind(("127.0.0.1", free + 1))
