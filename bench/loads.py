@@ -19,7 +19,7 @@ class Rates:
     device: tuple[float, ...]
     """On the device only."""
     none: tuple[float, ...]
-    """Nowhere."""
+    """Nowhere: two are enough, since how much has to be computed does not depend on the rate."""
 
 
 @dataclass(frozen=True, slots=True)
