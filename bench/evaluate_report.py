@@ -198,12 +198,17 @@ def _page(report: Mapping[str, Any], picture: str) -> Iterator[str]:
 
 
 def _sources(report: Mapping[str, Any]) -> Iterator[str]:
-    """Of each context: from where it came, in per cent; for systems that say so."""
+    """Of each context: from where it came, in per cent; for systems that say so.
+
+    With the OpenAI protocol a server tells how much it found, not in which tier.
+    """
     rows = []
     for entry in entries([report]):
         tokens = entry.summary["tokens"]
         if tokens["context"]:
-            shares = (f"{tokens[key] / tokens['context']:.1%}" for _, key in _SHARES)
+            shares = [f"{tokens[key] / tokens['context']:.1%}" for _, key in _SHARES]
+            if "api" in entry.summary["details"]:
+                shares[1] = "in device"
             swap = entry.summary.get("swap") or {}
             bytes_ = (number(swap.get(f"{way}_bytes"), ",.1f", 2**-30) for way in ("in", "out"))
             rows.append(" | ".join((entry.system, number(entry.rate, "g"), *shares, *bytes_)))

@@ -25,8 +25,9 @@ no steady state: what is measured there depends on when one looks. Curves are co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import get_args
 
 from loads import Rates, Workload
@@ -199,17 +200,17 @@ def _workload(
 
 def _systems(scale: Scale) -> Iterable[Experiment]:
     """The paper's Figure 10 with today's peer."""
-    both = (
-        pensieve(scale, "Pensieve"),
-        vllm(scale, "vLLM CPU offload", "--enable-prefix-caching", host_gib=scale.host_bytes / GIB),
-    )
-    device = (
-        pensieve(scale, "Pensieve (GPU cache)", *NO_HOST_TIER),
-        vllm(scale, "vLLM prefix caching", "--enable-prefix-caching"),
-    )
-    none = (
-        pensieve(scale, "Pensieve stateless", *STATELESS),
-        vllm(scale, "vLLM", "--no-enable-prefix-caching"),
+    ours, peer = partial(pensieve, scale), partial(vllm, scale)
+    systems: tuple[tuple[System, Callable[[Rates], tuple[float, ...]]], ...] = (
+        (ours("Pensieve"), lambda rates: rates.both),
+        (ours("Pensieve (GPU cache)", *NO_HOST_TIER), lambda rates: rates.device),
+        (ours("Pensieve stateless", *STATELESS), lambda rates: rates.none),
+        (peer("vLLM", "--no-enable-prefix-caching"), lambda rates: rates.none),
+        (peer("vLLM prefix caching", "--enable-prefix-caching"), lambda rates: rates.device),
+        (
+            peer("vLLM CPU offload", "--enable-prefix-caching", host_gib=scale.host_bytes / GIB),
+            lambda rates: rates.both,
+        ),
     )
     models = {"13b": ("gqa", scale.shape(scale.gqa_heads)), "opt13b": ("opt", scale.opt)}
     for short, (family, model) in models.items():
@@ -219,9 +220,8 @@ def _systems(scale: Scale) -> Iterable[Experiment]:
                 f"systems-{short}-{dataset}",
                 f"latency against throughput of all systems, {model}, {dataset} (EuroSys figure 10)",
                 tuple(
-                    Line(system.name, system, model, _workload(scale, family, dataset, offered))
-                    for systems, offered in ((both, rates.both), (device, rates.device), (none, rates.none))
-                    for system in systems
+                    Line(system.name, system, model, _workload(scale, family, dataset, offered(rates)))
+                    for system, offered in systems
                 ),
             )
 
