@@ -12,7 +12,11 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 DATASET ?=
 MODEL ?= pensieve/demo/model
-BENCH_ARGS ?= --limit 20 --name local
+BENCH_ARGS ?= --limit 20
+# For bench-replay: more options of both its servers of Pensieve, and where its third server listens.
+SERVE_ARGS ?=
+PORT ?= 8000
+SERVE = $(BIN)/pensieve serve --model '$(MODEL)' --store memory: --device cpu --threads 1 --listen 127.0.0.1:0 $(SERVE_ARGS)
 # Python with a CUDA build of torch for the GPU targets; where the environment has none, $(PYTHON) is tried.
 PYTHON_GPU ?= $(BIN)/python
 GPU_ARGS ?=
@@ -72,9 +76,12 @@ proto-release: setup ## Make the present contract the baseline of the compatibil
 	cd proto && ../$(BIN)/buf breaking . --against released.binpb
 	cd proto && ../$(BIN)/buf build . --exclude-source-info -o released.binpb
 
-bench-replay: setup ## Replay DATASET=FILE on Pensieve, without its cache, and on transformers (MODEL=, BENCH_ARGS=)
-	@test -n "$(DATASET)" || { echo "usage: make bench-replay DATASET=FILE [MODEL=FOLDER] [BENCH_ARGS=...]" >&2; exit 2; }
-	$(BIN)/python bench/replay_compare.py "$(DATASET)" --model "$(MODEL)" $(BENCH_ARGS)
+bench-replay: setup ## Replay DATASET= on Pensieve, without its cache, and on transformers (MODEL=, BENCH_ARGS=, SERVE_ARGS=)
+	@test -n "$(DATASET)" || { echo "usage: make bench-replay DATASET=FILE|NAME [MODEL=FOLDER] [BENCH_ARGS=...]" >&2; exit 2; }
+	@mkdir -p build
+	$(BIN)/pensieve replay "$(DATASET)" --json build/replay.json --html build/replay.html $(BENCH_ARGS) \
+	  --name "Pensieve" --start "$(SERVE)" --name "Pensieve, stateless" --start "$(SERVE) --stateless" --name transformers \
+	  --start "http://127.0.0.1:$(PORT) $(BIN)/python bench/transformers_server.py '$(MODEL)' --port $(PORT)"
 
 bench-ops: ## Kernels on this GPU against their ceilings and peers (GPU_ARGS=)
 	@$(FIND_GPU); "$$python" bench/ops.py $(GPU_ARGS)

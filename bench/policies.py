@@ -36,7 +36,7 @@ from pensieve.replay.workload import Dataset, load
 from pensieve.simulate.load import Load
 from pensieve.simulate.machine import Machine
 from pensieve.simulate.policies import NAMES
-from pensieve.simulate.report import simulate
+from pensieve.simulate.run import Simulation
 from pensieve.simulate.settings import Settings
 
 RESULTS = Path(__file__).parent / "results"
@@ -177,13 +177,13 @@ def result(run: Run, traces: Path) -> dict[str, Any]:
     """The numbers of one simulation."""
     server = settings(run)
     offered = run.workload.load(traces, server.context_limit, run.seed)
-    found = simulate(server, offered, "turns", run.policy)
+    found = Simulation(server, offered, "turns", run.policy).run()
     tokens = found["tokens"]
     history = tokens["context"] - tokens["new"]
     beside = history - tokens["gpu_cached"]
     return {
         "part": run.part, "group": run.group, "policy": run.policy, "seed": run.seed,
-        "device_tokens": run.device_tokens, "host_tokens": run.host_tokens, "turns": found["turns"],
+        "device_tokens": run.device_tokens, "host_tokens": run.host_tokens, "turns": found["turns"]["completed"],
         "hit_rate": found["hit_rate"], "device_hit_rate": found["device_hit_rate"],
         "host_hit_rate": tokens["swapped_in"] / beside if beside else None,
         "recomputed_tokens": tokens["recomputed"], "history_tokens": history,

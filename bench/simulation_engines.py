@@ -26,7 +26,7 @@ from pensieve.replay.shaping import Shape, shape
 from pensieve.replay.workload import Conversation, load
 from pensieve.simulate.load import Load
 from pensieve.simulate.machine import Machine
-from pensieve.simulate.report import simulate
+from pensieve.simulate.run import Simulation
 from pensieve.simulate.settings import Settings
 
 RESULTS = Path(__file__).parent / "results"
@@ -70,7 +70,7 @@ def run(case: Case, talks: Sequence[Conversation]) -> dict[str, Any]:
     settings = Settings(
         machine, cache, machine.cost(CHUNK, limit), limit, slack=int(SLACK_SHARE * cache.device_chunks)
     )
-    full, turns = (simulate(settings, lives, engine, "retention") for engine in ("full", "turns"))
+    full, turns = (Simulation(settings, lives, engine, "retention").run() for engine in ("full", "turns"))
     return {"case": case.name, "full": full, "turns": turns}
 
 
@@ -93,7 +93,7 @@ def page(report: dict[str, Any]) -> str:
             there, ours = full["ttft_s"][kind]["mean"], turns["ttft_s"][kind]["mean"]
             cells.append(f"{there * 1e3:.1f} {ours / there - 1:+.1%}")
         cells.append(f"{full['wall_s']:.1f} / {turns['wall_s']:.1f}")
-        lines.append(f"| {row['case']} | {full['turns']} | {' | '.join(cells)} |")
+        lines.append(f"| {row['case']} | {full['turns']['completed']} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -14,6 +14,7 @@ elsewhere than on the machine that was measured. Exit code 1 when an error is ab
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
 import gzip
 import json
@@ -31,18 +32,24 @@ from typing import Any
 import click
 import msgspec
 from provenance import commit, gpu_name, portable
-from serving_load import Session, sessions
-from serving_run import ClientError, Protocol, apply_load
 
 from pensieve.client import Client
 from pensieve.config import CacheConfig
 from pensieve.engine.cost import CostModel
+from pensieve.replay import crew
+from pensieve.replay.crew import ClientFailed
+from pensieve.replay.generators import CHATS, generate
+from pensieve.replay.grpc_target import PensieveTarget
 from pensieve.replay.report import environment
+from pensieve.replay.runner import RunOptions
+from pensieve.replay.schedule import Arrivals, Script, scripts
+from pensieve.replay.shaping import Shape, shape
+from pensieve.replay.targets import TurnFailed
 from pensieve.replay.workload import load
 from pensieve.server.recording import TraceHeader, TraceRow
 from pensieve.simulate.load import Load
 from pensieve.simulate.machine import Machine
-from pensieve.simulate.report import EngineName, simulate
+from pensieve.simulate.run import EngineName, Simulation
 from pensieve.simulate.settings import Settings
 from pensieve.spawn import ServerProcess, SpawnError
 
@@ -88,21 +95,40 @@ def profile(files: Files, model: str, arguments: Sequence[str]) -> None:
     subprocess.run([*command, "--machine", str(files.machine), "--output", str(files.cost)], check=True)
 
 
+def chats(rate: float, think_s: float, seconds: float, max_context: int) -> list[Script]:
+    """ShareGPT-like conversations for ``seconds``, and half as many again: starts are random."""
+    count = 20 + round(1.5 * rate * seconds / CHATS["sharegpt"].published.turns)
+    drawn = shape(generate("sharegpt", count, round(rate)).conversations, Shape(), max_context)
+    return scripts(drawn.conversations, Arrivals(rate, think_s, seed=round(rate)))
+
+
 def serve_load(
-    files: Files, model: str, arguments: Sequence[str], found: Sequence[Session], protocol: Protocol
+    files: Files, model: str, arguments: Sequence[str], found: Sequence[Script], options: RunOptions
 ) -> None:
-    """These sessions against a server that records; the machine learns what such a server adds to a turn."""
+    """These conversations against a server that records; the machine learns what such a server adds to a turn.
+
+    Raises SpawnError, ClientFailed and TurnFailed.
+    """
     files.trace.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="pensieve-bench-") as folder:
         store = f"sqlite:///{folder}/history.sqlite3"
-        options = ("--store", store, "--record", str(files.trace), "--cost-profile", str(files.cost))
-        with ServerProcess("--model", model, *options, *arguments, start_timeout_s=600) as server:
+        recording = ("--store", store, "--record", str(files.trace), "--cost-profile", str(files.cost))
+        with ServerProcess("--model", model, *recording, *arguments, start_timeout_s=600) as server:
             inside = lone_turns(server.target)
-            apply_load(server.target, server.admin, found, protocol, seed=0)
+            asyncio.run(play(server.target, found, options))
     _, rows = read_trace(files.trace)
     outside = [row.ttft_s - seconds for row, seconds in zip(rows, inside, strict=False) if row.ttft_s is not None]
     machine = msgspec.structs.replace(Machine.from_json(files.machine), turn_s=max(0.0, statistics.median(outside)))
     files.machine.write_bytes(msgspec.json.format(msgspec.json.encode(machine), indent=1) + b"\n")
+
+
+async def play(address: str, found: Sequence[Script], options: RunOptions) -> None:
+    """What comes of it is in the server's recording."""
+    target = PensieveTarget(address)
+    try:
+        await crew.replay(target.name, target.address(), await target.open(), found, options)
+    finally:
+        await target.close()
 
 
 def lone_turns(target: str) -> list[float]:
@@ -146,11 +172,11 @@ def simulated(files: Files, header: TraceHeader, engine: EngineName, machine: Ma
         machine, cache, CostModel.from_json(files.cost), told["context_limit"],
         told["max_batch_tokens"], told["max_running"],
     )  # fmt: skip
-    found = simulate(settings, Load(load(files.trace).conversations), engine, told["policy"])
+    found = Simulation(settings, Load(load(files.trace).conversations), engine, told["policy"]).run()
     kinds = [kind for kind in found["ttft_s"].values() if kind["count"]]
     ttft = sum(kind["mean"] * kind["count"] for kind in kinds) / sum(kind["count"] for kind in kinds)
     tokens = {name: found["tokens"][name] for name in ("context", *SOURCES)}
-    return {"turns": found["turns"], **tokens, "ttft_s": ttft, "answering_s": found["answering_s"]}
+    return {"turns": found["turns"]["completed"], **tokens, "ttft_s": ttft, "answering_s": found["answering_s"]}
 
 
 def rescaled(files: Files, header: TraceHeader, machine: Machine, answering_s: float) -> tuple[Machine, float]:
@@ -259,9 +285,10 @@ def main(
     if measure:
         try:
             profile(files, model, shlex.split(profile_args))
-            found = sessions(rate, think_time, seconds, round(rate), max_context)
-            serve_load(files, model, shlex.split(server_args), found, Protocol(seconds, seconds, clients))
-        except (SpawnError, ClientError, subprocess.CalledProcessError) as error:
+            found = chats(rate, think_time, seconds, max_context)
+            options = RunOptions(stop_s=seconds, processes=clients)
+            serve_load(files, model, shlex.split(server_args), found, options)
+        except (SpawnError, ClientFailed, TurnFailed, subprocess.CalledProcessError) as error:
             raise click.ClickException(str(error)) from error
         about = {
             "schema": "pensieve.validation/1",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -18,7 +21,18 @@ from pensieve.v1 import pensieve_pb2_grpc as rpc
 _OPTIONS = (
     ("grpc.max_receive_message_length", 64 * 1024 * 1024),
     ("grpc.max_send_message_length", 64 * 1024 * 1024),
+    ("grpc.use_local_subchannel_pool", 1),  # otherwise channels to one address share a connection
 )
+_CALLS = 200
+"""At once on one connection: a server takes 256 of them, and leaves the rest waiting, unseen, in the client."""
+
+
+@dataclass(slots=True)
+class _Connection:
+    channel: grpc.aio.Channel
+    stub: Any
+    calls: int = 0
+    """Under way."""
 
 
 class PensieveTarget:
@@ -29,8 +43,7 @@ class PensieveTarget:
         self._name = name or f"pensieve://{address}"
         self._api_key = api_key
         self._metadata = [("authorization", f"Bearer {api_key}")] if api_key else []
-        self._channel: grpc.aio.Channel | None = None
-        self._stub: Any = None
+        self._connections: list[_Connection] = []
 
     @property
     def name(self) -> str:
@@ -40,8 +53,6 @@ class PensieveTarget:
         return Address(f"pensieve://{self._address}", self._api_key)
 
     async def open(self) -> TargetInfo:
-        self._channel = grpc.aio.insecure_channel(self._address, options=_OPTIONS)
-        self._stub = rpc.ConversationServiceStub(self._channel)
         info = await self._call("GetServerInfo", pb.GetServerInfoRequest(), timeout=30)
         details = {"model": info.model, "version": info.version, "features": " ".join(info.features)}
         return TargetInfo(info.vocab_size, info.context_limit, details)
@@ -55,12 +66,13 @@ class PensieveTarget:
         request = pb.StreamTurnRequest(session=session, turn=_turn_spec(spec))
         completed = None
         try:
-            async for event in self._stub.StreamTurn(request, metadata=self._metadata):
-                kind = event.WhichOneof("event")
-                if kind == "delta" and event.delta.token_count:
-                    on_tokens(event.delta.token_count, time.perf_counter())
-                elif kind == "completed":
-                    completed = event.completed
+            with self._stub() as stub:
+                async for event in stub.StreamTurn(request, metadata=self._metadata):
+                    kind = event.WhichOneof("event")
+                    if kind == "delta" and event.delta.token_count:
+                        on_tokens(event.delta.token_count, time.perf_counter())
+                    elif kind == "completed":
+                        completed = event.completed
         except grpc.aio.AioRpcError as error:
             raise _failure(error) from error
         if completed is None:
@@ -73,12 +85,27 @@ class PensieveTarget:
         await self._call("DeleteSession", pb.DeleteSessionRequest(name=session, allow_missing=True))
 
     async def close(self) -> None:
-        if self._channel is not None:
-            await self._channel.close()
+        while self._connections:
+            await self._connections.pop().channel.close()
+
+    @contextmanager
+    def _stub(self) -> Iterator[Any]:
+        """For one call, on a connection that has room for it."""
+        found = next((one for one in self._connections if one.calls < _CALLS), None)
+        if found is None:
+            channel = grpc.aio.insecure_channel(self._address, options=_OPTIONS)
+            found = _Connection(channel, rpc.ConversationServiceStub(channel))
+            self._connections.append(found)
+        found.calls += 1
+        try:
+            yield found.stub
+        finally:
+            found.calls -= 1
 
     async def _call(self, method: str, request: Any, timeout: float = 60.0) -> Any:
         try:
-            return await getattr(self._stub, method)(request, timeout=timeout, metadata=self._metadata)
+            with self._stub() as stub:
+                return await getattr(stub, method)(request, timeout=timeout, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise _failure(error) from error
 

@@ -8,12 +8,13 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from pensieve.replay import crew, runner
+from pensieve.replay import crew, runner, server_counters
 from pensieve.replay.receipts import violations
 from pensieve.replay.report import SCHEMA, environment, summarise
 from pensieve.replay.run_in import run_in
 from pensieve.replay.runner import Outcome, RunOptions
 from pensieve.replay.schedule import Arrivals, Script, scripts
+from pensieve.replay.server_counters import Counters
 from pensieve.replay.shaping import Shape, Shaped, shape
 from pensieve.replay.started_target import StartedTarget
 from pensieve.replay.targets import Remote, Target, TargetInfo, TurnFailed
@@ -187,10 +188,10 @@ async def _play(
         except TurnFailed as failure:
             cache = f"not emptied: {failure}"
     plan = work.plan
-    before = await _swap_bytes(target)
+    before = await _counters(target)
     playing = _replay(target, replace(info, vocab_size=work.vocab_size), work, watch)
     whole = await (target.while_up(playing) if isinstance(target, StartedTarget) else playing)
-    after = await _swap_bytes(target)
+    after = await _counters(target)
     outcome, window = cut(replace(whole, info=info), plan.window)
     flight = running_turns(sent_turns(whole), window["start_s"], window["end_s"], 200)
     client = client_lag(whole, plan.run.max_lag_s)
@@ -198,7 +199,7 @@ async def _play(
     summary = summarise(outcome)
     summary["receipts"] |= {"violations": len(broken), "examples": broken[:20]}
     if before is not None and after is not None:
-        summary["swap"] = {name: after[name] - before[name] for name in after}
+        summary |= server_counters.growth(before, after)
     if isinstance(target, StartedTarget) and summary["turns"]["failed"]:
         summary["server_log"] = target.last_words
     return summary | {
@@ -226,8 +227,8 @@ async def _replay(target: Target, info: TargetInfo, work: _Prepared, watch: Watc
     )
 
 
-async def _swap_bytes(target: Target) -> dict[str, float] | None:
-    return await target.swap_bytes() if isinstance(target, StartedTarget) else None
+async def _counters(target: Target) -> Counters | None:
+    return await target.counters() if isinstance(target, StartedTarget) else None
 
 
 def _report(prepared: Sequence[_Prepared], summaries: list[dict[str, Any]]) -> dict[str, Any]:

@@ -13,8 +13,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from pensieve.core import Usage
+from pensieve.replay import server_counters
+from pensieve.replay.server_counters import Counters
 from pensieve.replay.targets import Address, OnTokens, Remote, Target, TargetInfo, TurnFailed, TurnSpec
-from pensieve.spawn import READY, STOP_GRACE_S, read_metric
+from pensieve.spawn import READY, STOP_GRACE_S
 
 _POLL_S = 0.5
 _EXIT_POLL_S = 0.05
@@ -123,17 +125,13 @@ class StartedTarget:
         evict = getattr(self._running, "evict", None)
         return "sessions deleted" if evict is None else str(await evict())
 
-    async def swap_bytes(self) -> dict[str, float] | None:
-        """Bytes copied between the tiers since the server started; None of a server whose metrics cannot be read."""
+    async def counters(self) -> Counters | None:
+        """Since the server started; None of a server whose metrics cannot be read."""
         if not self._admin:
             return None
-        name = "pensieve_swap_bytes_total"
         try:
-            return {
-                f"{way}_bytes": await asyncio.to_thread(read_metric, self._admin, name, direction=way)
-                for way in ("in", "out")
-            }
-        except OSError:  # a measurement is not lost for want of this; the report then has no `swap`
+            return await asyncio.to_thread(server_counters.read, self._admin)
+        except OSError:  # a measurement is not lost for want of this; it is then not in the report
             return None
 
     async def close(self) -> None:

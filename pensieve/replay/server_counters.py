@@ -1,0 +1,35 @@
+"""What a Pensieve server did during a run, from the counters of its metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.request import urlopen
+
+from prometheus_client.parser import text_string_to_metric_families
+
+Counters = dict[str, float]
+"""``NAME``, or ``NAME.LABEL`` where labels tell samples of a name apart, to the value."""
+_PART = "pensieve_step_part_seconds_total."
+
+
+def read(admin: str) -> Counters:
+    """Of the admin port at HOST:PORT. Raises OSError."""
+    with urlopen(f"http://{admin}/metrics", timeout=10) as response:
+        families = text_string_to_metric_families(response.read().decode())
+    samples = (sample for family in families for sample in family.samples)
+    return {".".join((sample.name, *sample.labels.values())): sample.value for sample in samples}
+
+
+def growth(before: Counters, after: Counters) -> dict[str, Any]:
+    """``swap`` and ``step_s`` of a report's ``targets`` entry."""
+    grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    steps, busy = grown.get("pensieve_steps_total", 0.0), grown.get("pensieve_step_seconds_total", 0.0)
+    parts = {name.removeprefix(_PART): value for name, value in grown.items() if name.startswith(_PART)}
+    return {
+        "swap": {f"{way}_bytes": grown.get(f"pensieve_swap_bytes_total.{way}", 0.0) for way in ("in", "out")},
+        "step_s": {
+            "count": int(steps),
+            "mean": busy / steps if steps else None,
+            "share": {part: spent / busy for part, spent in parts.items()} if busy else {},
+        },
+    }
