@@ -40,7 +40,10 @@ def _measure_machine(worker: Worker, name: str, longest: int, path: Path) -> Non
     """Time steps, fit, write, and say how good the fit is."""
     console = Console(stderr=True)
     with console.status("steps") as status:
-        machine = calibrated(worker, name, longest, lambda design: status.update(f"steps: {design}"))
+        try:
+            machine = calibrated(worker, name, longest, lambda design: status.update(f"steps: {design}"))
+        except ValueError as error:
+            raise click.ClickException(str(error)) from error
     try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(machine), indent=1) + b"\n")
     except OSError as error:

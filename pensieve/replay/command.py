@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
@@ -16,7 +15,8 @@ import click
 from rich.console import Console
 
 from pensieve.replay.crew import ClientFailed
-from pensieve.replay.generators import NAMES, generate
+from pensieve.replay.generators import generate
+from pensieve.replay.parameters import DatasetName, Outputs, numbers, output_options
 from pensieve.replay.progress import LiveProgress
 from pensieve.replay.report import is_clean
 from pensieve.replay.runner import MAX_LAG_S, RunOptions
@@ -24,7 +24,7 @@ from pensieve.replay.schedule import Arrivals, Gaps
 from pensieve.replay.session import Plan, run_all
 from pensieve.replay.shaping import Shape
 from pensieve.replay.table import show
-from pensieve.replay.target_options import numbers, target_options
+from pensieve.replay.target_options import target_options
 from pensieve.replay.targets import Target, TurnFailed
 from pensieve.replay.windows import Window
 from pensieve.replay.workload import CountTokens, Dataset, DatasetError, estimate_tokens, load
@@ -33,16 +33,6 @@ _POSITIVE = click.IntRange(min=1)
 _SECONDS = click.FloatRange(min=0)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
-_OUTPUT = click.Path(dir_okay=False, path_type=Path)
-
-
-class DatasetName(click.ParamType):  # type: ignore[type-arg]  # generic only in newer versions
-    """A built-in workload by its name (``./NAME`` is a file), else a file."""
-
-    name = "dataset"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path | str:
-        return str(value) if value in NAMES else Path(_FILE.convert(value, param, ctx))
 
 
 def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -208,19 +198,10 @@ class _Replay(click.Command):
 )
 @click.option("--vocab-size", type=_POSITIVE, metavar="N", help="For servers that do not tell theirs.")
 @click.option("--context-limit", type=_POSITIVE, metavar="N", help="Contexts stay below.")
-@click.option("--json", "json_file", type=_OUTPUT, metavar="FILE", help="Write all numbers.")
-@click.option("--html", "html_file", type=_OUTPUT, metavar="FILE", help="Write one page of plots and tables.")
-@click.option(
-    "--plots",
-    "plots_folder",
-    type=click.Path(file_okay=False, path_type=Path),
-    metavar="FOLDER",
-    help="Write the plots as PNG and SVG.",
-)
+@output_options
 def replay(
     targets: list[Target], rates: tuple[float, ...], seeds: tuple[int, ...], vocab_size: int | None,
-    context_limit: int | None, json_file: Path | None, html_file: Path | None, plots_folder: Path | None,
-    **workload: Any,
+    context_limit: int | None, outputs: Outputs, **workload: Any,
 ) -> None:  # fmt: skip
     """Replay multi-turn conversations against servers and report.
 
@@ -231,24 +212,15 @@ def replay(
     Exit code 1 when a turn fails, a turn's receipt does not add up, a target cannot be reached, or this program was
     itself too late for its measurement to count.
     """
-    if html_file is not None or plots_folder is not None:
-        from pensieve.replay import plots
-
-        plots.require()  # before an hour of measurement
+    outputs.require()
     report = run_with_progress(
         _plans(workload, rates, seeds, vocab_size or 0, context_limit or 0), targets, Console(stderr=True)
     )
     report["command"] = ["pensieve", *sys.argv[1:]]
-    if json_file is not None:
-        json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    if report["valid"] and report["targets"]:
+    shown = bool(report["valid"] and report["targets"])
+    if shown:
         show(report, wide_console())
-        if html_file is not None:
-            from pensieve.replay.html import write_html
-
-            write_html([report], html_file)
-        if plots_folder is not None:
-            plots.write_plots([report], plots_folder)
+    outputs.write(report, draw=shown)
     _say_what_is_wrong(report)
     clean = all(
         is_clean(summary) and not summary["window"]["failed_outside"] for summary in report["targets"]

@@ -52,6 +52,7 @@ def page(reports: Sequence[Report], names: Sequence[str] = (), latency_s: float 
     found = [entry for panel in shown for curve in panel.curves.values() for entry in curve]
     pictures = {key: (key, *_CAPTIONS[key], svg) for key, svg in inline_svgs(shown, latency_s).items()}
     return environment.get_template("report.html.jinja").render(
+        kind="Simulation" if all("simulation" in report for report in reports) else "Replay",
         title=", ".join(dict.fromkeys(str(at(report, "dataset.name")) for report in reports if report["targets"])),
         headline=pictures.pop("latency", None),
         headline_tables=list(headline_tables(shown, latency_s)),

@@ -62,7 +62,8 @@ def show_curves(
     ``latency_s``: of the ratios of throughputs; None: chosen for each pair of systems.
     """
     for panel in panels(reports, names):
-        console.print(_curves(_in_order(panel), panel.title or f"{len(reports)} reports"))
+        told = names[0] if len(reports) == 1 else f"{len(reports)} reports"
+        console.print(_curves(_in_order(panel), panel.title or told))
         _ratios(panel, latency_s, console)
     for report in reports:
         for summary in report["targets"]:
@@ -114,6 +115,10 @@ def _overview(summaries: Sequence[dict[str, Any]], title: str) -> Table:
         row(f"tokens {source.replace('_', ' ')}", *each(f"tokens.{source}", ",d"))
     for name in dict.fromkeys(name for s in summaries for name in at(s, "swap") or {}):
         row(f"swap {name.replace('_', ' ')}", *each(f"swap.{name}", ",.10g"))
+    if any(at(s, "step_s") for s in summaries):
+        milliseconds("engine step", "step_s", "mean")
+    for part in dict.fromkeys(part for s in summaries for part in at(s, "step_s.share") or {}):
+        row(f"share of step time: {part}", *each(f"step_s.share.{part}", ".1%"))
     row("active conversations, mean", *each("active_sessions.mean", ",.1f"))
     row("active with TTFT p95 ≤ 2 s", *(limit_text(at(s, "active_sessions")) for s in summaries))
     milliseconds("client lag", "client_lag_s", "p50", "p99", "max")

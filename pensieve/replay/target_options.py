@@ -96,22 +96,3 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(targets=found, **others)
 
     return wrapped
-
-
-def numbers(
-    kind: Callable[[str], Any],
-) -> Callable[[click.Context, click.Parameter, str | None], tuple[Any, ...]]:
-    """A callback for comma-separated numbers, at least 0."""
-
-    def convert(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[Any, ...]:
-        if value is None:
-            return ()
-        try:
-            found = tuple(kind(part) for part in value.split(","))
-        except ValueError as error:
-            raise click.BadParameter(f"{value!r} is not a list of numbers like 1,2,3") from error
-        if min(found) < 0 or len(set(found)) < len(found):
-            raise click.BadParameter("numbers are at least 0, and each comes once")
-        return found
-
-    return convert

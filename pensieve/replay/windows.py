@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from pensieve.replay.runner import Outcome, TurnRecord
 
-_BINS = 10
+BINS = 10
 _PARTS = 100
 _LARGEST_TREND = 0.2
 _T_95 = 2.306
-"""Two-sided 5 % point of Student's t with ``_BINS`` − 2 degrees of freedom."""
+"""Two-sided 5 % point of Student's t with ``BINS`` − 2 degrees of freedom."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def sent_turns(outcome: Outcome) -> list[TurnRecord]:
 
 
 def running_turns(
-    records: Sequence[TurnRecord], start: float, end: float, bins: int = _BINS
+    records: Sequence[TurnRecord], start: float, end: float, bins: int = BINS
 ) -> NDArray[np.float64]:
     """Mean number of turns in flight in each of ``bins`` equal parts of the time from ``start`` to ``end``."""
     edges = np.linspace(start, end, bins + 1)
@@ -51,7 +51,7 @@ def running_turns(
 
 
 def has_trend(levels: NDArray[np.float64]) -> bool:
-    """Whether a line fitted to ``_BINS`` levels rises or falls by more than 20 % of their mean, beyond chance (5 %)."""
+    """Whether a line fitted to ``BINS`` levels rises or falls by more than 20 % of their mean, beyond chance (5 %)."""
     mean = float(levels.mean())
     if not mean:
         return False

@@ -123,7 +123,10 @@ class Calibrator:
         return [_middle(list(group)) for _, group in shapes]
 
     def swap_bytes_per_s(self, chunk_bytes: int) -> float | None:
-        """Rate of copies from the host that a step waits for; None when there is no host tier to copy from."""
+        """Rate of copies from the host that a step waits for.
+
+        None when there is no host tier to copy from, or when more chunks took no longer than few.
+        """
         few, many = (min(chunks, self._info.host_chunks, self._info.device_chunks - 1) for chunks in SWAP_CHUNKS)
         if many <= few:
             return None
@@ -193,8 +196,14 @@ def _middle(group: Sequence[Sample]) -> Sample:
 
 
 def fit(machine: Machine, samples: Sequence[Sample]) -> Machine:
-    """``machine`` with the step times of ``samples``, and how well its formula meets them."""
-    best = min(_candidates(machine, samples), key=lambda found: float(np.mean(errors(found, samples) ** 2)))
+    """``machine`` with the step times of ``samples``, and how well its formula meets them.
+
+    Raises ValueError when more tokens took no longer.
+    """
+    candidates = list(_candidates(machine, samples))
+    if not candidates:
+        raise ValueError("steps of more tokens took no longer: time longer contexts, or on a machine that is idle")
+    best = min(candidates, key=lambda found: float(np.mean(errors(found, samples) ** 2)))
     wrong = np.abs(errors(best, samples))
     return msgspec.structs.replace(best, mean_error=float(wrong.mean()), worst_error=float(wrong.max()))
 
@@ -252,6 +261,6 @@ def calibrated(
         kv_bytes=kv_bytes,
         layers=arch.num_layers if beside else 1,
         overlapped=beside,
-        swap_bytes_per_s=runs.swap_bytes_per_s(kv_bytes * info.chunk_tokens) or Machine.swap_bytes_per_s,
+        swap_bytes_per_s=runs.swap_bytes_per_s(kv_bytes * info.chunk_tokens) or Machine().swap_bytes_per_s,
     )
     return fit(machine, samples)

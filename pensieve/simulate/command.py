@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,34 +15,46 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pensieve.config import CacheConfig, parse_cache_size
 from pensieve.engine.cost import CostModel, CostProfileError
+from pensieve.replay.generators import generate
+from pensieve.replay.parameters import DatasetName, Outputs, numbers, output_options
 from pensieve.replay.schedule import Gaps
 from pensieve.replay.shaping import Shape, shape
-from pensieve.replay.workload import DatasetError, load
+from pensieve.replay.workload import Dataset, DatasetError, load
 from pensieve.simulate import policies
 from pensieve.simulate.load import Load
 from pensieve.simulate.machine import Machine, MachineError
-from pensieve.simulate.report import EngineName, document, show, simulate_all
+from pensieve.simulate.report import document, show
+from pensieve.simulate.run import EngineName, Simulation, run_all
 from pensieve.simulate.settings import Routing, Settings
+from pensieve.simulate.tally import Span
 
 _POSITIVE = click.IntRange(min=1)
 _ABOVE_ZERO = click.FloatRange(min=0, min_open=True)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _SLACK_SHARE = 0.08
+_MOST_GENERATED = 20_000
+"""Conversations of a built-in workload; more sessions are drawn from these."""
 
 
 @click.command(context_settings={"show_default": True, "max_content_width": 110})
-@click.argument("trace", type=_FILE)
+@click.argument("trace", type=DatasetName())
 @click.option("--engine", type=click.Choice(["turns", "full"]), default="turns",
               help="Whole turns as events, or the real engine step by step.")
 @click.option("--policy", "names", multiple=True, type=click.Choice(policies.NAMES),
               help="Give it again to compare several.  [default: all]")
 @click.option("--sessions", type=_POSITIVE, metavar="N", help="Draw N sessions from the trace; default: each once.")
 @click.option("--rate", type=_ABOVE_ZERO, metavar="R", help="Turns per second offered; default: the recorded times.")
+@click.option("--rates", callback=numbers(float), metavar="R,R,…", help="A run for each of these rates.")
 @click.option("--think-time", type=click.FloatRange(min=0), metavar="S",
               help="Mean of exponential pauses; default: the recorded gaps.")
 @click.option("--think-from", type=_FILE, metavar="TRACE",
               help="Draw the pauses from the times between the turns of this trace.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, metavar="N")
+@click.option("--seeds", callback=numbers(int), metavar="N,N,…",
+              help="A run for each of these seeds, and 95 % confidence intervals.")
+@click.option("--warm-up", type=click.FloatRange(min=0), metavar="S",
+              help="Measure only what ends after S virtual seconds, and before the last session starts.")
+@click.option("--window", type=_ABOVE_ZERO, metavar="S", help="Measure for S virtual seconds; default: all.")
 @click.option("--device-cache", default="400000tokens", metavar="SIZE", help="Per replica.")
 @click.option("--host-cache", default="1600000tokens", metavar="SIZE", help="Per replica.")
 @click.option("--chunk-tokens", type=_POSITIVE, default=32, metavar="N")
@@ -60,49 +73,76 @@ _SLACK_SHARE = 0.08
 @click.option("--exact/--no-exact", default=False,
               help="turns: rank sessions at every need instead of a little ahead; slower.")
 @click.option("--jobs", type=_POSITIVE, metavar="N", help="Policies at a time; default: one per core.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-              help="Write all numbers.")
+@output_options
 def simulate(
-    trace: Path, engine: EngineName, names: tuple[str, ...], sessions: int | None, rate: float | None,
-    think_time: float | None, think_from: Path | None, seed: int, jobs: int | None, json_file: Path | None,
-    **given: Any,
+    trace: Path | str, engine: EngineName, names: tuple[str, ...], sessions: int | None, rate: float | None,
+    rates: tuple[float, ...], think_time: float | None, think_from: Path | None, seed: int, seeds: tuple[int, ...],
+    warm_up: float | None, window: float | None, jobs: int | None, outputs: Outputs, **given: Any,
 ) -> None:  # fmt: skip
     """Run scheduler and cache under a virtual clock and compare eviction policies.
 
     TRACE is a length trace (JSONL: session_id, turn, input_tokens, output_tokens[, timestamp_s]) or ShareGPT JSON,
-    maybe gzipped. Exit code 1 when a receipt does not add up.
+    maybe gzipped, or a built-in workload of `pensieve replay`. What is written is a report like that of a replay, which
+    `pensieve replay compare` reads. Exit code 1 when a receipt does not add up.
     """
+    outputs.require()
+    if rate is not None and rates:
+        raise click.UsageError("give --rate or --rates")
     settings = make_settings(seed=seed, **given)
     try:
-        data = load(trace)
-        fitting = shape(data.conversations, Shape(), settings.context_limit)
+        data = _dataset(trace, sessions, seed)
+        shaped = shape(data.conversations, Shape(), settings.context_limit)
         gaps = None if think_from is None else Gaps.of(load(think_from))
-        lives = Load(fitting.conversations, sessions, rate, think_time, seed, gaps)
+        loads = [
+            Load(shaped.conversations, sessions, turns_per_s, think_time, number, gaps)
+            for turns_per_s, number in itertools.product(rates or (rate,), seeds or (seed,))
+        ]
     except (DatasetError, ValueError) as error:
         raise click.UsageError(str(error)) from error
-    names = names or policies.NAMES
+    spans = [_span(lives, warm_up, window) for lives in loads]
+    work = [
+        Simulation(settings, lives, engine, name, span)
+        for lives, span in zip(loads, spans, strict=True)
+        for name in names or policies.NAMES
+    ]
+    report = document(data, shaped, work, _run(work, jobs))
+    report["command"] = ["pensieve", *sys.argv[1:]]
+    out = Console()
+    show(report, out if out.is_terminal else Console(width=150))
+    outputs.write(report)
+    if any(row["receipts"]["violations"] for row in report["targets"]):
+        click.get_current_context().exit(1)
+
+
+def _dataset(trace: Path | str, sessions: int | None, seed: int) -> Dataset:
+    """Raises DatasetError."""
+    if isinstance(trace, Path):
+        return load(trace)
+    if sessions is None:
+        raise click.UsageError(f"{trace} is drawn: say how many --sessions")
+    return generate(trace, min(sessions, _MOST_GENERATED), seed)
+
+
+def _span(lives: Load, warm_up: float | None, window: float | None) -> Span | None:
+    """What is measured; the load only falls after the last session has started."""
+    if warm_up is None and window is None:
+        return None
+    start = warm_up or 0.0
+    end = max(life.start for life in lives) if window is None else start + window
+    if end <= start:
+        raise click.UsageError(f"nothing is left of {end:.0f} s, when the last session starts, after {start:g} s")
+    return start, end
+
+
+def _run(work: Sequence[Simulation], jobs: int | None) -> list[dict[str, Any]]:
+    """With a bar on the terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("sessions", total=lives.total * len(names))
-        results = simulate_all(
-            settings, lives, engine, names, min(jobs or os.cpu_count() or 1, len(names)),
-            lambda done: progress.update(bar, completed=done),
-        )  # fmt: skip
-    about = {
-        "name": data.name,
-        "sha256": data.sha256,
-        "cut_conversations": fitting.cut_conversations,
-        "dropped_conversations": fitting.dropped_conversations,
-    }
-    report = document(settings, lives, engine, about, results)
-    report["command"] = ["pensieve", *sys.argv[1:]]
-    out = Console()
-    show(report, out if out.is_terminal else Console(width=140))
-    if json_file is not None:
-        json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    if any(row["receipts"]["violations"] for row in results):
-        click.get_current_context().exit(1)
+        bar = progress.add_task("sessions", total=sum(one.load.total for one in work))
+        return run_all(
+            work, min(jobs or os.cpu_count() or 1, len(work)), lambda done: progress.update(bar, completed=done)
+        )
 
 
 def make_settings(

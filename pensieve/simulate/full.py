@@ -20,7 +20,7 @@ from pensieve.simulate.load import Life
 from pensieve.simulate.machine import Machine
 from pensieve.simulate.settings import Settings
 from pensieve.simulate.stamped import StampedCache
-from pensieve.simulate.tally import ChunkPrices, Tally
+from pensieve.simulate.tally import ChunkPrices, Span, Tally
 from pensieve.simulate.work import work_of
 
 VOCABULARY = 97
@@ -130,11 +130,12 @@ class FullSimulation:
         policy: str,
         progress: Callable[[int], None] | None = None,
         make_worker: MakeWorker | None = None,
+        window: Span | None = None,
     ) -> None:
         self._settings = settings
         self._prices = ChunkPrices(settings.cost)
         self._progress = progress
-        self.tally = Tally()
+        self.tally = Tally(window)
         self._replicas = [_Replica(settings, policy, make_worker) for _ in range(settings.replicas)]
         self._arrivals: list[tuple[float, int, _Turn]] = []
         self._tickets = 0
@@ -221,6 +222,8 @@ class FullSimulation:
         turn.turn += 1
         if turn.turn < len(turn.life.turns):
             self._later(turn, turn.life.due(turn.turn, now))
+        else:
+            self.tally.open(turn.life.start, now)
 
     def _lose(self, now: float) -> None:
         self._lost = True

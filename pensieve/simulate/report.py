@@ -1,152 +1,177 @@
-"""Runs the policies, and condenses them to numbers and a table. The JSON is described in bench/README.md."""
+"""Simulations as a report of ``pensieve replay``: the same numbers, pages and pictures.
+
+bench/README.md says what there is beyond a replay's.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
-import os
-import resource
-import sys
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from typing import Any, Literal
+import datetime as dt
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from pensieve.lifeline import die_with_parent
-from pensieve.simulate.full import FullSimulation
+from pensieve.replay.columns import number
+from pensieve.replay.report import SCHEMA, environment
+from pensieve.replay.shaping import Shaped
+from pensieve.replay.table import show_curves
+from pensieve.replay.validity import intervals
+from pensieve.replay.workload import Dataset
 from pensieve.simulate.load import Load
-from pensieve.simulate.settings import Settings
-from pensieve.simulate.turns import TurnSimulation
+from pensieve.simulate.run import Simulation
 
-SCHEMA = "pensieve.simulate/1"
-EngineName = Literal["full", "turns"]
-_counters: Any = None
-
-
-def simulate(
-    settings: Settings, load: Load, engine: EngineName, policy: str, progress: Callable[[int], None] | None = None
-) -> dict[str, Any]:
-    """One policy; the same settings, load and policy give the same numbers, but for ``wall_s`` and ``peak_rss_mib``."""
-    started = time.perf_counter()
-    bound: float | None = None
-    if engine == "turns":
-        turns = TurnSimulation(settings, policy, progress)
-        tally = turns.run(load)
-        if turns.bound is not None:
-            slots = settings.replicas * (settings.cache.device_chunks + settings.cache.host_chunks)
-            bound = turns.bound.least_recomputed(slots, tally.ended)
-    else:
-        tally = FullSimulation(settings, policy, progress).run(load)
-    return {
-        "policy": policy,
-        **tally.summary(),
-        "least_recomputed_cost_s": bound,
-        "wall_s": time.perf_counter() - started,
-        "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    }
-
-
-def simulate_all(
-    settings: Settings,
-    load: Load,
-    engine: EngineName,
-    names: Sequence[str],
-    jobs: int,
-    progress: Callable[[int], None],
-) -> list[dict[str, Any]]:
-    """Every policy, ``jobs`` at a time, each in a process of its own. ``progress``: sessions begun, of all together."""
-    context = multiprocessing.get_context("spawn")
-    counters = context.Array("q", len(names), lock=False)
-    with ProcessPoolExecutor(jobs, context, _share, (counters, os.getpid())) as pool:
-        pending: list[Future[dict[str, Any]]] = [
-            pool.submit(_one, settings, load, engine, name, index) for index, name in enumerate(names)
-        ]
-        for future in pending:
-            while not future.done():
-                time.sleep(0.1)
-                progress(sum(counters))
-        return [future.result() for future in pending]
-
-
-def _share(counters: Any, parent: int) -> None:
-    global _counters
-    _counters = counters
-    if not die_with_parent(parent):
-        sys.exit("the program that wanted this simulation is gone")
-
-
-def _one(settings: Settings, load: Load, engine: EngineName, name: str, index: int) -> dict[str, Any]:
-    def count(sessions: int) -> None:
-        _counters[index] = sessions
-
-    return simulate(settings, load, engine, name, count)
+_NO_TIMES = {"count": 0, "mean": None, "p50": None, "p90": None, "p95": None, "p99": None, "max": None}
 
 
 def document(
-    settings: Settings, load: Load, engine: EngineName, trace: dict[str, Any], results: list[dict[str, Any]]
+    data: Dataset, shaped: Shaped, work: Sequence[Simulation], results: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The whole JSON. ``over_clairvoyant``: recomputed cost as a multiple of the clairvoyant policy's."""
-    best = next((row["recomputed_cost_s"] for row in results if row["policy"] == "clairvoyant"), None)
-    for row in results:
+    """The whole JSON. All simulations have the same settings and engine; each load is a run, each policy a target.
+
+    ``over_clairvoyant``: recomputed cost as a multiple of the clairvoyant policy's in the same run.
+    """
+    loads = list(dict.fromkeys((one.load.rate, one.load.seed) for one in work))
+    targets = [
+        _target(one, result, loads.index((one.load.rate, one.load.seed)))
+        for one, result in zip(work, results, strict=True)
+    ]
+    targets.sort(key=lambda row: int(row["run"]))
+    for row in targets:
+        same = (other for other in targets if other["run"] == row["run"] and other["target"] == "clairvoyant")
+        best = next((other["recomputed_cost_s"] for other in same), None)
         row["over_clairvoyant"] = row["recomputed_cost_s"] / best if best else None
+    runs = [_run(data, shaped, targets, work, index) for index in range(len(loads))]
+    first = work[0]
     return {
         "schema": SCHEMA,
-        "engine": engine,
-        "trace": trace,
-        "load": {
-            "sessions": load.total,
-            "resampled": load.sessions is not None,
-            "rate": load.rate,
-            "think_time_s": load.think_time_s,
-            "think_from": load.think_gaps.name if load.think_gaps else None,
-            "seed": load.seed,
+        "created": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        **environment(),
+        "dataset": {"name": data.name, "sha256": data.sha256},
+        "options": {
+            "shape": {},
+            "arrivals": _arrivals(first.load),
+            "run": {"force_lengths": True},
+            "window": {"start_s": first.window and first.window[0], "end_s": first.window and first.window[1]},
         },
-        "machine": msgspec.to_builtins(settings.machine),
-        "settings": {
-            **dataclasses.asdict(settings.cache),
-            "context_limit": settings.context_limit,
-            "max_batch_tokens": settings.max_batch_tokens,
-            "max_running": settings.max_running,
-            "replicas": settings.replicas,
-            "routing": settings.routing,
-            "lose_replica_at": settings.lose_replica_at,
-            "slack": settings.slack,
+        "workload": runs[0]["workload"],
+        "runs": runs,
+        "targets": targets,
+        "intervals": intervals(targets),
+        "valid": True,
+        "invalid_reasons": [],
+        "unreached": [],
+        "simulation": {
+            "engine": first.engine,
+            "resampled": first.load.sessions is not None,
+            "machine": msgspec.to_builtins(first.settings.machine),
+            "settings": _settings(first),
         },
-        "policies": results,
+    }
+
+
+def _target(one: Simulation, result: Mapping[str, Any], run: int) -> dict[str, Any]:
+    settings = one.settings
+    size = settings.cache.chunk_tokens
+    details = {
+        "model": settings.machine.name,
+        "simulated": f"{one.engine} engine, {settings.replicas} replica(s), {settings.routing} routing",
+        "device_tokens": str(settings.cache.device_chunks * size),
+        "host_tokens": str(settings.cache.host_chunks * size),
+    }
+    return {
+        **result, "run": run, "rate": one.load.rate, "clients": None, "seed": one.load.seed, "details": details,
+        "vocab_size": None, "context_limit": settings.context_limit, "inter_token_s": _NO_TIMES, "valid": True,
+        "errors": {}, "error_examples": [],
+    }  # fmt: skip
+
+
+def _run(
+    data: Dataset, shaped: Shaped, targets: Sequence[Mapping[str, Any]], work: Sequence[Simulation], index: int
+) -> dict[str, Any]:
+    first = next(row for row in targets if row["run"] == index)
+    workload = {
+        "conversations": first["sessions"],
+        "turns": first["turns"]["completed"] + first["window"]["turns_outside"],
+        "cut_conversations": shaped.cut_conversations,
+        "dropped_conversations": shaped.dropped_conversations,
+        "dropped_turns": shaped.dropped_turns,
+        "context_limit": work[0].settings.context_limit,
+        "vocab_size": None,
+    }
+    return {
+        "rate": first["rate"], "seed": first["seed"], "clients": None, "dataset_sha256": data.sha256,
+        "workload": workload,
+    }  # fmt: skip
+
+
+def _arrivals(load: Load) -> dict[str, Any]:
+    gaps = load.think_gaps
+    told = {"name": gaps.name, "sha256": gaps.sha256, "count": len(gaps.seconds)} if gaps else None
+    recorded = load.rate is None
+    return {
+        "rate": load.rate, "think_time_s": load.think_time_s, "think_gaps": told, "recorded": recorded,
+        "seed": load.seed,
+    }  # fmt: skip
+
+
+def _settings(one: Simulation) -> dict[str, Any]:
+    settings = one.settings
+    told = dataclasses.asdict(settings.cache)
+    del told["policy"]  # each target has its own
+    return told | {
+        "context_limit": settings.context_limit,
+        "max_batch_tokens": settings.max_batch_tokens,
+        "max_running": settings.max_running,
+        "replicas": settings.replicas,
+        "routing": settings.routing,
+        "lose_replica_at": settings.lose_replica_at,
+        "slack": settings.slack,
     }
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """The policies below each other."""
-    load = report["load"]
+    """The policies below each other, load by load; of several loads also how far each policy carries."""
+    simulated, work = report["simulation"], report["workload"]
     table = Table(
-        title=f"{load['sessions']:,} sessions of {report['trace']['name']}, {report['engine']} engine, "
-        f"{report['settings']['replicas']} replica(s)",
+        title=f"{work['conversations']:,} sessions of {report['dataset']['name']}, {simulated['engine']} engine, "
+        f"{simulated['settings']['replicas']} replica(s)",
         title_justify="left",
     )
     table.add_column("policy")
-    for name in ("device %", "host %", "recomputed %", "recomputed s", "x clairvoyant", "TTFT ms mean / p90 warm",
-                 "turns", "wall s"):  # fmt: skip
+    for name in ("offered", "device %", "host %", "recomputed %", "recomputed s", "x clairvoyant",
+                 "TTFT ms mean / p90 warm", "norm. ms mean / p90", "turns", "wall s"):  # fmt: skip
         table.add_column(name, justify="right")
-    for row in report["policies"]:
-        tokens, warm = row["tokens"], row["ttft_s"]["warm"]
-        history = tokens["context"] - tokens["new"]
-        shares = [f"{100 * tokens[name] / history:.2f}" if history else "-" for name in
-                  ("gpu_cached", "swapped_in", "recomputed")]  # fmt: skip
-        factor = f"{row['over_clairvoyant']:.3f}" if row["over_clairvoyant"] else "-"
-        ttft = f"{warm['mean'] * 1e3:.1f} / {warm['p90'] * 1e3:.1f}" if warm["count"] else "-"
-        table.add_row(
-            row["policy"], *shares, f"{row['recomputed_cost_s']:.1f}", factor, ttft, f"{row['turns']:,}",
-            f"{row['wall_s']:.1f}",
-        )  # fmt: skip
+    for row in report["targets"]:
+        table.add_row(*_line(row))
     console.print(table)
-    for row in report["policies"]:
+    if len(report["runs"]) > 1:
+        show_curves([report], [report["dataset"]["name"]], console)
+    for row in report["targets"]:
         if row["least_recomputed_cost_s"] is not None:
-            least = row["least_recomputed_cost_s"]
-            console.print(f"No policy can recompute less than {least:.1f} s here (space-time bound).")
+            least, offered = row["least_recomputed_cost_s"], _offered(row)
+            console.print(f"No policy can recompute less than {least:.1f} s here ({offered}; space-time bound).")
         if row["receipts"]["violations"]:
-            console.print(f"{row['policy']}: {row['receipts']['violations']} receipts do not add up")
+            console.print(f"{row['target']}: {row['receipts']['violations']} receipts do not add up")
+
+
+def _line(row: Mapping[str, Any]) -> list[str]:
+    tokens, warm, each = row["tokens"], row["ttft_s"]["warm"], row["normalised_latency_s"]
+    history = tokens["context"] - tokens["new"]
+    shares = [100 * tokens[name] / history if history else None for name in ("gpu_cached", "swapped_in", "recomputed")]
+    return [
+        row["target"],
+        _offered(row),
+        *(number(share, ".2f") for share in shares),
+        f"{row['recomputed_cost_s']:.1f}",
+        number(row["over_clairvoyant"], ".3f"),
+        *(f"{number(times['mean'], '.1f', 1e3)} / {number(times['p90'], '.1f', 1e3)}" for times in (warm, each)),
+        f"{row['turns']['completed']:,}",
+        f"{row['wall_s']:.1f}",
+    ]
+
+
+def _offered(row: Mapping[str, Any]) -> str:
+    return "as recorded" if row["rate"] is None else f"{row['rate']:g} turns/s"

@@ -6,13 +6,18 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from pensieve.core import Usage
 from pensieve.engine.cost import CostModel
+from pensieve.replay.activity import TTFT_LIMIT_S, largest_within_limit
+from pensieve.replay.report import SOURCES
+from pensieve.replay.windows import BINS, has_trend
 
 _STEP = math.log(1.01)
 _LEAST = 1e-5
 _TURNS_SHOWN = 20
-SOURCES = ("gpu_cached", "swapped_in", "recomputed", "new")
+Span = tuple[float, float]
 
 
 @dataclass(slots=True)
@@ -38,6 +43,18 @@ class Times:
             if left <= 0:
                 return min(_LEAST * math.exp((bin_ + 0.5) * _STEP), self.most)
         return None
+
+    def quantiles(self) -> list[float] | None:
+        """At 0, 1, … 100 %; None of nothing."""
+        found = [self.percentile(share / 100) for share in range(101)]
+        return None if found[-1] is None else [value for value in found if value is not None]
+
+    def merge(self, other: Times) -> None:
+        """Add what another one has."""
+        self.count, self.total = self.count + other.count, self.total + other.total
+        self.most = max(self.most, other.most)
+        for bin_, count in other.bins.items():
+            self.bins[bin_] = self.bins.get(bin_, 0) + count
 
     def statistic(self) -> dict[str, float | int | None]:
         mean = self.total / self.count if self.count else None
@@ -70,24 +87,41 @@ class ChunkPrices:
 
 
 @dataclass(slots=True)
-class Tally:
-    """What one policy's simulation came to."""
+class _Row:
+    """Turns of one number."""
 
     turns: int = 0
-    sessions: int = 0
-    context: int = 0
+    sources: list[int] = field(default_factory=lambda: [0] * len(SOURCES))
     output: int = 0
+    ttft: Times = field(default_factory=Times)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one policy's simulation came to: of the turns that ended in a window, or of all."""
+
+    window: Span | None = None
+    """From its start up to its end, in virtual seconds."""
+    sessions: int = 0
+    """Begun, in the window or not."""
+    turns_outside: int = 0
     recomputed_cost_s: float = 0.0
     violations: int = 0
-    """Receipts that do not add up."""
+    """Receipts that do not add up, in the window or not."""
     repeated_turns: int = 0
     """Begun again elsewhere because their replica was lost."""
+    rows: list[_Row] = field(default_factory=list)
+    """By turn number, the last row for all later ones."""
     cold: Times = field(default_factory=Times)
     warm: Times = field(default_factory=Times)
-    rows: list[list[int]] = field(default_factory=list)
-    """By turn number, the last row for all later ones: turns, and tokens of each of ``SOURCES``."""
+    latency: Times = field(default_factory=Times)
+    normalised: Times = field(default_factory=Times)
     answering_s: float = 0.0
     """From first tokens to the ends of answers."""
+    open_s: float = 0.0
+    """Time that sessions were open, pauses included, of all together."""
+    flight_s: list[float] = field(default_factory=lambda: [0.0] * BINS)
+    """The same of turns, in each part of the window."""
     ended: float = 0.0
 
     def add(
@@ -95,47 +129,116 @@ class Tally:
     ) -> None:
         """One completed turn, ended ``now``; ``answering``: seconds since its first token."""
         values = (usage.gpu_cached_tokens, usage.swapped_in_tokens, usage.recomputed_tokens, usage.new_tokens)
-        self.turns += 1
         self.sessions += turn == 0
-        self.context += usage.context_tokens
-        self.output += usage.output_tokens
-        self.recomputed_cost_s += cost
         self.violations += not usage.reconciles or usage.context_tokens != expected_context or min(values) < 0
-        (self.warm if turn else self.cold).add(ttft)
-        self.answering_s += answering
         self.ended = max(self.ended, now)
+        if self.window is not None:
+            self._in_flight(now - ttft - answering, now)
+            if not self.window[0] <= now < self.window[1]:
+                self.turns_outside += 1
+                return
+        self.recomputed_cost_s += cost
+        self.answering_s += answering
+        (self.warm if turn else self.cold).add(ttft)
+        self.latency.add(ttft + answering)
+        self.normalised.add((ttft + answering) / usage.output_tokens)
         number = min(turn, _TURNS_SHOWN - 1)
         while len(self.rows) <= number:
-            self.rows.append([0] * (1 + len(SOURCES)))
+            self.rows.append(_Row())
         row = self.rows[number]
-        row[0] += 1
-        for column, tokens in enumerate(values, 1):
-            row[column] += tokens
+        row.turns += 1
+        row.output += usage.output_tokens
+        row.ttft.add(ttft)
+        for place, tokens in enumerate(values):
+            row.sources[place] += tokens
+
+    def open(self, start: float, end: float) -> None:
+        """A session was open from its first turn's arrival to its last answer's end."""
+        low, high = self.window or (0.0, end)
+        self.open_s += max(0.0, min(end, high) - max(start, low))
+
+    def _in_flight(self, start: float, end: float) -> None:
+        assert self.window is not None
+        low, high = self.window
+        width = (high - low) / BINS
+        first, last = (int((min(max(at, low), high) - low) / width) for at in (start, end))
+        for part in range(first, min(last, BINS - 1) + 1):
+            begins = low + part * width
+            self.flight_s[part] += max(0.0, min(end, begins + width) - max(start, begins))
+
+    @property
+    def turns(self) -> int:
+        return sum(row.turns for row in self.rows)
+
+    @property
+    def output(self) -> int:
+        return sum(row.output for row in self.rows)
 
     @property
     def sources(self) -> dict[str, int]:
         """Context tokens by where they came from."""
-        return {name: sum(row[column] for row in self.rows) for column, name in enumerate(SOURCES, 1)}
+        return {name: sum(row.sources[place] for row in self.rows) for place, name in enumerate(SOURCES)}
+
+    @property
+    def context(self) -> int:
+        return sum(self.sources.values())
 
     def summary(self) -> dict[str, Any]:
-        """For the JSON."""
-        sources = self.sources
+        """The numbers, named as ``pensieve replay`` names them where it has the same."""
+        start, end = self.window or (0.0, self.ended)
+        seconds, sources = end - start, self.sources
         history = self.context - sources["new"]
         found = sources["gpu_cached"] + sources["swapped_in"]
+        ttft, kinds = self._ttft(), {"cold": self.cold, "warm": self.warm}
+        active = self.open_s / seconds if seconds else 0.0
+        bins = [{"start_s": start, "end_s": end, "turns": self.turns, "active": active, "ttft_p95_s": ttft}]
         return {
-            "turns": self.turns,
+            "duration_s": seconds,
+            "turns": {"completed": self.turns, "failed": 0, "skipped": 0},
             "sessions": self.sessions,
             "virtual_s": self.ended,
+            "turns_per_s": self.turns / seconds if seconds else None,
+            "output_tokens_per_s": self.output / seconds if seconds else None,
+            "normalised_latency_s": self.normalised.statistic(),
+            "latency_s": self.latency.statistic(),
+            "ttft_s": {kind: times.statistic() for kind, times in kinds.items()},
+            "ttft_quantiles_s": {kind: times.quantiles() for kind, times in kinds.items()},
+            "answering_s": self.answering_s,
             "tokens": {"context": self.context, **sources, "output": self.output},
             "hit_rate": found / history if history else None,
             "device_hit_rate": sources["gpu_cached"] / history if history else None,
             "recomputed_cost_s": self.recomputed_cost_s,
-            "ttft_s": {"cold": self.cold.statistic(), "warm": self.warm.statistic()},
-            "answering_s": self.answering_s,
-            "receipts": {"checked": self.turns, "violations": self.violations},
             "repeated_turns": self.repeated_turns,
-            "by_turn": [
-                {"turn": number, "turns": turns, **dict(zip(SOURCES, tokens, strict=True))}
-                for number, (turns, *tokens) in enumerate(self.rows)
-            ],
-        }
+            "receipts": {"checked": self.turns + self.turns_outside, "violations": self.violations, "examples": []},
+            "by_turn": [_by_turn(number, row) for number, row in enumerate(self.rows)],
+            "active_sessions": {
+                "mean": active, "limit_s": TTFT_LIMIT_S, "ttft_p95_s": ttft, **largest_within_limit(bins), "bins": bins,
+            },
+            "window": self._window(),
+            **({"running_turns": {"mean": sum(self.flight_s) / seconds}} if self.window else {}),
+        }  # fmt: skip
+
+    def _ttft(self) -> float | None:
+        """95th percentile, of cold and warm turns together."""
+        both = Times()
+        for times in (self.cold, self.warm):
+            both.merge(times)
+        return both.percentile(0.95)
+
+    def _window(self) -> dict[str, Any]:
+        start, end = self.window or (0.0, self.ended)
+        steady = None
+        if self.window is not None:
+            steady = not has_trend(np.array(self.flight_s) * BINS / (end - start))
+        return {
+            "rule": "given" if self.window else "whole", "start_s": start, "end_s": end, "run_s": self.ended,
+            "steady": steady, "turns_outside": self.turns_outside, "failed_outside": 0, "cut_short": 0,
+        }  # fmt: skip
+
+
+def _by_turn(number: int, row: _Row) -> dict[str, Any]:
+    tokens = dict(zip(SOURCES, row.sources, strict=True))
+    return {
+        "turn": number, "turns": row.turns, "ttft_s": row.ttft.statistic(),
+        "tokens": {"context": sum(row.sources), **tokens, "output": row.output},
+    }  # fmt: skip

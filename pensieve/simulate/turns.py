@@ -17,7 +17,7 @@ from pensieve.simulate.batch import Batch, Turn
 from pensieve.simulate.bound import Bound
 from pensieve.simulate.load import Life
 from pensieve.simulate.settings import Settings
-from pensieve.simulate.tally import ChunkPrices, Tally
+from pensieve.simulate.tally import ChunkPrices, Span, Tally
 from pensieve.simulate.turn_cache import TurnCache
 
 _NEVER: Final = float("inf")
@@ -26,11 +26,17 @@ _NEVER: Final = float("inf")
 class TurnSimulation:
     """One policy over one load. ``run`` returns its tally."""
 
-    def __init__(self, settings: Settings, policy: str, progress: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        policy: str,
+        progress: Callable[[int], None] | None = None,
+        window: Span | None = None,
+    ) -> None:
         self._settings = settings
         self._prices = ChunkPrices(settings.cost)
         self._progress = progress
-        self.tally = Tally()
+        self.tally = Tally(window)
         self.bound = Bound(settings.cost) if policy == "clairvoyant" else None
         self.replicas: list[Batch] = []
         for _ in range(settings.replicas):
@@ -118,6 +124,8 @@ class TurnSimulation:
                     self.bound.idle(turn.prompt + output, due - at)
                 following = Turn(turn.life, turn.index + 1, turn.prompt + output)
                 self._later(following, due)
+            else:
+                self.tally.open(turn.life.start, at)
 
     def _lose(self, now: float) -> None:
         """Replica 0 is gone: its turns begin again on the others."""

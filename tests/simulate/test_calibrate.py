@@ -112,6 +112,21 @@ def test_says_what_a_device_does_beside() -> None:
         assert running.most_in_flight == 1 + overlapped
 
 
+def test_copies_that_cost_nothing_leave_the_rate_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a busy machine, where a few chunks may take as long as many."""
+    monkeypatch.setattr(Calibrator, "_swap", lambda self, chunks: 1e-3)
+    running = worker()
+    assert Calibrator(running, running.clock).swap_bytes_per_s(4096 * CHUNK) is None
+    found = calibrated(running, "mine", 64, lambda design: None, running.clock)
+    assert found.swap_bytes_per_s == Machine().swap_bytes_per_s
+
+
+def test_steps_that_cost_nothing_cannot_be_fitted() -> None:
+    samples = [Sample(Work(tokens, 1, 0, 0), 1e-3) for tokens in (1, 10, 100)]
+    with pytest.raises(ValueError, match="steps of more tokens took no longer"):
+        fit(TRUTH, samples)
+
+
 def test_profile_writes_what_simulate_reads(tmp_path: Path) -> None:
     machine, cost = tmp_path / "machine.json", tmp_path / "cost.json"
     model = tiny_checkpoint("llama", tmp_path)

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from pensieve.replay.compare import read_report
+from pensieve.replay.panels import panels
 from pensieve.replay.schedule import Gaps
 from pensieve.replay.workload import Conversation, Turn
 from pensieve.simulate.command import simulate
@@ -53,17 +55,48 @@ def test_writes_table_and_json(trace: Path, tmp_path: Path) -> None:
     )
     assert result.exit_code == 0, result.output
     report = json.loads(out.read_text())
-    assert report["schema"] == "pensieve.simulate/1" and report["load"]["sessions"] == 12
-    lru, seer = report["policies"]
-    assert (lru["policy"], lru["turns"], lru["receipts"]["violations"]) == ("lru", 36, 0)
+    assert report["schema"] == "pensieve.replay/1" and report["workload"]["conversations"] == 12
+    assert report["workload"]["turns"] == 36 and report["simulation"]["settings"]["chunk_tokens"] == 8
+    lru, seer = report["targets"]
+    assert (lru["target"], lru["turns"]["completed"], lru["receipts"]["violations"]) == ("lru", 36, 0)
     assert seer["over_clairvoyant"] == 1.0 and lru["over_clairvoyant"] > 1.0
     assert seer["least_recomputed_cost_s"] <= seer["recomputed_cost_s"]
     assert "clairvoyant" in result.output and "space-time bound" in result.output
 
 
+def test_a_sweep_is_drawn_and_compared_like_a_replay(tmp_path: Path) -> None:
+    out, page, plots = tmp_path / "out.json", tmp_path / "page.html", tmp_path / "plots"
+    arguments = ["sharegpt", "--sessions", "150", "--think-time", "2", "--rates", "4,12", "--seeds", "1,2"]
+    arguments += ["--policy", "lru", "--policy", "gittins", "--warm-up", "5", "--device-cache", "20000tokens"]
+    arguments += ["--host-cache", "20000tokens", "--jobs", "1", "--json", str(out), "--html", str(page)]
+    result = CliRunner().invoke(simulate, [*arguments, "--plots", str(plots)])
+    assert result.exit_code == 0, result.output
+    assert "12 turns/s" in result.output and "Throughput at equal normalised latency" in result.output
+    report = read_report(out)
+    assert [(row["rate"], row["seed"]) for row in report["runs"]] == [(4, 1), (4, 2), (12, 1), (12, 2)]
+    assert [(row["run"], row["target"]) for row in report["targets"]] == [
+        (run, name) for run in range(4) for name in ("lru", "gittins")
+    ]
+    for row in report["targets"]:
+        assert row["window"]["rule"] == "given" and row["window"]["turns_outside"] > 0
+        turns = report["runs"][row["run"]]["workload"]["turns"]
+        assert row["turns"]["completed"] + row["window"]["turns_outside"] == turns
+    assert {(row["target"], row["rate"]) for row in report["intervals"]} == {
+        (name, rate) for name in ("lru", "gittins") for rate in (4, 12)
+    }
+    (panel,) = panels([report])
+    assert {name: len(points) for name, points in panel.points.items()} == {"lru": 2, "gittins": 2}
+    text = page.read_text(encoding="utf-8")
+    assert "<h1>Simulation: sharegpt</h1>" in text and "gittins" in text
+    assert {path.stem for path in plots.glob("*.png")} == {"latency", "ttft", "sources", "sessions"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (["--rate", "1", "--rates", "1,2"], "--rate or --rates"),
+        (["--rates", "1,1"], "each comes once"),
+        (["--warm-up", "1e6"], "nothing is left"),
         (["--device-cache", "lots"], "cache size 'lots'"),
         (["--device-cache", "4tokens"], "does not hold one chunk"),
         (["--lose-replica-at", "5"], "--replicas 2"),
@@ -73,6 +106,11 @@ def test_writes_table_and_json(trace: Path, tmp_path: Path) -> None:
 def test_bad_options(trace: Path, arguments: list[str], says: str) -> None:
     result = CliRunner().invoke(simulate, [str(trace), *arguments])
     assert result.exit_code == 2 and says in result.output
+
+
+def test_a_built_in_workload_needs_a_number_of_sessions() -> None:
+    result = CliRunner().invoke(simulate, ["sharegpt", "--rate", "1", "--think-time", "1"])
+    assert result.exit_code == 2 and "--sessions" in result.output
 
 
 def test_a_trace_without_times_needs_a_rate(tmp_path: Path) -> None:
@@ -143,7 +181,8 @@ def test_think_from(trace: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(simulate, [str(lengths), "--think-from", str(trace), *options])
     assert result.exit_code == 0, result.output
     report = json.loads(out.read_text())
-    assert report["load"]["think_from"] == "trace.jsonl" and report["policies"][0]["turns"] == 9
+    assert report["options"]["arrivals"]["think_gaps"]["name"] == "trace.jsonl"
+    assert report["targets"][0]["turns"]["completed"] == 9
     (tmp_path / "once.jsonl").write_text(json.dumps(rows[0]))
     refused = CliRunner().invoke(
         simulate, [str(lengths), "--think-from", str(tmp_path / "once.jsonl"), *options]

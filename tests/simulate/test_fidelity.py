@@ -14,7 +14,7 @@ from pensieve.replay.workload import Conversation, Turn
 from pensieve.simulate.full import FullSimulation
 from pensieve.simulate.load import Load
 from pensieve.simulate.machine import Machine
-from pensieve.simulate.report import simulate
+from pensieve.simulate.run import Simulation
 from pensieve.simulate.settings import Settings
 from pensieve.simulate.turns import TurnSimulation
 
@@ -53,7 +53,7 @@ def make(name: str, **more: Any) -> tuple[Settings, Load]:
 def test_agrees_with_the_engine(name: str, overlapped: bool, slack: float) -> None:
     """Within 1 % of each count when victims are ranked at every need, within 5 % when that is done ahead."""
     config, lives = make(name, slack=int(slack * LOADS[name][-2]), overlapped=overlapped)
-    truth, ours = (simulate(config, lives, engine, "retention") for engine in ("full", "turns"))
+    truth, ours = (Simulation(config, lives, engine, "retention").run() for engine in ("full", "turns"))
     close = 0.05 if slack else 0.01
     assert ours["turns"] == truth["turns"] and ours["tokens"]["context"] == truth["tokens"]["context"]
     for source in SOURCES:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pensieve.config import CacheConfig
-from pensieve.core import SessionKey
+from pensieve.core import SessionKey, Usage
 from pensieve.engine.plan import Plan, StepResult
 from pensieve.replay.workload import Conversation, Turn
 from pensieve.simulate import policies
 from pensieve.simulate.full import Clock, CostWorker, FullSimulation
 from pensieve.simulate.load import Load
 from pensieve.simulate.machine import Machine
-from pensieve.simulate.report import EngineName, simulate
+from pensieve.simulate.run import EngineName, Simulation
 from pensieve.simulate.settings import Settings
+from pensieve.simulate.tally import Span, Tally
 from pensieve.simulate.turns import TurnSimulation
 from support.hash_worker import HashWorker
 
@@ -44,6 +47,12 @@ def talks(seed: int, count: int = 30, longest: int = 400) -> list[Conversation]:
     return found
 
 
+def simulate(
+    config: Settings, load: Load, engine: EngineName, policy: str, window: Span | None = None
+) -> dict[str, Any]:
+    return Simulation(config, load, engine, policy, window).run()
+
+
 def steady(report: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in report.items() if key not in ("wall_s", "peak_rss_mib")}
 
@@ -67,13 +76,92 @@ def test_receipts_add_up(engine: EngineName, policy: str) -> None:
     load = Load(talks(1, 14), None, 20.0, 1.0, 3)
     result = simulate(settings(50, 20), load, engine, policy)
     tokens = result["tokens"]
-    assert result["turns"] == sum(len(talk.turns) for talk in load.conversations)
+    assert result["turns"]["completed"] == sum(len(talk.turns) for talk in load.conversations)
     assert result["receipts"]["violations"] == 0
     assert tokens["context"] == sum(tokens[name] for name in ("gpu_cached", "swapped_in", "recomputed", "new"))
     assert tokens["new"] == sum(turn.input_tokens for talk in load.conversations for turn in talk.turns)
     assert tokens["output"] == sum(turn.output_tokens for talk in load.conversations for turn in talk.turns)
     assert tokens["recomputed"] > 0 and result["recomputed_cost_s"] > 0
-    assert sum(row["turns"] for row in result["by_turn"]) == result["turns"]
+    assert sum(row["turns"] for row in result["by_turn"]) == result["turns"]["completed"]
+    for name, count in tokens.items():
+        assert sum(row["tokens"][name] for row in result["by_turn"]) == count
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A turn as the tally was told of it."""
+
+    turn: int
+    usage: Usage
+    cost: float
+    ttft: float
+    arrived: float
+    ended: float
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
+    found: list[Seen] = []
+    add = Tally.add
+
+    def spy(
+        self: Tally, turn: int, usage: Usage, context: int, cost: float, ttft: float, rest: float, now: float
+    ) -> None:
+        found.append(Seen(turn, usage, cost, ttft, now - ttft - rest, now))
+        add(self, turn, usage, context, cost, ttft, rest, now)
+
+    monkeypatch.setattr(Tally, "add", spy)
+    return found
+
+
+@pytest.mark.parametrize("window", [None, (2.0, 5.0)])
+@pytest.mark.parametrize("engine", ["turns", "full"])
+def test_numbers_are_those_of_the_turns(engine: EngineName, window: Span | None, seen: list[Seen]) -> None:
+    load = Load(talks(1, 30), None, 20.0, 1.0, 3)
+    result = simulate(settings(50, 20), load, engine, "retention", window)
+    start, end = window or (0.0, max(turn.ended for turn in seen))
+    inside = [turn for turn in seen if window is None or start <= turn.ended < end]
+    assert 20 < len(inside) == result["turns"]["completed"] and (window is None or len(inside) < len(seen) - 20)
+    assert result["window"]["turns_outside"] == len(seen) - len(inside)
+    assert result["turns_per_s"] == pytest.approx(len(inside) / (end - start))
+    output = sum(turn.usage.output_tokens for turn in inside)
+    assert result["output_tokens_per_s"] == pytest.approx(output / (end - start))
+    assert result["recomputed_cost_s"] == pytest.approx(sum(turn.cost for turn in inside))
+    latencies = [turn.ended - turn.arrived for turn in inside]
+    each = [late / turn.usage.output_tokens for late, turn in zip(latencies, inside, strict=True)]
+    warm = [turn.ttft for turn in inside if turn.turn]
+    for told, values in (
+        (result["latency_s"], latencies), (result["normalised_latency_s"], each), (result["ttft_s"]["warm"], warm),
+    ):  # fmt: skip
+        assert told["count"] == len(values) and told["mean"] == pytest.approx(np.mean(values))
+        rank = np.percentile(values, 90, method="inverted_cdf")
+        assert told["p90"] == pytest.approx(rank, rel=0.011) and told["max"] == pytest.approx(max(values))
+    quantiles = result["ttft_quantiles_s"]["warm"]
+    assert len(quantiles) == 101 and quantiles == sorted(quantiles)
+    assert quantiles[0] == pytest.approx(min(warm), rel=0.011) and quantiles[-1] == pytest.approx(max(warm), rel=0.011)
+    active = result["active_sessions"]
+    assert active["bins"][0]["turns"] == len(inside) and active["largest_within_limit"] == active["mean"] > 0
+    if window is not None:
+        in_flight = sum(max(0.0, min(turn.ended, end) - max(turn.arrived, start)) for turn in seen)
+        assert result["running_turns"]["mean"] == pytest.approx(in_flight / (end - start))
+
+
+@pytest.mark.parametrize("engine", ["turns", "full"])
+def test_active_sessions_are_open_from_arrival_to_last_answer(engine: EngineName) -> None:
+    """One session alone: a pause of 8 s and two answers that take milliseconds."""
+    talk = Conversation("a", (Turn(10, 4, 0.0), Turn(10, 4, 8.0)))
+    result = simulate(settings(), Load([talk]), engine, "retention", (2.0, 6.0))
+    assert result["active_sessions"]["mean"] == pytest.approx(1.0) and result["turns"]["completed"] == 0
+    whole = simulate(settings(), Load([talk]), engine, "retention")
+    assert whole["active_sessions"]["mean"] == pytest.approx(1.0) and whole["turns"]["completed"] == 2
+
+
+@pytest.mark.parametrize(("rate", "steady"), [(3.0, True), (400.0, False)])
+def test_a_load_that_piles_up_is_not_steady(rate: float, steady: bool) -> None:
+    load = Load(talks(1, 200), 3000, rate, 0.5, 1)
+    span = 3000 / load.starts_per_s
+    result = simulate(settings(400, 400), load, "turns", "retention", (span / 2, span))
+    assert result["window"]["steady"] is steady
 
 
 @pytest.mark.parametrize("engine", ["turns", "full"])
@@ -145,6 +233,13 @@ def test_a_lost_replica(engine: EngineName) -> None:
     lossy = simulate(settings(200, 200, replicas=2, lose_replica_at=whole["virtual_s"] / 2), load, engine, "retention")
     assert lossy["turns"] == whole["turns"] and lossy["receipts"]["violations"] == 0
     assert lossy["tokens"]["recomputed"] > whole["tokens"]["recomputed"]
+
+
+def test_a_session_that_no_device_holds_is_refused() -> None:
+    load = Load([Conversation("a", (Turn(5, 4), Turn(50, 22)))], 10, 20.0, 1.0, 3)
+    simulate(settings(11), load, "turns", "lru")
+    with pytest.raises(ValueError, match="81 tokens"):
+        simulate(settings(10), load, "turns", "lru")
 
 
 def test_memory_follows_sessions_alive_not_sessions_seen() -> None:

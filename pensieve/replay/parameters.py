@@ -1,0 +1,92 @@
+"""Parameters that several commands take: a dataset, lists of numbers, and what is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pensieve.replay.generators import NAMES
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_OUTPUT = click.Path(dir_okay=False, path_type=Path)
+
+
+class DatasetName(click.ParamType):  # type: ignore[type-arg]  # generic only in newer versions
+    """A built-in workload by its name (``./NAME`` is a file), else a file."""
+
+    name = "dataset"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path | str:
+        return str(value) if value in NAMES else Path(_FILE.convert(value, param, ctx))
+
+
+def numbers(
+    kind: Callable[[str], Any],
+) -> Callable[[click.Context, click.Parameter, str | None], tuple[Any, ...]]:
+    """A callback for comma-separated numbers, at least 0."""
+
+    def convert(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[Any, ...]:
+        if value is None:
+            return ()
+        try:
+            found = tuple(kind(part) for part in value.split(","))
+        except ValueError as error:
+            raise click.BadParameter(f"{value!r} is not a list of numbers like 1,2,3") from error
+        if min(found) < 0 or len(set(found)) < len(found):
+            raise click.BadParameter("numbers are at least 0, and each comes once")
+        return found
+
+    return convert
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Where a report goes."""
+
+    json_file: Path | None
+    html_file: Path | None
+    plots_folder: Path | None
+
+    def require(self) -> None:
+        """Raises PlotsMissing if it could not be drawn: before an hour of measurement."""
+        if self._drawn:
+            from pensieve.replay import plots
+
+            plots.require()
+
+    def write(self, report: Mapping[str, Any], *, draw: bool = True) -> None:
+        """``draw``: not only the numbers. Raises OSError."""
+        if self.json_file is not None:
+            self.json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        if not (draw and self._drawn):
+            return
+        from pensieve.replay import html, plots  # matplotlib takes a second to import
+
+        if self.html_file is not None:
+            html.write_html([report], self.html_file)
+        if self.plots_folder is not None:
+            plots.write_plots([report], self.plots_folder)
+
+    @property
+    def _drawn(self) -> bool:
+        return self.html_file is not None or self.plots_folder is not None
+
+
+def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """``--json``, ``--html`` and ``--plots``; the command gets them as ``outputs``."""
+
+    @click.option("--json", "json_file", type=_OUTPUT, metavar="FILE", help="Write all numbers.")
+    @click.option("--html", "html_file", type=_OUTPUT, metavar="FILE", help="Write one page of plots and tables.")
+    @click.option("--plots", "plots_folder", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER",
+                  help="Write the plots as PNG and SVG.")  # fmt: skip
+    @wraps(command)
+    def wrapped(json_file: Path | None, html_file: Path | None, plots_folder: Path | None, **others: Any) -> Any:
+        return command(outputs=Outputs(json_file, html_file, plots_folder), **others)
+
+    return wrapped

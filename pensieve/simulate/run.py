@@ -1,0 +1,89 @@
+"""Runs simulations: one, or many side by side in processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pensieve.lifeline import die_with_parent
+from pensieve.simulate.full import FullSimulation
+from pensieve.simulate.load import Load
+from pensieve.simulate.settings import Settings
+from pensieve.simulate.tally import Span
+from pensieve.simulate.turns import TurnSimulation
+
+EngineName = Literal["full", "turns"]
+_counters: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """One policy over one load; all of it crosses to worker processes."""
+
+    settings: Settings
+    load: Load
+    engine: EngineName
+    policy: str
+    window: Span | None = None
+    """What is measured: the turns that end in it; None: all."""
+
+    def run(self, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
+        """The numbers: always the same ones, but for ``wall_s`` and ``peak_rss_mib``. ``progress``: sessions begun.
+
+        Raises ValueError when a session does not fit the context limit: it would wait for ever.
+        """
+        longest = max(talk.tokens for talk in self.load.conversations)
+        if longest > self.settings.context_limit:
+            raise ValueError(f"a session has {longest} tokens, the context limit is {self.settings.context_limit}")
+        started = time.perf_counter()
+        bound: float | None = None
+        if self.engine == "turns":
+            turns = TurnSimulation(self.settings, self.policy, progress, self.window)
+            tally = turns.run(self.load)
+            if turns.bound is not None and self.window is None:  # what it is a bound of
+                cache = self.settings.cache
+                slots = self.settings.replicas * (cache.device_chunks + cache.host_chunks)
+                bound = turns.bound.least_recomputed(slots, tally.ended)
+        else:
+            tally = FullSimulation(self.settings, self.policy, progress, window=self.window).run(self.load)
+        return {
+            "target": self.policy,
+            **tally.summary(),
+            "least_recomputed_cost_s": bound,
+            "wall_s": time.perf_counter() - started,
+            "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        }
+
+
+def run_all(work: Sequence[Simulation], jobs: int, progress: Callable[[int], None]) -> list[dict[str, Any]]:
+    """All, ``jobs`` at a time, each in a process of its own. ``progress``: sessions begun, of all together."""
+    context = multiprocessing.get_context("spawn")
+    counters = context.Array("q", len(work), lock=False)
+    with ProcessPoolExecutor(jobs, context, _share, (counters, os.getpid())) as pool:
+        pending: list[Future[dict[str, Any]]] = [pool.submit(_one, one, index) for index, one in enumerate(work)]
+        for future in pending:
+            while not future.done():
+                time.sleep(0.1)
+                progress(sum(counters))
+        return [future.result() for future in pending]
+
+
+def _share(counters: Any, parent: int) -> None:
+    global _counters
+    _counters = counters
+    if not die_with_parent(parent):
+        sys.exit("the program that wanted this simulation is gone")
+
+
+def _one(work: Simulation, index: int) -> dict[str, Any]:
+    def count(sessions: int) -> None:
+        _counters[index] = sessions
+
+    return work.run(count)
