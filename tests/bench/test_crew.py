@@ -220,7 +220,7 @@ async def ready_process(address: Address) -> tuple[asyncio.subprocess.Process, w
 async def test_a_process_without_its_crew_ends_before_its_work_has_begun(
     service: PacedConversations, address: Address
 ) -> None:
-    service.token_s = 60.0
+    service.token_s = 600.0
     process, channel = await hired_process(address, [begun(0)])
     assert await asyncio.to_thread(service.on_turn.wait, 30)
     await channel.close()

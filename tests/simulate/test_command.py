@@ -67,27 +67,30 @@ def test_writes_table_and_json(trace: Path, tmp_path: Path) -> None:
 def test_a_sweep_is_drawn_and_compared_like_a_replay(tmp_path: Path) -> None:
     out, page, plots = tmp_path / "out.json", tmp_path / "page.html", tmp_path / "plots"
     arguments = ["sharegpt", "--sessions", "150", "--think-time", "2", "--rates", "4,12", "--seeds", "1,2"]
-    arguments += ["--policy", "lru", "--policy", "gittins", "--warm-up", "5", "--device-cache", "20000tokens"]
-    arguments += ["--host-cache", "20000tokens", "--jobs", "1", "--json", str(out), "--html", str(page)]
+    arguments += ["--policy", "lru", "--policy", "clairvoyant", "--warm-up", "5", "--device-cache", "15000tokens"]
+    arguments += ["--host-cache", "5000tokens", "--jobs", "1", "--json", str(out), "--html", str(page)]
     result = CliRunner().invoke(simulate, [*arguments, "--plots", str(plots)])
     assert result.exit_code == 0, result.output
     assert "12 turns/s" in result.output and "Throughput at equal normalised latency" in result.output
     report = read_report(out)
     assert [(row["rate"], row["seed"]) for row in report["runs"]] == [(4, 1), (4, 2), (12, 1), (12, 2)]
     assert [(row["run"], row["target"]) for row in report["targets"]] == [
-        (run, name) for run in range(4) for name in ("lru", "gittins")
+        (run, name) for run in range(4) for name in ("lru", "clairvoyant")
     ]
+    for lru, seer in zip(report["targets"][::2], report["targets"][1::2], strict=True):
+        assert lru["over_clairvoyant"] == lru["recomputed_cost_s"] / seer["recomputed_cost_s"] > 1
+        assert seer["least_recomputed_cost_s"] is None, "it is a bound of all turns, not of those in the window"
     for row in report["targets"]:
         assert row["window"]["rule"] == "given" and row["window"]["turns_outside"] > 0
         turns = report["runs"][row["run"]]["workload"]["turns"]
         assert row["turns"]["completed"] + row["window"]["turns_outside"] == turns
     assert {(row["target"], row["rate"]) for row in report["intervals"]} == {
-        (name, rate) for name in ("lru", "gittins") for rate in (4, 12)
+        (name, rate) for name in ("lru", "clairvoyant") for rate in (4, 12)
     }
     (panel,) = panels([report])
-    assert {name: len(points) for name, points in panel.points.items()} == {"lru": 2, "gittins": 2}
+    assert {name: len(points) for name, points in panel.points.items()} == {"lru": 2, "clairvoyant": 2}
     text = page.read_text(encoding="utf-8")
-    assert "<h1>Simulation: sharegpt</h1>" in text and "gittins" in text
+    assert "<h1>Simulation: sharegpt</h1>" in text and "clairvoyant" in text
     assert {path.stem for path in plots.glob("*.png")} == {"latency", "ttft", "sources", "sessions"}
 
 
