@@ -74,7 +74,7 @@ def grid(count: int, columns: int, width_in: float, height_in: float) -> tuple[F
 def title(axes: Axes, text: str) -> None:
     """Above the axes; nothing for no text."""
     if text:
-        axes.set_title(plain(text), fontsize=9, loc="left", color=INK)
+        axes.set_title(plain(text), fontsize=9, loc="left", color=INK, wrap=True)
 
 
 def plain_numbers(axis: Axis) -> None:
