@@ -8,8 +8,8 @@ and the chunks they take follow from how many contexts stand at which place in t
 from __future__ import annotations
 
 import heapq
-import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -17,6 +17,7 @@ from pensieve.engine.cache.restore import Range, Restore
 from pensieve.engine.scheduler import SWAP_OUT_QUANTUM
 from pensieve.simulate.load import Life
 from pensieve.simulate.policies import Stamp
+from pensieve.simulate.series import Series
 from pensieve.simulate.settings import Settings
 from pensieve.simulate.turn_cache import TurnCache
 
@@ -46,6 +47,8 @@ class Turn:
     """Steps that are over when it leaves; 0: it does not generate."""
     made: int = 0
     """Tokens of its answer when it was last suspended."""
+    last_token: float = 0.0
+    """When the last of those came."""
     first_token: float = 0.0
 
     @property
@@ -61,14 +64,17 @@ class Turn:
 _MANY: Final = 1 << 60
 Ended = tuple[Turn, float]
 """A turn and when its last token was out. Its chunks are released a step later, when that token is cached too."""
+OnGap = Callable[[float, int, float], None]
+"""Told of (seconds, count, now): so many tokens each came so long after the one before it in its answer."""
 
 
 class Batch:
     """Queue, running set and clock of one replica. ``stamp``: see ``policies``."""
 
-    def __init__(self, settings: Settings, cache: TurnCache, stamp: Stamp) -> None:
+    def __init__(self, settings: Settings, cache: TurnCache, stamp: Stamp, on_gap: OnGap) -> None:
         self.cache = cache
         self._stamp = stamp
+        self._on_gap = on_gap
         self.now = 0.0
         """Start of the next step."""
         self.suspensions = 0
@@ -117,11 +123,16 @@ class Batch:
         work = self._prefill(budget)
         budget -= sum(end - start for _, ranges in work for start, end in ranges)
         self._admit(work, budget)
+        begin, rows = self.now, self._generating
+        steps: tuple[Series, int] | None = None
         if work or self._restoring:
-            self._mixed_step(work)
-        elif self._generating:
-            self._decode_steps(until)
-        gone += self._leave()
+            steps = self._mixed_step(work)
+        elif rows:
+            steps = self._decode_steps(until)
+        left = self._leave()
+        if steps is not None:
+            self._tell_gaps(begin, rows, *steps, len(left))
+        gone += left
         if not self.has_work:
             self.cache.save_ahead(self.now, self.cache.config.device_chunks)
             self.cache.complete()
@@ -167,7 +178,7 @@ class Batch:
         self.suspensions += 1
         self.cache.suspended(turn.life.number, self.now)
         turn.missing.clear()
-        turn.made = made
+        turn.made, turn.last_token = made, self.now
         heapq.heappush(self._waiting, (turn.ticket, turn))
 
     def _release(self, turn: Turn, cached: int) -> None:
@@ -212,7 +223,7 @@ class Batch:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def _mixed_step(self, work: list[tuple[Turn, list[Range]]]) -> None:
+    def _mixed_step(self, work: list[tuple[Turn, list[Range]]]) -> tuple[Series, int]:
         """One step of all generations and of what was chosen of restores and prefills."""
         tokens, kv, pairs = self._generating, float(self._kv), 0.0
         for _, ranges in work:
@@ -235,20 +246,30 @@ class Batch:
             if not turn.missing:
                 self._restoring.remove(turn)
                 self._generate(turn)
+        return Series(self._latest), 1
 
-    def _decode_steps(self, until: float) -> None:
+    def _decode_steps(self, until: float) -> tuple[Series, int]:
         """As many steps as there are until somebody leaves or has to, the queue's head is seen, or ``until``."""
         rows, machine = self._generating, self._machine
         most = min(self._steps_to_an_end(), self._steps_to_another_try())
         first = machine.step(tokens=rows, rows=rows, kv_read=self._kv, pairs=0)
-        steps = _series_length(first, machine.kv_s * rows, until - self.now, most)
+        series = Series(first, machine.kv_s * rows)
+        steps = series.until(until - self.now, most)
         while self._chunks_after_first(steps) > self.cache.unpinned:
             steps -= 1
         self._reserve(steps, save=True)
         self._kv += steps * rows
         self._step += steps
-        self._latest = first + (steps - 1) * machine.kv_s * rows
-        self.now += _series(first, machine.kv_s * rows, steps)
+        self._latest = series.last(steps)
+        self.now += series.total(steps)
+        return series, steps
+
+    def _tell_gaps(self, begin: float, rows: int, series: Series, steps: int, left: int) -> None:
+        """Every generation had a token in each of these steps, but those that left, in the last: it only cached."""
+        done = 0
+        for seconds, count, end in series.parts(steps):
+            done += count
+            self._on_gap(seconds, rows * count - (left if done == steps else 0), begin + end)
 
     def _steps_to_another_try(self) -> int:
         """In how many steps the queue's head may be admitted although nobody leaves."""
@@ -280,6 +301,8 @@ class Batch:
     def _generate(self, turn: Turn) -> None:
         """The step that has just ended completed the turn's context and gave a token."""
         turn.first_token = turn.first_token or self.now
+        if turn.made:
+            self._on_gap(self.now - turn.last_token, 1, self.now)
         turn.begun = self._step
         turn.ends = self._step + turn.output - turn.made
         heapq.heappush(self._ends, (turn.ends, turn.ticket, turn))
@@ -322,17 +345,3 @@ def _take(missing: deque[Range], budget: int) -> list[Range]:
         if cut < end:
             missing.appendleft((cut, end))
     return taken
-
-
-def _series(first: float, rise: float, count: int) -> float:
-    """Sum of ``first``, ``first + rise``, …"""
-    return count * (first + rise * (count - 1) / 2)
-
-
-def _series_length(first: float, rise: float, total: float, most: int) -> int:
-    """Terms of that until their sum reaches ``total``: at least one, at most ``most``."""
-    if _series(first, rise, most) <= total:
-        return most
-    linear = first - rise / 2
-    count = 2 * total / (linear + math.sqrt(linear * linear + 2 * rise * max(total, 0.0)))
-    return min(max(math.ceil(count), 1), most)

@@ -92,6 +92,7 @@ class _Turn:
     context: TokenArray = field(default_factory=lambda: np.empty(0, np.int32))
     output: list[int] = field(default_factory=list)
     first_token: float = 0.0
+    last_token: float = 0.0
     cost: float = 0.0
 
 
@@ -196,8 +197,7 @@ class FullSimulation:
             match event:
                 case Output(key, tokens, _):
                     turn = replica.turns[key]
-                    turn.first_token = turn.first_token or now
-                    turn.output.extend(tokens)
+                    self._tokens(turn, tokens, now)
                 case Finished(key, _, usage):
                     self._ended(replica.turns.pop(key), usage, now)
                 case Failed(key, reason, message):
@@ -205,6 +205,13 @@ class FullSimulation:
         replica.stalled = 0 if events or now > before else replica.stalled + 1
         if replica.stalled > 1 and replica.scheduler.has_requests:  # one such step only fills the pipeline
             raise RuntimeError(f"nothing can be done for {len(replica.turns)} turns")
+
+    def _tokens(self, turn: _Turn, tokens: tuple[int, ...], now: float) -> None:
+        """Output: a piece of n tokens counts as n gaps of an n-th."""
+        if turn.output:
+            self.tally.gap((now - turn.last_token) / len(tokens), len(tokens), now)
+        turn.first_token, turn.last_token = turn.first_token or now, now
+        turn.output.extend(tokens)
 
     def _admitted(self, replica: _Replica, turn: _Turn, session: SessionKey) -> None:
         history = len(turn.history)

@@ -23,8 +23,6 @@ from pensieve.replay.workload import Dataset
 from pensieve.simulate.load import Load
 from pensieve.simulate.run import Simulation
 
-_NO_TIMES = {"count": 0, "mean": None, "p50": None, "p90": None, "p95": None, "p99": None, "max": None}
-
 
 def document(
     data: Dataset, shaped: Shaped, work: Sequence[Simulation], results: Sequence[dict[str, Any]]
@@ -83,8 +81,7 @@ def _target(one: Simulation, result: Mapping[str, Any], run: int) -> dict[str, A
     }
     return {
         **result, "run": run, "rate": one.load.rate, "clients": None, "seed": one.load.seed, "details": details,
-        "vocab_size": None, "context_limit": settings.context_limit, "inter_token_s": _NO_TIMES, "valid": True,
-        "errors": {}, "error_examples": [],
+        "vocab_size": None, "context_limit": settings.context_limit, "valid": True, "errors": {}, "error_examples": [],
     }  # fmt: skip
 
 

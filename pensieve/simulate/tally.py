@@ -29,12 +29,12 @@ class Times:
     most: float = 0.0
     bins: dict[int, int] = field(default_factory=dict)
 
-    def add(self, seconds: float) -> None:
-        self.count += 1
-        self.total += seconds
+    def add(self, seconds: float, count: int = 1) -> None:
+        self.count += count
+        self.total += count * seconds
         self.most = max(self.most, seconds)
         bin_ = int(math.log(max(seconds, _LEAST) / _LEAST) / _STEP)
-        self.bins[bin_] = self.bins.get(bin_, 0) + 1
+        self.bins[bin_] = self.bins.get(bin_, 0) + count
 
     def percentile(self, share: float) -> float | None:
         left = share * self.count
@@ -116,6 +116,8 @@ class Tally:
     warm: Times = field(default_factory=Times)
     latency: Times = field(default_factory=Times)
     normalised: Times = field(default_factory=Times)
+    gaps: Times = field(default_factory=Times)
+    """Between a token and the next one of the same answer."""
     answering_s: float = 0.0
     """From first tokens to the ends of answers."""
     open_s: float = 0.0
@@ -151,6 +153,11 @@ class Tally:
         row.ttft.add(ttft)
         for place, tokens in enumerate(values):
             row.sources[place] += tokens
+
+    def gap(self, seconds: float, count: int, now: float) -> None:
+        """So many tokens came ``now`` or until now, each so long after the one before it."""
+        if count and (self.window is None or self.window[0] <= now < self.window[1]):
+            self.gaps.add(seconds, count)
 
     def open(self, start: float, end: float) -> None:
         """A session was open from its first turn's arrival to its last answer's end."""
@@ -203,6 +210,7 @@ class Tally:
             "latency_s": self.latency.statistic(),
             "ttft_s": {kind: times.statistic() for kind, times in kinds.items()},
             "ttft_quantiles_s": {kind: times.quantiles() for kind, times in kinds.items()},
+            "inter_token_s": self.gaps.statistic(),
             "answering_s": self.answering_s,
             "tokens": {"context": self.context, **sources, "output": self.output},
             "hit_rate": found / history if history else None,

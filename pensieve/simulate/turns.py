@@ -41,7 +41,8 @@ class TurnSimulation:
         self.replicas: list[Batch] = []
         for _ in range(settings.replicas):
             rule, stamp = policies.make(policy)
-            self.replicas.append(Batch(settings, TurnCache(settings.cache, settings.cost, rule, settings.slack), stamp))
+            cache = TurnCache(settings.cache, settings.cost, rule, settings.slack)
+            self.replicas.append(Batch(settings, cache, stamp, self.tally.gap))
         self._due: list[tuple[float, int, Turn]] = []
         """Turns that are to come: (time, ticket, turn)."""
         self._tickets = 0

@@ -62,6 +62,10 @@ def test_agrees_with_the_engine(name: str, overlapped: bool, slack: float) -> No
         assert ours["ttft_s"][kind]["mean"] == pytest.approx(truth["ttft_s"][kind]["mean"], rel=close)
     assert ours["answering_s"] == pytest.approx(truth["answering_s"], rel=0.01)
     assert ours["virtual_s"] == pytest.approx(truth["virtual_s"], rel=0.01)
+    gaps, real = ours["inter_token_s"], truth["inter_token_s"]
+    assert gaps["count"] == real["count"] and gaps["mean"] == pytest.approx(real["mean"], rel=0.01)
+    for percentile in ("p50", "p90"):
+        assert gaps[percentile] == pytest.approx(real[percentile], rel=0.03), percentile
 
 
 def test_the_loads_are_what_they_are_said_to_be() -> None:

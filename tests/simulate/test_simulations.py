@@ -82,6 +82,9 @@ def test_receipts_add_up(engine: EngineName, policy: str) -> None:
     assert tokens["new"] == sum(turn.input_tokens for talk in load.conversations for turn in talk.turns)
     assert tokens["output"] == sum(turn.output_tokens for talk in load.conversations for turn in talk.turns)
     assert tokens["recomputed"] > 0 and result["recomputed_cost_s"] > 0
+    assert result["inter_token_s"]["count"] == tokens["output"] - result["turns"]["completed"]
+    mean = result["answering_s"] / result["inter_token_s"]["count"]
+    assert result["inter_token_s"]["mean"] == pytest.approx(mean, rel=0.02), "gaps make up the time of the answers"
     assert sum(row["turns"] for row in result["by_turn"]) == result["turns"]["completed"]
     for name, count in tokens.items():
         assert sum(row["tokens"][name] for row in result["by_turn"]) == count

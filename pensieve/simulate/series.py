@@ -1,0 +1,43 @@
+"""Steps that take evenly more time, one after the other: as contexts grow by a token a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_ALIKE = 1.005
+"""``parts`` tells steps apart where one takes so many times as long as another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Of ``first``, ``first + rise``, … seconds."""
+
+    first: float
+    rise: float = 0.0
+
+    def last(self, count: int) -> float:
+        """The last of so many steps."""
+        return self.first + (count - 1) * self.rise
+
+    def total(self, count: int) -> float:
+        """All of so many steps."""
+        return count * (self.first + self.rise * (count - 1) / 2)
+
+    def until(self, total: float, most: int) -> int:
+        """Steps until their sum reaches ``total``: at least one, at most ``most``."""
+        if self.total(most) <= total:
+            return most
+        linear = self.first - self.rise / 2
+        count = 2 * total / (linear + math.sqrt(linear * linear + 2 * self.rise * max(total, 0.0)))
+        return min(max(math.ceil(count), 1), most)
+
+    def parts(self, count: int) -> Iterator[tuple[float, int, float]]:
+        """So many steps in runs of nearly equal ones: (seconds each, how many, seconds until the last has ended)."""
+        runs = min(count, math.ceil(math.log(self.last(count) / self.first) / math.log(_ALIKE)) or 1)
+        begin = 0
+        for run in range(1, runs + 1):
+            end = count * run // runs
+            yield self.first + self.rise * (begin + end - 1) / 2, end - begin, self.total(end)
+            begin = end
