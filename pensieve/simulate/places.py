@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -95,6 +96,9 @@ class PlacesIndex:
     def touch(self, resident: Resident) -> None:
         self._dirty[resident.row] = resident
 
+    def touch_all(self, residents: Iterable[Resident]) -> None:
+        self._dirty.update({resident.row: resident for resident in residents})
+
     def left(self, resident: Resident, now: float) -> None:
         """As ``EvictionIndex.left``."""
         resident.kind = self.policy.left(resident.key, resident.new_tokens, resident.tokens, now)
@@ -139,13 +143,19 @@ class PlacesIndex:
         return PlacesRound(self, give, now, rows.tolist(), values[rows].tolist())
 
     def _refresh(self) -> None:
-        for row, resident in self._dirty.items():
-            self._last_active[row] = resident.last_active
-            self._kinds[row] = resident.kind
-            for give, place in GIVES.items():
-                first = -1 if resident.running else resident.places.find(place)
-                self._first_cost[give, row] = self.chunk_cost(first) if first >= 0 else np.inf
-                self._candidates[give, row] = resident.places.count(place) if first >= 0 else 0
+        """Row by row would be simpler, and a tenth of a simulation's time."""
+        if not self._dirty:
+            return
+        rows, residents = list(self._dirty), self._dirty.values()
+        self._last_active[rows] = [resident.last_active for resident in residents]
+        self._kinds[rows] = [resident.kind for resident in residents]
+        for give, place in GIVES.items():
+            firsts = [-1 if resident.running else resident.places.find(place) for resident in residents]
+            self._first_cost[give, rows] = [self.chunk_cost(first) if first >= 0 else np.inf for first in firsts]
+            self._candidates[give, rows] = [
+                resident.places.count(place) if first >= 0 else 0
+                for resident, first in zip(residents, firsts, strict=True)
+            ]
         self._dirty.clear()
 
 

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_ALIKE = 1.005
+_ALIKE = 1.01
 """``parts`` tells steps apart where one takes so many times as long as another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Of ``first``, ``first + rise``, … seconds."""
+    """Of ``first``, ``first + rise``, … seconds; ``rise`` is less than ``first``."""
 
     first: float
     rise: float = 0.0
@@ -35,7 +35,11 @@ class Series:
 
     def parts(self, count: int) -> Iterator[tuple[float, int, float]]:
         """So many steps in runs of nearly equal ones: (seconds each, how many, seconds until the last has ended)."""
-        runs = min(count, math.ceil(math.log(self.last(count) / self.first) / math.log(_ALIKE)) or 1)
+        last = self.last(count)
+        if last <= _ALIKE * self.first:
+            yield (self.first + last) / 2, count, self.total(count)
+            return
+        runs = min(count, math.ceil(math.log(last / self.first) / math.log(_ALIKE)))
         begin = 0
         for run in range(1, runs + 1):
             end = count * run // runs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,8 @@ from pensieve.replay.activity import TTFT_LIMIT_S, largest_within_limit
 from pensieve.replay.report import SOURCES
 from pensieve.replay.windows import BINS, has_trend
 
-_STEP = math.log(1.01)
+_LOG = math.log
+_STEP = _LOG(1.01)
 _LEAST = 1e-5
 _TURNS_SHOWN = 20
 Span = tuple[float, float]
@@ -32,8 +34,9 @@ class Times:
     def add(self, seconds: float, count: int = 1) -> None:
         self.count += count
         self.total += count * seconds
-        self.most = max(self.most, seconds)
-        bin_ = int(math.log(max(seconds, _LEAST) / _LEAST) / _STEP)
+        if seconds > self.most:
+            self.most = seconds
+        bin_ = int(_LOG(seconds / _LEAST) / _STEP) if seconds > _LEAST else 0
         self.bins[bin_] = self.bins.get(bin_, 0) + count
 
     def percentile(self, share: float) -> float | None:
@@ -112,8 +115,6 @@ class Tally:
     """Begun again elsewhere because their replica was lost."""
     rows: list[_Row] = field(default_factory=list)
     """By turn number, the last row for all later ones."""
-    cold: Times = field(default_factory=Times)
-    warm: Times = field(default_factory=Times)
     latency: Times = field(default_factory=Times)
     normalised: Times = field(default_factory=Times)
     gaps: Times = field(default_factory=Times)
@@ -141,7 +142,6 @@ class Tally:
                 return
         self.recomputed_cost_s += cost
         self.answering_s += answering
-        (self.warm if turn else self.cold).add(ttft)
         self.latency.add(ttft + answering)
         self.normalised.add((ttft + answering) / usage.output_tokens)
         number = min(turn, _TURNS_SHOWN - 1)
@@ -174,6 +174,16 @@ class Tally:
             self.flight_s[part] += max(0.0, min(end, begins + width) - max(start, begins))
 
     @property
+    def cold(self) -> Times:
+        """To the first tokens of first turns."""
+        return _merged(self.rows[:1])
+
+    @property
+    def warm(self) -> Times:
+        """To the first tokens of later turns."""
+        return _merged(self.rows[1:])
+
+    @property
     def turns(self) -> int:
         return sum(row.turns for row in self.rows)
 
@@ -196,7 +206,8 @@ class Tally:
         seconds, sources = end - start, self.sources
         history = self.context - sources["new"]
         found = sources["gpu_cached"] + sources["swapped_in"]
-        ttft, kinds = self._ttft(), {"cold": self.cold, "warm": self.warm}
+        kinds = {"cold": self.cold, "warm": self.warm}
+        ttft = _merged(self.rows).percentile(0.95)
         active = self.open_s / seconds if seconds else 0.0
         bins = [{"start_s": start, "end_s": end, "turns": self.turns, "active": active, "ttft_p95_s": ttft}]
         return {
@@ -226,13 +237,6 @@ class Tally:
             **({"running_turns": {"mean": sum(self.flight_s) / seconds}} if self.window else {}),
         }  # fmt: skip
 
-    def _ttft(self) -> float | None:
-        """95th percentile, of cold and warm turns together."""
-        both = Times()
-        for times in (self.cold, self.warm):
-            both.merge(times)
-        return both.percentile(0.95)
-
     def _window(self) -> dict[str, Any]:
         start, end = self.window or (0.0, self.ended)
         steady = None
@@ -242,6 +246,14 @@ class Tally:
             "rule": "given" if self.window else "whole", "start_s": start, "end_s": end, "run_s": self.ended,
             "steady": steady, "turns_outside": self.turns_outside, "failed_outside": 0, "cut_short": 0,
         }  # fmt: skip
+
+
+def _merged(rows: Sequence[_Row]) -> Times:
+    """Times to first tokens."""
+    all_ = Times()
+    for row in rows:
+        all_.merge(row.ttft)
+    return all_
 
 
 def _by_turn(number: int, row: _Row) -> dict[str, Any]:

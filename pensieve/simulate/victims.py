@@ -91,8 +91,7 @@ class Ranking:
                 moved.append(victim)
             position += 1
         self._next = position
-        for session in {session for _, session, _ in moved}:
-            self._index.touch(session)
+        self._index.touch_all([session for _, session, _ in moved])
         return moved
 
     def _stands(self, position: int) -> bool:
