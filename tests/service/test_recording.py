@@ -50,6 +50,9 @@ OPTIONS = EngineOptions(
 """Tiers that hold a part of the load below, so that every source of context tokens occurs. With LRU and swap-out on
 demand the cache knows the order of turns only, not how long they took."""
 COUNTS = ("context_tokens", "input_tokens", "output_tokens")
+SETTLED_S = 0.05
+"""Between turns that run one after the other: when an answer is out the engine may still be at the step that gives up
+its chunks, and on a busy machine the next turn would find them taken."""
 SOURCES = ("gpu_cached_tokens", "swapped_in_tokens", "recomputed_tokens")
 
 
@@ -98,6 +101,7 @@ async def converse(address: str, *, seed: int, lanes: int) -> None:
         async def send(chat: Any, text: str, output: int) -> None:
             async with lane:
                 await chat.send(text, max_output_tokens=output)
+                await asyncio.sleep(SETTLED_S if lanes == 1 else 0)
 
         for _ in range(5):
             random.shuffle(chats)
@@ -132,6 +136,7 @@ class InOrder(PensieveTarget):
         try:
             return await super().turn(session, spec, on_tokens)
         finally:
+            await asyncio.sleep(SETTLED_S)
             async with self._moved:
                 self._next += 1
                 self._moved.notify_all()
