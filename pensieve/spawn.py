@@ -16,6 +16,7 @@ from typing import Self
 from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from pensieve.debug import child_environment
 
@@ -42,16 +43,17 @@ def wait_ready(process: subprocess.Popen[str], timeout_s: float) -> tuple[str, s
     return match["grpc"], match["admin"]
 
 
-def read_metric(admin: str, name: str, **labels: str) -> float:
-    """Sum of the samples called ``name`` that carry these labels, from the admin port at HOST:PORT."""
+def read_metrics(admin: str) -> list[Sample]:
+    """All samples that the admin port at HOST:PORT has. Raises OSError."""
     with urlopen(f"http://{admin}/metrics", timeout=10) as response:
         families = text_string_to_metric_families(response.read().decode())
-    return sum(
-        sample.value
-        for family in families
-        for sample in family.samples
-        if sample.name == name and labels.items() <= sample.labels.items()
-    )
+    return [sample for family in families for sample in family.samples]
+
+
+def read_metric(admin: str, name: str, **labels: str) -> float:
+    """Sum of the samples called ``name`` that carry these labels. Raises OSError."""
+    found = (sample for sample in read_metrics(admin) if sample.name == name)
+    return sum(sample.value for sample in found if labels.items() <= sample.labels.items())
 
 
 class ServerProcess:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from typing import Any
-from urllib.request import urlopen
 
-from prometheus_client.parser import text_string_to_metric_families
+from pensieve.spawn import read_metrics
 
 Counters = dict[str, float]
 """``NAME``, or ``NAME.LABEL`` where labels tell samples of a name apart, to the value."""
@@ -14,10 +13,7 @@ _PART = "pensieve_step_part_seconds_total."
 
 def read(admin: str) -> Counters:
     """Of the admin port at HOST:PORT. Raises OSError."""
-    with urlopen(f"http://{admin}/metrics", timeout=10) as response:
-        families = text_string_to_metric_families(response.read().decode())
-    samples = (sample for family in families for sample in family.samples)
-    return {".".join((sample.name, *sample.labels.values())): sample.value for sample in samples}
+    return {".".join((sample.name, *sample.labels.values())): sample.value for sample in read_metrics(admin)}
 
 
 def growth(before: Counters, after: Counters) -> dict[str, Any]:

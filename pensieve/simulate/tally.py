@@ -15,8 +15,7 @@ from pensieve.replay.activity import TTFT_LIMIT_S, largest_within_limit
 from pensieve.replay.report import SOURCES
 from pensieve.replay.windows import BINS, has_trend
 
-_LOG = math.log
-_STEP = _LOG(1.01)
+_STEP = math.log(1.01)
 _LEAST = 1e-5
 _TURNS_SHOWN = 20
 Span = tuple[float, float]
@@ -36,7 +35,7 @@ class Times:
         self.total += count * seconds
         if seconds > self.most:
             self.most = seconds
-        bin_ = int(_LOG(seconds / _LEAST) / _STEP) if seconds > _LEAST else 0
+        bin_ = int(math.log(seconds / _LEAST) / _STEP) if seconds > _LEAST else 0
         self.bins[bin_] = self.bins.get(bin_, 0) + count
 
     def percentile(self, share: float) -> float | None:

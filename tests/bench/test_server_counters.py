@@ -48,6 +48,7 @@ class Engine:
         self.stats = msgspec.structs.replace(
             now, steps_total=now.steps_total + 10, step_seconds_total=now.step_seconds_total + 0.02,
             part_seconds_total=parts, swap_in_bytes_total=now.swap_in_bytes_total + 32,
+            swap_out_bytes_total=now.swap_out_bytes_total + 8,
         )  # fmt: skip
 
 
@@ -86,23 +87,37 @@ def admin() -> Iterator[tuple[Engine, int]]:
     thread.join(30)
 
 
+def started(engine: Engine, says: str, url: str | None = None) -> StartedTarget:
+    code = f"import time; print({says!r}, flush=True); time.sleep(600)"
+    command = f'{sys.executable} -c "{code}"'
+    return StartedTarget(command, url, lambda address: Working(engine), name="x", timeout_s=60)
+
+
 async def test_steps_of_the_run(admin: tuple[Engine, int]) -> None:
     engine, port = admin
-    code = f"import time; print('ready grpc=127.0.0.1:1 admin=127.0.0.1:{port}', flush=True); time.sleep(600)"
-    target = StartedTarget(
-        f'{sys.executable} -c "{code}"', None, lambda address: Working(engine), name="x", timeout_s=60
-    )
+    target = started(engine, f"ready grpc=127.0.0.1:1 admin=127.0.0.1:{port}")
     report = await run(PLAN, [target])
     (summary,) = report["targets"]
     assert summary["step_s"] == {
         "count": 20, "mean": pytest.approx(0.002), "share": pytest.approx({"plan": 0.25, "wait": 0.75})
     }  # fmt: skip
-    assert summary["swap"] == {"in_bytes": 64.0, "out_bytes": 0.0}
+    assert summary["swap"] == {"in_bytes": 64.0, "out_bytes": 16.0}
     console = Console(record=True, width=140)
     show(report, console)
     said = [[cell.strip() for cell in line.split("│")[1:3]] for line in console.export_text().splitlines()]
     assert ["engine step ms, mean", "2.0"] in said
     assert ["share of step time: plan", "25.0%"] in said and ["share of step time: wait", "75.0%"] in said
+
+
+async def test_other_servers_tell_nothing() -> None:
+    engine = Engine()
+    for target in (
+        started(engine, "up", "http://127.0.0.1:1"),
+        started(engine, "ready grpc=127.0.0.1:1 admin=127.0.0.1:1"),  # nobody answers there
+        Working(engine),
+    ):
+        (summary,) = (await run(PLAN, [target]))["targets"]
+        assert not {"swap", "step_s"} & set(summary)
 
 
 def test_an_engine_that_made_no_step() -> None:
