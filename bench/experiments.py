@@ -40,8 +40,12 @@ THINK_S = 60.0
 """The paper's, where it is not varied."""
 RUN_IN_THINKS = 20.0
 """A replay begins so many think times after the start of its load."""
-THINK_TIMES_S = {15.0: (36, 28), 60.0: (34, 28), 150.0: (30, 24), 300.0: (26, 20), 600.0: (22, 16)}
-"""The paper's figure 15; think time in the paper's seconds → turns/s."""
+THINK_TIMES_S = {15.0: (36, 28), 60.0: (34, 28), 150.0: (22, 18), 300.0: (16, 12), 600.0: (12, 9)}
+"""The paper's figure 15; think time in the paper's seconds → turns/s. The longer the pauses, the sooner the cache is
+too small and recomputation sets the limit."""
+PRESSED_THINK_S = 150.0
+"""Of the eviction policies' load: with ``THINK_S`` these tiers lose next to nothing below the limit, whatever the
+policy. With this a fifth to a third of the context is recomputed."""
 CHUNK_TOKENS = (8, 16, 32, 64, 128, 256)
 KV_HEADS = {40: (9, 6), 20: (18, 14), 10: (34, 28), 8: (34, 28)}
 """→ turns/s; with as many KV heads as queries have, the tiers hold a quarter of the tokens."""
@@ -228,14 +232,18 @@ def _systems(scale: Scale) -> Iterable[Experiment]:
 
 def _ablations(scale: Scale) -> Iterable[Experiment]:
     """One idea of Pensieve each, on the ShareGPT-like load, at the two highest rates: below them nothing is dropped.
+    The policies alone meet longer pauses.
 
     The default is written without options: it is then one and the same job in all of them, and the lines of ``tiers``
     are lines of ``systems-13b-sharegpt``.
     """
     model, rates = scale.shape(scale.gqa_heads), scale.rates["gqa", "sharegpt"]
 
-    def ablation(name: str, shows: str, variants: Mapping[str, tuple[str, ...]]) -> Experiment:
-        load = _workload(scale, "gqa", "sharegpt", _highest(rates.both))
+    def ablation(
+        name: str, shows: str, variants: Mapping[str, tuple[str, ...]], think_s: float = THINK_S
+    ) -> Experiment:
+        offered = _highest(rates.both) if think_s == THINK_S else _think_rates(scale, think_s)
+        load = _workload(scale, "gqa", "sharegpt", offered, think_s)
         lines = (
             Line(label, pensieve(scale, label, *arguments), model, load)
             for label, arguments in variants.items()
@@ -252,7 +260,7 @@ def _ablations(scale: Scale) -> Iterable[Experiment]:
     ))  # fmt: skip
     yield ablation("policy", "what is evicted first (EuroSys figure 14)", {
         name: () if name == DEFAULTS.policy else ("--policy", name) for name in get_args(PolicyName)
-    })  # fmt: skip
+    }, PRESSED_THINK_S)  # fmt: skip
     yield ablation("unified", "prefill and decode in one step, or in steps of their own (EuroSys figure 13)", {
         "unified": (), "separate": ("--no-unified-batch",),
     })  # fmt: skip
@@ -274,14 +282,18 @@ def _highest(rates: Iterable[float]) -> tuple[float, ...]:
     return tuple(sorted(rates, reverse=True)[:2])
 
 
+def _think_rates(scale: Scale, paper_s: float) -> tuple[float, ...]:
+    return THINK_TIMES_S[paper_s] if scale is FULL else (6, 3)
+
+
 def _think(scale: Scale, model: str) -> Experiment:
     """Without a cache it makes no difference how long users think: one line without one is enough."""
     lines = [
         Line(
             f"think time {paper_s:g} s", pensieve(scale, "Pensieve"), model,
-            _workload(scale, "gqa", "sharegpt", offered if scale is FULL else (6, 3), paper_s),
+            _workload(scale, "gqa", "sharegpt", _think_rates(scale, paper_s), paper_s),
         )
-        for paper_s, offered in THINK_TIMES_S.items()
+        for paper_s in THINK_TIMES_S
     ]  # fmt: skip
     none = scale.rates["gqa", "sharegpt"].none
     load = _workload(scale, "gqa", "sharegpt", none)

@@ -126,13 +126,14 @@ def test_conversations_last_until_the_window_ends(scale: str) -> None:
 
 
 def test_the_default_is_measured_once() -> None:
-    """It is a line of every ablation at that load, under another name."""
+    """It is a line of every ablation at that load, under another name; so is it at the load of the policies."""
     found = table().experiments(table().FULL)
     ablations = [name for name in found if name.startswith("ablate-")]
     jobs = planning().jobs_for([(name, line) for name in ablations for line in found[name].lines])
     *others, default = sorted((job.uses for job in jobs), key=len)
-    assert {name for name, _ in default} == set(ablations) - {"ablate-tiers"}
-    assert all(len(uses) == 1 or dict(uses).keys() == {"ablate-tiers", "ablate-think"} for uses in others)
+    assert {name for name, _ in default} == set(ablations) - {"ablate-tiers", "ablate-policy"}
+    shared = {tuple(sorted(name for name, _ in uses)) for uses in others if len(uses) > 1}
+    assert shared == {("ablate-think", "ablate-tiers"), ("ablate-policy", "ablate-think")}
     assert len(dict(default)) == len(default), "one experiment has a line twice"
 
 
