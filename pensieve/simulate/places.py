@@ -25,6 +25,8 @@ BOTH_SAVING: Final = 6
 BOTH_LOADING: Final = 7
 SETTLED: Final = bytes((DROPPED, HOST, DEVICE, BOTH, CHOSEN, HOST, BOTH, BOTH, *range(8, 256)))
 """Place after the plan is complete, for ``bytearray.translate``."""
+RECLAIMED: Final = bytes((DROPPED, HOST, DEVICE, HOST, *range(4, 256)))
+"""Place of a chunk of an idle session that gave up its device slot if it could do so for nothing."""
 ADMITTED: Final = bytes((DEVICE, BOTH_LOADING, *range(2, 256)))
 """Place of a chunk that was given a device slot if it had none."""
 GIVES: Final = {Give.SLOT: BOTH, Give.SAVED_SLOT: DEVICE, Give.HOST_COPY: HOST}

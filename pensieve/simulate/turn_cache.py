@@ -25,6 +25,7 @@ from pensieve.simulate.places import (
     DROPPED,
     HOST,
     HOST_SAVING,
+    RECLAIMED,
     SETTLED,
     PlacesIndex,
     Resident,
@@ -59,6 +60,8 @@ class TurnCache:
         self._pinned = 0
         self._reclaimable = 0
         """Chunks of idle sessions that are in both tiers."""
+        self._both: dict[Resident, None] = {}
+        """The sessions that these are of, and some that have none left."""
         self._spares: dict[Resident, None] = {}
         """Running sessions that may have such chunks, whose host copies nobody needs now; in order of admission."""
         self._in_flight: dict[Resident, None] = {}
@@ -92,6 +95,7 @@ class TurnCache:
         session = self._sessions.get(key) or self._add(key)
         places = session.places
         self._reclaimable -= places.count(BOTH)
+        self._both.pop(session, None)
         session.running = True
         self.index.came_back(session, tokens - history, now)
         self._running[key] = session
@@ -137,8 +141,9 @@ class TurnCache:
     def complete(self) -> None:
         """The plan in hand was executed."""
         for session in self._in_flight:
-            if not session.running:
-                self._reclaimable += session.places.count(BOTH_SAVING)
+            if not session.running and (saved := session.places.count(BOTH_SAVING)):
+                self._reclaimable += saved
+                self._both[session] = None
             session.places = session.places.translate(SETTLED)
             self.index.touch(session)
         for session, restore in self._admitted:
@@ -165,7 +170,9 @@ class TurnCache:
         session.cached = len(places) - places.count(DROPPED)
         session.running = False
         session.last_active = stamp
-        self._reclaimable += places.count(BOTH)
+        if both := places.count(BOTH):
+            self._reclaimable += both
+            self._both[session] = None
         if session.cached == 0:
             self._forget(session)
 
@@ -179,7 +186,7 @@ class TurnCache:
         """Forget everything, running turns too."""
         for session in list(self._sessions.values()):
             self._forget(session)
-        for state in (self._running, self._spares, self._in_flight, self._admitted, self._rankings):
+        for state in (self._running, self._both, self._spares, self._in_flight, self._admitted, self._rankings):
             state.clear()
         self._pinned = self._reclaimable = self.loading = 0
         self.device_free, self.host_free = self.config.device_chunks, self.config.host_chunks
@@ -194,6 +201,7 @@ class TurnCache:
 
     def _forget(self, session: Resident) -> None:
         del self._sessions[session.key]
+        self._both.pop(session, None)
         self.index.remove(session)
 
     def _count(self, session: Resident, history: int, total: int) -> Restore:
@@ -258,6 +266,8 @@ class TurnCache:
 
     def _reserve(self, slots: int, now: float) -> None:
         """Make so many device slots free."""
+        if 0 < self._reclaimable <= slots + self._batch - self.device_free:
+            self._reclaim_all()
         while (need := slots + self._batch - self.device_free) > 0 and self._reclaimable:
             reclaimed = len(self._victims(Give.SLOT, now, need).move(need, HOST))
             self.device_free += reclaimed
@@ -267,6 +277,15 @@ class TurnCache:
             chosen = self._victims(Give.SAVED_SLOT, now, need).move(need, CHOSEN)
             assert chosen, f"{slots} slots asked for, {self.device_free} could be had"
             self._evict(chosen, now)
+
+    def _reclaim_all(self) -> None:
+        """As often as not all are needed, and then their order does not matter."""
+        for session in self._both:
+            session.places = session.places.translate(RECLAIMED)
+            self.index.touch(session)
+        self._both.clear()
+        self.device_free += self._reclaimable
+        self._reclaimable = 0
 
     def _evict(self, chosen: list[Victim], now: float) -> None:
         """Off the device: the most valuable are saved first, what the host has no room for is dropped."""
