@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pensieve.replay.generators import CHATS
+from pensieve.replay.run_in import ENDED_SHARE
 
 HISTORY_S, ANSWER_S = 0.055, 3.0
-"""Guesses: to compute the history of a conversation in progress; and for an answer."""
+"""Guesses: to compute the history of a conversation; and for an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,9 @@ class Workload:
     @property
     def point_s(self) -> float:
         """Expected for one rate, without start and end."""
-        return self.measured_s + HISTORY_S * max(self.rates) * (self.think_s + ANSWER_S)
+        alive = self.think_s + ANSWER_S
+        ended = ENDED_SHARE * self.run_in_s / CHATS[self.dataset].published.turns
+        return self.measured_s + HISTORY_S * max(self.rates) * (alive + ended)
 
     @property
     def conversations(self) -> int:

@@ -59,7 +59,8 @@ def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
                          help="Pauses drawn from the times between the turns of a trace."),
             click.option("--run-in", type=_SECONDS, default=0.0, metavar="S",
                          help="Begin as if the load of --rate had been running for S seconds: what conversations in "
-                         "progress have said is played first, before the clock starts."),
+                         "progress and those that ended not long ago have said is played first, before the clock "
+                         "starts."),
             click.option("--warm-up", type=_SECONDS, metavar="S", help="Measure only what ends after S seconds."),
             click.option("--window", type=click.FloatRange(0, min_open=True), metavar="S",
                          help="Measure for S seconds; default: until the last conversation starts."),

@@ -86,9 +86,14 @@ class Script:
     """The first turn here stands for all that was said before the replay: it is played before time 0, at leisure."""
 
     @property
+    def over(self) -> bool:
+        """Whether all of it was said before the replay."""
+        return self.beforehand and len(self.due) == 1
+
+    @property
     def begins_s(self) -> float:
-        """When the first turn is due that is not played beforehand."""
-        return self.due[self.beforehand].at_s
+        """When the first turn is due that is not played beforehand; 0 if there is none."""
+        return 0.0 if self.over else self.due[self.beforehand].at_s
 
     def input_ids(self, turn: int, vocab_size: int, seed: int, run: int = 0) -> TokenArray:
         """Of the turn at this place here: pseudo-random, int32 [input_tokens], the same for every target with this

@@ -155,7 +155,7 @@ def _prepare(plan: Plan, infos: Sequence[TargetInfo]) -> _Prepared:
     drawn = scripts(shaped.conversations, plan.arrivals)
     if plan.arrivals.run_in_s:
         drawn = run_in(drawn, plan.arrivals.run_in_s)
-        if not drawn:
+        if all(script.over for script in drawn):
             raise ValueError("--run-in outlasts all conversations: ask for more of them")
         shaped = replace(shaped, conversations=tuple(script.conversation for script in drawn))
     return _Prepared(plan, shaped, drawn, vocab, limit)

@@ -36,12 +36,20 @@ def test_turns_to_come_keep_their_pauses() -> None:
     assert rest.due == (Due(-1.0, 0.0), Due(3.0, 0.0), Due(3.0, 10.0))
 
 
-def test_conversations_that_are_over_are_left_out() -> None:
-    over = _script((5, 100), pauses=(0.0,))
-    to_come = _script((5, 100), pauses=(0.0,), start=9.0)
-    (rest,) = run_in([over, to_come], 4.0, TOKEN_S)
-    assert (rest.due, rest.conversation) == ((Due(5.0, 0.0),), to_come.conversation)
+def test_conversations_that_are_to_come_are_whole() -> None:
+    to_come = _script((5, 100), (7, 200), pauses=(0.0, 3.0), start=9.0)
+    (rest,) = run_in([to_come], 4.0, TOKEN_S)
+    assert (rest.due, rest.conversation) == ((Due(5.0, 0.0), Due(5.0, 3.0)), to_come.conversation)
     assert not rest.beforehand and not rest.first_turn
+
+
+def test_of_conversations_that_are_over_the_history_is_left() -> None:
+    """Nobody tells a server that they are; those that ended in the first half of the time before are left out."""
+    over = _script((5, 100), (7, 200), pauses=(0.0, 4.0))  # the last answer ends at 7 s
+    (rest,) = run_in([over], 10.0, TOKEN_S)
+    assert [(turn.input_tokens, turn.output_tokens) for turn in rest.conversation.turns] == [(311, 1)]
+    assert (rest.due, rest.first_turn, rest.over, rest.begins_s) == ((Due(-3.0, 0.0),), 1, True, 0.0)
+    assert run_in([over], 14.0, TOKEN_S) and not run_in([over], 14.5, TOKEN_S)
 
 
 def _offered(found: list[Script], start: float, end: float) -> tuple[float, float]:

@@ -223,6 +223,22 @@ async def test_a_history_that_fails_ends_its_conversation() -> None:
     assert found.skipped_turns == 2
 
 
+async def test_of_a_conversation_that_is_over_only_the_history_is_played() -> None:
+    target = FakeTarget()
+    talks = [begun(3, 0.02, 30), begun(1, 0.05, 10, Turn(4, 2))]
+    found = await replay(target, INFO, talks, RunOptions(concurrency=1))
+    assert [(r.conversation, r.turn, r.done_s > 0) for r in found.records] == [
+        (1, 1, False), (3, 1, False), (1, 2, True),
+    ]  # fmt: skip
+    assert not found.cut_short and not found.skipped_turns and sorted(target.ended) == ["s0", "s1"]
+
+
+async def test_a_load_that_is_over_is_refused() -> None:
+    over = dataclasses.replace(plan(), arrivals=Arrivals(rate=100.0, run_in_s=0.2))
+    with pytest.raises(ValueError, match="ask for more of them"):
+        await run(over, [FakeTarget()])
+
+
 async def test_few_histories_at_a_time() -> None:
     """They come in the order of their age only if most have to wait."""
     target = FakeTarget()
