@@ -15,12 +15,13 @@ the paper's; they say nothing of a server that idles for minutes.
 
 A load that begins with nothing takes as long as its conversations to become steady. A replay therefore begins as if it
 had run for 20 think times (``--run-in``): more than two mean conversations, after which the load is within 10 % of its
-end. Histories are played beforehand, so that servers which keep them have them; a warm-up of two think times fills the
-batches.
+end. Histories are played beforehand, also those of conversations that have ended, so that servers which keep them have
+them; a warm-up of four think times fills the batches.
 
-Systems meet different rates: each from where it has room to near its limit, as the simulator predicts it
-(``pensieve simulate`` with the machine of ``results/validation_13b_h200.machine.json``). Beyond its limit a system has
-no steady state: what is measured there depends on when one looks. Curves are compared at equal latency.
+Systems meet different rates: each from where it has room to near the most that it carries for long, as the simulator
+predicts it (``results/figure10.md``). Beyond that a system has no steady state: what is measured there depends on when
+one looks, and a cache with more room takes longer to be overrun, which looks like an advantage. Near it, queues and
+cache swing for a minute: hence windows of ten think times. Curves are compared at equal latency.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ THINK_S = 60.0
 """The paper's, where it is not varied."""
 RUN_IN_THINKS = 20.0
 """A replay begins so many think times after the start of its load."""
-THINK_TIMES_S = {15.0: (36, 28), 60.0: (34, 28), 150.0: (22, 18), 300.0: (16, 12), 600.0: (12, 9)}
+THINK_TIMES_S = {15.0: (36, 28), 60.0: (27, 25), 150.0: (22, 18), 300.0: (16, 12), 600.0: (12, 9)}
 """The paper's figure 15; think time in the paper's seconds → turns/s. The longer the pauses, the sooner the cache is
 too small and recomputation sets the limit."""
 PRESSED_THINK_S = 150.0
 """Of the eviction policies' load: with ``THINK_S`` these tiers lose next to nothing below the limit, whatever the
 policy. With this a fifth to a third of the context is recomputed."""
 CHUNK_TOKENS = (8, 16, 32, 64, 128, 256)
-KV_HEADS = {40: (9, 6), 20: (18, 14), 10: (34, 28), 8: (34, 28)}
+KV_HEADS = {40: (9, 6), 20: (16, 12), 10: (27, 25), 8: (27, 25)}
 """→ turns/s; with as many KV heads as queries have, the tiers hold a quarter of the tokens."""
 DEFAULTS = EngineTuning()
 NO_HOST_TIER = ("--host-cache", "0")
@@ -128,12 +129,12 @@ FULL = Scale(
     serve=("--device", "cuda", "--dtype", "bfloat16", "--max-running", "512", "--max-batch-tokens", "8192"),
     device_tier="40GiB", host_tier="32GiB", device_bytes=40 * GIB, host_bytes=32 * GIB,
     rates={
-        ("gqa", "sharegpt"): Rates((28, 20, 34), (22, 16, 27), (13, 9)),
-        ("gqa", "ultrachat"): Rates((32, 24, 37), (28, 20, 33), (20, 13)),
+        ("gqa", "sharegpt"): Rates((25, 20, 27), (18, 14, 20), (10, 7)),
+        ("gqa", "ultrachat"): Rates((32, 26, 34), (26, 20, 28), (19, 13)),
         ("opt", "sharegpt"): Rates((13, 9, 16), (13, 9, 16), (12, 8)),
         ("opt", "ultrachat"): Rates((12, 8, 15), (12, 8, 14), (11, 7)),
     },
-    window_s=24.0, time_scale=TIME_SCALE,
+    window_s=60.0, time_scale=TIME_SCALE,
     replay=("--stop-after-window", "--processes", "4"), start_up_s=(40.0, 50.0),
 )  # fmt: skip
 SMALL = Scale(
@@ -195,7 +196,7 @@ def _workload(
 ) -> Workload:
     """``think_s``: the paper's. In the warm-up batches fill, and of long pauses some end."""
     scaled_s = think_s * scale.time_scale
-    warm_up_s = max(2 * THINK_S * scale.time_scale, scaled_s / 2)
+    warm_up_s = max(4 * THINK_S * scale.time_scale, scaled_s / 2)
     return Workload(
         dataset, scaled_s, tuple(rates), RUN_IN_THINKS * scaled_s, warm_up_s, scale.window_s, scale.replay,
         max(scale.rates[family, dataset].both),
