@@ -121,7 +121,7 @@ def profile(
     from pensieve.engine.profile_store import device_name, profile_path, write_profile
     from pensieve.engine.worker import build_worker
     from pensieve.model.arch import ModelError, load_arch
-    from pensieve.model.resolve import resolve_model
+    from pensieve.model.resolve import display_name, resolve_model
 
     try:
         folder = resolve_model(model)
@@ -150,10 +150,11 @@ def profile(
     with contextlib.closing(worker):
         points = _measure_with_progress(prober(worker), longest, chunk_tokens, repeats)
         name = device_name(worker.info.device)
-        result = describe(worker, model, points, device_name=name, repeats=repeats)
+        shown = display_name(model)
+        result = describe(worker, shown, points, device_name=name, repeats=repeats)
         path = output or profile_path(worker, name)
         if machine_file is not None:
-            _measure_machine(worker, f"{model} on {name}", longest, machine_file)
+            _measure_machine(worker, f"{shown} on {name}", longest, machine_file)
     if str(path) == "-":
         click.echo(json.dumps(result, indent=2))
         return

@@ -32,6 +32,11 @@ def resolve_model(name: str) -> Path:
     return _download(name)
 
 
+def display_name(name: str) -> str:
+    """What others are told of the model that a user calls ``name``: of a folder only its own name."""
+    return Path(name).expanduser().resolve().name if Path(name).expanduser().is_dir() else name
+
+
 def _download(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError

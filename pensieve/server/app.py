@@ -33,7 +33,7 @@ from pensieve.engine.host import DEFAULT_BUILDER
 from pensieve.errors import PensieveError
 from pensieve.logs import configure_logging
 from pensieve.model.arch import ModelError, load_generation
-from pensieve.model.resolve import resolve_model
+from pensieve.model.resolve import display_name, resolve_model
 from pensieve.options import ServeOptions
 from pensieve.server.admin_port import AdminPort
 from pensieve.server.admin_service import AdminService
@@ -173,7 +173,7 @@ class App:
         options = self._options
         return TurnSettings(
             replica=f"{socket.gethostname()}-{secrets.token_hex(4)}",
-            model=Path(options.model).name if Path(options.model).is_dir() else options.model,
+            model=display_name(options.model),
             defaults=defaults,
             lease_s=options.lease_s,
             heartbeat_s=options.heartbeat_s,

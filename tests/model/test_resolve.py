@@ -8,7 +8,7 @@ import pytest
 
 from pensieve.model import resolve
 from pensieve.model.arch import ModelError
-from pensieve.model.resolve import resolve_model
+from pensieve.model.resolve import display_name, resolve_model
 
 
 def test_local_folder(tmp_path: Path) -> None:
@@ -40,3 +40,11 @@ def test_demo_is_inside_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_what_is_no_model(name: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         resolve_model(name)
+
+
+def test_a_folder_is_shown_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "mine"
+    model.mkdir()
+    monkeypatch.chdir(model)
+    assert [display_name(name) for name in (str(model), f"{model}/", ".")] == ["mine"] * 3
+    assert [display_name(name) for name in ("demo", "org/model")] == ["demo", "org/model"]

@@ -136,6 +136,8 @@ def test_profile_writes_what_simulate_reads(tmp_path: Path) -> None:
     assert f"wrote {machine}: its formula is off by" in result.stderr
     found = Machine.from_json(machine)
     assert found.swap_bytes_per_s > 0 and found.mean_error is not None and not found.overlapped
-    assert json.loads(cost.read_text())["format"] == 1
+    written = json.loads(cost.read_text())
+    assert written["format"] == 1
+    assert written["model"] == model.name and found.name.startswith(f"{model.name} on "), "not where it lies"
     result = CliRunner().invoke(profile, [*arguments, "--output", str(cost), "--machine", str(tmp_path / "no" / "m")])
     assert result.exit_code == 1 and "cannot write" in result.output
