@@ -49,7 +49,7 @@ def trace(tmp_path: Path, bench: Any) -> Path:
         for session in range(12)
         for turn in range(1 + session % 5)
     ]
-    path = tmp_path / bench.TRACE
+    path: Path = tmp_path / bench.TRACE
     path.write_bytes(gzip.compress("\n".join(json.dumps(row) for row in rows).encode()))
     return path
 
