@@ -21,7 +21,7 @@ from pensieve.replay.schedule import Gaps
 from pensieve.replay.shaping import Shape, shape
 from pensieve.replay.workload import Dataset, DatasetError, load
 from pensieve.simulate import policies
-from pensieve.simulate.load import Load
+from pensieve.simulate.load import Load, in_the_middle
 from pensieve.simulate.machine import Machine, MachineError
 from pensieve.simulate.report import document, show
 from pensieve.simulate.run import EngineName, Simulation, run_all
@@ -34,6 +34,8 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _SLACK_SHARE = 0.08
 _MOST_GENERATED = 20_000
 """Conversations of a built-in workload; more sessions are drawn from these."""
+_HISTORY = 1.5
+"""A token of history takes so many times the machine's time for a token: there is attention, too."""
 
 
 @click.command(context_settings={"show_default": True, "max_content_width": 110})
@@ -52,6 +54,8 @@ _MOST_GENERATED = 20_000
 @click.option("--seed", type=click.IntRange(min=0), default=0, metavar="N")
 @click.option("--seeds", callback=numbers(int), metavar="N,N,…",
               help="A run for each of these seeds, and 95 % confidence intervals.")
+@click.option("--run-in", type=click.FloatRange(min=0), default=0.0, metavar="S",
+              help="The very turns of `pensieve replay --run-in` with the same options, for each session once.")
 @click.option("--warm-up", type=click.FloatRange(min=0), metavar="S",
               help="Measure only what ends after S virtual seconds, and before the last session starts.")
 @click.option("--window", type=_ABOVE_ZERO, metavar="S", help="Measure for S virtual seconds; default: all.")
@@ -77,7 +81,7 @@ _MOST_GENERATED = 20_000
 def simulate(
     trace: Path | str, engine: EngineName, names: tuple[str, ...], sessions: int | None, rate: float | None,
     rates: tuple[float, ...], think_time: float | None, think_from: Path | None, seed: int, seeds: tuple[int, ...],
-    warm_up: float | None, window: float | None, jobs: int | None, outputs: Outputs, **given: Any,
+    run_in: float, warm_up: float | None, window: float | None, jobs: int | None, outputs: Outputs, **given: Any,
 ) -> None:  # fmt: skip
     """Run scheduler and cache under a virtual clock and compare eviction policies.
 
@@ -89,14 +93,18 @@ def simulate(
     if rate is not None and rates:
         raise click.UsageError("give --rate or --rates")
     settings = make_settings(seed=seed, **given)
+    if run_in:
+        _check_run_in(trace, sessions, settings)
     try:
         data = _dataset(trace, sessions, seed)
         shaped = shape(data.conversations, Shape(), settings.context_limit)
         gaps = None if think_from is None else Gaps.of(load(think_from))
         loads = [
-            Load(shaped.conversations, sessions, turns_per_s, think_time, number, gaps)
+            Load(shaped.conversations, None if run_in else sessions, turns_per_s, think_time, number, gaps)
             for turns_per_s, number in itertools.product(rates or (rate,), seeds or (seed,))
         ]
+        if run_in:
+            loads = [in_the_middle(lives, run_in, _HISTORY * settings.machine.token_s) for lives in loads]
     except (DatasetError, ValueError) as error:
         raise click.UsageError(str(error)) from error
     spans = [_span(lives, warm_up, window) for lives in loads]
@@ -114,6 +122,15 @@ def simulate(
         click.get_current_context().exit(1)
 
 
+def _check_run_in(trace: Path | str, sessions: int | None, settings: Settings) -> None:
+    if isinstance(trace, Path) and sessions is not None:
+        raise click.UsageError("--run-in takes each session of a trace once: give no --sessions")
+    if sessions is not None and sessions > _MOST_GENERATED:
+        raise click.UsageError(f"--run-in takes at most {_MOST_GENERATED:,} --sessions")
+    if settings.lose_replica_at is not None:
+        raise click.UsageError("--run-in and --lose-replica-at count from different times: give one of them")
+
+
 def _dataset(trace: Path | str, sessions: int | None, seed: int) -> Dataset:
     """Raises DatasetError."""
     if isinstance(trace, Path):
@@ -128,7 +145,7 @@ def _span(lives: Load, warm_up: float | None, window: float | None) -> Span | No
     if warm_up is None and window is None:
         return None
     start = warm_up or 0.0
-    end = max(life.start for life in lives) if window is None else start + window
+    end = max(life.start for life in lives) - lives.zero_s if window is None else start + window
     if end <= start:
         raise click.UsageError(f"nothing is left of {end:.0f} s, when the last session starts, after {start:g} s")
     return start, end

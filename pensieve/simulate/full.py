@@ -132,11 +132,12 @@ class FullSimulation:
         progress: Callable[[int], None] | None = None,
         make_worker: MakeWorker | None = None,
         window: Span | None = None,
+        zero_s: float = 0.0,
     ) -> None:
         self._settings = settings
         self._prices = ChunkPrices(settings.cost)
         self._progress = progress
-        self.tally = Tally(window)
+        self.tally = Tally(window, zero_s)
         self._replicas = [_Replica(settings, policy, make_worker) for _ in range(settings.replicas)]
         self._arrivals: list[tuple[float, int, _Turn]] = []
         self._tickets = 0

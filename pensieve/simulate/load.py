@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pensieve.replay.schedule import Gaps
+from pensieve.replay.run_in import run_in
+from pensieve.replay.schedule import Arrivals, Gaps, Script, scripts
 from pensieve.replay.workload import Conversation
 
 NEVER = 1e15
@@ -24,14 +25,47 @@ class Life:
     turns: tuple[tuple[int, int], ...]
     """(input, output) tokens."""
     waits: tuple[float, ...]
-    """Recorded: seconds after ``start``. Else: seconds after the answer before."""
-    recorded: bool
+    """Seconds from the answer before, for each turn."""
+    earliest: tuple[float, ...] = ()
+    """Seconds after ``start`` that a turn does not come before; empty: there are none."""
 
     def due(self, turn: int, now: float) -> float:
         """When ``turn`` comes if the answer before it ended ``now``; ``NEVER`` after the last."""
         if turn >= len(self.turns):
             return NEVER
-        return max(now, self.start + self.waits[turn]) if self.recorded else now + self.waits[turn]
+        at = now + self.waits[turn]
+        return max(at, self.start + self.earliest[turn]) if self.earliest else at
+
+
+@dataclass(frozen=True, slots=True)
+class InProgress:
+    """A load that begins in the middle: the very turns that ``pensieve replay --run-in`` plays, at the same times."""
+
+    lives: tuple[Life, ...]
+    """What was said before the start is one turn, the first one of its session."""
+    zero_s: float
+    """The replay's time 0. Before it histories are computed, one after the other."""
+    run_in_s: float
+
+    @classmethod
+    def of(cls, conversations: Sequence[Conversation], arrivals: Arrivals, token_s: float) -> InProgress:
+        """``token_s``: seconds that a token of history takes. Raises ValueError when all conversations are over."""
+        found = run_in(scripts(conversations, arrivals), arrivals.run_in_s)
+        if all(script.over for script in found):
+            raise ValueError("all sessions have ended before the start: ask for more of them")
+        before = sorted((script for script in found if script.beforehand), key=lambda script: script.due[0].at_s)
+        starts = np.cumsum([0.0, *(token_s * script.conversation.turns[0].input_tokens for script in before)])
+        zero = float(starts[-1])
+        lives = [_scripted(script, float(start), zero) for script, start in zip(before, starts, strict=False)]
+        lives += [_scripted(script, zero + script.begins_s, zero) for script in found if not script.beforehand]
+        return cls(tuple(sorted(lives, key=lambda life: life.start)), zero, arrivals.run_in_s)
+
+
+def _scripted(script: Script, start: float, zero: float) -> Life:
+    """A script's session. ``start``: of its first turn here; ``zero``: time 0 of the script."""
+    turns = tuple((turn.input_tokens, turn.output_tokens) for turn in script.conversation.turns)
+    earliest = tuple(zero + due.at_s - start for due in script.due)
+    return Life(script.number, start, turns, tuple(due.after_answer_s for due in script.due), earliest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +82,8 @@ class Load:
     seed: int = 0
     think_gaps: Gaps | None = None
     """Pauses are drawn from these, from the end of an answer on."""
+    in_progress: InProgress | None = None
+    """What comes, if it has begun before; the other fields then say what it was drawn from."""
 
     def __post_init__(self) -> None:
         recorded = all(turn.timestamp_s is not None for talk in self.conversations for turn in talk.turns)
@@ -61,7 +97,14 @@ class Load:
 
     @property
     def total(self) -> int:
+        if self.in_progress is not None:
+            return len(self.in_progress.lives)
         return len(self.conversations) if self.sessions is None else self.sessions
+
+    @property
+    def zero_s(self) -> float:
+        """When the time begins that windows count from."""
+        return 0.0 if self.in_progress is None else self.in_progress.zero_s
 
     @property
     def starts_per_s(self) -> float:
@@ -72,6 +115,9 @@ class Load:
         return len(firsts) / max(max(firsts) - min(firsts), 1e-9)
 
     def __iter__(self) -> Iterator[Life]:
+        if self.in_progress is not None:
+            yield from self.in_progress.lives
+            return
         if self.sessions is None and self.rate is None:
             yield from self._as_recorded()
             return
@@ -97,9 +143,20 @@ class Load:
         turns = tuple((turn.input_tokens, turn.output_tokens) for turn in talk.turns)
         if self.think_gaps is not None:
             drawn = rng.choice(np.array(self.think_gaps.seconds), len(turns))
-            return Life(number, start, turns, tuple(drawn.tolist()), False)
+            return Life(number, start, turns, tuple(drawn.tolist()))
         if self.think_time_s is not None:
             waits = tuple(rng.exponential(self.think_time_s, len(turns)).tolist())
-            return Life(number, start, turns, waits, False)
+            return Life(number, start, turns, waits)
         first = talk.turns[0].timestamp_s or 0.0
-        return Life(number, start, turns, tuple((turn.timestamp_s or 0.0) - first for turn in talk.turns), True)
+        earliest = tuple((turn.timestamp_s or 0.0) - first for turn in talk.turns)
+        return Life(number, start, turns, (0.0,) * len(turns), earliest)
+
+
+def in_the_middle(load: Load, run_in_s: float, token_s: float) -> Load:
+    """The same load, as if it had been going on for ``run_in_s``; see ``InProgress``. Raises ValueError."""
+    if load.rate is None:
+        raise ValueError("only a load with a rate can have begun before")
+    arrivals = Arrivals(
+        load.rate, load.think_time_s or 0.0, seed=load.seed, think_gaps=load.think_gaps, run_in_s=run_in_s
+    )
+    return replace(load, in_progress=InProgress.of(load.conversations, arrivals, token_s))

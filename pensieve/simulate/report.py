@@ -110,7 +110,7 @@ def _arrivals(load: Load) -> dict[str, Any]:
     recorded = load.rate is None
     return {
         "rate": load.rate, "think_time_s": load.think_time_s, "think_gaps": told, "recorded": recorded,
-        "seed": load.seed,
+        "seed": load.seed, "run_in_s": load.in_progress.run_in_s if load.in_progress else 0.0,
     }  # fmt: skip
 
 

@@ -32,7 +32,7 @@ class Simulation:
     engine: EngineName
     policy: str
     window: Span | None = None
-    """What is measured: the turns that end in it; None: all."""
+    """What is measured: the turns that end in it, from ``load.zero_s`` on; None: all."""
 
     def run(self, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
         """The numbers: always the same ones, but for ``wall_s`` and ``peak_rss_mib``. ``progress``: sessions begun.
@@ -45,14 +45,17 @@ class Simulation:
         started = time.perf_counter()
         bound: float | None = None
         if self.engine == "turns":
-            turns = TurnSimulation(self.settings, self.policy, progress, self.window)
+            turns = TurnSimulation(self.settings, self.policy, progress, self.window, self.load.zero_s)
             tally = turns.run(self.load)
             if turns.bound is not None and self.window is None:  # what it is a bound of
                 cache = self.settings.cache
                 slots = self.settings.replicas * (cache.device_chunks + cache.host_chunks)
                 bound = turns.bound.least_recomputed(slots, tally.ended)
         else:
-            tally = FullSimulation(self.settings, self.policy, progress, window=self.window).run(self.load)
+            full = FullSimulation(
+                self.settings, self.policy, progress, window=self.window, zero_s=self.load.zero_s
+            )
+            tally = full.run(self.load)
         return {
             "target": self.policy,
             **tally.summary(),

@@ -103,7 +103,9 @@ class Tally:
     """What one policy's simulation came to: of the turns that ended in a window, or of all."""
 
     window: Span | None = None
-    """From its start up to its end, in virtual seconds."""
+    """From its start up to its end, in virtual seconds from ``zero_s`` on."""
+    zero_s: float = 0.0
+    """All times here count from this one."""
     sessions: int = 0
     """Begun, in the window or not."""
     turns_outside: int = 0
@@ -131,6 +133,7 @@ class Tally:
     ) -> None:
         """One completed turn, ended ``now``; ``answering``: seconds since its first token."""
         values = (usage.gpu_cached_tokens, usage.swapped_in_tokens, usage.recomputed_tokens, usage.new_tokens)
+        now -= self.zero_s
         self.sessions += turn == 0
         self.violations += not usage.reconciles or usage.context_tokens != expected_context or min(values) < 0
         self.ended = max(self.ended, now)
@@ -155,11 +158,12 @@ class Tally:
 
     def gap(self, seconds: float, count: int, now: float) -> None:
         """So many tokens came ``now`` or until now, each so long after the one before it."""
-        if count and (self.window is None or self.window[0] <= now < self.window[1]):
+        if count and (self.window is None or self.window[0] <= now - self.zero_s < self.window[1]):
             self.gaps.add(seconds, count)
 
     def open(self, start: float, end: float) -> None:
         """A session was open from its first turn's arrival to its last answer's end."""
+        start, end = start - self.zero_s, end - self.zero_s
         low, high = self.window or (0.0, end)
         self.open_s += max(0.0, min(end, high) - max(start, low))
 

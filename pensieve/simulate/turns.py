@@ -32,11 +32,12 @@ class TurnSimulation:
         policy: str,
         progress: Callable[[int], None] | None = None,
         window: Span | None = None,
+        zero_s: float = 0.0,
     ) -> None:
         self._settings = settings
         self._prices = ChunkPrices(settings.cost)
         self._progress = progress
-        self.tally = Tally(window)
+        self.tally = Tally(window, zero_s)
         self.bound = Bound(settings.cost) if policy == "clairvoyant" else None
         self.replicas: list[Batch] = []
         for _ in range(settings.replicas):

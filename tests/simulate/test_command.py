@@ -11,11 +11,14 @@ import pytest
 from click.testing import CliRunner
 
 from pensieve.replay.compare import read_report
+from pensieve.replay.generators import generate
 from pensieve.replay.panels import panels
-from pensieve.replay.schedule import Gaps
+from pensieve.replay.run_in import run_in
+from pensieve.replay.schedule import Arrivals, Gaps, scripts
 from pensieve.replay.workload import Conversation, Turn
+from pensieve.simulate import command
 from pensieve.simulate.command import simulate
-from pensieve.simulate.load import NEVER, Load
+from pensieve.simulate.load import NEVER, Load, in_the_middle
 from pensieve.simulate.machine import Machine
 from support.processes import alive, children, until
 
@@ -104,6 +107,10 @@ def test_a_sweep_is_drawn_and_compared_like_a_replay(tmp_path: Path) -> None:
         (["--device-cache", "4tokens"], "does not hold one chunk"),
         (["--lose-replica-at", "5"], "--replicas 2"),
         (["--policy", "best"], "'best' is not one of"),
+        (["--run-in", "5"], "only a load with a rate"),
+        (["--run-in", "5", "--rate", "1", "--think-time", "1", "--sessions", "3"], "each session of a trace once"),
+        (["--run-in", "5", "--rate", "1", "--replicas", "2", "--lose-replica-at", "1"], "give one of them"),
+        (["--run-in", "1e6", "--rate", "1", "--think-time", "1"], "ask for more of them"),
     ],
 )
 def test_bad_options(trace: Path, arguments: list[str], says: str) -> None:
@@ -162,13 +169,63 @@ def test_load_is_streamed_and_ordered() -> None:
     assert 9000 / starts[-1] == pytest.approx(5.0 * 2 / 3, rel=0.1)
 
 
+def test_a_load_in_progress_has_the_turns_of_a_replay_with_run_in() -> None:
+    talks = generate("sharegpt", 200, 0).conversations
+    found = run_in(scripts(talks, Arrivals(8.0, 2.0, seed=3)), 20.0)
+    load = in_the_middle(Load(talks, None, 8.0, 2.0, seed=3), 20.0, token_s=1e-3)
+    lives, zero = list(load), load.zero_s
+    assert len(lives) == load.total == len(found) and [life.start for life in lives] == sorted(
+        life.start for life in lives
+    )
+    of = {life.number: life for life in lives}
+    histories = sorted((script for script in found if script.beforehand), key=lambda script: script.due[0].at_s)
+    tokens = [script.conversation.turns[0].input_tokens for script in histories]
+    assert min(len(histories), sum(script.over for script in found), len(found) - len(histories)) > 5
+    assert zero == pytest.approx(1e-3 * sum(tokens)), "one after the other, and all before time 0"
+    for place, script in enumerate(histories):
+        assert of[script.number].start == pytest.approx(1e-3 * sum(tokens[:place]))
+    for script in found:
+        life = of[script.number]
+        assert life.turns == tuple((turn.input_tokens, turn.output_tokens) for turn in script.conversation.turns)
+        if not script.beforehand:
+            assert life.start == zero + script.begins_s
+        for turn, due in enumerate(script.due[1:], 1):
+            for answered in (zero - 5.0, zero + due.at_s + 7.0):
+                expected = max(zero + due.at_s, answered + due.after_answer_s)
+                assert life.due(turn, answered) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("engine", ["turns", "full"])
+def test_windows_count_from_the_start_of_a_load_in_progress(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(command, "_HISTORY", 2000.0)  # histories take minutes, so that it matters
+    load = ["sharegpt", "--sessions", "150", "--rate", "8", "--think-time", "2", "--run-in", "40", "--policy", "lru"]
+    window = ["--warm-up", "1", "--window", "20", "--engine", engine, "--jobs", "1", "--json", str(out)]
+    result = CliRunner().invoke(simulate, [*load, *window])
+    assert result.exit_code == 0, result.output
+    report = json.loads(out.read_text())
+    (row,) = report["targets"]
+    assert (row["window"]["start_s"], row["window"]["end_s"]) == (1.0, 21.0)
+    assert report["options"]["arrivals"]["run_in_s"] == 40.0
+    assert row["turns_per_s"] == pytest.approx(8.0, rel=0.35) and 5 < row["active_sessions"]["mean"] < 40
+    assert row["ttft_s"]["warm"]["count"] > 20 and row["hit_rate"] == 1.0, "histories are there when they come back"
+    gaps = row["tokens"]["output"] - row["turns"]["completed"]
+    assert row["inter_token_s"]["count"] == pytest.approx(gaps, rel=0.2)
+    assert CliRunner().invoke(simulate, [*load, "--warm-up", "1", *window[4:]]).exit_code == 0
+    lives = in_the_middle(Load(generate("sharegpt", 150, 0).conversations, None, 8.0, 2.0), 40.0, 0.0)
+    (row,) = json.loads(out.read_text())["targets"]
+    assert row["window"]["end_s"] == pytest.approx(max(life.start for life in lives)), "when the last one starts"
+
+
 def test_pauses_can_be_drawn_from_the_gaps_of_a_trace(trace: Path) -> None:
     talks = [Conversation("a", (Turn(1, 2), Turn(3, 4), Turn(5, 6)))]
     gaps = Gaps("there", "", (7.0, 11.0))
     lives = list(Load(talks, 400, 5.0, None, 1, gaps))
     drawn = [wait for life in lives for wait in life.waits]
     assert set(drawn) == {7.0, 11.0} and 0.4 < drawn.count(7.0) / len(drawn) < 0.6
-    assert not lives[0].recorded and lives[0].due(1, 100.0) - 100.0 in {7.0, 11.0}
+    assert not lives[0].earliest and lives[0].due(1, 100.0) - 100.0 in {7.0, 11.0}
     assert list(Load(talks, 400, 5.0, None, 1, gaps)) == lives != list(Load(talks, 400, 5.0, None, 2, gaps))
     with pytest.raises(ValueError, match="one too many"):
         Load(talks, 400, 5.0, 60.0, 1, gaps)
