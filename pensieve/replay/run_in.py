@@ -20,7 +20,8 @@ NOMINAL_TOKEN_S = 0.015
 """Seconds per output token in the time before the replay: all that depends on it is how far conversations have got."""
 ENDED_SHARE = 0.5
 """Of the time before the replay, up to its start: conversations that ended in this part of it are played too. In
-simulation of a load that a cache just carries, a fifth of the time had the same effect as all of it."""
+simulation of a load that a cache just carries (28 turns/s, 120 s), those of the last 20 s raised the latency from 13.8
+to 14.3 ms a token, and all of them to 14.5."""
 
 
 def run_in(scripts: Sequence[Script], elapsed_s: float, token_s: float = NOMINAL_TOKEN_S) -> list[Script]:
