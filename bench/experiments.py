@@ -18,10 +18,11 @@ had run for 20 think times (``--run-in``): more than two mean conversations, aft
 end. Histories are played beforehand, also those of conversations that have ended, so that servers which keep them have
 them; a warm-up of four think times fills the batches.
 
-Systems meet different rates: each from where it has room to near the most that it carries for long, as the simulator
-predicts it (``results/figure10.md``). Beyond that a system has no steady state: what is measured there depends on when
-one looks, and a cache with more room takes longer to be overrun, which looks like an advantage. Near it, queues and
-cache swing for a minute: hence windows of ten think times. Curves are compared at equal latency.
+Systems meet different rates: each from where it has room to near the most that it carries for long, with the GQA model
+and a cache as the simulator predicts it (``results/figure10.md``), else as it was measured. Beyond that a system has no
+steady state: what is measured there depends on when one looks, and a cache with more room takes longer to be overrun,
+which looks like an advantage. Near it, queues and cache swing for a minute: hence windows of ten think times. Curves
+are compared at equal latency.
 """
 
 from __future__ import annotations
@@ -233,7 +234,7 @@ def _systems(scale: Scale) -> Iterable[Experiment]:
 
 def _ablations(scale: Scale) -> Iterable[Experiment]:
     """One idea of Pensieve each, on the ShareGPT-like load, at the two highest rates: below them nothing is dropped.
-    The policies alone meet longer pauses.
+    The policies alone meet longer pauses, where more is.
 
     The default is written without options: it is then one and the same job in all of them, and the lines of ``tiers``
     are lines of ``systems-13b-sharegpt``.
@@ -243,8 +244,7 @@ def _ablations(scale: Scale) -> Iterable[Experiment]:
     def ablation(
         name: str, shows: str, variants: Mapping[str, tuple[str, ...]], think_s: float = THINK_S
     ) -> Experiment:
-        offered = _highest(rates.both) if think_s == THINK_S else _think_rates(scale, think_s)
-        load = _workload(scale, "gqa", "sharegpt", offered, think_s)
+        load = _workload(scale, "gqa", "sharegpt", _think_rates(scale, think_s), think_s)
         lines = (
             Line(label, pensieve(scale, label, *arguments), model, load)
             for label, arguments in variants.items()
@@ -279,11 +279,8 @@ def _ablations(scale: Scale) -> Iterable[Experiment]:
     yield _kv_heads(scale)
 
 
-def _highest(rates: Iterable[float]) -> tuple[float, ...]:
-    return tuple(sorted(rates, reverse=True)[:2])
-
-
 def _think_rates(scale: Scale, paper_s: float) -> tuple[float, ...]:
+    """Of the ShareGPT-like load on the GQA model."""
     return THINK_TIMES_S[paper_s] if scale is FULL else (6, 3)
 
 

@@ -34,7 +34,8 @@ def resolve_model(name: str) -> Path:
 
 def display_name(name: str) -> str:
     """What others are told of the model that a user calls ``name``: of a folder only its own name."""
-    return Path(name).expanduser().resolve().name if Path(name).expanduser().is_dir() else name
+    folder = Path(name).expanduser()
+    return folder.resolve().name if folder.is_dir() else name
 
 
 def _download(hub_id: str) -> Path:

@@ -35,7 +35,7 @@ _SLACK_SHARE = 0.08
 _MOST_GENERATED = 20_000
 """Conversations of a built-in workload; more sessions are drawn from these."""
 _HISTORY = 1.5
-"""A token of history takes so many times the machine's time for a token: there is attention, too."""
+"""A guess: a token of history takes so many times the machine's time for a token, since there is attention, too."""
 
 
 @click.command(context_settings={"show_default": True, "max_content_width": 110})
@@ -55,7 +55,7 @@ _HISTORY = 1.5
 @click.option("--seeds", callback=numbers(int), metavar="N,N,…",
               help="A run for each of these seeds, and 95 % confidence intervals.")
 @click.option("--run-in", type=click.FloatRange(min=0), default=0.0, metavar="S",
-              help="The very turns of `pensieve replay --run-in` with the same options, for each session once.")
+              help="The very turns of `pensieve replay --run-in S` with the same options, each session once.")
 @click.option("--warm-up", type=click.FloatRange(min=0), metavar="S",
               help="Measure only what ends after S virtual seconds, and before the last session starts.")
 @click.option("--window", type=_ABOVE_ZERO, metavar="S", help="Measure for S virtual seconds; default: all.")
@@ -94,7 +94,7 @@ def simulate(
         raise click.UsageError("give --rate or --rates")
     settings = make_settings(seed=seed, **given)
     if run_in:
-        _check_run_in(trace, sessions, settings)
+        _check_run_in(trace, sessions, seeds, settings)
     try:
         data = _dataset(trace, sessions, seed)
         shaped = shape(data.conversations, Shape(), settings.context_limit)
@@ -122,7 +122,9 @@ def simulate(
         click.get_current_context().exit(1)
 
 
-def _check_run_in(trace: Path | str, sessions: int | None, settings: Settings) -> None:
+def _check_run_in(trace: Path | str, sessions: int | None, seeds: Sequence[int], settings: Settings) -> None:
+    if isinstance(trace, str) and seeds:
+        raise click.UsageError("--run-in with a built-in workload takes one --seed: a replay draws it anew for each")
     if isinstance(trace, Path) and sessions is not None:
         raise click.UsageError("--run-in takes each session of a trace once: give no --sessions")
     if sessions is not None and sessions > _MOST_GENERATED:

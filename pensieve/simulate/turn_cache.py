@@ -186,7 +186,7 @@ class TurnCache:
         """Forget everything, running turns too."""
         for session in list(self._sessions.values()):
             self._forget(session)
-        for state in (self._running, self._both, self._spares, self._in_flight, self._admitted, self._rankings):
+        for state in (self._running, self._spares, self._in_flight, self._admitted, self._rankings):
             state.clear()
         self._pinned = self._reclaimable = self.loading = 0
         self.device_free, self.host_free = self.config.device_chunks, self.config.host_chunks
@@ -279,7 +279,7 @@ class TurnCache:
             self._evict(chosen, now)
 
     def _reclaim_all(self) -> None:
-        """As often as not all are needed, and then their order does not matter."""
+        """Make all reclaimable slots free. All are needed, so their order does not matter."""
         for session in self._both:
             session.places = session.places.translate(RECLAIMED)
             self.index.touch(session)

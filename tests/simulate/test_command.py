@@ -6,20 +6,25 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
+from pensieve.replay.command import make_plan, workload_options
 from pensieve.replay.compare import read_report
 from pensieve.replay.generators import generate
 from pensieve.replay.panels import panels
 from pensieve.replay.run_in import run_in
-from pensieve.replay.schedule import Arrivals, Gaps, scripts
+from pensieve.replay.schedule import Gaps, scripts
+from pensieve.replay.session import Plan
 from pensieve.replay.workload import Conversation, Turn
 from pensieve.simulate import command
 from pensieve.simulate.command import simulate
 from pensieve.simulate.load import NEVER, Load, in_the_middle
 from pensieve.simulate.machine import Machine
+from pensieve.simulate.run import Simulation
 from support.processes import alive, children, until
 
 
@@ -118,6 +123,12 @@ def test_bad_options(trace: Path, arguments: list[str], says: str) -> None:
     assert result.exit_code == 2 and says in result.output
 
 
+def test_run_in_of_a_built_in_workload_takes_one_seed() -> None:
+    load = ["sharegpt", "--sessions", "9", "--rate", "1", "--think-time", "1", "--run-in", "5"]
+    result = CliRunner().invoke(simulate, [*load, "--seeds", "1,2"])
+    assert result.exit_code == 2 and "takes one --seed" in result.output
+
+
 def test_a_built_in_workload_needs_a_number_of_sessions() -> None:
     result = CliRunner().invoke(simulate, ["sharegpt", "--rate", "1", "--think-time", "1"])
     assert result.exit_code == 2 and "--sessions" in result.output
@@ -169,10 +180,25 @@ def test_load_is_streamed_and_ordered() -> None:
     assert 9000 / starts[-1] == pytest.approx(5.0 * 2 / 3, rel=0.1)
 
 
-def test_a_load_in_progress_has_the_turns_of_a_replay_with_run_in() -> None:
-    talks = generate("sharegpt", 200, 0).conversations
-    found = run_in(scripts(talks, Arrivals(8.0, 2.0, seed=3)), 20.0)
-    load = in_the_middle(Load(talks, None, 8.0, 2.0, seed=3), 20.0, token_s=1e-3)
+@click.command()
+@workload_options
+@click.pass_context
+def planned(context: click.Context, **workload: Any) -> None:
+    """What ``pensieve replay`` with these options plans to play."""
+    context.obj.append(make_plan(**workload))
+
+
+def test_a_load_in_progress_has_the_turns_of_a_replay_with_run_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["sharegpt", "--rate", "8", "--think-time", "2", "--run-in", "20", "--seed", "3"]
+    plans: list[Plan] = []
+    assert CliRunner().invoke(planned, [*options, "--conversations", "200"], obj=plans).exit_code == 0
+    talks = plans[0].dataset.conversations
+    found = run_in(scripts(talks, plans[0].arrivals), plans[0].arrivals.run_in_s)
+    works: list[Simulation] = []
+    monkeypatch.setattr(command, "_run", lambda work, jobs: works.extend(work) or [])
+    monkeypatch.setattr(command, "_HISTORY", 1e-3 / Machine().token_s)
+    CliRunner().invoke(simulate, [*options, "--sessions", "200", "--policy", "lru"])
+    load = works[0].load
     lives, zero = list(load), load.zero_s
     assert len(lives) == load.total == len(found) and [life.start for life in lives] == sorted(
         life.start for life in lives
