@@ -89,7 +89,7 @@ bench-ops: ## Kernels on this GPU against their ceilings and peers (GPU_ARGS=)
 bench-engine: ## Engine steps on this GPU: decode, prefill, returning turns, swap (GPU_ARGS=)
 	@$(FIND_GPU); "$$python" bench/engine.py $(GPU_ARGS)
 
-bench-evaluate: ## Systems and ablations on GPUs: EXPERIMENTS= names of bench/experiments.py (GPU_ARGS=--devices 0,1 …)
+bench-evaluate: ## Systems and ablations on GPUs: EXPERIMENTS= names of bench/evaluation/experiments.py (GPU_ARGS=--devices 0,1 …)
 	@$(FIND_GPU); "$$python" bench/evaluate.py $(EXPERIMENTS) --results build/evaluation $(GPU_ARGS)
 
 # The Redis store is tested against a real server, the HTML report in a real browser. Without the right to install one,

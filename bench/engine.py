@@ -22,8 +22,8 @@ import dummy_model
 import numpy as np
 import torch
 import triton
-from engine_steps import CHUNK, GREEDY, Bench, Recorder
-from provenance import commit, gpu_name, portable
+from common.engine_steps import CHUNK, GREEDY, Bench, Recorder
+from common.provenance import commit, gpu_name, portable
 from rich.console import Console
 from rich.progress import track
 
@@ -31,13 +31,13 @@ from pensieve.config import EngineOptions
 from pensieve.core import RequestKey, Sampling, pack_tokens
 from pensieve.engine.build import cache_config, scheduler_config
 from pensieve.engine.cache.manager import CacheManager
-from pensieve.engine.cost import CostModel
-from pensieve.engine.cuda_worker import CudaWorker
+from pensieve.engine.cost.model import CostModel
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import Ready, Submit
 from pensieve.engine.plan import Span
 from pensieve.engine.scheduler import Scheduler
-from pensieve.engine.worker import build_worker
+from pensieve.engine.worker.cuda_worker import CudaWorker
+from pensieve.engine.worker.torch_worker import build_worker
 
 SECTIONS = ("decode", "prefill", "ttft", "swap", "loop", "kernels")
 BANDWIDTH, MATRIX = 4.25e12, 785e12

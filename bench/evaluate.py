@@ -1,4 +1,4 @@
-"""Runs experiments of ``bench/experiments.py``: every system with a server of its own, side by side on the devices.
+"""Runs experiments of ``bench/evaluation/experiments.py``: every system with its own server, side by side on devices.
 
     python bench/evaluate.py systems-13b-sharegpt --devices 0,1,2,3 --results FOLDER --budget 540
     python bench/evaluate.py ablate-unified --small --results FOLDER
@@ -27,14 +27,14 @@ from typing import Any
 
 import click
 import dummy_model
-from evaluate_jobs import Device, JobResult, Site, devices, last_lines, run_job
-from evaluate_plan import Job, NoTime, fit, jobs_for, makespan, total
+from common.provenance import commit, gpu_name, portable
 from evaluate_report import Origin, combine, job_report, write, write_page
-from experiments import FULL, SMALL, Experiment, Line, experiments
-from provenance import commit, gpu_name, portable
+from evaluation.experiments import FULL, SMALL, Experiment, Line, experiments
+from evaluation.jobs import Device, JobResult, Site, devices, last_lines, run_job
+from evaluation.plan import Job, NoTime, fit, jobs_for, makespan, total
 
 from pensieve.machine import memory
-from pensieve.replay import plots
+from pensieve.replay.presentation import plots
 
 STATUS_S = 15.0
 """Between two lines that say how far a job is."""

@@ -22,15 +22,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from evaluate_jobs import JobResult, last_lines, without_folders
-from experiments import Experiment
+from evaluation.experiments import Experiment
+from evaluation.jobs import JobResult, last_lines, without_folders
 
-from pensieve.replay.columns import Column, number
-from pensieve.replay.curves import entries
-from pensieve.replay.equal_latency import RULE, comparisons
-from pensieve.replay.panels import panels
-from pensieve.replay.plots import write_plots
-from pensieve.replay.report import SCHEMA, environment
+from pensieve.replay.measure.report import SCHEMA, environment
+from pensieve.replay.presentation.columns import Column, number
+from pensieve.replay.presentation.curves import entries
+from pensieve.replay.presentation.equal_latency import RULE, comparisons
+from pensieve.replay.presentation.panels import panels
+from pensieve.replay.presentation.plots import write_plots
 
 PACKAGES = ("vllm", "aiohttp", "matplotlib")
 """Versions that are told here beside those that every report has."""

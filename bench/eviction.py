@@ -23,7 +23,7 @@ from pensieve.config import CacheConfig, PolicyName
 from pensieve.core import SessionKey
 from pensieve.engine.cache.index import Give
 from pensieve.engine.cache.manager import CacheManager
-from pensieve.engine.cost import CostModel
+from pensieve.engine.cost.model import CostModel
 
 COST = CostModel(((0, 0.0), (4096, 1.0)), 0.2, 32)
 

@@ -22,19 +22,19 @@ from pathlib import Path
 from typing import Any
 
 import click
-import flash_attention
-import ops_attention
 import torch
 import triton
-from gpu_timing import Ceilings, Contender, measure_ceilings, times
-from ops_attention import DIM, PAGE
-from provenance import commit, portable
+from common.gpu_timing import Ceilings, Contender, measure_ceilings, times
+from common.provenance import commit, portable
+from kernel_ops import attention as ops_attention
+from kernel_ops import flash_attention
+from kernel_ops.attention import DIM, PAGE
 from torch.nn.attention.bias import causal_lower_right
 
-from pensieve.kernels.attention_buffers import multiprocessors_of
+from pensieve.kernels.attention.buffers import multiprocessors_of
 from pensieve.kernels.chunk_copy import ChunkCopy, runs_of
 from pensieve.kernels.span_table import SpanTable
-from pensieve.replay import plot_style, plots
+from pensieve.replay.presentation import plot_style, plots
 
 MODELS = {"OPT-13B": (40, 40), "Llama-2-13B GQA": (40, 10)}
 """Query and KV heads."""

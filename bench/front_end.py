@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import click
-from front_end_engine import STEP_VARIABLE
 from replay_client import streams_of
+from stand_ins.front_end_engine import STEP_VARIABLE
 
 from pensieve.debug import child_environment
-from pensieve.replay import crew
-from pensieve.replay.grpc_target import PensieveTarget
-from pensieve.replay.report import summarise
-from pensieve.replay.runner import Outcome, RunOptions
-from pensieve.replay.schedule import Script
-from pensieve.replay.workload import Turn
+from pensieve.replay.load.schedule import Script
+from pensieve.replay.load.workload import Turn
+from pensieve.replay.measure.report import summarise
+from pensieve.replay.play import crew
+from pensieve.replay.play.runner import Outcome, RunOptions
+from pensieve.replay.targets.grpc_target import PensieveTarget
 from pensieve.spawn import wait_ready
 
 START_LIMIT_S = 60.0
@@ -40,7 +40,7 @@ START_LIMIT_S = 60.0
 def server(step_ms: float, store: str) -> Iterator[tuple[int, str]]:
     """A server in front of the engine without a model: its process id and address."""
     command = [
-        *(sys.executable, str(Path(__file__).with_name("front_end_engine.py")), "--model", "demo"),
+        *(sys.executable, str(Path(__file__).parent / "stand_ins" / "front_end_engine.py"), "--model", "demo"),
         *("--listen", "127.0.0.1:0", "--store", store),
     ]
     environment = child_environment(failpoints=False) | {STEP_VARIABLE: str(step_ms)}

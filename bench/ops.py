@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-import flash_attention
-import ops_attention
-import ops_kv_write
 import torch
-from gpu_timing import Ceilings, measure_ceilings
-from provenance import commit, portable
+from common.gpu_timing import Ceilings, measure_ceilings
+from common.provenance import commit, portable
+from kernel_ops import attention as ops_attention
+from kernel_ops import flash_attention
+from kernel_ops import kv_write as ops_kv_write
 
 SECTIONS = ("attention", "kv-write", "swap")
 

@@ -18,14 +18,14 @@ from typing import Any, cast
 import click
 import numpy as np
 import torch
-from provenance import commit, portable
+from common.provenance import commit, portable
 
-from pensieve.engine.pinned import PinnedMemory
+from pensieve.engine.kv.copy import RunCopy, make_copy
+from pensieve.engine.kv.pinned import PinnedMemory
+from pensieve.engine.kv.pools import KvPools
+from pensieve.engine.kv.swap import SwapEngine
+from pensieve.engine.kv.timeline import Lane
 from pensieve.engine.plan import Copy, Plan
-from pensieve.engine.swap import SwapEngine
-from pensieve.engine.swap_copy import RunCopy, make_copy
-from pensieve.engine.swap_timeline import Lane
-from pensieve.engine.transfer import KvPools
 from pensieve.kernels.chunk_copy import ChunkCopy, runs_of
 from pensieve.model.arch import Arch
 

@@ -25,19 +25,19 @@ from typing import Any
 import click
 import msgspec
 import numpy as np
-from policies_report import found_beside, markdown
-from provenance import commit, portable
+from common.provenance import commit, portable
+from policy_study.report import found_beside, markdown
 
 from pensieve.config import CacheConfig
-from pensieve.replay.generators import generate
-from pensieve.replay.schedule import Gaps
-from pensieve.replay.shaping import Shape, shape
-from pensieve.replay.workload import Dataset, load
-from pensieve.simulate.load import Load
-from pensieve.simulate.machine import Machine
-from pensieve.simulate.policies import NAMES
+from pensieve.replay.load.generators import generate
+from pensieve.replay.load.schedule import Gaps
+from pensieve.replay.load.shaping import Shape, shape
+from pensieve.replay.load.workload import Dataset, load
 from pensieve.simulate.run import Simulation
-from pensieve.simulate.settings import Settings
+from pensieve.simulate.scenario.load import Load
+from pensieve.simulate.scenario.machine import Machine
+from pensieve.simulate.scenario.policies import NAMES
+from pensieve.simulate.scenario.settings import Settings
 
 RESULTS = Path(__file__).parent / "results"
 CHUNK_TOKENS = 32

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import click
-from replay_pump import CONTEXT_LIMIT, VOCABULARY
+from stand_ins.replay_pump import CONTEXT_LIMIT, VOCABULARY
 
 from pensieve.debug import child_environment
-from pensieve.replay.report import statistics
-from pensieve.replay.runner import Outcome, RunOptions, replay
-from pensieve.replay.schedule import Due, Script
-from pensieve.replay.target_options import parse_target
-from pensieve.replay.workload import Conversation, Turn
+from pensieve.replay.load.schedule import Due, Script
+from pensieve.replay.load.workload import Conversation, Turn
+from pensieve.replay.measure.report import statistics
+from pensieve.replay.play.runner import Outcome, RunOptions, replay
+from pensieve.replay.targets.options import parse_target
 
 RAMP_S = 1.0
 PROTOCOLS = ("openai", "pensieve")
@@ -37,7 +37,7 @@ PROTOCOLS = ("openai", "pensieve")
 @contextmanager
 def pump(protocol: str, step_ms: float) -> Iterator[str]:
     """A server of its own process; its URL."""
-    program = [sys.executable, str(Path(__file__).parent / "replay_pump.py"), protocol, str(step_ms)]
+    program = [sys.executable, str(Path(__file__).parent / "stand_ins" / "replay_pump.py"), protocol, str(step_ms)]
     environment = child_environment(failpoints=False)
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import click
+from common.provenance import commit, portable
 from evaluate_report import compact
-from provenance import commit, portable
 
-from pensieve.replay.columns import NOTHING, Column, number
-from pensieve.replay.compare import comparison
-from pensieve.replay.page_tables import headline_tables
-from pensieve.replay.panels import Panel, panels
-from pensieve.replay.plots import require, write_plots
+from pensieve.replay.presentation.columns import NOTHING, Column, number
+from pensieve.replay.presentation.compare import comparison
+from pensieve.replay.presentation.page_tables import headline_tables
+from pensieve.replay.presentation.panels import Panel, panels
+from pensieve.replay.presentation.plots import require, write_plots
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"

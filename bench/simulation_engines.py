@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import click
-from provenance import commit, portable
+from common.provenance import commit, portable
 from rich.console import Console
 
 from pensieve.config import CacheConfig
-from pensieve.replay.report import environment
-from pensieve.replay.shaping import Shape, shape
-from pensieve.replay.workload import Conversation, load
-from pensieve.simulate.load import Load
-from pensieve.simulate.machine import Machine
+from pensieve.replay.load.shaping import Shape, shape
+from pensieve.replay.load.workload import Conversation, load
+from pensieve.replay.measure.report import environment
 from pensieve.simulate.run import Simulation
-from pensieve.simulate.settings import Settings
+from pensieve.simulate.scenario.load import Load
+from pensieve.simulate.scenario.machine import Machine
+from pensieve.simulate.scenario.settings import Settings
 
 RESULTS = Path(__file__).parent / "results"
 SOURCES = ("gpu_cached", "swapped_in", "recomputed")

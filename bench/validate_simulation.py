@@ -31,26 +31,26 @@ from typing import Any
 
 import click
 import msgspec
-from provenance import commit, gpu_name, portable
+from common.provenance import commit, gpu_name, portable
 
 from pensieve.client import Client
 from pensieve.config import CacheConfig
-from pensieve.engine.cost import CostModel
-from pensieve.replay import crew
-from pensieve.replay.crew import ClientFailed
-from pensieve.replay.generators import CHATS, generate
-from pensieve.replay.grpc_target import PensieveTarget
-from pensieve.replay.report import environment
-from pensieve.replay.runner import RunOptions
-from pensieve.replay.schedule import Arrivals, Script, scripts
-from pensieve.replay.shaping import Shape, shape
-from pensieve.replay.targets import TurnFailed
-from pensieve.replay.workload import load
-from pensieve.server.recording import TraceHeader, TraceRow
-from pensieve.simulate.load import Load
-from pensieve.simulate.machine import Machine
+from pensieve.engine.cost.model import CostModel
+from pensieve.replay.load.generators import CHATS, generate
+from pensieve.replay.load.schedule import Arrivals, Script, scripts
+from pensieve.replay.load.shaping import Shape, shape
+from pensieve.replay.load.workload import load
+from pensieve.replay.measure.report import environment
+from pensieve.replay.play import crew
+from pensieve.replay.play.crew import ClientFailed
+from pensieve.replay.play.runner import RunOptions
+from pensieve.replay.targets.base import TurnFailed
+from pensieve.replay.targets.grpc_target import PensieveTarget
+from pensieve.server.operations.recording import TraceHeader, TraceRow
 from pensieve.simulate.run import EngineName, Simulation
-from pensieve.simulate.settings import Settings
+from pensieve.simulate.scenario.load import Load
+from pensieve.simulate.scenario.machine import Machine
+from pensieve.simulate.scenario.settings import Settings
 from pensieve.spawn import ServerProcess, SpawnError
 
 RESULTS = Path(__file__).parent / "results"

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pensieve.kernels.attention_tiles import width_of
+from pensieve.kernels.attention.tiles import width_of
 from pensieve.kernels.reference import HeadPrep
 
 PER_WARP = 256

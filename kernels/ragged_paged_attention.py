@@ -14,11 +14,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pensieve.kernels import attention_hopper, attention_plan
-from pensieve.kernels._check import check_attention
-from pensieve.kernels.attention_buffers import HEADER, AttentionPlan, geometry_of, plan_key
-from pensieve.kernels.attention_kinds import Geometry
-from pensieve.kernels.attention_tiles import Tile, width_of
+from pensieve.kernels.attention import plan as attention_plan
+from pensieve.kernels.attention.buffers import HEADER, AttentionPlan, geometry_of, plan_key
+from pensieve.kernels.attention.check import check_attention
+from pensieve.kernels.attention.hopper import launch as attention_hopper
+from pensieve.kernels.attention.kinds import Geometry
+from pensieve.kernels.attention.tiles import Tile, width_of
 from pensieve.kernels.span_table import SpanTable
 
 ITEM, MERGE = tl.constexpr(attention_plan.ITEM), tl.constexpr(attention_plan.MERGE)

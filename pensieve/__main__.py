@@ -1,5 +1,5 @@
 """``python -m pensieve`` is the ``pensieve`` command."""
 
-from pensieve.cli import main
+from pensieve.cli.main import main
 
 main()

@@ -54,7 +54,7 @@ class EngineTuning(msgspec.Struct, frozen=True, kw_only=True):
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """``dummy``: random weights made on the device; the folder then needs no weight files."""
     device_cache: str = "auto"
-    """``40GiB``, ``512MiB``, ``4096tokens`` or ``auto``: see ``pensieve.engine.sizing``."""
+    """``40GiB``, ``512MiB``, ``4096tokens`` or ``auto``: see ``pensieve.engine.worker.sizing``."""
     host_cache: str = "auto"
     chunk_tokens: int = 32
     policy: PolicyName = "gittins"

@@ -38,9 +38,9 @@ MAY_IMPORT: dict[str, set[str]] = {
 """Part of the package → other parts that it may import. Parts without an entry are only held to have no cycles."""
 
 NO_TORCH = (
-    "pensieve.cli", "pensieve.client", "pensieve.config", "pensieve.core", "pensieve.engine.cache",
-    "pensieve.engine.cost", "pensieve.engine.messages", "pensieve.engine.plan", "pensieve.engine.scheduler",
-    "pensieve.errors", "pensieve.machine", "pensieve.options", "pensieve.server", "pensieve.store",
+    "pensieve.cli.main", "pensieve.client", "pensieve.config", "pensieve.core", "pensieve.engine.cache",
+    "pensieve.engine.cost.model", "pensieve.engine.messages", "pensieve.engine.plan", "pensieve.engine.scheduler",
+    "pensieve.errors", "pensieve.machine", "pensieve.options.serve", "pensieve.server", "pensieve.store",
 )  # fmt: skip
 """Importable where torch and triton do not exist; packages with all their modules."""
 

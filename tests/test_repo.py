@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import pensieve
-from pensieve import cli
-from pensieve.option_table import OPTIONS
+from pensieve.cli import main as cli
+from pensieve.options.table import OPTIONS
 from support.sources import LINKS, ROOT, files, python_files, tree
 
 TOP_FOLDERS = {"proto", "pensieve", "kernels", "store", "tests", "bench", "deploy"}

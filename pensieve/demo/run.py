@@ -21,7 +21,7 @@ from rich.table import Table
 
 from pensieve import AsyncClient
 from pensieve.client import Turn
-from pensieve.demo.scenario import Conversation, conversations
+from pensieve.demo.talk.scenario import Conversation, conversations
 from pensieve.spawn import ServerProcess
 
 

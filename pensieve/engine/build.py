@@ -6,13 +6,13 @@ import logging
 
 from pensieve.config import CacheConfig, EngineOptions, SchedulerConfig
 from pensieve.engine.cache.manager import CacheManager
-from pensieve.engine.cost import CostProfileError
+from pensieve.engine.cost.model import CostProfileError
+from pensieve.engine.cost.profiles import stored_or_quick_profile
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import Ready
-from pensieve.engine.profile_store import stored_or_quick_profile
 from pensieve.engine.scheduler import Scheduler
-from pensieve.engine.sizing import WorkerInfo, report
-from pensieve.engine.worker import build_worker
+from pensieve.engine.worker.sizing import WorkerInfo, report
+from pensieve.engine.worker.torch_worker import build_worker
 from pensieve.errors import InvalidArgument
 from pensieve.model.arch import Arch, ModelError
 

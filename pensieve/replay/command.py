@@ -14,20 +14,20 @@ from typing import Any
 import click
 from rich.console import Console
 
-from pensieve.replay.crew import ClientFailed
-from pensieve.replay.generators import generate
+from pensieve.replay.load.generators import generate
+from pensieve.replay.load.schedule import Arrivals, Gaps
+from pensieve.replay.load.shaping import Shape
+from pensieve.replay.load.workload import CountTokens, Dataset, DatasetError, estimate_tokens, load
+from pensieve.replay.measure.report import is_clean
+from pensieve.replay.measure.windows import Window
 from pensieve.replay.parameters import DatasetName, Outputs, numbers, output_options
-from pensieve.replay.progress import LiveProgress
-from pensieve.replay.report import is_clean
-from pensieve.replay.runner import MAX_LAG_S, RunOptions
-from pensieve.replay.schedule import Arrivals, Gaps
+from pensieve.replay.play.crew import ClientFailed
+from pensieve.replay.play.progress import LiveProgress
+from pensieve.replay.play.runner import MAX_LAG_S, RunOptions
+from pensieve.replay.presentation.table import show
 from pensieve.replay.session import Plan, run_all
-from pensieve.replay.shaping import Shape
-from pensieve.replay.table import show
-from pensieve.replay.target_options import target_options
-from pensieve.replay.targets import Target, TurnFailed
-from pensieve.replay.windows import Window
-from pensieve.replay.workload import CountTokens, Dataset, DatasetError, estimate_tokens, load
+from pensieve.replay.targets.base import Target, TurnFailed
+from pensieve.replay.targets.options import target_options
 
 _POSITIVE = click.IntRange(min=1)
 _SECONDS = click.FloatRange(min=0)
@@ -178,7 +178,7 @@ class _Replay(click.Command):
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
         if args[:1] == ["compare"]:
-            from pensieve.replay.compare import compare
+            from pensieve.replay.presentation.compare import compare
 
             return compare.make_context(f"{info_name} compare", args[1:], parent, **extra)
         return super().make_context(info_name, args, parent, **extra)

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from pensieve.replay.generators import NAMES
+from pensieve.replay.load.generators import NAMES
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _OUTPUT = click.Path(dir_okay=False, path_type=Path)
@@ -56,7 +56,7 @@ class Outputs:
     def require(self) -> None:
         """Raises PlotsMissing if it could not be drawn: before an hour of measurement."""
         if self._drawn:
-            from pensieve.replay import plots
+            from pensieve.replay.presentation import plots
 
             plots.require()
 
@@ -66,7 +66,7 @@ class Outputs:
             self.json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         if not (draw and self._drawn):
             return
-        from pensieve.replay import html, plots  # matplotlib takes a second to import
+        from pensieve.replay.presentation import html, plots  # matplotlib takes a second to import
 
         if self.html_file is not None:
             html.write_html([report], self.html_file)

@@ -8,20 +8,21 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from pensieve.replay import crew, runner, server_counters
-from pensieve.replay.receipts import violations
-from pensieve.replay.report import SCHEMA, environment, summarise
-from pensieve.replay.run_in import run_in
-from pensieve.replay.runner import Outcome, RunOptions
-from pensieve.replay.schedule import Arrivals, Script, scripts
-from pensieve.replay.server_counters import Counters
-from pensieve.replay.shaping import Shape, Shaped, shape
-from pensieve.replay.started_target import StartedTarget
-from pensieve.replay.targets import Remote, Target, TargetInfo, TurnFailed
-from pensieve.replay.validity import client_lag, intervals
-from pensieve.replay.watching import Watcher
-from pensieve.replay.windows import Window, cut, running_turns, sent_turns
-from pensieve.replay.workload import Dataset
+from pensieve.replay.load.run_in import run_in
+from pensieve.replay.load.schedule import Arrivals, Script, scripts
+from pensieve.replay.load.shaping import Shape, Shaped, shape
+from pensieve.replay.load.workload import Dataset
+from pensieve.replay.measure.receipts import violations
+from pensieve.replay.measure.report import SCHEMA, environment, summarise
+from pensieve.replay.measure.validity import client_lag, intervals
+from pensieve.replay.measure.windows import Window, cut, running_turns, sent_turns
+from pensieve.replay.play import crew, runner
+from pensieve.replay.play.runner import Outcome, RunOptions
+from pensieve.replay.play.watching import Watcher
+from pensieve.replay.targets import server_counters
+from pensieve.replay.targets.base import Remote, Target, TargetInfo, TurnFailed
+from pensieve.replay.targets.server_counters import Counters
+from pensieve.replay.targets.started_target import StartedTarget
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,17 +29,22 @@ import msgspec
 from grpc import aio
 
 from pensieve.debug import debug_enabled
-from pensieve.engine.host import DEFAULT_BUILDER
+from pensieve.engine.process.host import DEFAULT_BUILDER
 from pensieve.errors import PensieveError
 from pensieve.logs import configure_logging
 from pensieve.model.arch import ModelError, load_generation
 from pensieve.model.resolve import display_name, resolve_model
-from pensieve.options import ServeOptions
-from pensieve.server.admin_port import AdminPort
-from pensieve.server.admin_service import AdminService
-from pensieve.server.auth import Authenticator
+from pensieve.options.serve import ServeOptions
 from pensieve.server.conversations import Conversations
-from pensieve.server.grpc_server import (
+from pensieve.server.links.process_link import ProcessLink
+from pensieve.server.operations.admin_port import AdminPort
+from pensieve.server.operations.health import HealthMonitor
+from pensieve.server.operations.housekeeping import end_task, purge_forever
+from pensieve.server.operations.metrics import Metrics
+from pensieve.server.operations.recording import TraceRecorder, header, open_recorder
+from pensieve.server.rpc.admin_service import AdminService
+from pensieve.server.rpc.auth import Authenticator
+from pensieve.server.rpc.grpc_server import (
     BindError,
     add_health_and_reflection,
     bind,
@@ -47,13 +52,8 @@ from pensieve.server.grpc_server import (
     split_address,
     tls_credentials,
 )
-from pensieve.server.health import HealthMonitor
-from pensieve.server.housekeeping import end_task, purge_forever
-from pensieve.server.interceptor import DEFAULT_IN_FLIGHT, Interceptor
-from pensieve.server.links.process_link import ProcessLink
-from pensieve.server.metrics import Metrics
-from pensieve.server.recording import TraceRecorder, header, open_recorder
-from pensieve.server.service import ConversationService
+from pensieve.server.rpc.interceptor import DEFAULT_IN_FLIGHT, Interceptor
+from pensieve.server.rpc.service import ConversationService
 from pensieve.server.settings import TurnSettings
 from pensieve.server.values import TurnEnd
 from pensieve.store import HistoryStore, open_store
@@ -301,7 +301,7 @@ async def _serve(options: ServeOptions, builder: str) -> None:
 def run(options: ServeOptions, *, builder: str = DEFAULT_BUILDER) -> int:
     """Serve until SIGTERM or SIGINT; the exit status: 0 after a drain, 1 or 2 when it cannot start.
 
-    ``builder`` names what makes the engine (``pensieve.engine.host``); another one only in tests.
+    ``builder`` names what makes the engine (``pensieve.engine.process.host``); another one only in tests.
     """
     os.umask(0o077)
     if debug_enabled():

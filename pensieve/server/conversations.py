@@ -9,13 +9,13 @@ import pensieve
 from pensieve.engine.messages import Residency
 from pensieve.errors import PensieveError, Unavailable
 from pensieve.server import ids
-from pensieve.server.engine_link import EngineLink
-from pensieve.server.history_cache import Histories
-from pensieve.server.rendering import Renderer, Stamp
-from pensieve.server.sessions import Sessions
+from pensieve.server.history.cache import Histories
+from pensieve.server.history.rendering import Renderer, Stamp
+from pensieve.server.links.engine_link import EngineLink
+from pensieve.server.sessions.sessions import Sessions
 from pensieve.server.settings import TurnSettings
-from pensieve.server.turn_run import TurnTools
-from pensieve.server.turns import Turns
+from pensieve.server.turns.run import TurnTools
+from pensieve.server.turns.turns import Turns
 from pensieve.server.values import Entry, TurnEnd
 from pensieve.store import HistoryStore, Key
 from pensieve.store.records import History

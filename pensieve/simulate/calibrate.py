@@ -22,16 +22,16 @@ import numpy.typing as npt
 from pensieve.config import CacheConfig, SchedulerConfig
 from pensieve.core import RequestKey, Sampling, pack_tokens
 from pensieve.engine.cache.manager import CacheManager
-from pensieve.engine.cost import CostModel
+from pensieve.engine.cost.model import CostModel
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import Evict, Failed, Output, Ready, Submit
 from pensieve.engine.plan import Copy, PendingStep, Plan, SampleSpec, Span, StepResult, StepWorker
 from pensieve.engine.scheduler import Scheduler
-from pensieve.simulate.machine import Machine
-from pensieve.simulate.work import Work, work_of
+from pensieve.simulate.scenario.machine import Machine
+from pensieve.simulate.scenario.work import Work, work_of
 
 if TYPE_CHECKING:  # the module brings torch with it
-    from pensieve.engine.worker import Worker
+    from pensieve.engine.worker.torch_worker import Worker
 
 REPEATS = 3
 """Timed passes over each design, after one that warms up."""

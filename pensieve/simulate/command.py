@@ -14,19 +14,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pensieve.config import CacheConfig, parse_cache_size
-from pensieve.engine.cost import CostModel, CostProfileError
-from pensieve.replay.generators import generate
+from pensieve.engine.cost.model import CostModel, CostProfileError
+from pensieve.replay.load.generators import generate
+from pensieve.replay.load.schedule import Gaps
+from pensieve.replay.load.shaping import Shape, shape
+from pensieve.replay.load.workload import Dataset, DatasetError, load
 from pensieve.replay.parameters import DatasetName, Outputs, numbers, output_options
-from pensieve.replay.schedule import Gaps
-from pensieve.replay.shaping import Shape, shape
-from pensieve.replay.workload import Dataset, DatasetError, load
-from pensieve.simulate import policies
-from pensieve.simulate.load import Load, in_the_middle
-from pensieve.simulate.machine import Machine, MachineError
 from pensieve.simulate.report import document, show
 from pensieve.simulate.run import EngineName, Simulation, run_all
-from pensieve.simulate.settings import Routing, Settings
-from pensieve.simulate.tally import Span
+from pensieve.simulate.scenario import policies
+from pensieve.simulate.scenario.load import Load, in_the_middle
+from pensieve.simulate.scenario.machine import Machine, MachineError
+from pensieve.simulate.scenario.settings import Routing, Settings
+from pensieve.simulate.scenario.tally import Span
 
 _POSITIVE = click.IntRange(min=1)
 _ABOVE_ZERO = click.FloatRange(min=0, min_open=True)

@@ -14,14 +14,14 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from pensieve.replay.columns import number
-from pensieve.replay.report import SCHEMA, environment
-from pensieve.replay.shaping import Shaped
-from pensieve.replay.table import show_curves
-from pensieve.replay.validity import intervals
-from pensieve.replay.workload import Dataset
-from pensieve.simulate.load import Load
+from pensieve.replay.load.shaping import Shaped
+from pensieve.replay.load.workload import Dataset
+from pensieve.replay.measure.report import SCHEMA, environment
+from pensieve.replay.measure.validity import intervals
+from pensieve.replay.presentation.columns import number
+from pensieve.replay.presentation.table import show_curves
 from pensieve.simulate.run import Simulation
+from pensieve.simulate.scenario.load import Load
 
 
 def document(

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pensieve.lifeline import die_with_parent
-from pensieve.simulate.full import FullSimulation
-from pensieve.simulate.load import Load
-from pensieve.simulate.settings import Settings
-from pensieve.simulate.tally import Span
-from pensieve.simulate.turns import TurnSimulation
+from pensieve.simulate.full.engine import FullSimulation
+from pensieve.simulate.scenario.load import Load
+from pensieve.simulate.scenario.settings import Settings
+from pensieve.simulate.scenario.tally import Span
+from pensieve.simulate.turns.engine import TurnSimulation
 
 EngineName = Literal["full", "turns"]
 _counters: Any = None

@@ -10,7 +10,7 @@ import pytest
 
 from pensieve.model.arch import load_arch
 from pensieve.tokenizer import ChatTokenizer
-from support.benches import load_bench
+from support.replay.benches import load_bench
 
 
 @pytest.mark.parametrize(

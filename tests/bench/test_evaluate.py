@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from support.benches import BENCH
+from support.replay.benches import BENCH
 
 EVALUATE = (sys.executable, str(BENCH / "evaluate.py"))
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from pensieve.replay.compare import read_report
-from support.benches import BENCH
-from support.dying_server import LAST_WORDS
+from pensieve.replay.presentation.compare import read_report
+from support.replay.benches import BENCH
+from support.replay.dying_server import LAST_WORDS
 
 SUPPORT = Path(__file__).parents[1] / "support"
-STUB = ("{python}", str(SUPPORT / "openai_stub.py"), "--port", "{port}")
-DYING = ("{python}", str(SUPPORT / "dying_server.py"), "{port}", "6")
+STUB = ("{python}", str(SUPPORT / "replay" / "openai_stub.py"), "--port", "{port}")
+DYING = ("{python}", str(SUPPORT / "replay" / "dying_server.py"), "{port}", "6")
 REFUSING = ("{python}", "-c", "import sys; print('no such device'); sys.exit(9)")
 RATES = (30.0, 15.0)
 
@@ -39,7 +39,7 @@ def program(name: str) -> Any:
 def make_line(
     label: str, command: tuple[str, ...], *, url: str = "http://127.0.0.1:{port}", **more: Any
 ) -> Any:
-    table = program("experiments")
+    table = program("evaluation.experiments")
     few = ("--stop-after-window", "--scale-lengths", "0.05", "--max-turns", "2")
     load = table.Workload("sharegpt", 0.05, RATES, 0.2, 0.3, 0.8, few)
     return table.Line(label, table.System(label, command, 1.0, url, **more), "tiny-llama-gqa2", load)
@@ -47,7 +47,7 @@ def make_line(
 
 def make_evaluation(folder: Path, *lines: Any, budget_s: float = 1000, keep_logs: bool = False) -> Any:
     """(evaluation, jobs)"""
-    evaluate, table, plan = program("evaluate"), program("experiments"), program("evaluate_plan")
+    evaluate, table, plan = program("evaluate"), program("evaluation.experiments"), program("evaluation.plan")
     experiment = table.Experiment("fakes", "nothing", tuple(lines))
     origin = program("evaluate_report").Origin("python x", "abc", "", "2026-01-01T00:00:00+00:00")
     deadline = time.monotonic() + budget_s
@@ -56,7 +56,7 @@ def make_evaluation(folder: Path, *lines: Any, budget_s: float = 1000, keep_logs
 
 
 def make_site(folder: Path, lines: Any) -> Any:
-    evaluate, jobs = program("evaluate"), program("evaluate_jobs")
+    evaluate, jobs = program("evaluate"), program("evaluation.jobs")
     (folder / "scratch").mkdir(exist_ok=True)
     return jobs.Site(folder / "scratch", evaluate.make_models(lines, folder / "models"))
 
@@ -64,7 +64,7 @@ def make_site(folder: Path, lines: Any) -> Any:
 async def run_all(folder: Path, *lines: Any, **more: Any) -> dict[str, Any]:
     """The report that was written, after all lines ran one after the other."""
     evaluation, jobs = make_evaluation(folder, *lines, **more)
-    (cpu,) = program("evaluate_jobs").devices(["cpu"])
+    (cpu,) = program("evaluation.jobs").devices(["cpu"])
     await evaluation.run([jobs], [cpu], make_site(folder, lines))
     report: dict[str, Any] = json.loads((folder / "results/fakes.json").read_text(encoding="utf-8"))
     if report["targets"]:
@@ -100,7 +100,7 @@ async def test_a_system_that_fails_does_not_stop_the_others(tmp_path: Path) -> N
 
 
 def test_folders_of_this_machine_are_not_told() -> None:
-    cut = program("evaluate_jobs").without_folders
+    cut = program("evaluation.jobs").without_folders
     assert cut('File "/opt/me/x-1/a.py", line 3') == 'File "a.py", line 3'
     assert (
         cut("--model /tmp/models/m --url http://127.0.0.1:80/v1/models")
@@ -114,8 +114,8 @@ ORIGIN = ("python x", "abc", "", "2026-01-01T00:00:00+00:00")
 
 async def run_one(folder: Path, line: Any) -> Any:
     _, (job,) = make_evaluation(folder, line)
-    (cpu,) = program("evaluate_jobs").devices(["cpu"])
-    return await program("evaluate_jobs").run_job(job, cpu, make_site(folder, [line]), lambda text: None, 60)
+    (cpu,) = program("evaluation.jobs").devices(["cpu"])
+    return await program("evaluation.jobs").run_job(job, cpu, make_site(folder, [line]), lambda text: None, 60)
 
 
 async def test_numbers_are_those_of_the_replay(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ async def test_numbers_are_those_of_the_replay(tmp_path: Path) -> None:
     line, pages = make_line("works", STUB), program("evaluate_report")
     result = await run_one(tmp_path, line)
     assert result.error == ""
-    experiment = program("experiments").Experiment("fakes", "s", (line,))
+    experiment = program("evaluation.experiments").Experiment("fakes", "s", (line,))
     merged = pages.combine([pages.job_report(experiment, result, pages.Origin(*ORIGIN))])
     text = pages.compact(merged)
     assert json.loads(text) == merged
@@ -163,7 +163,7 @@ def fake_result(job: Any, *, sha: str = "a", rates: tuple[float, ...] = RATES, l
         "unreached": [{"target": job.line.label, "error": "gone", "run": 0}] if lost else [],
     }  # fmt: skip
     error = "gone" if lost else ""
-    return program("evaluate_jobs").JobResult(
+    return program("evaluation.jobs").JobResult(
         job, "cpu", "", "", 1.0, 1.0, report, error, {"server.log": ""}
     )
 
@@ -175,17 +175,17 @@ def fake_report(label: str, *, gpu: str = "", **more: Any) -> dict[str, Any]:
     (job,) = (job for job in made if job.line.label == label)
     pages = program("evaluate_report")
     origin = pages.Origin("python x", "abc", gpu, "2026-01-01T00:00:00+00:00")
-    experiment = program("experiments").Experiment("fakes", "s", lines)
+    experiment = program("evaluation.experiments").Experiment("fakes", "s", lines)
     result = fake_result(job, lost=label == "two", **more)
     found: dict[str, Any] = pages.job_report(experiment, result, origin)
     return found
 
 
 def test_a_shared_job_has_its_own_name_in_each_experiment() -> None:
-    table, pages = program("experiments"), program("evaluate_report")
+    table, pages = program("evaluation.experiments"), program("evaluate_report")
     line = make_line("one", STUB)
     other = dataclasses.replace(line, label="uno")
-    (job,) = program("evaluate_plan").jobs_for([("fakes", line), ("others", other)])
+    (job,) = program("evaluation.plan").jobs_for([("fakes", line), ("others", other)])
     result = fake_result(job, lost=True)
     for name, label in (("fakes", "one"), ("others", "uno")):
         report = pages.job_report(table.Experiment(name, "s", (line, other)), result, pages.Origin(*ORIGIN))
@@ -231,12 +231,12 @@ async def test_a_system_that_never_comes_up_is_stopped_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And nothing of it is left, though it does not listen to SIGTERM."""
-    monkeypatch.setattr(program("evaluate_jobs"), "INTERRUPT_GRACE_S", 1.0)
+    monkeypatch.setattr(program("evaluation.jobs"), "INTERRUPT_GRACE_S", 1.0)
     mark = f"stubborn-{tmp_path.name}"
     stubborn = f"import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(99)  # {mark}"
     line = make_line("stubborn", ("{python}", "-c", stubborn))
     _, (job,) = make_evaluation(tmp_path, line)
-    jobs = program("evaluate_jobs")
+    jobs = program("evaluation.jobs")
     result = await jobs.run_job(
         job, *jobs.devices(["cpu"]), make_site(tmp_path, [line]), lambda text: None, 3.0
     )
@@ -262,7 +262,7 @@ async def test_without_time_a_system_is_not_run(tmp_path: Path) -> None:
 
 async def test_with_little_time_the_less_telling_rates_are_left_out(tmp_path: Path) -> None:
     _, (job,) = make_evaluation(tmp_path, make_line("works", STUB))
-    least = program("evaluate_plan").replace(job, rates=RATES[:1]).seconds
+    least = program("evaluation.plan").replace(job, rates=RATES[:1]).seconds
     report = await run_all(tmp_path, make_line("works", STUB), budget_s=least + 1)
     assert [summary["rate"] for summary in report["targets"]] == [RATES[0]]
 
@@ -274,10 +274,10 @@ async def test_names_in_a_command_line(tmp_path: Path) -> None:
     )
     system = ("{python}", "-c", say, "{context}", "{model}", "{scratch}")
     line = make_line("speaks", system, environment=(("SAID", "it's"),))
-    _, device = program("evaluate_jobs").devices(["0", "3"])
+    _, device = program("evaluation.jobs").devices(["0", "3"])
     _, (job,) = make_evaluation(tmp_path, line)
     site = make_site(tmp_path, [line])
-    result = await program("evaluate_jobs").run_job(job, device, site, lambda text: None, 60)
+    result = await program("evaluation.jobs").run_job(job, device, site, lambda text: None, 60)
     model = site.models["tiny-llama-gqa2"]
     assert f"it's 3 ['4096', '{model}', '{site.scratch}/job" in result.logs["server.log"]
     assert f"cores {list(device.cores)}" in result.logs["server.log"]
@@ -291,7 +291,7 @@ async def test_names_in_a_command_line(tmp_path: Path) -> None:
 
 
 def test_devices_share_no_core() -> None:
-    jobs = program("evaluate_jobs")
+    jobs = program("evaluation.jobs")
     one, two = jobs.devices(["0", "1"])
     assert one.cores and not set(one.cores) & set(two.cores) and len(one.cores) == len(two.cores)
     with pytest.raises(ValueError, match="cores"):
@@ -299,7 +299,7 @@ def test_devices_share_no_core() -> None:
 
 
 def test_a_port_is_given_once_and_no_client_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = program("evaluate_jobs")
+    jobs = program("evaluation.jobs")
     monkeypatch.setattr(jobs, "_ports", itertools.count(29000))  # where no other test has servers
     with socket.socket() as taken:
         free = jobs._free_port()

@@ -15,13 +15,13 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pensieve.cli import cli
+from pensieve.cli.main import cli
 from pensieve.config import EngineTuning, PolicyName, parse_cache_size
 from pensieve.machine import Memory
-from pensieve.replay.generators import generate
-from pensieve.replay.run_in import run_in
-from pensieve.replay.schedule import Arrivals, Script, scripts
-from support.benches import BENCH
+from pensieve.replay.load.generators import generate
+from pensieve.replay.load.run_in import run_in
+from pensieve.replay.load.schedule import Arrivals, Script, scripts
+from support.replay.benches import BENCH
 
 
 @pytest.fixture(autouse=True)
@@ -30,11 +30,11 @@ def bench_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def table() -> Any:
-    return importlib.import_module("experiments")
+    return importlib.import_module("evaluation.experiments")
 
 
 def planning() -> Any:
-    return importlib.import_module("evaluate_plan")
+    return importlib.import_module("evaluation.plan")
 
 
 def all_lines(scale: str = "FULL") -> list[Any]:

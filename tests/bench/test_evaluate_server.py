@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support.benches import BENCH
-from support.dying_server import LAST_WORDS, STATUS
+from support.replay.benches import BENCH
+from support.replay.dying_server import LAST_WORDS, STATUS
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -52,6 +52,6 @@ def test_the_log_keeper_ends_with_its_reader(tmp_path: Path) -> None:
 
 
 def test_statuses_of_the_dying_server_are_its_own() -> None:
-    command = [sys.executable, str(SUPPORT / "dying_server.py"), "0", "0"]
+    command = [sys.executable, str(SUPPORT / "replay" / "dying_server.py"), "0", "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     assert done.returncode == STATUS and LAST_WORDS in done.stdout

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from support.benches import load_bench
+from support.replay.benches import load_bench
 from support.sources import ROOT
 
 
@@ -30,7 +30,7 @@ def row(context: int, heads: tuple[int, int], us: dict[str, float]) -> dict[str,
 def test_the_ways_under_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, "tests/support/interpreted_figure12.py"], cwd=ROOT, capture_output=True, text=True,
+        [*command, "tests/support/kernels/interpreted_figure12.py"], cwd=ROOT, capture_output=True, text=True,
         env={**os.environ, "TRITON_INTERPRET": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

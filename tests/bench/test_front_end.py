@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from support.benches import load_bench
+from support.replay.benches import load_bench
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, *options: str) -> Any:

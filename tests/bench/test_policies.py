@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from pensieve.simulate.policies import NAMES
-from support.benches import load_bench
+from pensieve.simulate.scenario.policies import NAMES
+from support.replay.benches import load_bench
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return load_bench("policies_report", monkeypatch)
+    return load_bench("policy_study/report", monkeypatch)
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_the_picture_compares_policies_on_the_same_seeds(monkeypatch: pytest.Mon
         share = {"recomputed_tokens": lost, "history_tokens": 200}
         return {"part": part, "group": group, "policy": policy, "seed": seed, **share}
 
-    plot = load_bench("policies_plot", monkeypatch)
+    plot = load_bench("policy_study/plot", monkeypatch)
     rows = [
         row("lru", 4, 20, "fast", "rates"),
         row("lru", 4, 10, "slow", "rates"),

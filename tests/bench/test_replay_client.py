@@ -7,7 +7,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from support.benches import load_bench
+from support.replay.benches import load_bench
 
 
 @pytest.mark.parametrize("protocol", ["openai", "pensieve"])

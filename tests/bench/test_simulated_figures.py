@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from pensieve.replay.compare import compare
-from support.benches import load_bench
+from pensieve.replay.presentation.compare import compare
+from support.replay.benches import load_bench
 from support.sources import ROOT
 
 ABSOLUTE = re.compile(r"(?<!\w)/\w+")

@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from pensieve.demo import MODEL_DIR
 from pensieve.replay.command import replay
-from pensieve.replay.openai_target import OpenAITarget
-from pensieve.replay.targets import TurnSpec
-from support.benches import BENCH
-from support.checkpoints import FAMILIES, Family, tiny_checkpoint
-from support.hf_oracle import HfOracle
-from support.openai_stub import Model, Server
+from pensieve.replay.targets.base import TurnSpec
+from pensieve.replay.targets.openai_target import OpenAITarget
+from support.engine.checkpoints import FAMILIES, Family, tiny_checkpoint
+from support.engine.hf_oracle import HfOracle
+from support.replay.benches import BENCH
+from support.replay.openai_stub import Model, Server
 
 PROMPT, LIMIT = list(range(5, 25)), 12
 

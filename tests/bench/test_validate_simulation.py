@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from pensieve.engine.cost import CostModel
-from pensieve.server.recording import TraceHeader, TraceRow
-from pensieve.simulate.load import Load
-from pensieve.simulate.machine import Machine
-from pensieve.simulate.settings import Settings
-from pensieve.simulate.turns import TurnSimulation
-from support.benches import load_bench
+from pensieve.engine.cost.model import CostModel
+from pensieve.server.operations.recording import TraceHeader, TraceRow
+from pensieve.simulate.scenario.load import Load
+from pensieve.simulate.scenario.machine import Machine
+from pensieve.simulate.scenario.settings import Settings
+from pensieve.simulate.turns.engine import TurnSimulation
+from support.replay.benches import load_bench
 
 
 @pytest.fixture

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pensieve import __version__, cli, options
-from pensieve.option_table import OPTIONS
+from pensieve import __version__
+from pensieve.cli import main as cli
+from pensieve.options import serve as options
+from pensieve.options.table import OPTIONS
 
 PENSIEVE = Path(sys.executable).parent / "pensieve"
 
@@ -39,7 +41,7 @@ def test_help_lists_every_command_and_loads_none() -> None:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    code = "from click.testing import CliRunner; from pensieve.cli import cli; CliRunner().invoke(cli, ['--help'])"
+    code = "from click.testing import CliRunner; from pensieve.cli.main import cli; CliRunner().invoke(cli, ['--help'])"
     heavy = {"torch", "transformers", "grpc", "redis", "rich", "pensieve.server", "pensieve.client"}
     assert not heavy & loaded_modules(code)
 

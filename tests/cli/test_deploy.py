@@ -11,8 +11,8 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from pensieve.cli import cli
-from pensieve.options import ServeOptions
+from pensieve.cli.main import cli
+from pensieve.options.serve import ServeOptions
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 

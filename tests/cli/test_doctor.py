@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pensieve import doctor_checks as checks
-from pensieve import doctor_gpu
-from pensieve.doctor import doctor
-from pensieve.doctor_checks import Check
+from pensieve.cli.doctor import checks
+from pensieve.cli.doctor import gpu as doctor_gpu
+from pensieve.cli.doctor.checks import Check
+from pensieve.cli.doctor.command import doctor
 
 
 def by_name(findings: list[Check]) -> dict[str, Check]:

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pensieve.config import EngineOptions, batch_limits
-from pensieve.option_table import OPTIONS
-from pensieve.option_values import duration, is_loopback, split_address
-from pensieve.options import ServeOptions, resolve
+from pensieve.options.serve import ServeOptions, resolve
+from pensieve.options.table import OPTIONS
+from pensieve.options.values import duration, is_loopback, split_address
 
 
 def write(folder: Path, text: str) -> Path:

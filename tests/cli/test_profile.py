@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from pensieve.engine.cost import CostModel
+from pensieve.cli.profile import profile
+from pensieve.engine.cost.model import CostModel
+from pensieve.engine.cost.probe import Point, Prober, split
 from pensieve.engine.plan import Plan, Sampled, StepResult, SynchronousWorker
-from pensieve.engine.probe import Point, Prober, split
-from pensieve.profile_command import profile
-from support.checkpoints import tiny_checkpoint
+from support.engine.checkpoints import tiny_checkpoint
 
 
 class CostlyWorker(SynchronousWorker):

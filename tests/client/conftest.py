@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pensieve.client import RetryPolicy
-from support.both_clients import KINDS, connected
-from support.fake_conversations import FakeConversations
+from support.service.both_clients import KINDS, connected
+from support.service.fake_conversations import FakeConversations
 
 FAST = RetryPolicy(initial_s=0.001, max_s=0.002)
 

@@ -16,12 +16,12 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from pensieve import chat as module
-from pensieve.chat import Chat
+from pensieve.cli import chat as module
+from pensieve.cli.chat import Chat
 from pensieve.client import Client
 from pensieve.errors import Unauthenticated
-from support.fake_faults import Fault, answer_to
-from support.fake_server import FakeServerThread
+from support.faults.fake_faults import Fault, answer_to
+from support.service.fake_server import FakeServerThread
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ import pytest
 
 from pensieve.client import AsyncClient, Client, FinishReason, TurnState
 from pensieve.errors import Cancelled, NotFound, TurnInProgress
-from support.both_clients import Blocking
-from support.fake_conversations import FakeConversations
-from support.fake_faults import Fault, answer_to
-from support.fake_server import FakeServerThread, start_fake
+from support.faults.fake_faults import Fault, answer_to
+from support.service.both_clients import Blocking
+from support.service.fake_conversations import FakeConversations
+from support.service.fake_server import FakeServerThread, start_fake
 
 STALL = Fault(after=3, silent=True)
 SEEN = answer_to("x")[:6]

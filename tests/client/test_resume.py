@@ -17,8 +17,8 @@ from pensieve.errors import (
     Unavailable,
 )
 from pensieve.rpc_status import PUSHBACK_KEY, TRANSPORT_FINAL
-from support.fake_conversations import FakeConversations
-from support.fake_faults import Fault, answer_to
+from support.faults.fake_faults import Fault, answer_to
+from support.service.fake_conversations import FakeConversations
 
 TEXT = "Ada läuft"
 MESSAGES = 2 + -(-len(answer_to(TEXT)) // 3)

@@ -16,8 +16,8 @@ from pensieve.errors import (
     Unavailable,
 )
 from pensieve.v1 import pensieve_pb2 as pb
-from support.fake_conversations import FakeConversations
-from support.fake_faults import answer_to
+from support.faults.fake_faults import answer_to
+from support.service.fake_conversations import FakeConversations
 
 
 def test_a_conversation(client: Any) -> None:

@@ -112,7 +112,7 @@ def test_import_costs_neither_grpc_nor_torch() -> None:
 
 
 def test_the_sdk_does_not_import_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; import pensieve.client, pensieve.chat"
+    code = "import sys; sys.modules['torch'] = None; import pensieve.client, pensieve.cli.chat"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -9,10 +9,10 @@ from itertools import islice
 
 import pytest
 
-from pensieve.demo import attributes, facts, words
-from pensieve.demo.dialogues import dialogue
-from pensieve.demo.scenario import conversations
-from pensieve.demo.values import Values
+from pensieve.demo.talk import attributes, facts, words
+from pensieve.demo.talk.scenario import conversations
+from pensieve.demo.talk.values import Values
+from pensieve.demo.training.dialogues import dialogue
 
 KINDS = sorted({attribute.kind for attribute in attributes.PERSONAL + attributes.WORLD_FACTS} | {"spot"})
 
@@ -98,5 +98,5 @@ def test_a_scenario_too_long_or_too_short_is_refused() -> None:
 
 def test_scenarios_need_no_torch() -> None:
     heavy = "('torch', 'tokenizers', 'grpc')"
-    code = f"import sys, pensieve.demo.scenario; sys.exit(any(name in sys.modules for name in {heavy}))"
+    code = f"import sys, pensieve.demo.talk.scenario; sys.exit(any(name in sys.modules for name in {heavy}))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

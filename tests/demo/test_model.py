@@ -10,11 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from pensieve.demo import MODEL_DIR, attributes, smalltalk
-from pensieve.demo.evaluate import Chat
-from pensieve.demo.forced import score
-from pensieve.demo.tokenizer import CHAT_TEMPLATE
-from pensieve.demo.values import Values
+from pensieve.demo import MODEL_DIR
+from pensieve.demo.talk import attributes, smalltalk
+from pensieve.demo.talk.values import Values
+from pensieve.demo.training.evaluate import Chat
+from pensieve.demo.training.forced import score
+from pensieve.demo.training.tokenizer import CHAT_TEMPLATE
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from pensieve.client import FinishReason
 from pensieve.spawn import ServerProcess
 from pensieve.v1 import pensieve_pb2 as pb
 from pensieve.v1 import pensieve_pb2_grpc
-from support.node_checks import check_conversation
-from support.node_client import install_node_client, missing_programs, run_node_client
+from support.service.node_checks import check_conversation
+from support.service.node_client import install_node_client, missing_programs, run_node_client
 
 pytestmark = pytest.mark.timeout(400)
 SMALL = ("--device-cache", "512tokens", "--host-cache", "512tokens", "--chunk-tokens", "16", "--threads", "1")

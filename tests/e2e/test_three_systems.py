@@ -21,10 +21,10 @@ import pytest
 from pensieve import Client
 from pensieve.demo import MODEL_DIR
 from pensieve.spawn import ServerProcess
-from support import openai_stub
-from support.browser import browse, measured
-from support.openai_stub import Model
-from support.page_reader import Page
+from support.replay import openai_stub
+from support.replay.browser import browse, measured
+from support.replay.openai_stub import Model
+from support.replay.page_reader import Page
 from support.sources import ROOT
 
 pytestmark = pytest.mark.timeout(400)

@@ -13,7 +13,7 @@ from pensieve.engine.cache.chunk import Place
 from pensieve.engine.cache.index import Give, lowest
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cache.restore import Restore, TierTokens
-from pensieve.engine.cost import CostModel
+from pensieve.engine.cost.model import CostModel
 
 COST = CostModel(((0, 0.0), (1000, 1000.0)), 4.0, 4)
 """Cost(l) = l + 4: chunk k of four tokens costs 4k + 8."""

@@ -12,9 +12,9 @@ from pensieve.core import SessionKey
 from pensieve.engine.cache.index import Give
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cache.policy import UNKNOWN, Retention
-from pensieve.engine.cost import CostModel
-from support.engine_driver import Clock, Driver, make_engine
-from support.hash_worker import VOCABULARY, HashWorker, verify_tokens
+from pensieve.engine.cost.model import CostModel
+from support.engine.engine_driver import Clock, Driver, make_engine
+from support.engine.hash_worker import VOCABULARY, HashWorker, verify_tokens
 
 FLAT = CostModel(((0, 0.0), (1000, 0.0)), 1.0, 4)
 """Every chunk costs the same: only the rate of returns tells them apart."""

@@ -11,9 +11,9 @@ from pensieve.config import CacheConfig, SchedulerConfig
 from pensieve.core import SessionKey
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.plan import StepWorker
-from support.engine_driver import Clock, Driver, make_engine
-from support.hash_worker import VOCABULARY, HashWorker, verify_tokens
-from support.mutants import PLAN_MUTANTS, MutantWorker, SwapOutLastWorker
+from support.engine.engine_driver import Clock, Driver, make_engine
+from support.engine.hash_worker import VOCABULARY, HashWorker, verify_tokens
+from support.engine.mutants import PLAN_MUTANTS, MutantWorker, SwapOutLastWorker
 
 CACHE = CacheConfig(device_chunks=12, host_chunks=10, chunk_tokens=4)
 SCHEDULER = SchedulerConfig(context_limit=48, max_batch_tokens=16, max_running=4)

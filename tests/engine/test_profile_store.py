@@ -14,11 +14,11 @@ import pytest
 
 from pensieve.config import EngineOptions
 from pensieve.core import Sampling
-from pensieve.engine import profile_store
-from pensieve.engine.cost import CostModel, CostProfileError
+from pensieve.engine.cost import profiles as profile_store
+from pensieve.engine.cost.model import CostModel, CostProfileError
+from pensieve.engine.cost.probe import prober, quick_points
+from pensieve.engine.cost.profiles import estimate, fingerprint, profile_path, stored_or_quick_profile
 from pensieve.engine.plan import Plan, Sampled, StepResult, SynchronousWorker
-from pensieve.engine.probe import prober, quick_points
-from pensieve.engine.profile_store import estimate, fingerprint, profile_path, stored_or_quick_profile
 from pensieve.model.arch import Arch, Rope
 
 ARCH = Arch(

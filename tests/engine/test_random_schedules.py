@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 
 from pensieve.config import CacheConfig, PolicyName, SchedulerConfig
-from support.engine_driver import Clock, Driver, make_engine
-from support.hash_worker import VOCABULARY, HashWorker, verify_tokens
+from support.engine.engine_driver import Clock, Driver, make_engine
+from support.engine.hash_worker import VOCABULARY, HashWorker, verify_tokens
 
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 

@@ -23,8 +23,8 @@ from pensieve.engine.messages import (
     Submit,
 )
 from pensieve.engine.plan import Plan
-from support.engine_driver import Clock, Driver, make_engine
-from support.hash_worker import VOCABULARY, HashWorker, oracle_tokens, verify_tokens
+from support.engine.engine_driver import Clock, Driver, make_engine
+from support.engine.hash_worker import VOCABULARY, HashWorker, oracle_tokens, verify_tokens
 
 CACHE = CacheConfig(device_chunks=16, host_chunks=16, chunk_tokens=4, swap_watermark=0.0)
 SCHEDULER = SchedulerConfig(context_limit=64, max_batch_tokens=16, max_running=8)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.checkpoints import FAMILIES, tiny_checkpoint
+from support.engine.checkpoints import FAMILIES, tiny_checkpoint
 
 
 @pytest.fixture(scope="session")

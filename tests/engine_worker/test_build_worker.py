@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pensieve.config import EngineOptions, parse_cache_size
-from pensieve.engine.sizing import worker_info
-from pensieve.engine.worker import build_worker
+from pensieve.engine.worker.sizing import worker_info
+from pensieve.engine.worker.torch_worker import build_worker
 from pensieve.model.arch import load_arch
 
 

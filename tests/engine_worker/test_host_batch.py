@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pensieve.core import RequestKey, Sampling
-from pensieve.engine.host_batch import NO_SLOT, make_host_batch
 from pensieve.engine.plan import PENDING, Plan, SampleSpec, Span
-from pensieve.engine.step_batch import make_batch
-from pensieve.engine.step_graphs import buckets
-from pensieve.kernels.attention_kinds import Kind
+from pensieve.engine.worker.batch import make_batch
+from pensieve.engine.worker.graphs import buckets
+from pensieve.engine.worker.host_batch import NO_SLOT, make_host_batch
+from pensieve.kernels.attention.kinds import Kind
 
 SAMPLE = SampleSpec(Sampling(), 0)
 

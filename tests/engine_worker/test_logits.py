@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pensieve.core import Sampling
-from support.worker_driver import (
+from support.engine.worker_driver import (
     EVERYTHING,
     logprobs,
     make_worker,

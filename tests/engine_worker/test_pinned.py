@@ -8,8 +8,8 @@ import mmap
 import numpy as np
 import pytest
 
-from pensieve.engine import pinned
-from pensieve.engine.pinned import SEGMENT_BYTES, PinnedMemory, _segments, _touch
+from pensieve.engine.kv import pinned
+from pensieve.engine.kv.pinned import SEGMENT_BYTES, PinnedMemory, _segments, _touch
 
 
 @pytest.mark.parametrize("unit", [1, 512, 4096, 163840, 6553600, 3 << 30])

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
 from pensieve.core import Sampling
-from pensieve.engine.draw import Parameters, draw, weigh
 from pensieve.engine.plan import SampleSpec
-from pensieve.engine.sampler import choose, clean, sample
-from pensieve.engine.sampling_rows import MAX_TOP_K, Group, prepare, uniform
-from support.slow_sampler import slow_sample, slow_uniform
+from pensieve.engine.sampling.draw import Parameters, draw, weigh
+from pensieve.engine.sampling.rows import MAX_TOP_K, Group, prepare, uniform
+from pensieve.engine.sampling.sampler import choose, clean, sample
+from support.engine.slow_sampler import slow_sample, slow_uniform
 
 VOCAB = 50
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pensieve.config import EngineOptions
-from pensieve.engine import sizing
-from pensieve.engine.sizing import (
+from pensieve.engine.worker import sizing
+from pensieve.engine.worker.sizing import (
     GIB,
     FreeMemory,
     Placement,
@@ -21,7 +21,7 @@ from pensieve.engine.sizing import (
     tier_sizes,
     workspace_bytes,
 )
-from pensieve.engine.worker import build_worker
+from pensieve.engine.worker.torch_worker import build_worker
 from pensieve.model.arch import Arch, Rope
 
 ARCH = Arch(

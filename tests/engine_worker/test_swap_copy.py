@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from pensieve.engine import swap_copy
-from pensieve.engine.swap_copy import BatchCopy, Trial, choose, make_copy
+from pensieve.engine.kv import copy as swap_copy
+from pensieve.engine.kv.copy import BatchCopy, Trial, choose, make_copy
 from pensieve.kernels.chunk_copy import runs_of
 
 

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pensieve.core import RequestKey
-from pensieve.engine import swap_queue
+from pensieve.engine.kv import queue as swap_queue
+from pensieve.engine.kv.groups import CALL_BYTES, calls_for, layer_groups
+from pensieve.engine.kv.queue import Sizes, SwapQueue
+from pensieve.engine.kv.timeline import Lane
 from pensieve.engine.plan import Copy, Plan, Span
-from pensieve.engine.swap_groups import CALL_BYTES, calls_for, layer_groups
-from pensieve.engine.swap_queue import Sizes, SwapQueue
-from pensieve.engine.swap_timeline import Lane
-from support.fake_lanes import FakeLanes
-from support.swap_plans import DEVICE_PAGES, HOST_PAGES, PAGE_TOKENS, Pools, make_plan, work_of
+from support.engine.fake_lanes import FakeLanes
+from support.engine.swap_plans import DEVICE_PAGES, HOST_PAGES, PAGE_TOKENS, Pools, make_plan, work_of
 
 LAYERS, WORDS = 5, 2
 IN, OUT, COMPUTE = Lane.IN, Lane.OUT, Lane.COMPUTE

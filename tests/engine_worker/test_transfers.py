@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pensieve.engine.plan import Copy
-from pensieve.engine.worker import TorchWorker
-from support.worker_driver import (
+from pensieve.engine.worker.torch_worker import TorchWorker
+from support.engine.worker_driver import (
     CHUNK,
     EVERYTHING,
     logprobs,

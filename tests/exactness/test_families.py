@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import pytest
 
-from pensieve.engine.transfer import LayerTransfers
-from support.checkpoints import FAMILIES, Family
-from support.exactness import Bench, caught, run_all
-from support.mutants import PLAN_MUTANTS, MutantWorker, SwapOutLastWorker
+from pensieve.engine.kv.pools import LayerTransfers
+from support.engine.checkpoints import FAMILIES, Family
+from support.engine.exactness import Bench, caught, run_all
+from support.engine.mutants import PLAN_MUTANTS, MutantWorker, SwapOutLastWorker
 
 SCHEDULES = 220
 """Per family."""

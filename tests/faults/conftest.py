@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.redis_server import redis_server
+from support.store.redis_server import redis_server
 
 
 @pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.redis)])

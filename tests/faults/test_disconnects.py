@@ -20,22 +20,30 @@ from grpc import aio
 
 from pensieve.config import EngineOptions
 from pensieve.engine.engine import Engine
-from pensieve.server.admin_service import AdminService
-from pensieve.server.auth import Authenticator
 from pensieve.server.conversations import Conversations
-from pensieve.server.grpc_server import add_health_and_reflection, make_server
-from pensieve.server.health import HealthMonitor
-from pensieve.server.interceptor import Interceptor
 from pensieve.server.links.inprocess_link import InProcessLink
-from pensieve.server.service import ConversationService
+from pensieve.server.operations.health import HealthMonitor
+from pensieve.server.rpc.admin_service import AdminService
+from pensieve.server.rpc.auth import Authenticator
+from pensieve.server.rpc.grpc_server import add_health_and_reflection, make_server
+from pensieve.server.rpc.interceptor import Interceptor
+from pensieve.server.rpc.service import ConversationService
 from pensieve.server.settings import TurnSettings
 from pensieve.store import Key
 from pensieve.store.memory_store import MemoryStore
 from pensieve.tokenizer import ChatTokenizer
 from pensieve.v1 import pensieve_pb2_grpc as pb_grpc
-from support.fault_client import Caller, Refused, Talk, calling, check_history, check_idle, may_try_again
-from support.fault_engine import build
-from support.server_process import model_folder
+from support.faults.fault_client import (
+    Caller,
+    Refused,
+    Talk,
+    calling,
+    check_history,
+    check_idle,
+    may_try_again,
+)
+from support.faults.fault_engine import build
+from support.service.server_process import model_folder
 
 LANES = 5
 ROUNDS_OF_A_TALK = 3

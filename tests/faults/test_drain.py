@@ -8,8 +8,8 @@ from signal import SIGTERM
 
 import pytest
 
-from support.fault_client import NOT_SERVING, Refused, audit, calling
-from support.fault_server import fault_server
+from support.faults.fault_client import NOT_SERVING, Refused, audit, calling
+from support.faults.fault_server import fault_server
 
 
 async def test_running_turns_finish(tmp_path: Path) -> None:

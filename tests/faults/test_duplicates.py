@@ -10,9 +10,9 @@ import pytest
 
 from pensieve import AsyncClient
 from pensieve.v1 import pensieve_pb2 as pb
-from support.fault_client import Caller, Talk, audit, calling, check_history
-from support.fault_proxy import CuttingProxy, cutting_proxy
-from support.fault_server import fault_server
+from support.faults.fault_client import Caller, Talk, audit, calling, check_history
+from support.faults.fault_proxy import CuttingProxy, cutting_proxy
+from support.faults.fault_server import fault_server
 
 OUTPUTS = 48
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from pensieve.v1 import pensieve_pb2 as pb
-from support.fault_client import NOT_SERVING, SERVING, Caller, Refused, Talk, audit, calling
-from support.fault_server import FaultServer, fault_server
+from support.faults.fault_client import NOT_SERVING, SERVING, Caller, Refused, Talk, audit, calling
+from support.faults.fault_server import FaultServer, fault_server
 
 
 async def _killed(caller: Caller, server: FaultServer) -> None:

@@ -9,8 +9,8 @@ from random import Random
 import pytest
 
 from pensieve.debug import CRASH_STATUS
-from support.fault_client import Caller, Refused, Talk, audit, calling, may_try_again
-from support.fault_server import fault_server
+from support.faults.fault_client import Caller, Refused, Talk, audit, calling, may_try_again
+from support.faults.fault_server import fault_server
 
 PHASES = {
     "mid_decode@26": 0,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from support.fault_client import NOT_SERVING, Caller, Refused, Talk, audit, calling
-from support.fault_server import FaultServer, fault_server
-from support.redis_server import RedisServer, redis_server
+from support.faults.fault_client import NOT_SERVING, Caller, Refused, Talk, audit, calling
+from support.faults.fault_server import FaultServer, fault_server
+from support.store.redis_server import RedisServer, redis_server
 
 pytestmark = pytest.mark.redis
 

@@ -11,9 +11,18 @@ from pathlib import Path
 import pytest
 
 from pensieve.v1 import pensieve_pb2 as pb
-from support.fault_client import SERVING, Caller, Refused, Talk, audit, calling, check_history, check_idle
-from support.fault_server import FaultServer, fault_server
-from support.redis_server import redis_server
+from support.faults.fault_client import (
+    SERVING,
+    Caller,
+    Refused,
+    Talk,
+    audit,
+    calling,
+    check_history,
+    check_idle,
+)
+from support.faults.fault_server import FaultServer, fault_server
+from support.store.redis_server import redis_server
 
 pytestmark = pytest.mark.redis
 TALKS = 6

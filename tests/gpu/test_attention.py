@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pensieve.kernels.attention_buffers import AttentionPlan, geometry_of, plan_key
-from pensieve.kernels.attention_kinds import Capacity
+from pensieve.kernels.attention.buffers import AttentionPlan, geometry_of, plan_key
+from pensieve.kernels.attention.kinds import Capacity
 from pensieve.kernels.ragged_paged_attention import ragged_paged_attention
 from pensieve.kernels.reference import ragged_paged_attention as reference
 from pensieve.kernels.span_table import SpanTable
-from support.attention_cases import Case, make_case, oracle, relative_error
+from support.kernels.attention_cases import Case, make_case, oracle, relative_error
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from pensieve.kernels.attention_buffers import AttentionPlan, Scratch, geometry_for, plan_key, words_of
-from pensieve.kernels.attention_kinds import Kind, capacity_for, classify
+from pensieve.kernels.attention.buffers import AttentionPlan, Scratch, geometry_for, plan_key, words_of
+from pensieve.kernels.attention.kinds import Kind, capacity_for, classify
 from pensieve.kernels.ragged_paged_attention import ragged_paged_attention
 from pensieve.kernels.reference import ragged_paged_attention as reference
 from pensieve.kernels.span_table import HostSpans, SpanTable
-from support.attention_cases import relative_error
+from support.kernels.attention_cases import relative_error
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from pensieve.kernels.attention_hopper import addressable, attend_wide, supports
-from pensieve.kernels.attention_kinds import Geometry
+from pensieve.kernels.attention.hopper.launch import addressable, attend_wide, supports
+from pensieve.kernels.attention.kinds import Geometry
 from pensieve.kernels.reference import ragged_paged_attention as reference
 from pensieve.kernels.span_table import SpanTable
-from support.attention_cases import Case, Spans, make_case, relative_error
+from support.kernels.attention_cases import Case, Spans, make_case, relative_error
 
 CUDA = torch.device("cuda")
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -15,11 +15,11 @@ import torch
 
 from pensieve.config import CacheConfig, SchedulerConfig
 from pensieve.core import RequestKey, Sampling
-from pensieve.engine.cuda_worker import CudaWorker
 from pensieve.engine.plan import PENDING, Copy, PageTable, Plan, SampleSpec, Span, StepResult, StepWorker
-from support.checkpoints import FAMILIES, Family
-from support.exactness import Bench, caught, run_all
-from support.mutants import PLAN_MUTANTS, MutantWorker
+from pensieve.engine.worker.cuda_worker import CudaWorker
+from support.engine.checkpoints import FAMILIES, Family
+from support.engine.exactness import Bench, caught, run_all
+from support.engine.mutants import PLAN_MUTANTS, MutantWorker
 
 pytestmark = pytest.mark.gpu
 SCHEDULES = 25

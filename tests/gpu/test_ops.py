@@ -12,8 +12,8 @@ from pensieve.kernels.norm import add_norm
 from pensieve.kernels.reference import Activation, HeadPrep
 from pensieve.model.ops import triton_ops
 from pensieve.model.transformer import Transformer
-from support.decoder_cases import check_activation, check_heads, check_norm, head_case
-from support.decoder_models import SHAPES, Shape, heads_only, random_weights, small_arch
+from support.kernels.decoder_cases import check_activation, check_heads, check_norm, head_case
+from support.kernels.decoder_models import SHAPES, Shape, heads_only, random_weights, small_arch
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]

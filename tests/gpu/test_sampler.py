@@ -12,9 +12,9 @@ import torch
 
 from pensieve.core import Sampling
 from pensieve.engine.plan import SampleSpec
-from pensieve.engine.sampler import Chosen, choose, clean, largest, sample, workspace_bytes
-from pensieve.engine.sampling_rows import prepare
-from support.slow_sampler import slow_sample
+from pensieve.engine.sampling.rows import prepare
+from pensieve.engine.sampling.sampler import Chosen, choose, clean, largest, sample, workspace_bytes
+from support.engine.slow_sampler import slow_sample
 
 pytestmark = pytest.mark.gpu
 

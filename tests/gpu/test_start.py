@@ -12,14 +12,14 @@ import torch
 
 from pensieve.config import EngineOptions
 from pensieve.core import RequestKey, Sampling
+from pensieve.engine.cost.profiles import profile_directory, stored_or_quick_profile
 from pensieve.engine.plan import Plan, SampleSpec, Span
-from pensieve.engine.profile_store import profile_directory, stored_or_quick_profile
-from pensieve.engine.sizing import report
-from pensieve.engine.worker import Worker, build_worker
+from pensieve.engine.worker.sizing import report
+from pensieve.engine.worker.torch_worker import Worker, build_worker
 from pensieve.model.arch import load_arch
 from pensieve.model.filling import MOST_THREADS, PIECE_BYTES, Fill, fill_all
 from pensieve.model.weights import Weights, load_weights, tensors_of, weight_bytes
-from support.checkpoints import FAMILIES, Family, tiny_checkpoint
+from support.engine.checkpoints import FAMILIES, Family, tiny_checkpoint
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

@@ -10,15 +10,16 @@ import pytest
 import torch
 
 from pensieve.core import RequestKey
-from pensieve.engine import pinned, swap_queue
-from pensieve.engine.pinned import PinnedMemory
+from pensieve.engine.kv import pinned
+from pensieve.engine.kv import queue as swap_queue
+from pensieve.engine.kv.copy import make_copy
+from pensieve.engine.kv.pinned import PinnedMemory
+from pensieve.engine.kv.pools import KvPools
+from pensieve.engine.kv.swap import RestoreMismatch, SwapEngine
+from pensieve.engine.kv.timeline import Lane
 from pensieve.engine.plan import Copy, Plan, Span
-from pensieve.engine.swap import RestoreMismatch, SwapEngine
-from pensieve.engine.swap_copy import make_copy
-from pensieve.engine.swap_timeline import Lane
-from pensieve.engine.transfer import KvPools
 from pensieve.kernels.chunk_copy import chunk_copy, runs_of
-from support.slow_lanes import LAYERS, WORDS, Edge, Rig, make_engine, make_pools, nap
+from support.engine.slow_lanes import LAYERS, WORDS, Edge, Rig, make_engine, make_pools, nap
 
 pytestmark = pytest.mark.gpu
 IN, OUT, COMPUTE = Lane.IN, Lane.OUT, Lane.COMPUTE

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from support.fake_faults import answer_to
-from support.fake_server import FakeServerThread
-from support.node_checks import check_conversation
-from support.node_client import install_node_client, missing_programs, run_node_client
+from support.faults.fake_faults import answer_to
+from support.service.fake_server import FakeServerThread
+from support.service.node_checks import check_conversation
+from support.service.node_client import install_node_client, missing_programs, run_node_client
 
 pytestmark = [
     pytest.mark.skipif(bool(missing_programs()), reason=f"not installed: {', '.join(missing_programs())}"),

@@ -12,11 +12,11 @@ import torch
 from pensieve.config import EngineOptions
 from pensieve.core import RequestKey, Sampling
 from pensieve.engine.plan import Plan, SampleSpec, Span
-from pensieve.engine.worker import build_worker
+from pensieve.engine.worker.torch_worker import build_worker
 from pensieve.model.arch import load_arch
 from pensieve.model.dummy import DummySource
 from pensieve.model.weights import Weights, load_weights
-from support.checkpoints import FAMILIES, Family, tiny_checkpoint
+from support.engine.checkpoints import FAMILIES, Family, tiny_checkpoint
 
 
 @pytest.fixture

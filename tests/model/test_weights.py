@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pensieve.model.arch import ModelError, load_arch
 from pensieve.model.weights import Weights, load_weights, weight_bytes
-from support.checkpoints import Family, tiny_checkpoint
+from support.engine.checkpoints import Family, tiny_checkpoint
 
 
 def load(folder: Path) -> Weights:

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pensieve.kernels.attention_buffers import HEADER, AttentionPlan, Scratch, words_of
-from pensieve.kernels.attention_kinds import Capacity, Geometry, Kind, capacity_for, classify
-from pensieve.kernels.attention_plan import ITEM, make_work
-from pensieve.kernels.attention_tiles import choose_tiles
+from pensieve.kernels.attention.buffers import HEADER, AttentionPlan, Scratch, words_of
+from pensieve.kernels.attention.kinds import Capacity, Geometry, Kind, capacity_for, classify
+from pensieve.kernels.attention.plan import ITEM, make_work
+from pensieve.kernels.attention.tiles import choose_tiles
 from pensieve.kernels.span_table import HostSpans, SpanTable
 
 SHAPES = [(40, 40), (40, 10), (32, 8), (14, 2), (1, 1), (40, 1), (64, 8)]

@@ -22,7 +22,7 @@ from support.sources import ROOT
 def test_results_under_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, "tests/support/interpreted_chunk_copy.py"], cwd=ROOT, capture_output=True, text=True,
+        [*command, "tests/support/kernels/interpreted_chunk_copy.py"], cwd=ROOT, capture_output=True, text=True,
         env={**os.environ, "TRITON_INTERPRET": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -10,7 +10,7 @@ import triton
 
 from pensieve.kernels import activation, kv_write, norm
 from pensieve.kernels.reference import Activation
-from support.compiled_kernels import CUOBJDUMP, Binary, build
+from support.kernels.compiled_kernels import CUOBJDUMP, Binary, build
 
 REGISTERS = 65536
 """Of one Hopper multiprocessor."""

@@ -14,14 +14,14 @@ import torch
 from pensieve.kernels.activation import activate
 from pensieve.kernels.kv_write import kv_write
 from pensieve.kernels.norm import add_norm, norm
-from support.decoder_cases import HeadCase, head_case
+from support.kernels.decoder_cases import HeadCase, head_case
 from support.sources import ROOT
 
 
 def test_results_under_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, "tests/support/interpreted_decoder.py"], cwd=ROOT, capture_output=True, text=True,
+        [*command, "tests/support/kernels/interpreted_decoder.py"], cwd=ROOT, capture_output=True, text=True,
         env={**os.environ, "TRITON_INTERPRET": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

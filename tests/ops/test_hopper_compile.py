@@ -14,11 +14,18 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from pensieve.kernels import attention_hopper
-from pensieve.kernels.attention_hopper import FIRST_VERSION, GROUP_ROWS, KEYS, SLAB, addressable, supports
-from pensieve.kernels.attention_kinds import Geometry
-from pensieve.kernels.attention_tiles import choose_tiles
-from support.compiled_kernels import CUOBJDUMP
+from pensieve.kernels.attention.hopper import launch as attention_hopper
+from pensieve.kernels.attention.hopper.launch import (
+    FIRST_VERSION,
+    GROUP_ROWS,
+    KEYS,
+    SLAB,
+    addressable,
+    supports,
+)
+from pensieve.kernels.attention.kinds import Geometry
+from pensieve.kernels.attention.tiles import choose_tiles
+from support.kernels.compiled_kernels import CUOBJDUMP
 
 REGISTERS, SHARED_BYTES, THREADS = 65536, 232448, 384
 """Of a multiprocessor, and of the one program on it: two warp groups, and a third around the loader."""
@@ -48,7 +55,7 @@ def build(dim: int, groups: int, page: int, *, lse: bool = False, beside: bool =
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    from pensieve.kernels.attention_hopper_kernel import attend_hopper
+    from pensieve.kernels.attention.hopper.kernel import attend_hopper
 
     fixed: dict[str, Any] = {
         "COUNT_AT": 1, "KV_HEADS": 10, "GROUPS": groups, "DIM": dim, "PAGE": page, "BESIDE": beside, "LSE": lse,

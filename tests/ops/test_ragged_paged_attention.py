@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pensieve.kernels import reference_plan
 from pensieve.kernels.reference import ragged_paged_attention
 from pensieve.kernels.span_table import SpanTable
-from support.attention_cases import Case, Spans, make_case, oracle, relative_error
+from support.kernels.attention_cases import Case, Spans, make_case, oracle, relative_error
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 

@@ -14,13 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pensieve.kernels.attention_buffers import AttentionPlan
-from pensieve.kernels.attention_kinds import Capacity, Geometry, Kind, classify
-from pensieve.kernels.attention_plan import make_work
-from pensieve.kernels.attention_tiles import choose_tiles
+from pensieve.kernels.attention.buffers import AttentionPlan
+from pensieve.kernels.attention.kinds import Capacity, Geometry, Kind, classify
+from pensieve.kernels.attention.plan import make_work
+from pensieve.kernels.attention.tiles import choose_tiles
 from pensieve.kernels.ragged_paged_attention import ragged_paged_attention
 from pensieve.kernels.span_table import SpanTable
-from support.attention_cases import make_case
+from support.kernels.attention_cases import make_case
 from support.sources import ROOT
 
 SHAPES = [(40, 40), (40, 10), (32, 8), (14, 2), (1, 1), (40, 1)]
@@ -29,7 +29,7 @@ SHAPES = [(40, 40), (40, 10), (32, 8), (14, 2), (1, 1), (40, 1)]
 def test_results_under_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, "tests/support/interpreted_attention.py"], cwd=ROOT, capture_output=True, text=True,
+        [*command, "tests/support/kernels/interpreted_attention.py"], cwd=ROOT, capture_output=True, text=True,
         env={**os.environ, "TRITON_INTERPRET": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

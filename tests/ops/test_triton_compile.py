@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import triton
 
-from pensieve.kernels.attention_kinds import Geometry
-from pensieve.kernels.attention_tiles import Tile, choose_tiles
+from pensieve.kernels.attention.kinds import Geometry
+from pensieve.kernels.attention.tiles import Tile, choose_tiles
 from pensieve.kernels.ragged_paged_attention import (
     AFTER,
     ALONE,
@@ -21,8 +21,8 @@ from pensieve.kernels.ragged_paged_attention import (
     constants,
     options,
 )
-from support import compiled_kernels
-from support.compiled_kernels import CUOBJDUMP, Binary
+from support.kernels import compiled_kernels
+from support.kernels.compiled_kernels import CUOBJDUMP, Binary
 
 REGISTERS, SHARED_BYTES = 65536, 233472
 """Of one Hopper multiprocessor."""

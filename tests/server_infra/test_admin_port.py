@@ -14,10 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pensieve.core import Usage
 from pensieve.engine.messages import Stats
-from pensieve.server import admin_port
-from pensieve.server.admin_port import AdminPort
-from pensieve.server.engine_link import LinkState
-from pensieve.server.metrics import ENGINE_METRICS, Metrics
+from pensieve.server.links.engine_link import LinkState
+from pensieve.server.operations import admin_port
+from pensieve.server.operations.admin_port import AdminPort
+from pensieve.server.operations.metrics import ENGINE_METRICS, Metrics
 
 
 class Engine:

@@ -23,8 +23,8 @@ from pensieve import rpc_status
 from pensieve.errors import PensieveError
 from pensieve.v1 import pensieve_pb2 as pb
 from pensieve.v1 import pensieve_pb2_grpc as pb_grpc
-from support.fake_engine import Script
-from support.server_process import ServerProcess, launched
+from support.engine.fake_engine import Script
+from support.service.server_process import ServerProcess, launched
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

@@ -11,7 +11,7 @@ import pytest
 from google.protobuf.descriptor import FileDescriptor
 
 from pensieve.errors import PermissionDenied, Unauthenticated
-from pensieve.server.auth import (
+from pensieve.server.rpc.auth import (
     ADMIN,
     ALL_SCOPES,
     PUBLIC,

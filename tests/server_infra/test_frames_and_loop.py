@@ -13,16 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pensieve.core import Sampling
-from pensieve.engine import frames
-from pensieve.engine.frames import (
-    FrameError,
-    FrameSocket,
-    PeerClosed,
-    decoder_for,
-    encode_frame,
-    frame_length,
-)
-from pensieve.engine.loop import run_engine
 from pensieve.engine.messages import (
     MAX_FRAME,
     Cancel,
@@ -38,7 +28,17 @@ from pensieve.engine.messages import (
     Stop,
     Submit,
 )
-from support.fake_engine import FakeEngine, Script
+from pensieve.engine.process import frames
+from pensieve.engine.process.frames import (
+    FrameError,
+    FrameSocket,
+    PeerClosed,
+    decoder_for,
+    encode_frame,
+    frame_length,
+)
+from pensieve.engine.process.loop import run_engine
+from support.engine.fake_engine import FakeEngine, Script
 
 COMMANDS = decoder_for(Command)
 
@@ -177,7 +177,7 @@ def test_an_exception_leaves_the_loop() -> None:
 
 
 def test_the_loop_over_a_real_socket_serves_while_commands_keep_coming() -> None:
-    from pensieve.engine.host import SocketChannel
+    from pensieve.engine.process.host import SocketChannel
 
     ours, theirs = socket.socketpair()
     frames_out, frames_in = FrameSocket(ours), FrameSocket(theirs)

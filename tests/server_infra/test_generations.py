@@ -9,8 +9,8 @@ import pytest
 from pensieve.core import FinishReason, Phase, RequestKey, TokenLogprob, Usage
 from pensieve.engine.messages import Evicted, Failed, Finished, Output, Progress, Residency, Started, Stats
 from pensieve.errors import ContextLimitExceeded, Internal, PensieveError, ResourceExhausted, Unavailable
-from pensieve.server.links._base import Watchdog, restarting
-from pensieve.server.links._generations import BufferedGeneration, Generations
+from pensieve.server.links.base import Watchdog, restarting
+from pensieve.server.links.generations import BufferedGeneration, Generations
 
 
 class Recorder:

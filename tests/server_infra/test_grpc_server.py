@@ -13,7 +13,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
-from pensieve.server.grpc_server import (
+from pensieve.server.rpc.grpc_server import (
     SERVER_OPTIONS,
     BindError,
     add_health_and_reflection,

@@ -8,9 +8,9 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from pensieve.errors import Unavailable
-from pensieve.server import health
-from pensieve.server.engine_link import LinkState
-from pensieve.server.health import SERVICES, HealthMonitor
+from pensieve.server.links.engine_link import LinkState
+from pensieve.server.operations import health
+from pensieve.server.operations.health import SERVICES, HealthMonitor
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from pensieve.errors import Unavailable
-from pensieve.server.housekeeping import end_task, purge_forever
+from pensieve.server.operations.housekeeping import end_task, purge_forever
 from pensieve.store.memory_store import MemoryStore
 
 

@@ -11,9 +11,9 @@ import pytest
 from pensieve.core import Sampling, SessionKey
 from pensieve.engine.messages import Finished, Output
 from pensieve.errors import Internal, Unavailable
-from pensieve.server.engine_link import LinkState
+from pensieve.server.links.engine_link import LinkState
 from pensieve.server.links.inprocess_link import InProcessLink
-from support.fake_engine import FakeEngine, Script, build, options
+from support.engine.fake_engine import FakeEngine, Script, build, options
 
 SESSION = SessionKey("default/abc")
 TOKENS = np.arange(8, dtype=np.int32)

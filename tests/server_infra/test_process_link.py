@@ -20,10 +20,10 @@ from pensieve.core import FinishReason, Sampling, SessionKey
 from pensieve.debug import child_environment
 from pensieve.engine.messages import Finished, Output, Progress, Started
 from pensieve.errors import ContextLimitExceeded, Internal, Unavailable
-from pensieve.server.engine_link import LinkState
-from pensieve.server.links._generations import BufferedGeneration
+from pensieve.server.links.engine_link import LinkState
+from pensieve.server.links.generations import BufferedGeneration
 from pensieve.server.links.process_link import ProcessLink
-from support.fake_engine import BUILDER, Script, options
+from support.engine.fake_engine import BUILDER, Script, options
 
 SESSION = SessionKey("default/abc")
 LONG = Sampling(max_output_tokens=100_000)
@@ -250,7 +250,7 @@ def test_the_engine_dies_with_the_front_end_even_when_stuck() -> None:
     program = """
         import asyncio, os
         import numpy as np
-        from support.fake_engine import BUILDER, Script, options
+        from support.engine.fake_engine import BUILDER, Script, options
         from pensieve.core import Sampling, SessionKey
         from pensieve.server.links.process_link import ProcessLink
 

@@ -19,7 +19,7 @@ import pytest
 from pensieve.config import EngineTuning
 from pensieve.core import Usage
 from pensieve.engine.messages import Ready
-from pensieve.server.recording import TraceRecorder, header, open_recorder
+from pensieve.server.operations.recording import TraceRecorder, header, open_recorder
 from pensieve.server.values import TurnEnd
 from pensieve.store import Key
 
@@ -121,7 +121,7 @@ async def test_a_turn_that_was_never_admitted_has_its_length(tmp_path: Path) -> 
 async def test_a_full_disk_ends_the_recording_with_one_log_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
-    monkeypatch.setattr("pensieve.server.recording.FLUSH_S", 0.0)
+    monkeypatch.setattr("pensieve.server.operations.recording.FLUSH_S", 0.0)
     path = tmp_path / "trace.jsonl"
     async with recording(path, room) as recorder:
         for number in range(50):
@@ -134,8 +134,8 @@ async def test_a_full_disk_ends_the_recording_with_one_log_line(
 async def test_a_disk_that_hangs_costs_no_memory_and_no_waiting(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pensieve.server.recording.QUEUED_ROWS", 10)
-    monkeypatch.setattr("pensieve.server.recording.FLUSH_S", 0.0)
+    monkeypatch.setattr("pensieve.server.operations.recording.QUEUED_ROWS", 10)
+    monkeypatch.setattr("pensieve.server.operations.recording.FLUSH_S", 0.0)
     free = threading.Event()
 
     def hang(_: FileIO, data: Any, /) -> int:

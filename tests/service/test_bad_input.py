@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pensieve.errors import InvalidArgument
-from pensieve.server.checks import Bounds
-from pensieve.server.decode import decode
+from pensieve.server.rpc.checks import Bounds
+from pensieve.server.rpc.decode import decode
+from pensieve.server.rpc.validation import RULES, validate
 from pensieve.server.settings import Limits
-from pensieve.server.validation import RULES, validate
 from pensieve.v1 import pensieve_pb2 as pb
-from support.service_rig import Rig, refusal, serving, spec, tokenizer, uid, user
+from support.service.service_rig import Rig, refusal, serving, spec, tokenizer, uid, user
 
 SERVICE = "/pensieve.v1.ConversationService/"
 INVALID = ("INVALID_ARGUMENT", "FIELD_INVALID")

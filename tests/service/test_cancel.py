@@ -10,8 +10,8 @@ import pytest
 from pensieve.core import FinishReason
 from pensieve.errors import Internal, Unavailable
 from pensieve.v1 import pensieve_pb2 as pb
-from support.scripted_link import ScriptedGeneration
-from support.service_rig import Rig, Streamed, encode, refusal, says, serving, spec
+from support.service.scripted_link import ScriptedGeneration
+from support.service.service_rig import Rig, Streamed, encode, refusal, says, serving, spec
 
 
 async def running(rig: Rig, name: str, turn: pb.TurnSpec, text: str = "the fox", **fields: object) -> tuple[
@@ -71,7 +71,7 @@ async def test_cancel_keeping_the_first_tokens(keep: int) -> None:
         view = await rig.cancel(name, turn.request_id, keep_output_tokens=keep)
         assert view.usage.output_tokens == min(keep, len(tokens))
         stored = (await rig.items(name, tokens=True))[-1]
-        from support.service_rig import tokenizer
+        from support.service.service_rig import tokenizer
 
         assert stored.text == tokenizer().decode(tokens[:keep])
         replay = await rig.stream(name, turn)

@@ -12,11 +12,11 @@ import pytest
 
 from pensieve import debug
 from pensieve.errors import Unavailable
-from pensieve.server.interceptor import BodyGate
+from pensieve.server.rpc.interceptor import BodyGate
 from pensieve.store import Key
 from pensieve.store.memory_store import MemoryStore
 from pensieve.v1 import pensieve_pb2 as pb
-from support.service_rig import Streamed, refusal, says, serving, spec, user
+from support.service.service_rig import Streamed, refusal, says, serving, spec, user
 
 
 class BrokenStore(MemoryStore):

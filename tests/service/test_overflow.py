@@ -9,12 +9,12 @@ import pytest
 
 from pensieve.client import TokenCount
 from pensieve.core import Role
-from pensieve.server.rendering import Renderer, Stamp
+from pensieve.server.history.rendering import Renderer, Stamp
 from pensieve.server.values import Entry
 from pensieve.store.records import History
 from pensieve.tokenizer import ChatTokenizer
 from pensieve.v1 import pensieve_pb2 as pb
-from support.service_rig import Rig, encode, refusal, says, serving, spec, uid
+from support.service.service_rig import Rig, encode, refusal, says, serving, spec, uid
 from support.tokenizers_ import LLAMA3, byte_level, write_folder
 
 DROP = pb.SessionConfig(system_prompt="Be brief.", overflow_policy=pb.OVERFLOW_POLICY_DROP_OLDEST_TURNS)

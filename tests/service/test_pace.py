@@ -8,12 +8,12 @@ from contextlib import aclosing
 import pytest
 
 from pensieve.errors import Cancelled
-from pensieve.server.turn_buffer import TurnBuffer
-from pensieve.server.turn_pace import LONGEST_S, Pace
-from pensieve.server.turn_stream import StreamOptions, events
-from pensieve.server.turn_text import OutputText
+from pensieve.server.turns.buffer import TurnBuffer
+from pensieve.server.turns.pace import LONGEST_S, Pace
+from pensieve.server.turns.stream import StreamOptions, events
+from pensieve.server.turns.text import OutputText
 from pensieve.server.values import Accepted, Delta, OutputChoice, ProgressView, TurnState, TurnView
-from support.service_rig import says, tokenizer
+from support.service.service_rig import says, tokenizer
 
 TURN = TurnView("s", "r", TurnState.COMMITTED)
 

@@ -19,24 +19,24 @@ from pensieve.client import AsyncClient
 from pensieve.config import EngineOptions
 from pensieve.core import Usage
 from pensieve.errors import PensieveError
-from pensieve.replay.grpc_target import PensieveTarget
-from pensieve.replay.runner import RunOptions, TurnRecord, replay
-from pensieve.replay.schedule import Arrivals, Script, scripts
-from pensieve.replay.targets import OnTokens, TurnSpec
-from pensieve.replay.workload import load
+from pensieve.replay.load.schedule import Arrivals, Script, scripts
+from pensieve.replay.load.workload import load
+from pensieve.replay.play.runner import RunOptions, TurnRecord, replay
+from pensieve.replay.targets.base import OnTokens, TurnSpec
+from pensieve.replay.targets.grpc_target import PensieveTarget
 from pensieve.server.conversations import Conversations
-from pensieve.server.grpc_server import make_server
-from pensieve.server.interceptor import Interceptor
 from pensieve.server.links.inprocess_link import InProcessLink
-from pensieve.server.recording import SCHEMA, header, open_recorder
-from pensieve.server.service import ConversationService
+from pensieve.server.operations.recording import SCHEMA, header, open_recorder
+from pensieve.server.rpc.grpc_server import make_server
+from pensieve.server.rpc.interceptor import Interceptor
+from pensieve.server.rpc.service import ConversationService
 from pensieve.server.settings import TurnSettings
 from pensieve.store.memory_store import MemoryStore
 from pensieve.tokenizer import ChatTokenizer
 from pensieve.v1 import pensieve_pb2_grpc
-from support.hash_engine import build
-from support.server_process import model_folder
-from support.service_rig import TenantHeader
+from support.engine.hash_engine import build
+from support.service.server_process import model_folder
+from support.service.service_rig import TenantHeader
 
 OPTIONS = EngineOptions(
     model="",

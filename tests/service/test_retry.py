@@ -9,12 +9,12 @@ import pytest
 
 from pensieve import debug
 from pensieve.core import FinishReason
-from pensieve.server.turn_buffer import TurnBuffer
-from pensieve.server.turn_stream import StreamOptions, events
-from pensieve.server.turn_text import OutputText
+from pensieve.server.turns.buffer import TurnBuffer
+from pensieve.server.turns.stream import StreamOptions, events
+from pensieve.server.turns.text import OutputText
 from pensieve.server.values import Accepted, OutputChoice
 from pensieve.v1 import pensieve_pb2 as pb
-from support.service_rig import ANSWER, Streamed, encode, refusal, says, serving, spec, tokenizer, uid
+from support.service.service_rig import ANSWER, Streamed, encode, refusal, says, serving, spec, tokenizer, uid
 
 
 async def test_fifty_concurrent_duplicates_are_one_turn() -> None:
@@ -131,7 +131,7 @@ async def test_resume_at_every_token_border(border: int, committed: bool) -> Non
 
 def clean_borders(tokens: list[int]) -> list[int]:
     """Numbers of tokens that end with a whole code point."""
-    from support.service_rig import tokenizer
+    from support.service.service_rig import tokenizer
 
     stream, clean = tokenizer().detokenizer(), [0]
     for number, token in enumerate(tokens, 1):
@@ -254,7 +254,7 @@ async def test_seed_of_an_earlier_attempt_is_kept() -> None:
     async with serving(lease_s=0.05) as rig:
         name = await rig.create()
         turn = spec("hi")
-        from pensieve.server.convert import turn_spec
+        from pensieve.server.rpc.convert import turn_spec
         from pensieve.store import BeginRequest, Key
 
         dead = BeginRequest(

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from pensieve.v1 import pensieve_pb2 as pb
-from support.service_rig import ANSWER, Rig, encode, refusal, serving, spec, uid, user
+from support.service.service_rig import ANSWER, Rig, encode, refusal, serving, spec, uid, user
 
 
 async def talk(rig: Rig, turns: int = 2, system: str = "Be brief.") -> str:
@@ -52,7 +52,7 @@ async def test_import_of_a_transcript() -> None:
 
 
 def rig_eos() -> int:
-    from support.service_rig import eos
+    from support.service.service_rig import eos
 
     return eos()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from pensieve.v1 import pensieve_pb2 as pb
-from support.service_rig import ANSWER, encode, eos, says, serving, spec, uid
+from support.service.service_rig import ANSWER, encode, eos, says, serving, spec, uid
 
 
 async def test_a_turn_streams_and_is_durable_when_completed() -> None:
@@ -190,6 +190,6 @@ async def test_max_duration_commits_what_there_is() -> None:
 
 
 def _text(tokens: list[int]) -> str:
-    from support.service_rig import tokenizer
+    from support.service.service_rig import tokenizer
 
     return tokenizer().decode(tokens)

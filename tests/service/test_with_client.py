@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pensieve import AsyncClient, NotFound
-from support.service_rig import ANSWER, serving
+from support.service.service_rig import ANSWER, serving
 
 
 async def test_the_first_example() -> None:

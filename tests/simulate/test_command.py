@@ -13,18 +13,18 @@ import pytest
 from click.testing import CliRunner
 
 from pensieve.replay.command import make_plan, workload_options
-from pensieve.replay.compare import read_report
-from pensieve.replay.generators import generate
-from pensieve.replay.panels import panels
-from pensieve.replay.run_in import run_in
-from pensieve.replay.schedule import Gaps, scripts
+from pensieve.replay.load.generators import generate
+from pensieve.replay.load.run_in import run_in
+from pensieve.replay.load.schedule import Gaps, scripts
+from pensieve.replay.load.workload import Conversation, Turn
+from pensieve.replay.presentation.compare import read_report
+from pensieve.replay.presentation.panels import panels
 from pensieve.replay.session import Plan
-from pensieve.replay.workload import Conversation, Turn
 from pensieve.simulate import command
 from pensieve.simulate.command import simulate
-from pensieve.simulate.load import NEVER, Load, in_the_middle
-from pensieve.simulate.machine import Machine
 from pensieve.simulate.run import Simulation
+from pensieve.simulate.scenario.load import NEVER, Load, in_the_middle
+from pensieve.simulate.scenario.machine import Machine
 from support.processes import alive, children, until
 
 

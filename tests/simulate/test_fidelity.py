@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from pensieve.config import CacheConfig
-from pensieve.replay.generators import generate
-from pensieve.replay.shaping import Shape, shape
-from pensieve.replay.workload import Conversation, Turn
-from pensieve.simulate.full import FullSimulation
-from pensieve.simulate.load import Load
-from pensieve.simulate.machine import Machine
+from pensieve.replay.load.generators import generate
+from pensieve.replay.load.shaping import Shape, shape
+from pensieve.replay.load.workload import Conversation, Turn
+from pensieve.simulate.full.engine import FullSimulation
 from pensieve.simulate.run import Simulation
-from pensieve.simulate.settings import Settings
-from pensieve.simulate.turns import TurnSimulation
+from pensieve.simulate.scenario.load import Load
+from pensieve.simulate.scenario.machine import Machine
+from pensieve.simulate.scenario.settings import Settings
+from pensieve.simulate.turns.engine import TurnSimulation
 
 SIZE = 32
 SOURCES = ("gpu_cached", "swapped_in", "recomputed")

@@ -12,16 +12,16 @@ import pytest
 from pensieve.config import CacheConfig
 from pensieve.core import SessionKey, Usage
 from pensieve.engine.plan import Plan, StepResult
-from pensieve.replay.workload import Conversation, Turn
-from pensieve.simulate import policies
-from pensieve.simulate.full import Clock, CostWorker, FullSimulation
-from pensieve.simulate.load import Load
-from pensieve.simulate.machine import Machine
+from pensieve.replay.load.workload import Conversation, Turn
+from pensieve.simulate.full.engine import Clock, CostWorker, FullSimulation
 from pensieve.simulate.run import EngineName, Simulation
-from pensieve.simulate.settings import Settings
-from pensieve.simulate.tally import Span, Tally
-from pensieve.simulate.turns import TurnSimulation
-from support.hash_worker import HashWorker
+from pensieve.simulate.scenario import policies
+from pensieve.simulate.scenario.load import Load
+from pensieve.simulate.scenario.machine import Machine
+from pensieve.simulate.scenario.settings import Settings
+from pensieve.simulate.scenario.tally import Span, Tally
+from pensieve.simulate.turns.engine import TurnSimulation
+from support.engine.hash_worker import HashWorker
 
 SIZE = 8
 MACHINE = Machine(overlapped=False)

@@ -13,9 +13,9 @@ from pensieve.core import SessionKey
 from pensieve.engine.cache.index import Give
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cache.restore import Range, Restore
-from pensieve.simulate import policies
-from pensieve.simulate.machine import Machine
-from pensieve.simulate.turn_cache import TurnCache
+from pensieve.simulate.scenario import policies
+from pensieve.simulate.scenario.machine import Machine
+from pensieve.simulate.turns.cache import TurnCache
 
 SIZE = 8
 ZEROS = np.zeros(4096, np.int32)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from pensieve.replay.runner import RunOptions
-from pensieve.replay.schedule import Due, Script
-from pensieve.replay.workload import Conversation, Turn
-from support.benches import load_bench
+from pensieve.replay.load.schedule import Due, Script
+from pensieve.replay.load.workload import Conversation, Turn
+from pensieve.replay.play.runner import RunOptions
+from support.replay.benches import load_bench
 
 SECONDS = 36.0
 TTFT_FACTOR = 2.5

@@ -10,8 +10,8 @@ import pytest
 import redis
 
 from pensieve.store.redis_store import RedisStore
-from support.redis_server import RedisServer, redis_server_fixture
-from support.store_bench import Bench, MemoryBench, RedisBench, SqliteBench, opened, opened_redis
+from support.store.redis_server import RedisServer, redis_server_fixture
+from support.store.store_bench import Bench, MemoryBench, RedisBench, SqliteBench, opened, opened_redis
 
 shared_redis = redis_server_fixture("session")
 

@@ -19,7 +19,7 @@ from pensieve.store.memory_store import MemoryStore
 from pensieve.store.records import Record, SessionRow
 from pensieve.store.redis_store import RedisStore
 from pensieve.store.sqlite_store import SqliteStore
-from support.store_bench import first_record, key, rewind_record, turn_record
+from support.store.store_bench import first_record, key, rewind_record, turn_record
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import pytest
 from pensieve.errors import PensieveError, TurnInProgress
 from pensieve.store import Began, HistoryStore, Replay
 from pensieve.store.records import SessionRow
-from support.redis_server import RedisServer
-from support.store_bench import (
+from support.store.redis_server import RedisServer
+from support.store.store_bench import (
     LEASE_MS,
     TENANT,
     Bench,
@@ -30,7 +30,7 @@ from support.store_bench import (
     row,
     turn_record,
 )
-from support.store_model import Model, Outcome
+from support.store.store_model import Model, Outcome
 
 SLOTS = ["a", "a", "a", "b", "c"]
 """Sessions in use at one time; a slot gets a new name some while after its session was deleted or damaged."""

@@ -14,7 +14,7 @@ from pensieve.store._redis_index import BATCH, GRACE_MS
 from pensieve.store._redis_rows import index_key, session_keys
 from pensieve.store.records import State
 from pensieve.store.redis_store import RedisStore
-from support.store_bench import (
+from support.store.store_bench import (
     TENANT,
     counts,
     first_record,

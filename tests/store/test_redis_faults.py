@@ -16,8 +16,8 @@ from pensieve.store import Began
 from pensieve.store._redis_rows import session_keys
 from pensieve.store.records import State
 from pensieve.store.redis_store import RedisStore
-from support.redis_server import RedisServer, free_port, redis_server
-from support.store_bench import (
+from support.store.redis_server import RedisServer, free_port, redis_server
+from support.store.store_bench import (
     TENANT,
     counts,
     first_record,

@@ -16,9 +16,9 @@ from pensieve.store import Began, BeginOutcome, HistoryStore
 from pensieve.store._redis_link import RedisLink
 from pensieve.store.records import SessionRow
 from pensieve.store.redis_store import RedisStore
-from support.faulty_proxy import faulty_proxy
-from support.redis_server import RedisServer
-from support.store_bench import RedisBench, counts, first_record, key, opened, request, row, turn_record
+from support.faults.faulty_proxy import faulty_proxy
+from support.store.redis_server import RedisServer
+from support.store.store_bench import RedisBench, counts, first_record, key, opened, request, row, turn_record
 
 pytestmark = pytest.mark.redis
 

@@ -8,7 +8,7 @@ import pytest
 from pensieve.errors import AlreadyExists, DataLoss, InvalidArgument, NotFound, RevisionMismatch, TurnFenced
 from pensieve.store import Began, Key
 from pensieve.store.records import Kind, Record, SamplingDefaults, SessionConfig, SessionRow, State
-from support.store_bench import (
+from support.store.store_bench import (
     LEASE_MS,
     Bench,
     counts,

@@ -18,7 +18,7 @@ import pytest
 from pensieve.errors import DataLoss, FailedPrecondition, Unavailable
 from pensieve.store import Began
 from pensieve.store.sqlite_store import SqliteStore
-from support.store_bench import counts, first_record, key, request, row, turn_record, whole_turn
+from support.store.store_bench import counts, first_record, key, request, row, turn_record, whole_turn
 
 KEY = key()
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,7 @@ async def opened(path: Path) -> AsyncIterator[SqliteStore]:
 
 
 def commit_loop(path: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "support.commit_loop", f"sqlite:///{path}"]
+    command = [sys.executable, "-m", "support.faults.commit_loop", f"sqlite:///{path}"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, env=ENVIRONMENT)
 
 
@@ -137,7 +137,7 @@ async def test_a_full_disk_refuses_writes_serves_reads_and_heals(tmp_path: Path)
 IO_ERROR_SCRIPT = """
 import asyncio, resource, signal, sys
 from pathlib import Path
-from support.store_bench import counts, first_record, key, request, row, turn_record
+from support.store.store_bench import counts, first_record, key, request, row, turn_record
 from pensieve.errors import Unavailable
 from pensieve.store.sqlite_store import SqliteStore
 

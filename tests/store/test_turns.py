@@ -15,7 +15,7 @@ from pensieve.errors import (
 )
 from pensieve.store import Began, Replay, RunningElsewhere
 from pensieve.store.records import History, Kind
-from support.store_bench import (
+from support.store.store_bench import (
     LEASE_MS,
     Bench,
     counts,

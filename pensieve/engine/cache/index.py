@@ -17,7 +17,7 @@ import numpy.typing as npt
 from pensieve.engine.cache.chunk import CachedSession, Chunk, Place
 from pensieve.engine.cache.policy import UNKNOWN, Policy
 from pensieve.engine.cache.returns import Floats
-from pensieve.engine.cost import CostModel
+from pensieve.engine.cost.model import CostModel
 
 
 class Give(enum.IntEnum):

@@ -19,7 +19,7 @@ from pensieve.engine.cache.index import EvictionIndex
 from pensieve.engine.cache.policy import POLICIES
 from pensieve.engine.cache.restore import Range, Restore, TierTokens
 from pensieve.engine.cache.tiers import Tiers
-from pensieve.engine.cost import CostModel
+from pensieve.engine.cost.model import CostModel
 from pensieve.engine.plan import Copy, PageTable
 
 

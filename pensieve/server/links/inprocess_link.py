@@ -12,12 +12,12 @@ import threading
 import time
 from collections.abc import Callable
 
-from pensieve.engine.frames import PeerClosed
-from pensieve.engine.loop import Engine, run_engine
 from pensieve.engine.messages import Command, Report, Stop
+from pensieve.engine.process.frames import PeerClosed
+from pensieve.engine.process.loop import Engine, run_engine
 from pensieve.errors import Internal, PensieveError
-from pensieve.server.links._base import DEFAULT_STALL_LIMIT_S, BaseLink
-from pensieve.server.links._generations import GenerationObserver
+from pensieve.server.links.base import DEFAULT_STALL_LIMIT_S, BaseLink
+from pensieve.server.links.generations import GenerationObserver
 
 log = logging.getLogger(__name__)
 

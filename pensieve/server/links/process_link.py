@@ -13,14 +13,14 @@ import logging
 from typing import Final
 
 from pensieve.config import EngineOptions
-from pensieve.engine.frames import FrameError
-from pensieve.engine.host import DEFAULT_BUILDER
 from pensieve.engine.messages import Command, Stop
+from pensieve.engine.process.frames import FrameError
+from pensieve.engine.process.host import DEFAULT_BUILDER
 from pensieve.errors import Internal, PensieveError
-from pensieve.server.engine_link import LinkState
-from pensieve.server.links._base import DEFAULT_STALL_LIMIT_S, BaseLink, restarting
-from pensieve.server.links._generations import GenerationObserver
-from pensieve.server.links._process import EngineProcess, HostCommand
+from pensieve.server.links.base import DEFAULT_STALL_LIMIT_S, BaseLink, restarting
+from pensieve.server.links.engine_link import LinkState
+from pensieve.server.links.generations import GenerationObserver
+from pensieve.server.links.process import EngineProcess, HostCommand
 
 log = logging.getLogger(__name__)
 

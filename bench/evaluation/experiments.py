@@ -1,0 +1,318 @@
+"""The evaluation as a table: which systems meet which load, in each experiment. ``bench/evaluate.py`` runs them.
+
+Time is scaled. The paper's users think for 60 s on average (EuroSys §6.1), and a load is steady only after several
+of their turns: minutes for each point of a curve. Users here think for 6 s. What that does:
+
+* Idle sessions hold r · T · q · c tokens (r turns/s, think time T, q the share of turns that another one follows, c the
+  mean context then): a tenth of the tokens, so a tenth of the room for *idle* KV is as tight as all of it at 60 s.
+* Running requests hold what they hold: their number follows from r and the time of an answer, and both stay.
+
+So tiers of D and H bytes, of which running requests hold R, stand for a device tier of R + 10 (D − R) and a host tier
+of 10 H at 60 s. At the limit of throughput R reaches D, and 40 GiB are the 40 GB that the paper gives each system;
+where little runs they stand for more, for every system alike. 32 GiB of host memory stand for 320 GiB (the paper:
+220 GB). Curves at one tenth of the think time are therefore comparable with each other, and as to think time with
+the paper's; they say nothing of a server that idles for minutes.
+
+A load that begins with nothing takes as long as its conversations to become steady. A replay therefore begins as if it
+had run for 20 think times (``--run-in``): more than two mean conversations, after which the load is within 10 % of its
+end. Histories are played beforehand, also those of conversations that have ended, so that servers which keep them have
+them; a warm-up of four think times fills the batches.
+
+Systems meet different rates: each from where it has room to near the most that it carries for long, with the GQA model
+and a cache as the simulator predicts it (``results/figure10.md``), else as it was measured. Beyond that a system has no
+steady state: what is measured there depends on when one looks, and a cache with more room takes longer to be overrun,
+which looks like an advantage. Near it, queues and cache swing for a minute: hence windows of ten think times. Curves
+are compared at equal latency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import get_args
+
+from evaluation.loads import Rates, Workload
+
+from pensieve.config import EngineTuning, PolicyName
+
+TIME_SCALE = 0.1
+"""Think time here over think time in the paper."""
+THINK_S = 60.0
+"""The paper's, where it is not varied."""
+RUN_IN_THINKS = 20.0
+"""A replay begins so many think times after the start of its load."""
+THINK_TIMES_S = {15.0: (36, 28), 60.0: (26, 23), 150.0: (22, 18), 300.0: (16, 12), 600.0: (12, 9)}
+"""The paper's figure 15; think time in the paper's seconds → turns/s. The longer the pauses, the sooner the cache is
+too small and recomputation sets the limit."""
+PRESSED_THINK_S = 150.0
+"""Of the eviction policies' load: with ``THINK_S`` these tiers lose a few per cent of the context below the limit,
+whatever the policy; with this a fifth to a third (in simulation, steady)."""
+CHUNK_TOKENS = (8, 16, 32, 64, 128, 256)
+KV_HEADS = {40: (9, 6), 20: (16, 12), 10: (26, 23), 8: (26, 23)}
+"""→ turns/s; with as many KV heads as queries have, the tiers hold a quarter of the tokens."""
+DEFAULTS = EngineTuning()
+NO_HOST_TIER = ("--host-cache", "0")
+STATELESS = ("--stateless", *NO_HOST_TIER)
+"""Without a host tier, which would still take in the requests that are suspended: a peer without one has to compute
+them again."""
+OFFLOAD_COMPILE_S, OFFLOAD_PIN_S = 35.0, 0.7
+"""Guesses: with offload vLLM's start takes so much longer the first time, and for each GiB that it pins."""
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A server by its command line.
+
+    Its words may hold ``{python}``, ``{model}`` (a folder), ``{context}`` (tokens), ``{port}`` and ``{scratch}`` (a
+    folder of its own).
+    """
+
+    name: str
+    command: tuple[str, ...]
+    start_up_s: float
+    """A guess to plan with, rather too long: what is cut off at the end of the time is lost."""
+    url: str = ""
+    """Where it answers when it is up; empty: it prints the ready line of ``pensieve serve``."""
+    environment: tuple[tuple[str, str], ...] = ()
+    host_bytes: int = 0
+    """Of its host tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One curve: a system with a model under a load."""
+
+    label: str
+    system: System
+    model: str
+    """A shape of ``bench/dummy_model.py``, or ``demo``."""
+    workload: Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    name: str
+    shows: str
+    lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What differs between the evaluation on a GPU and the same experiments in small on any machine."""
+
+    gqa: str
+    """Shape of the model with grouped KV heads, without their number."""
+    gqa_heads: int
+    opt: str
+    serve: tuple[str, ...]
+    """Of every Pensieve server."""
+    device_tier: str
+    host_tier: str
+    device_bytes: int
+    """The same size for peers, who take bytes."""
+    host_bytes: int
+    rates: Mapping[tuple[str, str], Rates]
+    """(family of the model, dataset) → what is offered."""
+    window_s: float
+    time_scale: float
+    replay: tuple[str, ...]
+    start_up_s: tuple[float, float]
+    """Guesses: Pensieve, vLLM."""
+
+    def shape(self, kv_heads: int) -> str:
+        return f"{self.gqa}-gqa{kv_heads}"
+
+
+GIB = 1 << 30
+FULL = Scale(
+    gqa="llama-2-13b", gqa_heads=10, opt="opt-13b",
+    serve=("--device", "cuda", "--dtype", "bfloat16", "--max-running", "512", "--max-batch-tokens", "8192"),
+    device_tier="40GiB", host_tier="32GiB", device_bytes=40 * GIB, host_bytes=32 * GIB,
+    rates={
+        ("gqa", "sharegpt"): Rates((26, 20, 23), (18, 13, 15), (10, 7)),
+        ("gqa", "ultrachat"): Rates((33, 25, 29), (26, 19, 23), (19, 13)),
+        ("opt", "sharegpt"): Rates((13, 9, 16), (13, 9, 16), (12, 8)),
+        ("opt", "ultrachat"): Rates((12, 8, 15), (12, 8, 14), (11, 7)),
+    },
+    window_s=60.0, time_scale=TIME_SCALE,
+    replay=("--stop-after-window", "--processes", "4"), start_up_s=(40.0, 50.0),
+)  # fmt: skip
+SMALL = Scale(
+    gqa="tiny-llama", gqa_heads=2, opt="tiny-llama-gqa8",
+    serve=("--device", "cpu", "--threads", "1"),
+    device_tier="2048tokens", host_tier="2048tokens", device_bytes=8 << 20, host_bytes=8 << 20,
+    rates={
+        (family, data): Rates((6, 3), (6, 3), (4, 2))
+        for family in ("gqa", "opt") for data in ("sharegpt", "ultrachat")
+    },
+    window_s=3.0, time_scale=TIME_SCALE / 10,
+    replay=("--stop-after-window", "--scale-lengths", "0.15", "--max-lag", "60"),
+    start_up_s=(6.0, 10.0),
+)  # fmt: skip
+"""A few seconds per point on one core; that every experiment runs is all that it shows, however busy the machine is."""
+
+
+def experiments(scale: Scale) -> dict[str, Experiment]:
+    """All experiments, by name."""
+    found = [*_systems(scale), *_ablations(scale)]
+    return {experiment.name: experiment for experiment in found}
+
+
+def pensieve(scale: Scale, name: str, *arguments: str) -> System:
+    """``pensieve serve``; an option in ``arguments`` replaces the same one of all. History is on disk, as in use.
+
+    Without a grace for callers who may come back: turns that the client drops must not run on in the next measurement.
+    """
+    command = (
+        "{python}", "-P", "-m", "pensieve", "serve", "--model", "{model}", "--listen", "127.0.0.1:0",
+        "--store", "sqlite:///{scratch}/history.sqlite3", "--load-format", "dummy", *scale.serve,
+        "--disconnect-grace", "0", "--device-cache", scale.device_tier, "--host-cache", scale.host_tier, *arguments,
+    )  # fmt: skip
+    host_bytes = 0 if command[-2:] == NO_HOST_TIER else scale.host_bytes
+    return System(name, command, scale.start_up_s[0], host_bytes=host_bytes)
+
+
+def vllm(scale: Scale, name: str, *arguments: str, host_gib: float = 0.0) -> System:
+    """``vllm serve`` with as much KV memory as Pensieve, the same limits of a batch, and tokens in and out as ids.
+
+    The development mode lets the replay empty the prefix cache between two rates.
+    """
+    offload = (
+        ("--kv-offloading-size", f"{host_gib:g}", "--kv-offloading-backend", "native") if host_gib else ()
+    )
+    command = (
+        "vllm", "serve", "{model}", "--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "{context}",
+        "--max-num-seqs", "512", "--max-num-batched-tokens", "8192", "--kv-cache-memory-bytes",
+        str(scale.device_bytes), "--host", "127.0.0.1", "--port", "{port}", "--disable-uvicorn-access-log",
+        "--enable-prompt-tokens-details", *arguments, *offload,
+    )  # fmt: skip
+    start_up_s = scale.start_up_s[1] + (OFFLOAD_COMPILE_S + OFFLOAD_PIN_S * host_gib if host_gib else 0.0)
+    environment = (("VLLM_SERVER_DEV_MODE", "1"),)
+    return System(name, command, start_up_s, "http://127.0.0.1:{port}", environment, round(host_gib * GIB))
+
+
+def _workload(
+    scale: Scale, family: str, dataset: str, rates: Sequence[float], think_s: float = THINK_S
+) -> Workload:
+    """``think_s``: the paper's. In the warm-up batches fill, and of long pauses some end."""
+    scaled_s = think_s * scale.time_scale
+    warm_up_s = max(4 * THINK_S * scale.time_scale, scaled_s / 2)
+    return Workload(
+        dataset, scaled_s, tuple(rates), RUN_IN_THINKS * scaled_s, warm_up_s, scale.window_s, scale.replay,
+        max(scale.rates[family, dataset].both),
+    )  # fmt: skip
+
+
+def _systems(scale: Scale) -> Iterable[Experiment]:
+    """The paper's Figure 10 with today's peer."""
+    ours, peer = partial(pensieve, scale), partial(vllm, scale)
+    systems: tuple[tuple[System, Callable[[Rates], tuple[float, ...]]], ...] = (
+        (ours("Pensieve"), lambda rates: rates.both),
+        (ours("Pensieve (GPU cache)", *NO_HOST_TIER), lambda rates: rates.device),
+        (ours("Pensieve stateless", *STATELESS), lambda rates: rates.none),
+        (peer("vLLM", "--no-enable-prefix-caching"), lambda rates: rates.none),
+        (peer("vLLM prefix caching", "--enable-prefix-caching"), lambda rates: rates.device),
+        (
+            peer("vLLM CPU offload", "--enable-prefix-caching", host_gib=scale.host_bytes / GIB),
+            lambda rates: rates.both,
+        ),
+    )
+    models = {"13b": ("gqa", scale.shape(scale.gqa_heads)), "opt13b": ("opt", scale.opt)}
+    for short, (family, model) in models.items():
+        for dataset in ("sharegpt", "ultrachat"):
+            rates = scale.rates[family, dataset]
+            yield Experiment(
+                f"systems-{short}-{dataset}",
+                f"latency against throughput of all systems, {model}, {dataset} (EuroSys figure 10)",
+                tuple(
+                    Line(system.name, system, model, _workload(scale, family, dataset, offered(rates)))
+                    for system, offered in systems
+                ),
+            )
+
+
+def _ablations(scale: Scale) -> Iterable[Experiment]:
+    """One idea of Pensieve each, on the ShareGPT-like load, at the two highest rates: below them nothing is dropped.
+    The policies alone meet longer pauses, where more is.
+
+    The default is written without options: it is then one and the same job in all of them, and the lines of ``tiers``
+    are lines of ``systems-13b-sharegpt``.
+    """
+    model, rates = scale.shape(scale.gqa_heads), scale.rates["gqa", "sharegpt"]
+
+    def ablation(
+        name: str, shows: str, variants: Mapping[str, tuple[str, ...]], think_s: float = THINK_S
+    ) -> Experiment:
+        load = _workload(scale, "gqa", "sharegpt", _think_rates(scale, think_s), think_s)
+        lines = (
+            Line(label, pensieve(scale, label, *arguments), model, load)
+            for label, arguments in variants.items()
+        )
+        return Experiment(f"ablate-{name}", shows, tuple(lines))
+
+    tiers: Mapping[str, tuple[tuple[str, ...], tuple[float, ...]]] = {
+        "both tiers": ((), rates.both), "device tier only": (NO_HOST_TIER, rates.device),
+        "stateless": (STATELESS, rates.none),
+    }  # fmt: skip
+    yield Experiment("ablate-tiers", "what each tier of the cache is worth", tuple(
+        Line(label, pensieve(scale, label, *arguments), model, _workload(scale, "gqa", "sharegpt", offered))
+        for label, (arguments, offered) in tiers.items()
+    ))  # fmt: skip
+    yield ablation("policy", "what is evicted first (EuroSys figure 14)", {
+        name: () if name == DEFAULTS.policy else ("--policy", name) for name in get_args(PolicyName)
+    }, PRESSED_THINK_S)  # fmt: skip
+    yield ablation("unified", "prefill and decode in one step, or in steps of their own (EuroSys figure 13)", {
+        "unified": (), "separate": ("--no-unified-batch",),
+    })  # fmt: skip
+    yield ablation("swap-in", "computing while layers are still copied in, or after", {
+        "pipelined": (), "blocking": ("--no-pipelined-swap-in",),
+    })  # fmt: skip
+    yield ablation("swap-out", "copying out ahead of time, or when a slot is needed", {
+        "ahead of time": (), "on demand": ("--swap-watermark", "0"),
+    })  # fmt: skip
+    yield ablation("chunk", "tokens per chunk", {
+        f"{tokens} tokens": () if tokens == DEFAULTS.chunk_tokens else ("--chunk-tokens", str(tokens))
+        for tokens in CHUNK_TOKENS
+    })  # fmt: skip
+    yield _think(scale, model)
+    yield _kv_heads(scale)
+
+
+def _think_rates(scale: Scale, paper_s: float) -> tuple[float, ...]:
+    """Of the ShareGPT-like load on the GQA model."""
+    return THINK_TIMES_S[paper_s] if scale is FULL else (6, 3)
+
+
+def _think(scale: Scale, model: str) -> Experiment:
+    """Without a cache it makes no difference how long users think: one line without one is enough."""
+    lines = [
+        Line(
+            f"think time {paper_s:g} s", pensieve(scale, "Pensieve"), model,
+            _workload(scale, "gqa", "sharegpt", _think_rates(scale, paper_s), paper_s),
+        )
+        for paper_s in THINK_TIMES_S
+    ]  # fmt: skip
+    none = scale.rates["gqa", "sharegpt"].none
+    load = _workload(scale, "gqa", "sharegpt", none)
+    stateless = pensieve(scale, "Pensieve stateless", *STATELESS)
+    lines.append(Line(f"stateless, think time {THINK_S:g} s", stateless, model, load))
+    return Experiment("ablate-think", "how long users think (EuroSys figure 15)", tuple(lines))
+
+
+def _kv_heads(scale: Scale) -> Experiment:
+    kept, none = pensieve(scale, "Pensieve"), pensieve(scale, "stateless", *STATELESS)
+    rates = scale.rates["gqa", "sharegpt"]
+    counts = KV_HEADS if scale is FULL else {8: (6, 3), 2: (6, 3)}
+    lines = []
+    for heads, offered in counts.items():
+        for suffix, system, turns_per_s in (("", kept, offered), (", stateless", none, _lowest(rates.none))):
+            load = _workload(scale, "gqa", "sharegpt", turns_per_s)
+            lines.append(Line(f"{heads} KV heads{suffix}", system, scale.shape(heads), load))
+    return Experiment(
+        "ablate-kv-heads", "KV heads that queries share, with the cache and without", tuple(lines)
+    )
+
+
+def _lowest(rates: Iterable[float]) -> tuple[float, ...]:
+    return tuple(sorted(rates)[:2])

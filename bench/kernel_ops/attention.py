@@ -1,0 +1,180 @@
+"""Times of the ragged paged attention kernel, as captured graphs of a server run it, beside FlashAttention-3.
+
+Random data and page order; calls take turns over up to four KV sets, so that the L2 cache holds none of them. Our plan
+has the capacity of a graph for steps of that kind and size. FlashAttention-3 gets the same numbers in the layout that
+suits it best, contiguous [pages, tokens, heads, values] of keys and of values.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from common.gpu_timing import Ceilings, Contender, times
+from kernel_ops.flash_attention import Peer
+
+from pensieve.kernels.attention.buffers import AttentionPlan, geometry_for, plan_key
+from pensieve.kernels.attention.kinds import capacity_for, classify
+from pensieve.kernels.ragged_paged_attention import ragged_paged_attention
+from pensieve.kernels.span_table import SpanTable
+
+PAGE, DIM, BYTES = 32, 128, 2
+HEADS = ((40, 40), (40, 10), (32, 8))
+AGREEMENT = 6e-3
+"""Most that two bf16 results may differ, as a share of their norm."""
+LONG_US, FEW_CALLS, MANY_CALLS = 400, (8, 9), (20, 15)
+"""From which floor on a graph has few calls and replays."""
+Spans = list[tuple[int, int]]
+"""(query tokens, tokens of context including them)"""
+Row = dict[str, Any]
+
+
+def shapes() -> dict[str, Spans]:
+    """The steps that are timed. ``mixed``: 120 decodes beside 8 turns of a served batch."""
+    table: dict[str, Spans] = {}
+    for past in (512, 2048, 8192):
+        table[f"q8_B32_c{past}"] = [(8, past + 8)] * 32
+    decodes = ((1, 1024), (1, 4096), (1, 16384), (8, 1024), (8, 4096), (32, 1024), (64, 1024), (64, 4096))
+    for batch, context in (*decodes, (256, 1024), (32, 8192)):
+        table[f"decode_B{batch}_c{context}"] = [(1, context)] * batch
+    table["prefill_1k"] = [(1024, 1024)]
+    table["prefill_4k"] = [(4096, 4096)]
+    table["turn_8x256_hist4k"] = [(256, 4352)] * 8
+    dice = random.Random(1)
+    turns = [dice.randint(16, 512) for _ in range(8)]
+    contexts = [dice.randint(64, 4096) for _ in range(128)]
+    table["mixed_120dec_8pre"] = [
+        *((1, context) for context in contexts[:120]),
+        *((new, past + new) for new, past in zip(turns, contexts[120:], strict=True)),
+    ]
+    return table
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """One step's tensors: a query, and pools that take turns."""
+
+    q: torch.Tensor
+    pools: list[torch.Tensor]
+    tables: torch.Tensor
+    spans: SpanTable
+    flops: float
+    least_bytes: float
+
+
+def make_data(spans: Spans, heads: int, kv_heads: int) -> Data:
+    """Random tensors of a step."""
+    pages = [-(-context // PAGE) for _, context in spans]
+    per_set = sum(pages) * 2 * kv_heads * PAGE * DIM * BYTES
+    sets = max(1, min(4, int(30e9 // per_set)))
+    shape = (sum(pages), 2, kv_heads, PAGE, DIM)
+    pools = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(sets)]
+    tables = torch.zeros(len(spans), max(pages), dtype=torch.int32, device="cuda")
+    for row, part in enumerate(torch.randperm(sum(pages), device="cuda").int().split(pages)):
+        tables[row, : len(part)] = part
+    table = SpanTable.build([n for n, _ in spans], [c - n for n, c in spans], range(len(spans)), "cuda")
+    q = torch.randn(table.num_tokens, heads, DIM, device="cuda", dtype=torch.bfloat16)
+    pairs = sum(new * context - new * (new - 1) / 2 for new, context in spans)
+    kv = 2 * kv_heads * DIM * BYTES * sum(context for _, context in spans)
+    return Data(q, pools, tables, table, 4 * heads * DIM * pairs, kv + 2 * q.nbytes)
+
+
+def ours(data: Data, out: torch.Tensor) -> Contender:
+    """Our kernel with a plan as for a graph."""
+    geometry, host = geometry_for(data.q.shape[1], data.pools[0]), data.spans.host
+    kind = classify(host, geometry)
+    capacity = capacity_for(kind, len(data.q), len(host), data.spans.max_context, geometry)
+    plan = AttentionPlan(len(data.q), geometry, data.q.device, kind=kind, capacity=capacity)
+    plan.refill(host)
+    spans = replace(data.spans, plans={plan_key(data.q, data.pools[0]): plan})
+
+    def call(index: int) -> object:
+        return ragged_paged_attention(data.q, data.pools[index], spans, data.tables, scale=DIM**-0.5, out=out)
+
+    return call
+
+
+def theirs(data: Data, peer: Peer, out: torch.Tensor) -> Contender:
+    """FlashAttention-3 on copies of the same pools."""
+    sets = [
+        tuple(part.transpose(1, 2).contiguous() for part in pool.unbind(1)) for pool in data.pools
+    ]  # keys, values
+    forward = peer.prepare(data.spans, data.tables, out, DIM**-0.5)
+    return lambda index: forward(data.q, *sets[index])
+
+
+def measure(name: str, spans: Spans, heads: int, kv_heads: int, ceilings: Ceilings, peer: Peer | None) -> Row:
+    """One row. Raises ValueError when the results of the contenders differ."""
+    data = make_data(spans, heads, kv_heads)
+    floor, bound = ceilings.floor_us(data.least_bytes, data.flops)
+    out = torch.empty_like(data.q)
+    contenders = {"pensieve": ours(data, out)}
+    if peer is not None:
+        reference = torch.empty_like(data.q)
+        contenders["fa3"] = theirs(data, peer, reference)
+        for contender in contenders.values():
+            contender(0)
+        error = float((out.float() - reference.float()).norm() / reference.float().norm())
+        if not error <= AGREEMENT:
+            raise ValueError(f"{name} {heads}/{kv_heads}: results differ by {error:.1e} of their norm")
+    taken = times(contenders, len(data.pools), *(FEW_CALLS if floor > LONG_US else MANY_CALLS))
+    us = taken["pensieve"]
+    return {
+        "shape": name, "heads": heads, "kv_heads": kv_heads, "floor_us": round(floor, 1), "bound": bound,
+        "us": {contender: round(value, 1) for contender, value in taken.items()},
+        "share_of_ceiling": round(floor / us, 2), "tb_per_s": round(data.least_bytes / us / 1e6, 2),
+        "tflop_per_s": round(data.flops / us / 1e6, 1),
+    }  # fmt: skip
+
+
+def rows(ceilings: Ceilings, peer: Peer | None, only: str) -> list[Row]:
+    """All shapes whose name contains ``only``, for every ratio of heads."""
+    return [
+        measure(shape, spans, heads, kv_heads, ceilings, peer)
+        for heads, kv_heads in HEADS
+        for shape, spans in shapes().items()
+        if only in shape
+    ]
+
+
+def as_markdown(report: list[Row]) -> str:
+    """The rows as a table, and what they come to."""
+    lines = [
+        f"bf16, heads of {DIM}, pages of {PAGE}; floor: the larger of least bytes and operations over the ceilings.",
+        "",
+        "| shape | heads | floor µs | bound | pensieve µs | floor ÷ pensieve | TB/s | TFLOP/s | FA3 µs | ÷ FA3 |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in report:
+        us, fa3 = row["us"]["pensieve"], row["us"].get("fa3")
+        versus = "|  |  |" if fa3 is None else f"| {fa3} | {us / fa3:.2f} |"
+        lines.append(
+            f"| {row['shape']} | {row['heads']}/{row['kv_heads']} | {row['floor_us']} | {row['bound']} | {us} "
+            f"| {row['share_of_ceiling']} | {row['tb_per_s']} | {row['tflop_per_s']} {versus}"
+        )
+    lines += ["", *_summary(report)]
+    return "\n".join(lines) + "\n"
+
+
+def _summary(report: list[Row]) -> list[str]:
+    """Ratios to FA3 by group of shapes: geometric mean and worst."""
+    groups = {
+        "decode and q=8": ("decode", "q8"),
+        "prefill": ("prefill",),
+        "turn": ("turn",),
+        "mixed": ("mixed",),
+    }
+    lines = []
+    for name, prefixes in groups.items():
+        ratios = [
+            row["us"]["pensieve"] / row["us"]["fa3"]
+            for row in report
+            if row["shape"].startswith(prefixes) and "fa3" in row["us"]
+        ]
+        if ratios:
+            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            lines.append(f"* {name} ÷ FA3: geometric mean {mean:.3f}, worst {max(ratios):.2f}")
+    return lines

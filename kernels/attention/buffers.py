@@ -1,0 +1,155 @@
+"""A step's work list in device memory, with the scratch that its pieces write; shared by all layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pensieve.kernels.attention.hopper import launch as attention_hopper
+from pensieve.kernels.attention.kinds import Capacity, Geometry, Kind, classify
+from pensieve.kernels.attention.plan import ITEM, MERGE, Work, make_work
+from pensieve.kernels.attention.tiles import TileSet, width_of
+from pensieve.kernels.span_table import HostSpans
+
+HEADER = 8
+"""First words: how many narrow items, wide items and merges; where each of these lists begins; how many programs take
+wide items; one is unused. The wide items come first, then the narrow ones, then the merges."""
+
+
+class Scratch:
+    """Results of pieces before they are merged: overwritten by each layer, so all plans of a stream may share one."""
+
+    def __init__(self, rows: int, geometry: Geometry, device: torch.device) -> None:
+        """``rows``: the most ``partial_rows`` of the capacities it serves."""
+        self.rows = rows
+        held = max(1, rows) * geometry.kv_heads
+        self.partial = torch.empty(held, width_of(geometry.head_dim), dtype=torch.float32, device=device)
+        self.partial_lse = torch.empty(held, dtype=torch.float32, device=device)
+
+
+class DoesNotFit(ValueError):
+    """A step needs more than what was laid out for it holds."""
+
+
+class AttentionPlan:
+    """The plan of a step, or, in memory of a fixed capacity, of all steps that replay one captured graph.
+
+    For a graph: make a plan with ``capacity_for`` the graph's kind and sizes, store it in the ``plans`` of the captured
+    span table under ``plan_key(q, pool)``, and capture. Before each replay, copy what ``pack`` returns for the step to
+    the beginning of ``words``. Memory of 0 words is a plan without work, which is safe to warm up with.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        geometry: Geometry,
+        device: torch.device,
+        *,
+        kind: Kind,
+        capacity: Capacity,
+        tiles: TileSet | None = None,
+        words: torch.Tensor | None = None,
+        scratch: Scratch | None = None,
+    ) -> None:
+        """``num_rows``: rows of q. ``words``: int32 [at least ``words_of(capacity)``] on ``device`` to be used, zeroed
+        by the caller; otherwise the plan takes its own. Raises ValueError when words or scratch are too small."""
+        self.num_rows, self.geometry, self.kind, self.capacity = num_rows, geometry, kind, capacity
+        self.tiles = tiles or geometry.tiles
+        self.narrow, self.wide = kind.narrow_tile(self.tiles), self.tiles.wide
+        if words is None:
+            words = torch.zeros(words_of(capacity), dtype=torch.int32, device=device)
+        if words.dtype != torch.int32 or words.dim() != 1 or len(words) < words_of(capacity):
+            raise ValueError(
+                f"words are {words.dtype} {tuple(words.shape)}: int32 [{words_of(capacity)}] at least is needed"
+            )
+        if not words.is_contiguous() or words.device.type != device.type:
+            raise ValueError(f"words must be contiguous and on {device}")
+        self.words = words
+        self.scratch = scratch or Scratch(capacity.partial_rows, geometry, device)
+        if self.scratch.rows < capacity.partial_rows:
+            raise ValueError(f"a scratch of {self.scratch.rows} rows, {capacity.partial_rows} are needed")
+
+    @classmethod
+    def of(
+        cls,
+        host: HostSpans,
+        num_rows: int,
+        geometry: Geometry,
+        device: torch.device,
+        *,
+        tiles: TileSet | None = None,
+        capacity: Capacity | None = None,
+    ) -> AttentionPlan:
+        """The plan of one step with spans ``host`` int64 [S, 4], of just its size unless ``capacity`` is given."""
+        kind = classify(host, geometry, tiles)
+        work = make_work(host, num_rows, geometry, tiles or geometry.tiles, kind)
+        plan = cls(num_rows, geometry, device, kind=kind, capacity=capacity or _need(work), tiles=tiles)
+        plan._upload(plan._packed(work))
+        return plan
+
+    def pack(self, host: HostSpans) -> npt.NDArray[np.int32]:
+        """The words of a step with spans ``host`` int64 [S, 4], to be put at the beginning of ``words``; no longer than
+        the step's own work. Raises DoesNotFit when the step needs more than the capacity."""
+        return self._packed(make_work(host, self.num_rows, self.geometry, self.tiles, self.kind))
+
+    def refill(self, host: HostSpans) -> None:
+        """Take on another step, ordered with launches by the current stream. Copies from pageable memory, for which
+        the host may have to wait: a server copies ``pack`` itself. Raises as ``pack`` does and then changes nothing."""
+        self._upload(self.pack(host))
+
+    def _packed(self, work: Work) -> npt.NDArray[np.int32]:
+        need = _need(work)
+        for name in ("narrow", "wide", "merges", "partial_rows"):
+            if getattr(need, name) > getattr(self.capacity, name):
+                raise DoesNotFit(
+                    f"the step needs {name}={getattr(need, name)}, the plan holds {getattr(self.capacity, name)}"
+                )
+        narrow_at = HEADER + ITEM * need.wide
+        merges_at = narrow_at + ITEM * need.narrow
+        words = np.empty(merges_at + MERGE * need.merges, dtype=np.int32)
+        counts = need.narrow, need.wide, need.merges
+        words[:HEADER] = *counts, narrow_at, HEADER, merges_at, work.wide_programs, 0
+        words[HEADER:narrow_at] = work.wide.reshape(-1)
+        words[narrow_at:merges_at] = work.narrow.reshape(-1)
+        words[merges_at:] = work.merges.reshape(-1)
+        return words
+
+    def _upload(self, packed: npt.NDArray[np.int32]) -> None:
+        # Pageable memory: the driver has read it when the call returns, so the array may go.
+        self.words[: len(packed)].copy_(torch.from_numpy(packed), non_blocking=True)
+
+
+def words_of(capacity: Capacity) -> int:
+    """Words that a plan of this capacity needs at most."""
+    return HEADER + ITEM * (capacity.narrow + capacity.wide) + MERGE * capacity.merges
+
+
+def plan_key(q: torch.Tensor, pool: torch.Tensor) -> str:
+    """Name under which a span table keeps the plan for such tensors."""
+    return f"attention/{tuple(q.shape)}/{pool.shape[2]}/{q.dtype}"
+
+
+def geometry_of(q: torch.Tensor, pool: torch.Tensor) -> Geometry:
+    """Geometry of a call; a CPU, where only the interpreter runs, counts as 4 multiprocessors."""
+    geometry = Geometry(q.shape[1], pool.shape[2], q.shape[2], q.element_size(), multiprocessors_of(q.device))
+    fits = attention_hopper.supports(geometry, q.dtype, pool.shape[3], q.device)
+    return replace(geometry, hopper=fits and attention_hopper.addressable(q, pool))
+
+
+def geometry_for(heads: int, pool: torch.Tensor) -> Geometry:
+    """Geometry of all calls with so many query heads, in contiguous memory or beside keys and values, and one layer's
+    ``pool`` [P, 2, Hkv, N, D]."""
+    return geometry_of(pool.new_empty(1, heads, pool.shape[4]), pool)
+
+
+def multiprocessors_of(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _need(work: Work) -> Capacity:
+    return Capacity(len(work.narrow), len(work.wide), len(work.merges), work.partial_rows)

@@ -1,0 +1,204 @@
+"""The computing roles of the attention kernel for Hopper: two warp groups with the same code and rows of their own."""
+
+from __future__ import annotations
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared as fence
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma as mma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as mma_wait
+
+from pensieve.kernels.attention.hopper.common import (
+    ITEM,
+    K_STAGES,
+    KEYS,
+    Q_SLOTS,
+    ROWS,
+    SLAB,
+    V_STAGES,
+    dealt,
+    group_barrier,
+    jit,
+    tiles_of,
+    works_of,
+)
+from pensieve.kernels.attention.hopper.softmax import (
+    LOWEST,
+    PER_ROW,
+    SCORES,
+    packed,
+    scaled,
+    unpacked,
+    visible,
+    weigh,
+)
+
+
+@jit
+def _clear_tail(v_pieces, stage, end, DIM: gl.constexpr, PAGE: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Zero the values of a tile beyond key ``end`` in its page: they may be NaN, which a weight of 0 does not undo.
+
+    Both groups do it, writing the same bytes, so neither waits for the other.
+    """
+    PIECE: gl.constexpr = min(PAGE, KEYS)
+    PIECES: gl.constexpr = KEYS // PIECE
+    SLABS: gl.constexpr = DIM // SLAB
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    if end % PIECE != 0:
+        row = gl.expand_dims(gl.arange(0, PIECE, gl.SliceLayout(1, layout)), 1)
+        for slab in gl.static_range(SLABS):
+            piece = v_pieces.index((stage * SLABS + slab) * PIECES + end % KEYS // PIECE)
+            values = piece.load(layout)
+            piece.store(gl.where(row < end % PIECE, values, gl.zeros_like(values)))
+        fence()
+        group_barrier()
+
+
+@jit
+def _walk(  # type: ignore[no-untyped-def]
+    q, rings, signals, state, tile, count, seen, factor,
+    GROUP: gl.constexpr, MASKED: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """``count`` tiles downwards from ``tile``. ``state``: the sum so far; the weights of the tile before, whose values
+    it lacks; maxima and denominators; tiles begun, and turns taken, since the start of the program."""
+    acc, pairs, top, total, at, steps = state
+    k_ring, v_ring, _ = rings
+    _, _, k_full, k_empty, v_full, v_empty, turns = signals
+    operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    for back in range(count):
+        k_stage = at % K_STAGES
+        v_stage = at % V_STAGES
+        last_stage = (at - 1) % V_STAGES
+        mbarrier.wait(k_full.index(k_stage), at // K_STAGES & 1)
+        mbarrier.wait(turns.index(GROUP), steps & 1 ^ (1 - GROUP))
+        none = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
+        scores = mma(q, k_ring.index(k_stage).permute((1, 0)), none, use_acc=False, is_async=True)
+        acc = mma(unpacked(pairs, dtype, operand), v_ring.index(last_stage), acc, is_async=True)
+        mbarrier.arrive(turns.index(1 - GROUP))
+        scores = mma_wait(1, deps=(scores,))
+        mbarrier.arrive(k_empty.index(k_stage))
+        if MASKED:
+            scores = visible(scores, (tile - back) * KEYS, seen)
+        weights, sums, top, shrink = weigh(scores, top, factor)
+        # The next turn's values are waited for here, since a branch is what keeps the assembler from moving the wait
+        # below in front of the softmax. The pairs, in use until then, may not be written before.
+        mbarrier.wait(v_full.index(v_stage), at // V_STAGES & 1)
+        acc = mma_wait(0, deps=(acc,))
+        pairs = packed(weights, dtype)
+        mbarrier.arrive(v_empty.index(last_stage))
+        acc = scaled(acc, shrink)
+        total = scaled(total, shrink) + sums
+        at += 1
+        steps += 1
+    return acc, pairs, top, total, at, steps
+
+
+@jit
+def _attend_item(  # type: ignore[no-untyped-def]
+    item, q, q_ready, q_phase, rings, signals, at, steps, factor,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """Weighted sum of an item's values [ROWS, DIM], and the log2 of its rows' denominators, -inf without keys."""
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    k_ring, v_ring, v_pieces = rings
+    _, _, k_full, k_empty, v_full, v_empty, _ = signals
+    first, last, end = tiles_of(item)
+    position = gl.load(item + 2)
+    first_row = gl.load(item + 4)
+    # All rows see the tiles before this one.
+    plain = gl.minimum(position + first_row // GROUPS + 1, end) // KEYS
+    masked = gl.minimum(last - plain, last - first)
+    row = first_row + GROUP * ROWS + gl.arange(0, ROWS, PER_ROW)
+    seen = gl.minimum(position + 1 + row // GROUPS, end)
+
+    k_stage = at % K_STAGES
+    v_stage = at % V_STAGES
+    mbarrier.wait(q_ready, q_phase)
+    mbarrier.wait(k_full.index(k_stage), at // K_STAGES & 1)
+    none = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
+    scores = mma(q, k_ring.index(k_stage).permute((1, 0)), none, use_acc=False, is_async=True)
+    scores = mma_wait(0, deps=(scores,))
+    mbarrier.arrive(k_empty.index(k_stage))
+    lowest = gl.full([ROWS], LOWEST, gl.float32, PER_ROW)
+    weights, total, top, _ = weigh(visible(scores, (last - 1) * KEYS, seen), lowest, factor)
+    mbarrier.wait(v_full.index(v_stage), at // V_STAGES & 1)
+    _clear_tail(v_pieces, v_stage, end, DIM, PAGE)
+    acc = gl.zeros([ROWS, DIM], gl.float32, acc_layout)
+    state = (acc, packed(weights, dtype), top, total, at + 1, steps)
+    state = _walk(q, rings, signals, state, last - 2, masked - 1, seen, factor, GROUP, True, dtype)
+    more = last - first - gl.maximum(masked, 1)
+    acc, pairs, top, total, at, steps = _walk(
+        q, rings, signals, state, 0, more, seen, factor, GROUP, False, dtype
+    )
+
+    v_stage = (at - 1) % V_STAGES
+    acc = mma(unpacked(pairs, dtype, operand), v_ring.index(v_stage), acc, is_async=True)
+    acc = mma_wait(0, deps=(acc,))
+    mbarrier.arrive(v_empty.index(v_stage))
+    row_total = gl.convert_layout(gl.sum(total, 1), PER_ROW)
+    divisor = gl.where(row_total > 0, row_total, 1.0)
+    log2_sum = gl.where(row_total > 0, top + gl.log2(divisor), float("-inf"))
+    return scaled(acc, 1.0 / divisor), log2_sum, at, steps
+
+
+@jit
+def _store_rows(  # type: ignore[no-untyped-def]
+    block, out, q_start, first_row, rows, head, out_token, out_head, GROUPS: gl.constexpr, DIM: gl.constexpr
+):
+    """A finished block of rows, from shared memory, as far as the span has them."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    token = (q_start + row // GROUPS).to(gl.int64)
+    at = token * out_token + (head * GROUPS + row % GROUPS) * out_head
+    dims = gl.arange(0, DIM, gl.SliceLayout(0, layout))
+    pointers = out + gl.expand_dims(at, 1) + gl.expand_dims(dims, 0)
+    gl.store(pointers, block.load(layout), mask=gl.expand_dims(row < rows, 1))
+
+
+@jit
+def compute(  # type: ignore[no-untyped-def]
+    q_ring, rings, signals, inputs, GROUP: gl.constexpr,
+    COUNT_AT: gl.constexpr, KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
+    BESIDE: gl.constexpr, LSE: gl.constexpr,
+):  # fmt: skip
+    """One of the two warp groups."""
+    words, out, lse, partial, partial_lse, items_at, partial_rows, out_token, out_head, factor = inputs
+    dtype: gl.constexpr = out.dtype.element_ty
+    works, programs, work = works_of(words, COUNT_AT, KV_HEADS, BESIDE)
+    at = 0
+    steps = 0
+    turn = 0
+    while work < works:
+        head = work % KV_HEADS
+        item = words + items_at + work // KV_HEADS * ITEM
+        slot = turn % Q_SLOTS
+        q = q_ring.index(slot * 2 + GROUP)
+        result, log2_sum, at, steps = _attend_item(
+            item, q, signals[0].index(slot), turn // Q_SLOTS & 1, rings, signals, at, steps, factor,
+            GROUP, GROUPS, DIM, PAGE, dtype,
+        )  # fmt: skip
+        first_row = gl.load(item + 4) + GROUP * ROWS
+        rows = gl.load(item + 1)
+        scratch = gl.load(item + 7)
+        row = first_row + gl.arange(0, ROWS, PER_ROW)
+        if scratch < 0:
+            q_start = gl.load(item)
+            q.store(result.to(dtype))  # the queries are done with
+            _store_rows(q, out, q_start, first_row, rows, head, out_token, out_head, GROUPS, DIM)
+            if LSE:
+                token = (q_start + row // GROUPS).to(gl.int64)
+                at_lse = token * (KV_HEADS * GROUPS) + head * GROUPS + row % GROUPS
+                gl.store(lse + at_lse, log2_sum * 0.6931471805599453, mask=row < rows)
+        else:
+            layout: gl.constexpr = gl.SliceLayout(1, result.type.layout)
+            at_row = head.to(gl.int64) * partial_rows + scratch + GROUP * ROWS + gl.arange(0, ROWS, PER_ROW)
+            gl.store(partial_lse + at_row, log2_sum, mask=row < rows)
+            at_row = gl.expand_dims(gl.convert_layout(at_row, layout), 1)
+            valid = gl.expand_dims(gl.convert_layout(row < rows, layout), 1)
+            dims = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, result.type.layout)), 0)
+            gl.store(partial + at_row * DIM + dims, result, mask=valid)
+        fence()
+        mbarrier.arrive(signals[1].index(slot))
+        turn += 1
+        work = dealt(turn, programs)

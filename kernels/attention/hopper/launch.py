@@ -1,0 +1,98 @@
+"""The wide launch of the attention kernel on Hopper devices; its device code is in ``attention_hopper_kernel``.
+
+Nothing of the compiler for that device is imported before the first launch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+
+from pensieve.kernels.attention.kinds import Geometry
+
+GROUP_ROWS, KEYS, SLAB = 64, 128, 64
+"""Query rows of a warp group, keys of a tile, columns of a bulk copy: what the device code is written for."""
+FIRST_VERSION = (3, 6)
+"""Of Triton, with the language that the device code is written in."""
+
+
+def supports(geometry: Geometry, dtype: torch.dtype, page_tokens: int, device: torch.device) -> bool:
+    """Whether there is a kernel for such heads, such pages and this device."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    shaped = (
+        dtype in (torch.float16, torch.bfloat16)
+        and geometry.head_dim in (SLAB, 2 * SLAB)
+        and GROUP_ROWS % geometry.groups == 0
+        and page_tokens >= 16
+        and page_tokens & (page_tokens - 1) == 0
+    )
+    return shaped and version >= FIRST_VERSION
+
+
+def addressable(q: torch.Tensor, pool: torch.Tensor) -> bool:
+    """Whether bulk copies reach all of ``q`` [T, Hq, D] and ``pool`` [P, 2, Hkv, N, D]: 16-byte steps, and pages that
+    begin a whole number of rows apart."""
+    dim = q.shape[2]
+    aligned = all(
+        part.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in part.stride()[:-1])
+        for part in (q, pool)
+    )
+    return aligned and pool.stride(3) == dim and all(stride % dim == 0 for stride in pool.stride()[:3])
+
+
+def attend_wide(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    tables: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    words: torch.Tensor,
+    partial: torch.Tensor,
+    partial_lse: torch.Tensor,
+    *,
+    scale: float,
+    return_lse: bool,
+    count_at: int,
+    items_at: int,
+    partial_rows: int,
+    programs: int,
+    beside: bool = False,
+) -> None:
+    """Attend the items that begin at word ``items_at``, as many as word ``count_at`` says, for every KV head.
+
+    ``items_at`` and what lies there are as in ``attention_plan``, with blocks of 128 rows and pieces that begin at
+    multiples of 128 keys; longest items first, or some programs work longer than others. ``programs``: one for each
+    multiprocessor is best, since one fills it. ``beside``: the next launch may begin at once, on multiprocessors
+    that the plan does not give to wide items. Only for what ``supports`` and ``addressable`` admit.
+    """
+    heads, dim, kv_heads, page = q.shape[1], q.shape[2], pool.shape[2], pool.shape[3]
+    groups = heads // kv_heads
+    q_desc, pool_desc = _descriptors(q, pool, groups)
+    from pensieve.kernels.attention.hopper.kernel import attend_hopper
+
+    attend_hopper[(programs,)](
+        q_desc, pool_desc, tables, out, lse, words, partial, partial_lse, items_at, partial_rows, tables.stride(0),
+        out.stride(0), out.stride(1), pool.stride(0) // dim, pool.stride(1) // dim, pool.stride(2) // dim,
+        scale * math.log2(math.e), COUNT_AT=count_at, KV_HEADS=kv_heads, GROUPS=groups, DIM=dim, PAGE=page,
+        BESIDE=beside, LSE=return_lse, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+def _descriptors(q: torch.Tensor, pool: torch.Tensor, groups: int) -> tuple[Any, Any]:
+    """What bulk copies need to know: queries as rows of the tokens' heads, the pool as one long list of rows."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    dim, page = pool.shape[4], pool.shape[3]
+    rows = 1 + sum(
+        (n - 1) * stride // dim for n, stride in zip(pool.shape[:4], pool.stride()[:4], strict=True)
+    )
+    block = [GROUP_ROWS // groups, groups, SLAB]
+    q_desc = TensorDescriptor(q, list(q.shape), [*q.stride()[:2], 1], block, NVMMASharedLayout(128, 16, 3))
+    block = [min(page, KEYS), SLAB]
+    return q_desc, TensorDescriptor(pool, [rows, dim], [dim, 1], block, NVMMASharedLayout(128, 16, 2))

@@ -1,0 +1,86 @@
+"""The loader of the attention kernel for Hopper: one warp that keeps shared memory filled."""
+
+from __future__ import annotations
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from pensieve.kernels.attention.hopper.common import (
+    ITEM,
+    K_STAGES,
+    KEYS,
+    Q_SLOTS,
+    ROWS,
+    SLAB,
+    V_STAGES,
+    bulk_load,
+    dealt,
+    jit,
+    tiles_of,
+    works_of,
+)
+
+NOWHERE = gl.constexpr(-256)
+"""A row outside the pool: a bulk copy from there writes zeros."""
+
+
+@jit
+def load(  # type: ignore[no-untyped-def]
+    descriptors, pieces, signals, inputs,
+    COUNT_AT: gl.constexpr, KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
+    BESIDE: gl.constexpr,
+):  # fmt: skip
+    """The loader. Queries come one item ahead."""
+    q_desc, pool_desc = descriptors
+    q_pieces, k_pieces, v_pieces = pieces
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = signals
+    words, tables, items_at, table_stride, page_rows, value_rows, head_rows = inputs
+    PIECE: gl.constexpr = min(PAGE, KEYS)
+    PIECES: gl.constexpr = KEYS // PIECE
+    SLABS: gl.constexpr = DIM // SLAB
+    works, programs, work = works_of(words, COUNT_AT, KV_HEADS, BESIDE)
+    at = 0
+    turn = 0
+    while work < works:
+        head = work % KV_HEADS
+        item = words + items_at + work // KV_HEADS * ITEM
+        token = gl.load(item) + gl.load(item + 4) // GROUPS
+        table = tables + gl.load(item + 3).to(gl.int64) * table_stride
+        first, last, end = tiles_of(item)
+
+        slot = turn % Q_SLOTS
+        mbarrier.wait(q_empty.index(slot), turn // Q_SLOTS & 1 ^ 1)
+        mbarrier.expect(q_full.index(slot), 2 * ROWS * DIM * 2)
+        for group in gl.static_range(2):
+            for slab in gl.static_range(SLABS):
+                bulk_load(
+                    q_desc, [token + group * (ROWS // GROUPS), head * GROUPS, slab * SLAB], q_full.index(slot),
+                    q_pieces.index((slot * 2 + group) * SLABS + slab),
+                )  # fmt: skip
+        for back in range(last - first):
+            tile = last - 1 - back
+            rows = ()
+            for piece in gl.static_range(PIECES):
+                key = tile * KEYS + piece * PIECE
+                page = gl.load(table + key // PAGE, mask=key < end, other=0)
+                row = page * page_rows + head * head_rows + key % PAGE
+                row = gl.where(key < end, row, NOWHERE)
+                rows = rows + (row,)  # type: ignore[assignment]  # noqa: RUF005 - tuples on the device know no stars
+            stage = at % K_STAGES
+            mbarrier.wait(k_empty.index(stage), at // K_STAGES & 1 ^ 1)
+            mbarrier.expect(k_full.index(stage), KEYS * DIM * 2)
+            for piece in gl.static_range(PIECES):
+                for slab in gl.static_range(SLABS):
+                    place = k_pieces.index((stage * SLABS + slab) * PIECES + piece)
+                    bulk_load(pool_desc, [rows[piece], slab * SLAB], k_full.index(stage), place)
+            stage = at % V_STAGES
+            mbarrier.wait(v_empty.index(stage), at // V_STAGES & 1 ^ 1)
+            mbarrier.expect(v_full.index(stage), KEYS * DIM * 2)
+            for piece in gl.static_range(PIECES):
+                row = gl.where(rows[piece] < 0, NOWHERE, rows[piece] + value_rows)
+                for slab in gl.static_range(SLABS):
+                    place = v_pieces.index((stage * SLABS + slab) * PIECES + piece)
+                    bulk_load(pool_desc, [row, slab * SLAB], v_full.index(stage), place)
+            at += 1
+        turn += 1
+        work = dealt(turn, programs)

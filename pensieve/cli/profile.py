@@ -1,0 +1,165 @@
+"""``pensieve profile``: measures what recomputing a chunk costs on this machine (``pensieve.engine.cost.probe``)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+import click
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from pensieve.config import EngineOptions
+from pensieve.engine.cost.probe import LONGEST, Point, Prober, describe, prober
+from pensieve.simulate.calibrate import SWAP_CHUNKS, calibrated
+
+if TYPE_CHECKING:  # the module brings torch with it
+    from pensieve.engine.worker.torch_worker import Worker
+
+HOST_CHUNKS: Final = max(SWAP_CHUNKS)
+MACHINE_TOKENS: Final = 32768
+"""Device tier, in tokens, to time steps in: enough for large batches."""
+
+
+def _measure_with_progress(running: Prober, longest: int, chunk_tokens: int, repeats: int) -> list[Point]:
+    steps = (longest // chunk_tokens).bit_length()
+    points: list[Point] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("context", total=steps)
+        for point in running.measure(longest, repeats):
+            points.append(point)
+            progress.update(task, advance=1, description=f"context {point.context}")
+    return points
+
+
+def _measure_machine(worker: Worker, name: str, longest: int, path: Path) -> None:
+    """Time steps, fit, write, and say how good the fit is."""
+    console = Console(stderr=True)
+    with console.status("steps") as status:
+        try:
+            machine = calibrated(worker, name, longest, lambda design: status.update(f"steps: {design}"))
+        except ValueError as error:
+            raise click.ClickException(str(error)) from error
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(machine), indent=1) + b"\n")
+    except OSError as error:
+        raise click.ClickException(f"cannot write {path}: {error.strerror}") from error
+    click.echo(
+        f"wrote {path}: its formula is off by {machine.mean_error:.1%} on average, {machine.worst_error:.1%} at worst",
+        err=True,
+    )
+
+
+@click.command()
+@click.option("--model", default="demo", show_default=True, metavar="MODEL", help="Folder, hub id or `demo`.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    default="auto",
+    show_default=True,
+)
+@click.option(
+    "--load-format",
+    type=click.Choice(["auto", "safetensors", "dummy"]),
+    default="auto",
+    show_default=True,
+    help="`dummy`: random weights, for a model of which only the config is here.",
+)
+@click.option("--chunk-tokens", type=click.IntRange(1, 256), default=32, show_default=True, metavar="N")
+@click.option(
+    "--longest",
+    type=click.IntRange(min=2),
+    metavar="N",
+    help=f"Longest context to measure.  [default: the model's limit, at most {LONGEST}]",
+)
+@click.option(
+    "--repeats",
+    type=click.IntRange(1),
+    default=5,
+    show_default=True,
+    metavar="N",
+    help="Runs per context length.",
+)
+@click.option(
+    "--threads", type=click.IntRange(0), default=0, metavar="N", help="CPU threads; 0: one per core."
+)
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path, allow_dash=True),
+    metavar="FILE",
+    help="Where the JSON goes, `-` for stdout.  [default: the user's cache folder, where `pensieve serve` looks]",
+)
+@click.option(
+    "--machine",
+    "machine_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Also time whole steps, and write what `pensieve simulate --machine` wants to know of this machine.",
+)
+def profile(
+    model: str,
+    device: Literal["auto", "cpu", "cuda"],
+    dtype: Literal["auto", "float32", "bfloat16", "float16"],
+    load_format: Literal["auto", "safetensors", "dummy"],
+    chunk_tokens: int,
+    longest: int | None,
+    repeats: int,
+    threads: int,
+    output: Path | None,
+    machine_file: Path | None,
+) -> None:
+    """Measure what recomputing a chunk costs on this machine.
+
+    The result is kept for `pensieve serve`, per model, device, dtype and chunk size; a file elsewhere goes to
+    `pensieve serve --cost-profile FILE`.
+    """
+    from pensieve.engine.cost.profiles import device_name, profile_path, write_profile
+    from pensieve.engine.worker.torch_worker import build_worker
+    from pensieve.model.arch import ModelError, load_arch
+    from pensieve.model.resolve import display_name, resolve_model
+
+    try:
+        folder = resolve_model(model)
+        limit = load_arch(folder).context_limit
+        if longest is not None and longest > limit:
+            raise click.BadParameter(f"the model takes at most {limit} tokens", param_hint="--longest")
+        longest = longest or min(limit, LONGEST)
+        if longest < 2 * chunk_tokens:
+            raise click.BadParameter(
+                f"at least two chunks, {2 * chunk_tokens} tokens", param_hint="--longest"
+            )
+        worker = build_worker(
+            EngineOptions(
+                model=str(folder),
+                device=device,
+                dtype=dtype,
+                load_format=load_format,
+                chunk_tokens=chunk_tokens,
+                device_cache=f"{max(longest, MACHINE_TOKENS if machine_file else 0)}tokens",
+                host_cache=f"{HOST_CHUNKS * chunk_tokens}tokens" if machine_file else "0",
+                torch_threads=threads,
+            )
+        )
+    except (ModelError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    with contextlib.closing(worker):
+        points = _measure_with_progress(prober(worker), longest, chunk_tokens, repeats)
+        name = device_name(worker.info.device)
+        shown = display_name(model)
+        result = describe(worker, shown, points, device_name=name, repeats=repeats)
+        path = output or profile_path(worker, name)
+        if machine_file is not None:
+            _measure_machine(worker, f"{shown} on {name}", longest, machine_file)
+    if str(path) == "-":
+        click.echo(json.dumps(result, indent=2))
+        return
+    try:
+        write_profile(path, result)
+    except OSError as error:
+        raise click.ClickException(f"cannot write {path}: {error.strerror}") from error
+    click.echo(f"wrote {path}", err=True)

@@ -1,0 +1,141 @@
+"""Scripted conversations with names and values that training never saw: facts told early are asked for late.
+
+Torch-free: the demo command and tests import it.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from pensieve.demo.talk import attributes, facts, smalltalk, words
+from pensieve.demo.talk.facts import Attribute, Subject
+from pensieve.demo.talk.values import Values
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One turn of the user. ``expected``: the value that the answer must hold; None if the turn asks for none."""
+
+    text: str
+    expected: str | None = None
+
+
+Conversation = list[Line]
+
+_SELF_KEYS = (
+    "home", "origin", "job", "instrument", "language", "age", "allergy", "hobby", "favourite colour", "favourite food",
+    "favourite drink", "favourite animal", "favourite city", "favourite sport", "favourite flower", "lucky number",
+    "dog name", "cat name", "parrot name", "horse name", "shopping list", "hometown", "dream job", "favourite book",
+    "locker code", "best friend",
+)  # fmt: skip
+_OTHERS_KEYS = (
+    "home",
+    "origin",
+    "job",
+    "instrument",
+    "hobby",
+    "age",
+    "favourite colour",
+    "favourite food",
+    "dog name",
+    "cat name",
+)
+_BY_KEY = {attribute.key: attribute for attribute in attributes.PERSONAL}
+
+
+def conversations(count: int, turns: int, seed: int = 0) -> list[Conversation]:
+    """This many conversations of exactly this many turns each (at least 2). The same arguments give the same ones.
+
+    The first turn tells a fact and the last one asks for it. About four turns in ten are questions, most of them in
+    the second half, oldest facts last.
+    """
+    if turns < 2:
+        raise ValueError(f"a conversation needs at least 2 turns, not {turns}")
+    return [_conversation(random.Random(f"scenario {seed} {index}"), turns) for index in range(count)]
+
+
+def _conversation(rng: random.Random, turns: int) -> Conversation:
+    values = Values(rng, held_out=True, plain=True)
+    slots = _slots(rng, values)
+    asked = max(1, round(turns * 0.42))
+    chats = turns // 8
+    told: list[tuple[Subject, Attribute, str]] = []
+    # The order: what to do in each turn. Early questions may fall anywhere behind the first third.
+    acts = ["tell"] * (turns - asked - chats) + ["chat"] * chats
+    head, tail = acts[:1], acts[1:]
+    rng.shuffle(tail)
+    acts = head + tail
+    early = asked // 3
+    for _ in range(early):
+        acts.insert(rng.randint(max(1, len(acts) // 3), len(acts)), "ask")
+    late = asked - early
+    lines: Conversation = []
+    for act in acts:
+        if act == "tell":
+            told.append(_new_fact(slots, values, told))
+            lines.append(Line(_statement(rng, *told[-1])))
+        elif act == "chat":
+            sentences, question, _ = smalltalk.exchange(rng, held_out=True)
+            lines.append(
+                Line(" ".join(_sentence(text, ".") for text in sentences[:-1]) + _last(sentences, question))
+            )
+        else:
+            lines.append(_question(rng, *rng.choice(told)))
+    # Oldest last, so that the first fact is asked for in the very last turn.
+    for number in reversed(range(late)):
+        lines.append(_question(rng, *told[number % len(told)]))
+    return lines
+
+
+def _last(sentences: list[str], question: bool) -> str:
+    return (" " if len(sentences) > 1 else "") + _sentence(sentences[-1], "?" if question else ".")
+
+
+def _slots(rng: random.Random, values: Values) -> list[tuple[Subject, Attribute]]:
+    """Everything a conversation may tell, in the order of telling."""
+    own = [(facts.SELF, _BY_KEY[key]) for key in _SELF_KEYS]
+    own += [
+        (facts.WORLD, facts.place_of(thing, mine=True))
+        for thing in rng.sample(words.pool("thing", held_out=True), 3)
+    ]
+    others: list[tuple[Subject, Attribute]] = []
+    for noun in rng.sample(facts.RELATIONS, 3):
+        subject = facts.relation(noun)
+        others += [(subject, facts.NAME), *((subject, _BY_KEY[key]) for key in rng.sample(_OTHERS_KEYS, 4))]
+    for name in {values.draw("name"): None for _ in range(3)}:
+        others += [(facts.person(name), _BY_KEY[key]) for key in rng.sample(_OTHERS_KEYS, 4)]
+    rng.shuffle(own)
+    rng.shuffle(others)
+    mixed = (
+        [slot for pair in zip(own, others, strict=False) for slot in pair]
+        + own[len(others) :]
+        + others[len(own) :]
+    )
+    return [(facts.SELF, facts.NAME), *mixed]
+
+
+def _new_fact(
+    slots: list[tuple[Subject, Attribute]], values: Values, told: list[tuple[Subject, Attribute, str]]
+) -> tuple[Subject, Attribute, str]:
+    if not slots:
+        raise ValueError("too many turns for one conversation: nothing is left to tell")
+    subject, attribute = slots.pop(0)
+    taken = {value for _, _, value in told}
+    while (value := values.draw(attribute.kind)) in taken:
+        pass
+    return subject, attribute, value
+
+
+def _sentence(text: str, mark: str) -> str:
+    return text[:1].upper() + text[1:] + mark
+
+
+def _statement(rng: random.Random, subject: Subject, attribute: Attribute, value: str) -> str:
+    templates = [template for template in attribute.statements if not template.startswith("{v}")]
+    return _sentence(facts.fill(rng.choice(templates), subject, value, by_assistant=False), ".")
+
+
+def _question(rng: random.Random, subject: Subject, attribute: Attribute, value: str) -> Line:
+    templates = [template for template in attribute.questions if not template.startswith("{p}")]
+    return Line(_sentence(facts.fill(rng.choice(templates), subject, "", by_assistant=False), "?"), value)

@@ -1,0 +1,139 @@
+"""Main of the engine process: ``python -P -m pensieve.engine.process.host --fd N``.
+
+Inherits one end of a socket pair. The first frame is its ``EngineOptions``, then come ``Command``s; it answers with
+``Report``s. Whatever goes wrong is written to stderr, its last line saying why, and ends the process with status 1:
+the front end starts a new one. Lives no longer than the front end: it leaves when the other end of the pair closes, and
+the kernel kills it should it be stuck in a step at that time. SIGINT and SIGTERM are the front end's to act on (a
+terminal and a service manager send them to both), which then drains and says ``Stop``.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+import click
+
+from pensieve.config import EngineOptions
+from pensieve.engine.messages import Command, Report
+from pensieve.engine.process.frames import FrameSocket, PeerClosed, decoder_for
+from pensieve.engine.process.loop import Engine, run_engine
+from pensieve.errors import PensieveError
+from pensieve.lifeline import die_with_parent
+from pensieve.logs import configure_logging
+
+log = logging.getLogger("pensieve.engine.process.host")  # Also when this module is __main__.
+
+LAST_WORDS: Final = "engine: "
+"""Begins the last line on stderr of an engine that failed."""
+DEFAULT_BUILDER: Final = "pensieve.engine.build:build_engine"
+_OPTIONS_TIMEOUT_S: Final = 30.0
+
+Builder = Callable[[EngineOptions], Engine]
+
+
+class SocketChannel:
+    """``loop.Channel`` over a socket."""
+
+    def __init__(self, frames: FrameSocket) -> None:
+        self._frames = frames
+        self._decoder = decoder_for(Command)
+
+    def receive(self, timeout: float) -> list[Command]:
+        return self._frames.receive(self._decoder, timeout)
+
+    def send(self, report: Report) -> None:
+        self._frames.send(report)
+
+
+def load_builder(dotted: str) -> Builder:
+    """The function that ``package.module:name`` names; importing the default one imports torch."""
+    module, _, name = dotted.partition(":")
+    builder: Any = getattr(importlib.import_module(module), name)
+    return cast(Builder, builder)
+
+
+def _read_options(frames: FrameSocket) -> EngineOptions:
+    """First frame, alone: the front end sends commands only after ``Ready``."""
+    options: list[EngineOptions] = frames.receive(decoder_for(EngineOptions), _OPTIONS_TIMEOUT_S)
+    if len(options) != 1:
+        raise PeerClosed("no options came from the front end")
+    return options[0]
+
+
+def _build(builder: str, options: EngineOptions) -> Engine:
+    try:
+        return load_builder(builder)(options)
+    except PensieveError:
+        raise  # A reason that an operator can act on (no such model, a pool too large): no traceback.
+    except Exception:
+        log.exception("engine did not start")
+        raise
+
+
+def _run(engine: Engine, channel: SocketChannel) -> None:
+    try:
+        run_engine(engine, channel)
+    except PeerClosed:
+        raise
+    except Exception:
+        # Never carry on: what the step has half done is unknown.
+        log.exception("engine failed")
+        raise
+    finally:
+        engine.close()
+
+
+def serve(fd: int, parent: int, builder: str) -> int:
+    """Run an engine on the socket ``fd`` to its end; the exit status."""
+    frames = FrameSocket(socket.socket(fileno=fd))
+    try:
+        if not die_with_parent(parent):
+            raise PeerClosed("the front end was gone before the engine started")
+        options = _read_options(frames)
+        engine = _build(builder, options)
+        # What is here now stays: the collector need not walk through it, which would stop a step for milliseconds.
+        gc.collect()
+        gc.freeze()
+        log.info("engine ready")
+        _run(engine, SocketChannel(frames))
+    except PeerClosed as error:
+        log.info("engine leaves: %s", error)
+        return 0
+    except PensieveError as error:
+        return _failed(error.message)
+    except Exception as error:
+        return _failed(f"{type(error).__name__}: {error}")
+    finally:
+        frames.close()
+    return 0
+
+
+def _failed(why: str) -> int:
+    """Say why in one plain last line on stderr, whatever the log format: the front end passes it on."""
+    print(f"{LAST_WORDS}{' '.join(why.split())}", file=sys.stderr, flush=True)
+    return 1
+
+
+@click.command()
+@click.option("--fd", type=int, required=True)
+@click.option("--parent", type=int, required=True)
+@click.option("--builder", default=DEFAULT_BUILDER)
+@click.option("--log-level", default="INFO")
+@click.option("--log-json", is_flag=True)
+def main(fd: int, parent: int, builder: str, log_level: str, log_json: bool) -> None:
+    """Engine process of a Pensieve server; started by ``pensieve serve``, not by hand."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    configure_logging(level=log_level, json_lines=log_json)
+    sys.exit(serve(fd, parent, builder))
+
+
+if __name__ == "__main__":
+    main()

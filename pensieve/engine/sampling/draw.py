@@ -1,0 +1,137 @@
+"""Random tokens from logits: temperature, top-k, top-p, min-p, then the inverse of the cumulative distribution.
+
+A row's token must not depend on the batch, down to the last bit, while the order in which a GPU adds floating-point
+numbers depends on the batch's shape. So each token gets an integer weight, ``exp(logit - largest)`` scaled up; sums of
+integers are the same in every order. All filters are thresholds on a row's values, so ties stay together and how
+equal values are sorted does not matter. The choice goes through the vocabulary in order.
+
+Nothing here asks a GPU for a value, except ``_nucleus_of_row``, which is for the CPU only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pensieve.engine.sampling.changes import Floats, Ints
+from pensieve.engine.sampling.rows import MAX_TOP_K, Group
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """What ``sampling_rows.Draws`` says of n rows: float64 and int64 [n, 1] on the logits' device."""
+
+    temperature: torch.Tensor
+    uniform: torch.Tensor
+    floor: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+
+    def rows(self, start: int, end: int) -> Parameters:
+        """Those of the rows ``start … end - 1``."""
+        if start == 0 and end == len(self.temperature):
+            return self
+        return Parameters(
+            self.temperature[start:end],
+            self.uniform[start:end],
+            self.floor[start:end],
+            self.top_k[start:end],
+            self.top_p[start:end],
+        )
+
+
+def draw(logits: torch.Tensor, largest: torch.Tensor, parameters: Parameters, group: Group) -> torch.Tensor:
+    """A token for each row of ``logits`` float32 [n, vocab], whose maxima are ``largest`` [n, 1]; int64 [n]."""
+    cumulative = weigh(logits, largest, parameters, group).cumsum_(dim=-1)
+    total = cumulative[:, -1:].double()  # the largest alone weighs enough that this is never 0
+    return torch.searchsorted(cumulative, (parameters.uniform * total).long(), right=True).squeeze(1)
+
+
+def weigh(logits: torch.Tensor, largest: torch.Tensor, parameters: Parameters, group: Group) -> torch.Tensor:
+    """Weights in proportion to the tokens' probabilities, 0 for those filtered out; int64 [n, vocab]."""
+    # The maximum goes to 0 before the division: a tiny temperature then overflows to -inf, never to NaN.
+    scaled = logits.double().sub_(largest.double()).div_(parameters.temperature)
+    filtered = group.min_p or group.top_p or group.top_k
+    exponentials = scaled.exp() if filtered else scaled.exp_()
+    weights = exponentials.mul_(_scale(logits.shape[1])).long()
+    if filtered:
+        weights.masked_fill_(scaled < _floor(logits, scaled, weights, parameters, group), 0)
+    return weights
+
+
+def _scale(vocab: int) -> float:
+    """Weight of a row's largest logit: a power of two, such that no row's sum passes 2^62."""
+    return float(1 << min(52, 62 - vocab.bit_length()))
+
+
+def _floor(
+    logits: torch.Tensor,
+    scaled: torch.Tensor,
+    weights: torch.Tensor,
+    parameters: Parameters,
+    group: Group,
+) -> torch.Tensor:
+    """The least value of ``scaled`` that stays in each row; [n, 1]. Changes ``weights``."""
+    if not group.top_k and not group.top_p:
+        return parameters.floor
+    cpu = logits.device.type == "cpu"
+    if cpu and not group.top_k:
+        kept = [
+            _nucleus_of_row(*row)
+            for row in zip(scaled.numpy(), weights.numpy(), parameters.top_p[:, 0].tolist(), strict=True)
+        ]
+        return torch.maximum(torch.tensor(kept, dtype=torch.float64)[:, None], parameters.floor)
+    # By the logits, which are half as long as the scaled values and in the same order.
+    if group.most <= MAX_TOP_K or (cpu and group.most < logits.shape[1]):
+        best = torch.topk(logits, group.most, dim=-1).indices
+    else:
+        best = torch.sort(logits, dim=-1, descending=True).indices
+    ordered = scaled.gather(1, best)
+    floor = ordered.gather(1, parameters.top_k - 1)
+    if group.top_p:
+        weights.masked_fill_(scaled < floor, 0)
+        total = weights.sum(dim=-1, keepdim=True)
+        floor = _nucleus(ordered, weights.gather(1, best), total, parameters.top_p)
+    return torch.maximum(floor, parameters.floor)
+
+
+def _nucleus(
+    ordered: torch.Tensor, weights: torch.Tensor, total: torch.Tensor, top_p: torch.Tensor
+) -> torch.Tensor:
+    """The last of the ``ordered`` values, descending, before which less than ``top_p`` of ``total`` lies."""
+    limit = (total.double() * top_p).ceil().long()
+    kept = (weights.cumsum(dim=-1).sub_(weights) < limit).sum(dim=-1, keepdim=True)
+    return ordered.gather(1, kept.clamp_(min=1) - 1)
+
+
+def _nucleus_of_row(scaled: Floats, weights: Ints, top_p: float) -> float:
+    """As ``_nucleus`` for one whole row [vocab], sorting only what can be in the nucleus.
+
+    All tokens of at most some weight come last and together weigh at most that times the vocabulary: if this is no
+    more than what the nucleus leaves out, none of them is in it. Few are left where the model is not undecided.
+    """
+    total = int(weights.sum())
+    limit = math.ceil(total * top_p)
+    candidates = np.flatnonzero(weights > (total - limit) // len(weights))
+    if not len(candidates):
+        return 0.0  # the largest alone
+    values = scaled[candidates]
+    order = np.argsort(-values)
+    ordered = weights[candidates[order]]
+    kept = int(((np.cumsum(ordered) - ordered) < limit).sum())
+    return float(values[order[max(kept, 1) - 1]])
+
+
+CPU_ELEMENTS, GPU_ELEMENTS = 1 << 17, 1 << 22
+"""Logits to work on at once: what fits a CPU's cache; what a GPU has room for besides weights and KV."""
+BYTES_PER_ELEMENT = 128
+"""Memory used for a while by each of them, at most: float64 and int64 values, and what sorting takes."""
+
+
+def row_ranges(start: int, end: int, vocab: int, device: torch.device) -> list[tuple[int, int]]:
+    """``start … end`` in ranges of rows to work on at once."""
+    step = max(1, (CPU_ELEMENTS if device.type == "cpu" else GPU_ELEMENTS) // vocab)
+    return [(at, min(at + step, end)) for at in range(start, end, step)]

@@ -1,0 +1,193 @@
+"""From logits to tokens. A token depends on its own row, its seed and its output index, never on the batch.
+
+In three parts, so that nothing waits for a GPU: ``prepare`` (``sampling_rows``) turns what the rows ask for into
+arrays; ``choose`` queues the choice and its results stay on the device; ``Chosen.fetch`` queues their way to the host,
+and ``Fetched.resolve`` reads them when they are there. ``sample`` is all of it in one call.
+
+Randomness is a counter, not a state: output ``i`` of a turn uses the number that (seed, i) names, so suspension,
+recomputation and another batch give the same token.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from pensieve.core import TokenLogprob
+from pensieve.engine.plan import SampleSpec
+from pensieve.engine.sampling.apply import MOST, changed
+from pensieve.engine.sampling.changes import Array
+from pensieve.engine.sampling.draw import BYTES_PER_ELEMENT, GPU_ELEMENTS, Parameters, draw, row_ranges
+from pensieve.engine.sampling.rows import Draws, Prepared, prepare
+
+log = logging.getLogger(__name__)
+
+_TORCH = {"int32": torch.int32, "int64": torch.int64, "float64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Of the n rows of ``Prepared.logprob_rows``."""
+
+    chosen: torch.Tensor
+    """float32 [n]"""
+    top_values: torch.Tensor
+    """float32 [n, most that a row wants], descending"""
+    top_ids: torch.Tensor
+    """int64, as ``top_values``"""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A step's tokens on the logits' device; S may be more than the rows of ``prepared``."""
+
+    prepared: Prepared
+    tokens: torch.Tensor
+    """int64 [S]"""
+    finite: torch.Tensor
+    """bool [S]: whether all logits of the row were finite."""
+    logprobs: Logprobs | None = None
+
+    def fetch(self) -> Fetched:
+        """Queue the copies to the host on the current stream and return without waiting for them."""
+        rows = self.prepared.rows
+        parts = [self.tokens[:rows], self.finite[:rows]]
+        if self.logprobs is not None:
+            parts += [self.logprobs.chosen, self.logprobs.top_values, self.logprobs.top_ids]
+        if self.tokens.device.type != "cuda":
+            return Fetched(self.prepared, parts, None)
+        host = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts]
+        for to, part in zip(host, parts, strict=True):
+            to.copy_(part, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return Fetched(self.prepared, host, done)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A step's tokens on their way to the host."""
+
+    prepared: Prepared
+    parts: list[torch.Tensor]
+    """Tokens, finite, and the three of ``Logprobs``; on the CPU."""
+    done: torch.cuda.Event | None
+    """After the last copy; None where there was nothing to wait for."""
+
+    def resolve(self) -> list[tuple[int, TokenLogprob | None]]:
+        """The token of each row, and its log-probabilities if asked for. Waits for the copies."""
+        if self.done is not None:
+            self.done.synchronize()
+        tokens: list[int] = self.parts[0].tolist()
+        if not all(self.parts[1].tolist()):
+            log.warning("the model gave logits that are not finite; its weights or its dtype may be at fault")
+        result: list[tuple[int, TokenLogprob | None]] = [(token, None) for token in tokens]
+        if len(self.parts) > 2:
+            wanted = zip(self.prepared.logprob_rows, self.prepared.top_logprobs, strict=True)
+            lists = [part.tolist() for part in self.parts[2:]]
+            for (row, count), chosen, values, ids in zip(wanted, *lists, strict=True):
+                top = tuple(zip(ids[:count], values[:count], strict=True))
+                result[row] = (tokens[row], TokenLogprob(tokens[row], chosen, top))
+        return result
+
+
+def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[tuple[int, TokenLogprob | None]]:
+    """One token for each row of ``logits`` float32 [S, vocab]; ``specs[i]`` says how. ``logits`` is not changed."""
+    if not specs:
+        return []
+    return choose(logits, prepare(specs, logits.shape[1])).fetch().resolve()
+
+
+def clean(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits [S, vocab] without NaN or infinity, which a broken model may give: NaN counts as impossible.
+
+    And whether there was none, bool [S]. May be captured in a CUDA graph. The first result may be ``logits`` itself.
+    """
+    if logits.device.type == "cpu":
+        # One fast pass in the common case; a sum may overflow where no logit is infinite.
+        if math.isfinite(logits.sum().item()):
+            return logits, torch.ones(len(logits), dtype=torch.bool)
+        finite = torch.isfinite(logits).all(dim=-1)
+    else:
+        least, most = torch.aminmax(logits, dim=-1)  # NaN if there is one
+        finite = torch.isfinite(least) & torch.isfinite(most)
+    return torch.nan_to_num(logits, nan=-MOST, posinf=MOST, neginf=-MOST), finite
+
+
+def largest(logits: torch.Tensor) -> torch.Tensor:
+    """The token with the largest logit of each row, the lowest id on a tie; int64 [S]. Logits as of ``clean``."""
+    if logits.device.type == "cpu":  # numpy has vector instructions for this, ten times as fast
+        return torch.from_numpy(np.asarray(logits.numpy().argmax(axis=-1), dtype=np.int64))
+    return torch.argmax(logits, dim=-1)
+
+
+def choose(logits: torch.Tensor, prepared: Prepared, finite: torch.Tensor | None = None) -> Chosen:
+    """Queue the choice of a token for each row of ``logits`` float32 [S, vocab] without waiting for a device.
+
+    ``finite`` is given when the logits are already what ``clean`` made of them. Rows past those of ``prepared`` get
+    the token with their largest logit. ``logits`` is not changed.
+    """
+    if finite is None:
+        logits, finite = clean(logits)
+    if prepared.plain:
+        return Chosen(prepared, largest(logits), finite)
+    sent = _upload(prepared.arrays(), logits.device)
+    adjusted = logits if prepared.changes is None else changed(logits, prepared.changes, sent)
+    tokens = largest(adjusted)
+    if prepared.draws is not None:
+        _draw_into(tokens, adjusted, prepared.draws, sent)
+    logprobs = None
+    if prepared.logprob_rows:
+        logprobs = _logprobs(logits, tokens, sent["logprob_rows"], max(prepared.top_logprobs))
+    return Chosen(prepared, tokens, finite, logprobs)
+
+
+def workspace_bytes(rows: int, vocab: int) -> int:
+    """GPU memory that ``choose`` takes for a while, at most, for so many rows; contexts of penalties come on top."""
+    copies = 4  # clean, with changes, and two for the log-probabilities
+    return copies * rows * vocab * 4 + min(rows * vocab, max(GPU_ELEMENTS, vocab)) * BYTES_PER_ELEMENT
+
+
+def _upload(arrays: Mapping[str, Array], device: torch.device) -> dict[str, torch.Tensor]:
+    """The arrays as tensors on ``device``, by one copy that nobody waits for."""
+    if device.type == "cpu":
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    starts = list(accumulate((-(-array.nbytes // 8) * 8 for array in arrays.values()), initial=0))
+    # The allocator of pinned memory gives this block to nobody else before the copy has read it.
+    pinned = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+    host = pinned.numpy()
+    for start, array in zip(starts, arrays.values(), strict=False):  # one start more: the end
+        host[start : start + array.nbytes] = array.view(np.uint8)
+    packed = pinned.to(device, non_blocking=True)
+    return {
+        name: packed[start : start + array.nbytes].view(_TORCH[array.dtype.name])
+        for start, (name, array) in zip(starts, arrays.items(), strict=False)
+    }
+
+
+def _draw_into(
+    tokens: torch.Tensor, logits: torch.Tensor, draws: Draws, sent: Mapping[str, torch.Tensor]
+) -> None:
+    """Replace the tokens of the rows that are random, each the one with the row's largest logit until then."""
+    names = ("temperature", "uniform", "floor", "top_k", "top_p")
+    parameters = Parameters(*(sent[name][:, None] for name in names))
+    for group in draws.groups:
+        for start, end in row_ranges(group.start, group.end, logits.shape[1], logits.device):
+            rows = sent["draw_rows"][start:end]
+            values = logits.index_select(0, rows)
+            top = values.gather(1, tokens.index_select(0, rows)[:, None])
+            tokens.index_copy_(0, rows, draw(values, top, parameters.rows(start, end), group))
+
+
+def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, most: int) -> Logprobs:
+    """Log-probabilities under the raw logits."""
+    values = torch.log_softmax(logits.index_select(0, rows), dim=-1)
+    best = torch.topk(values, min(most, values.shape[1]), dim=-1)
+    chosen = values.gather(1, tokens.index_select(0, rows)[:, None]).squeeze(1)
+    return Logprobs(chosen, best.values, best.indices)

@@ -1,0 +1,209 @@
+"""The worker on an NVIDIA GPU: queues each plan on the device and never waits in between.
+
+``launch`` packs a plan into one block of integers, queues its upload, the copies of the plan (``SwapEngine``) and the
+step's program, most often as one CUDA graph, and returns. Sampled tokens stay on the device, where the next step takes
+them from; their copy to the host is queued behind the step, and ``result`` waits for that copy alone.
+
+============================  =====================  =============================================================
+memory                        written by             safe because
+============================  =====================  =============================================================
+staging (pinned, three)       ``launch``             its upload was done two results ago
+step block of a program       upload, on ``compute`` every reader is on ``compute``
+``sampled``, ``logits``       program, sampler       both on ``compute``
+KV pools                      program, copies        ``SwapEngine`` orders copy streams and ``compute``
+host copies of samples        ``Chosen.fetch``       fresh pinned memory for each step
+============================  =====================  =============================================================
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from pensieve.config import EngineTuning
+from pensieve.core import RequestKey
+from pensieve.engine.kv.pools import KvPools
+from pensieve.engine.kv.swap import SwapEngine
+from pensieve.engine.plan import PendingStep, Plan, Sampled, StepResult
+from pensieve.engine.sampling.rows import prepare
+from pensieve.engine.sampling.sampler import Chosen, Fetched, choose
+from pensieve.engine.worker.graphs import Programs
+from pensieve.engine.worker.host_batch import HostBatch, make_host_batch
+from pensieve.engine.worker.program import Shared, StepProgram
+from pensieve.engine.worker.sizing import DTYPES, WorkerInfo
+from pensieve.kernels.attention.buffers import Scratch, geometry_of
+from pensieve.model.transformer import Transformer
+
+STAGINGS = 3
+"""A step's staging is filled while the step before runs and the one before that may still be uploading."""
+
+
+class CudaWorker:
+    """``StepWorker`` on one GPU."""
+
+    def __init__(self, model: Transformer, info: WorkerInfo, options: EngineTuning | None = None) -> None:
+        """Allocates both pools; of ``options`` only the switches of the GPU path count, ``info`` has the sizes.
+
+        Raises ValueError when there is not that much memory.
+        """
+        options = options or EngineTuning()
+        self.arch, self.info = model.arch, info
+        self._device = torch.device(info.device)
+        self._compute = torch.cuda.Stream(self._device)
+        try:
+            self._pools = KvPools(
+                model.arch,
+                device_chunks=info.device_chunks,
+                host_chunks=info.host_chunks,
+                chunk_tokens=info.chunk_tokens,
+                dtype=DTYPES[info.dtype],
+                device=self._device,
+            )
+        except RuntimeError as error:
+            raise ValueError(
+                f"no memory for {info.device_chunks} device and {info.host_chunks} host chunks of "
+                f"{info.chunk_tokens} tokens: give smaller cache sizes ({error})"
+            ) from error
+        self._swap = SwapEngine(
+            self._pools,
+            self._compute,
+            pipelined=options.pipelined_swap_in,
+            mechanism=options.swap_mechanism,
+            verify=options.verify_swap,
+        )
+        self._programs = Programs(self._shared(model), info, self._compute, graphs=options.cuda_graphs)
+        self._stagings: deque[_Staging] = deque(_Staging(self._programs.words) for _ in range(STAGINGS))
+        self._sampled: dict[RequestKey, int] = {}
+        self._last_end: torch.cuda.Event | None = None
+        torch.cuda.synchronize(self._device)
+
+    def _shared(self, model: Transformer) -> Shared:
+        arch, info = self.arch, self.info
+        # Queries come as a slice of the fused projection's output; kernels are chosen by how such tensors lie.
+        heads = arch.num_heads + 2 * arch.num_kv_heads
+        qkv = torch.empty(1, heads, arch.head_dim, dtype=DTYPES[info.dtype], device=self._device)
+        geometry = geometry_of(qkv[:, : arch.num_heads], self._pools.device[0])
+        rows = info.max_running
+        return Shared(
+            model=model,
+            pool=self._pools.device,
+            wait=self._swap.wait,
+            sampled=torch.zeros(rows, dtype=torch.int64, device=self._device),
+            logits=torch.zeros(rows, arch.vocab_size, device=self._device),
+            finite=torch.ones(rows, dtype=torch.bool, device=self._device),
+            scratch=Scratch(Programs.scratch_rows(info, geometry), geometry, self._device),
+            geometry=geometry,
+        )
+
+    @property
+    def pools(self) -> KvPools:
+        """For tests and tools; only ``launch`` writes them."""
+        return self._pools
+
+    @property
+    def swap(self) -> SwapEngine:
+        """For tests and tools."""
+        return self._swap
+
+    def warm_up(self) -> None:
+        """Compile all kernels and capture the graphs of common steps, with progress on stderr."""
+        with torch.inference_mode():
+            self._programs.capture_all()
+
+    def run(self, plan: Plan) -> StepResult:
+        """Launch one step and wait for it."""
+        return self.launch(plan).result()
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> PendingStep:
+        """See ``StepWorker.launch``."""
+        batch: HostBatch | None = None
+        program: StepProgram | None = None
+        staging = self._stagings[0]
+        with torch.cuda.stream(self._compute):
+            if plan.spans:
+                # The host's work comes first, so that what is queued is queued at once.
+                batch = make_host_batch(plan, self.info.chunk_tokens, self._sampled)
+                staging.uploaded.synchronize()
+                program, words = self._programs.pack(batch, staging.array)
+            self._swap.before_step(plan)
+            begin = torch.cuda.Event(enable_timing=True)
+            begin.record()
+            fetched: Fetched | None = None
+            if batch is not None and program is not None:
+                program.upload(staging.tensor, words)
+                staging.uploaded.record()
+                self._stagings.rotate(-1)
+                program.run()
+                fetched = self._sample(batch)
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+            self._swap.after_step(plan)
+        before, self._last_end = self._last_end, end
+        return _CudaStep(self, batch, fetched, before, begin, end)
+
+    def _sample(self, batch: HostBatch) -> Fetched | None:
+        """Queue what the graph did not do for the samples, and their way to the host."""
+        rows = len(batch.specs)
+        self._sampled = {request: row for row, request in enumerate(batch.requests)}
+        if rows == 0:
+            return None
+        shared = self._programs.shared
+        prepared = prepare(batch.specs, self.arch.vocab_size)
+        if prepared.plain:
+            return Chosen(prepared, shared.sampled[:rows], shared.finite[:rows]).fetch()
+        chosen = choose(shared.logits[:rows], prepared, shared.finite[:rows])
+        shared.sampled[:rows].copy_(chosen.tokens[:rows])
+        return chosen.fetch()
+
+    def close(self) -> None:
+        """Give the memory back; the worker is of no use afterwards."""
+        torch.cuda.synchronize(self._device)
+        self._swap.close()
+        self._programs.close()
+        self._pools.close()
+
+
+class _Staging:
+    """Pinned memory in which a step is packed."""
+
+    def __init__(self, words: int) -> None:
+        self.tensor = torch.zeros(words, dtype=torch.int32, pin_memory=True)
+        self.array = self.tensor.numpy()
+        self.uploaded = torch.cuda.Event()
+
+
+@dataclass(slots=True)
+class _CudaStep:
+    """``PendingStep`` of a ``CudaWorker``."""
+
+    worker: CudaWorker
+    batch: HostBatch | None
+    fetched: Fetched | None
+    before: torch.cuda.Event | None
+    """End of the step before on the device."""
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+
+    def result(self) -> StepResult:
+        chosen = self.fetched.resolve() if self.fetched is not None else []
+        self.end.synchronize()
+        timings = {"device": self.begin.elapsed_time(self.end) / 1e3}
+        if self.before is not None:
+            timings["gap"] = self.before.elapsed_time(self.begin) / 1e3
+        swapped = self.worker.swap.counters()
+        requests = self.batch.requests if self.batch is not None else ()
+        return StepResult(
+            sampled=tuple(
+                Sampled(request, token, logprob)
+                for request, (token, logprob) in zip(requests, chosen, strict=True)
+            ),
+            swap_in_bytes=swapped.in_bytes,
+            swap_out_bytes=swapped.out_bytes,
+            swap_in_seconds=swapped.in_seconds,
+            swap_out_seconds=swapped.out_seconds,
+            swap_out_backlog=swapped.backlog,
+            timings=timings,
+        )

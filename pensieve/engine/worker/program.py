@@ -1,0 +1,164 @@
+"""Everything a GPU runs for the spans of one step, over memory whose addresses do not change.
+
+A ``StepProgram`` takes up to so many tokens, samples and pages; a step with fewer is padded. All that differs between
+two steps is one block of int32 in device memory, filled by one copy, so the program can be captured once in a CUDA
+graph and replayed for every step of its size. Run without a graph it does the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pensieve.engine.sampling.sampler import clean, largest
+from pensieve.engine.worker.host_batch import NO_SLOT, HostBatch
+from pensieve.kernels.attention.buffers import AttentionPlan, DoesNotFit, Scratch, plan_key, words_of
+from pensieve.kernels.attention.kinds import Capacity, Geometry, Kind
+from pensieve.kernels.kv_write import kv_write
+from pensieve.kernels.ragged_paged_attention import ragged_paged_attention
+from pensieve.kernels.reference import HeadPrep
+from pensieve.kernels.span_table import SpanTable
+from pensieve.kernels.upload import upload
+from pensieve.model.transformer import Transformer
+
+ALIGNMENT = 32
+"""int32 words between section starts: kernels are compiled for aligned pointers."""
+
+
+class LayerWait(Protocol):
+    """Queues on the current stream the wait for a layer's swap-in (``SwapEngine.wait``)."""
+
+    def __call__(self, layer: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all programs of a worker use."""
+
+    model: Transformer
+    pool: torch.Tensor
+    """Device pool [L, P, 2, Hkv, N, D]."""
+    wait: LayerWait
+    sampled: torch.Tensor
+    """int64 [most samples]: what the latest step sampled."""
+    logits: torch.Tensor
+    """float32 [most samples, vocab] of the latest step, without NaN or infinity."""
+    finite: torch.Tensor
+    """bool [most samples]: whether the model's own logits had none."""
+    scratch: Scratch
+    geometry: Geometry
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """The most that a program takes."""
+
+    tokens: int
+    samples: int
+    pages: int
+    kind: Kind
+    attention: Capacity
+
+
+class StepProgram:
+    """See the module docstring."""
+
+    def __init__(self, shared: Shared, size: Size) -> None:
+        self.size = size
+        self._shared = shared
+        self._graph: torch.cuda.CUDAGraph | None = None
+        device = shared.pool.device
+        lengths = {
+            "tokens": size.tokens, "source": size.tokens, "positions": size.tokens, "slots": size.tokens,
+            "sample_rows": size.samples, "words": words_of(size.attention), "pages": size.pages,
+        }  # fmt: skip
+        at = 0
+        self._at: dict[str, int] = {}
+        for name, length in lengths.items():
+            self._at[name] = at
+            at += -(-length // ALIGNMENT) * ALIGNMENT
+        self.words = at
+        """int32 words of a full upload."""
+        self._block = torch.zeros(at, dtype=torch.int32, device=device)
+        view = {name: self._block[start : start + lengths[name]] for name, start in self._at.items()}
+        self._view = view
+        view["slots"].fill_(NO_SLOT)
+        # One row per page, each reaching over all that follow: a table's "row" is where it begins.
+        self._tables = view["pages"].as_strided((size.pages, 1), (1, 1))
+        self._spans = SpanTable.build([size.tokens], [0], [0])
+        self._plan = AttentionPlan(
+            size.tokens, shared.geometry, device, kind=size.kind, capacity=size.attention,
+            words=view["words"], scratch=shared.scratch,
+        )  # fmt: skip
+
+    def pack(self, batch: HostBatch, staging: npt.NDArray[np.int32]) -> int:
+        """Write a step into ``staging`` int32 [words]; how many of its words are used.
+
+        Raises DoesNotFit when it is too large; ``staging`` is then of no use.
+        """
+        words = self._plan.pack(batch.spans)
+        count, samples = len(batch.tokens), len(batch.sample_rows)
+        if count > self.size.tokens or samples > self.size.samples or len(batch.pages) > self.size.pages:
+            raise DoesNotFit(
+                f"{count} tokens, {samples} samples, {len(batch.pages)} pages: more than {self.size}"
+            )
+        parts = (("tokens", batch.tokens, 0), ("source", batch.source, -1), ("positions", batch.positions, 0),
+                 ("slots", batch.slots, NO_SLOT), ("sample_rows", batch.sample_rows, 0))  # fmt: skip
+        for name, values, padding in parts:
+            start, length = self._at[name], len(self._view[name])
+            staging[start : start + len(values)] = values
+            staging[start + len(values) : start + length] = padding
+        staging[self._at["words"] : self._at["words"] + len(words)] = words
+        end = self._at["pages"] + len(batch.pages)
+        staging[self._at["pages"] : end] = batch.pages
+        return end
+
+    def upload(self, staging: torch.Tensor, words: int) -> None:
+        """Queue the copy of what ``pack`` wrote; ``staging`` is pinned and stays as it is until that is done."""
+        upload(self._block, staging, words)
+
+    def run(self) -> None:
+        """Queue the step on the current stream."""
+        if self._graph is None:
+            self._compute()
+        else:
+            self._graph.replay()
+
+    def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
+        """Make a graph of ``run``; waits for the device. May be called between two steps of a program that is new."""
+        with torch.cuda.stream(stream):
+            sampled = self._shared.sampled.clone()  # the next step may want it
+            self._compute()  # without any span: compiles kernels and lets libraries choose theirs
+            self._shared.sampled.copy_(sampled)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            self._compute()
+        self._graph = graph
+
+    def _compute(self) -> None:
+        shared, view, samples = self._shared, self._view, self.size.samples
+        before = shared.sampled.index_select(0, view["source"].clamp_min(0))
+        tokens = torch.where(view["source"] >= 0, before.to(torch.int32), view["tokens"])
+        logits = shared.model.forward(tokens, view["positions"], self._attend, view["sample_rows"])
+        logits, finite = clean(logits)
+        shared.logits[:samples].copy_(logits)
+        shared.finite[:samples].copy_(finite)
+        shared.sampled[:samples].copy_(largest(logits))
+
+    def _attend(self, layer: int, qkv: torch.Tensor, prep: HeadPrep) -> torch.Tensor:
+        """``pensieve.model.transformer.Attend`` over the paged pool."""
+        # Before the write, not only before the read: a swapped-in page may be the one that is appended to.
+        self._shared.wait(layer)
+        pool = self._shared.pool[layer]
+        q = kv_write(pool, qkv, self._view["slots"], prep)
+        self._spans.plans.setdefault(plan_key(q, pool), self._plan)
+        out = ragged_paged_attention(
+            q, pool, self._spans, self._tables, scale=self._shared.model.arch.attention_scale
+        )
+        assert isinstance(out, torch.Tensor)
+        return out

@@ -1,0 +1,248 @@
+"""Where a model runs and what fits: device, dtype, limits, and the size of both cache tiers.
+
+``resolve_device`` needs nothing but the options and the architecture; ``worker_info`` also looks at free memory, so it
+is called once the weights are loaded. ``tier_sizes`` in between is a pure function of numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from pensieve.config import EngineOptions, batch_limits, parse_cache_size
+from pensieve.engine.sampling.sampler import workspace_bytes as sampler_bytes
+from pensieve.machine import memory
+from pensieve.model.arch import DTYPE_BYTES, Arch
+
+_HALF: Final = ("bfloat16", "float16")
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+GIB: Final = 1 << 30
+AUTO: Final = "auto"
+CPU_TIER_BYTES: Final = GIB
+"""``auto`` on a CPU: fits a laptop beside other programs."""
+DEVICE_SHARE: Final = 0.92
+"""Of what weights and workspace leave free; the rest is for the allocator's rounding and for other programs."""
+HOST_SHARE: Final = 0.5
+"""Of the available host memory: pinned memory cannot be given back under pressure."""
+HOST_PER_DEVICE: Final = 4
+"""``auto`` host tier, at most this many device tiers: beyond it pinning time grows faster than the hit rate."""
+GRAPHS_BYTES: Final = 3 * GIB // 2
+ATTENTION_BYTES: Final = GIB // 2
+"""Partial results of split attention, step metadata, copy staging."""
+SESSION_TOKENS: Final = 2048
+"""What the start-up report calls a session."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What is known before the weights are loaded."""
+
+    device: str
+    """``cpu`` or ``cuda``."""
+    dtype: str
+    """A key of ``DTYPES``."""
+    context_limit: int
+    max_batch_tokens: int
+    max_running: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker has to work with."""
+
+    device: str
+    dtype: str
+    device_chunks: int
+    host_chunks: int
+    chunk_tokens: int
+    context_limit: int
+    max_batch_tokens: int = 512
+    max_running: int = 64
+    device_source: str = ""
+    """Where the size of the device tier came from, in words."""
+    host_source: str = ""
+    weight_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FreeMemory:
+    """Bytes that can still be had. On a CPU both tiers come out of ``host``."""
+
+    device: int
+    host: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """Chunks of both tiers and where each number came from."""
+
+    device_chunks: int
+    host_chunks: int
+    device_source: str
+    host_source: str
+
+
+def resolve_device(options: EngineOptions, arch: Arch) -> Placement:
+    """Device, dtype and limits. Raises ValueError when the options ask for what is not here."""
+    device: str = options.device
+    if device == AUTO:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda: torch sees no CUDA device here (try `pensieve doctor`)")
+    dtype: str = options.dtype
+    if dtype == AUTO:
+        dtype = "float32" if device == "cpu" else arch.dtype if arch.dtype in _HALF else "bfloat16"
+    if options.chunk_tokens < 1:
+        raise ValueError(f"chunk tokens {options.chunk_tokens}: at least 1")
+    for size in (options.device_cache, options.host_cache):
+        if size != AUTO:
+            parse_cache_size(size, 1)  # a size that is none is refused before the weights are read
+    limit = options.context_limit or arch.context_limit
+    if limit > arch.context_limit:
+        raise ValueError(f"context limit {limit}: this model takes at most {arch.context_limit} tokens")
+    return Placement(device, dtype, limit, *batch_limits(options, device))
+
+
+def worker_info(options: EngineOptions, arch: Arch, *, weight_bytes: int = 0) -> WorkerInfo:
+    """What ``options`` come to on this machine, now; on a GPU to be called with the weights loaded.
+
+    Raises ValueError, with numbers and with what to change.
+    """
+    placement = resolve_device(options, arch)
+    tiers = tier_sizes(options, arch, placement, free_memory(placement.device))
+    return WorkerInfo(
+        device=placement.device,
+        dtype=placement.dtype,
+        device_chunks=tiers.device_chunks,
+        host_chunks=tiers.host_chunks,
+        chunk_tokens=options.chunk_tokens,
+        context_limit=placement.context_limit,
+        max_batch_tokens=placement.max_batch_tokens,
+        max_running=placement.max_running,
+        device_source=tiers.device_source,
+        host_source=tiers.host_source,
+        weight_bytes=weight_bytes,
+    )
+
+
+def free_memory(device: str) -> FreeMemory:
+    """What this machine can still give. On a GPU, memory that torch holds without using it counts as free."""
+    host = memory().available
+    if device != "cuda":
+        return FreeMemory(host, host)
+    torch.cuda.empty_cache()
+    return FreeMemory(torch.cuda.mem_get_info()[0], host)
+
+
+def workspace_bytes(arch: Arch, placement: Placement, *, cuda_graphs: bool) -> int:
+    """Upper estimate of what one step needs beside weights and KV on a GPU."""
+    size = DTYPE_BYTES[placement.dtype]
+    # Queries, keys and values; attention's output.
+    heads = 2 * arch.head_dim * (arch.num_heads + arch.num_kv_heads)
+    mlp = arch.intermediate_size * (3 if arch.gated_mlp else 2)
+    # Residual stream, its normalised copy and one block's output are alive together with the widest of the rest.
+    activations = placement.max_batch_tokens * (4 * arch.hidden_size + max(heads, mlp)) * size
+    # The head's output in the model's dtype, in float32, and without NaN; the last is kept from step to step.
+    logits = placement.max_running * arch.vocab_size * (size + 4 + 2 * 4)
+    logits += sampler_bytes(placement.max_running, arch.vocab_size)
+    return activations + logits + ATTENTION_BYTES + (GRAPHS_BYTES if cuda_graphs else 0)
+
+
+def tier_sizes(options: EngineOptions, arch: Arch, placement: Placement, free: FreeMemory) -> Tiers:
+    """Chunks of both tiers, from the options or from free memory. Raises ValueError."""
+    chunk_bytes = arch.kv_bytes_per_token(placement.dtype) * options.chunk_tokens
+    on_gpu = placement.device == "cuda"
+    kept = workspace_bytes(arch, placement, cuda_graphs=options.cuda_graphs) if on_gpu else 0
+    device_chunks, device_source = _device_tier(options, chunk_bytes, on_gpu, free.device, kept)
+    host_free = free.host if on_gpu else free.host - device_chunks * chunk_bytes
+    host_chunks, host_source = _host_tier(options, chunk_bytes, on_gpu, host_free, device_chunks)
+    return Tiers(device_chunks, host_chunks, device_source, host_source)
+
+
+def _device_tier(
+    options: EngineOptions, chunk_bytes: int, on_gpu: bool, free: int, kept: int
+) -> tuple[int, str]:
+    room = max(0, free - kept)
+    what = f"{gib(free)} free, {gib(kept)} of it kept for steps" if on_gpu else f"{gib(free)} available"
+    if options.device_cache != AUTO:
+        chunks = _explicit("device", options.device_cache, options, chunk_bytes)
+        if chunks < 1:
+            raise ValueError(
+                f"device cache {options.device_cache}: less than one chunk, which is {options.chunk_tokens} tokens "
+                f"or {chunk_bytes} bytes"
+            )
+        if chunks * chunk_bytes > room:
+            fewer = ", or lower --max-batch-tokens or --max-running" if on_gpu else ""
+            raise ValueError(
+                f"device cache {options.device_cache}: {gib(chunks * chunk_bytes)} do not fit ({what}): "
+                f"give at most {_as_size(room)}{fewer}"
+            )
+        return chunks, f"--device-cache {options.device_cache}"
+    if not on_gpu:
+        return max(1, min(CPU_TIER_BYTES, room) // chunk_bytes), "auto: 1 GiB on a CPU"
+    chunks = int(room * DEVICE_SHARE) // chunk_bytes
+    if chunks < 1:
+        raise ValueError(
+            f"device cache auto: no room for one chunk of {chunk_bytes} bytes ({what}): lower --max-batch-tokens or "
+            "--max-running, free memory on the GPU, or take a smaller model or dtype"
+        )
+    return chunks, f"auto: {DEVICE_SHARE:.0%} of what is left of {what}"
+
+
+def _host_tier(
+    options: EngineOptions, chunk_bytes: int, on_gpu: bool, free: int, device_chunks: int
+) -> tuple[int, str]:
+    if options.host_cache != AUTO:
+        chunks = _explicit("host", options.host_cache, options, chunk_bytes)
+        if chunks * chunk_bytes > free:
+            raise ValueError(
+                f"host cache {options.host_cache}: {gib(chunks * chunk_bytes)} do not fit into {gib(max(0, free))} of "
+                f"available memory: give at most {_as_size(free)}, or 0 to do without this tier"
+            )
+        return chunks, f"--host-cache {options.host_cache}"
+    if not on_gpu:
+        return max(0, min(CPU_TIER_BYTES, free)) // chunk_bytes, "auto: 1 GiB on a CPU"
+    half, most = int(max(0, free) * HOST_SHARE) // chunk_bytes, HOST_PER_DEVICE * device_chunks
+    of_free, of_device = f"{HOST_SHARE:.0%} of {gib(free)} available", f"{HOST_PER_DEVICE}x the device tier"
+    why = of_free if half < most else of_device
+    return min(half, most), f"auto: {why}"
+
+
+def _explicit(tier: str, size: str, options: EngineOptions, chunk_bytes: int) -> int:
+    try:
+        return parse_cache_size(size, chunk_bytes // options.chunk_tokens) // options.chunk_tokens
+    except ValueError as error:
+        raise ValueError(f"{tier} {error}") from error
+
+
+def gib(count: int) -> str:
+    """Bytes for people."""
+    return f"{count / GIB:.1f} GiB"
+
+
+def _as_size(count: int) -> str:
+    """Bytes as an option takes them, rounded down."""
+    return f"{max(0, count) >> 20}MiB"
+
+
+def report(arch: Arch, info: WorkerInfo) -> str:
+    """What was made of machine and options, in a few lines: the log's start-up block."""
+    where = info.device
+    if info.device == "cuda":
+        where += f" ({torch.cuda.get_device_name()})"
+    per_chunk = arch.kv_bytes_per_token(info.dtype) * info.chunk_tokens
+    lines = [
+        f"{arch.family}, {arch.num_layers} layers, in {info.dtype} on {where}: weights {gib(info.weight_bytes)}, "
+        f"contexts up to {info.context_limit} tokens, steps of up to {info.max_batch_tokens} tokens and "
+        f"{info.max_running} generations"
+    ]
+    tiers = (("device", info.device_chunks, info.device_source), ("host", info.host_chunks, info.host_source))
+    for name, chunks, source in tiers:
+        tokens = chunks * info.chunk_tokens
+        lines.append(
+            f"  {name} tier: {gib(chunks * per_chunk)}, {tokens} tokens, {tokens // SESSION_TOKENS} sessions of "
+            f"{SESSION_TOKENS} ({source or 'as given'})"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,170 @@
+"""Executes plans: the only owner of KV memory and weights. Decides nothing.
+
+The order inside a step is that of ``pensieve.engine.plan``. This is the worker in plain torch, one thing after the
+other; that of an NVIDIA GPU is ``pensieve.engine.worker.cuda_worker``.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from pensieve.config import EngineOptions
+from pensieve.core import RequestKey
+from pensieve.engine.kv.pools import KvPools, LayerTransfers
+from pensieve.engine.plan import Plan, Sampled, StepResult, StepWorker, SynchronousWorker
+from pensieve.engine.sampling.sampler import sample
+from pensieve.engine.worker.batch import StepBatch, make_batch
+from pensieve.engine.worker.sizing import DTYPES, WorkerInfo, resolve_device, worker_info
+from pensieve.kernels import reference
+from pensieve.kernels.reference import HeadPrep
+from pensieve.model.arch import Arch, load_arch
+from pensieve.model.ops import triton_ops
+from pensieve.model.transformer import Transformer
+from pensieve.model.weights import load_weights, weight_bytes
+
+
+class Worker(StepWorker, Protocol):
+    """A worker with its model, for those who have to know it; the engine needs a ``StepWorker`` only."""
+
+    @property
+    def arch(self) -> Arch: ...
+
+    @property
+    def info(self) -> WorkerInfo: ...
+
+    def run(self, plan: Plan) -> StepResult:
+        """Launch a step and wait for it."""
+        ...
+
+
+class TorchWorker(SynchronousWorker):
+    """A worker in one process on one device."""
+
+    def __init__(self, model: Transformer, info: WorkerInfo, *, pipelined_swap_in: bool = True) -> None:
+        """Allocates both pools. Raises ValueError when there is not that much memory."""
+        self.arch = model.arch
+        self.info = info
+        self._model = model
+        self._pipelined = pipelined_swap_in
+        self._sampled: dict[RequestKey, int] = {}
+        self._device = torch.device(info.device)
+        try:
+            self._pools = KvPools(
+                model.arch,
+                device_chunks=info.device_chunks,
+                host_chunks=info.host_chunks,
+                chunk_tokens=info.chunk_tokens,
+                dtype=DTYPES[info.dtype],
+                device=self._device,
+            )
+        except RuntimeError as error:  # torch has no narrower class for this on a CPU
+            raise ValueError(
+                f"no memory for {info.device_chunks} device and {info.host_chunks} host chunks of "
+                f"{info.chunk_tokens} tokens: give smaller cache sizes"
+            ) from error
+
+    @property
+    def pools(self) -> KvPools:
+        """For tests and tools; only ``run`` writes them."""
+        return self._pools
+
+    @torch.inference_mode()
+    def run(self, plan: Plan) -> StepResult:
+        """See ``SynchronousWorker.run``."""
+        started = time.perf_counter()
+        self._pools.swap_out(plan.swap_out)
+        swapped_out = time.perf_counter()
+        self._pools.copy_on_device(plan.copies)
+        swap_in = self._pools.swap_in(plan.swap_in, pipelined=self._pipelined)
+        timings: dict[str, float] = {}
+        sampled = self._compute(plan, swap_in, timings) if plan.spans else ()
+        swap_in.finish()
+        return StepResult(
+            sampled=sampled,
+            swap_in_bytes=len(plan.swap_in) * self._pools.chunk_bytes,
+            swap_out_bytes=len(plan.swap_out) * self._pools.chunk_bytes,
+            swap_in_seconds=swap_in.seconds,
+            swap_out_seconds=swapped_out - started if plan.swap_out else 0.0,
+            timings=timings,
+        )
+
+    def close(self) -> None:
+        """Give the memory back; the worker is of no use afterwards."""
+        del self._pools, self._model
+
+    def _compute(self, plan: Plan, swap_in: LayerTransfers, timings: dict[str, float]) -> tuple[Sampled, ...]:
+        started = time.perf_counter()
+        batch = make_batch(
+            plan,
+            page_tokens=self.info.chunk_tokens,
+            padding_page=self._pools.padding_page,
+            device=self._device,
+            sampled=self._sampled,
+        )
+        attention = _StepAttention(self._pools, batch, swap_in, self.arch.attention_scale)
+        prepared = time.perf_counter()
+        logits = self._model.forward(batch.tokens, batch.positions, attention, batch.sample_rows)
+        computed = time.perf_counter()
+        asked = [(span.request, span.sample) for span in plan.spans if span.sample is not None]
+        chosen = sample(logits, [spec for _, spec in asked])
+        timings |= {
+            "prepare": prepared - started,
+            "model": computed - prepared,
+            "attention": attention.seconds,
+            "sample": time.perf_counter() - computed,
+        }
+        self._sampled = {request: token for (request, _), (token, _) in zip(asked, chosen, strict=True)}
+        return tuple(
+            Sampled(request, token, logprob)
+            for (request, _), (token, logprob) in zip(asked, chosen, strict=True)
+        )
+
+
+class _StepAttention:
+    """Attention of one step over the paged pool (``pensieve.model.transformer.Attend``)."""
+
+    def __init__(self, pools: KvPools, batch: StepBatch, swap_in: LayerTransfers, scale: float) -> None:
+        self.pools, self.batch, self.swap_in, self.scale = pools, batch, swap_in, scale
+        self.seconds = 0.0
+
+    def __call__(self, layer: int, qkv: torch.Tensor, prep: HeadPrep) -> torch.Tensor:
+        # Before the write, not only before the read: a swapped-in page may be the one that is appended to.
+        self.swap_in.wait(layer)
+        started = time.perf_counter()
+        pool, batch = self.pools.device[layer], self.batch
+        q = reference.kv_write(pool, qkv, batch.slots, prep)
+        out = reference.ragged_paged_attention(q, pool, batch.spans, batch.page_tables, scale=self.scale)
+        self.seconds += time.perf_counter() - started
+        return out
+
+
+def build_worker(options: EngineOptions) -> Worker:
+    """A worker for the model and sizes of ``options``.
+
+    Raises ModelError when the model cannot be served, ValueError when an option cannot be followed here.
+    """
+    if options.torch_threads:
+        torch.set_num_threads(options.torch_threads)
+    folder = Path(options.model)
+    arch = load_arch(folder)
+    place = resolve_device(options, arch)
+    weights = load_weights(
+        folder, arch, dtype=DTYPES[place.dtype], device=place.device, load_format=options.load_format
+    )
+    # After the weights: what they leave free is what the tiers are made of.
+    info = worker_info(options, arch, weight_bytes=weight_bytes(weights))
+    if info.device == "cuda":
+        return _cuda_worker(options, Transformer(arch, weights, triton_ops()), info)
+    return TorchWorker(Transformer(arch, weights), info, pipelined_swap_in=options.pipelined_swap_in)
+
+
+def _cuda_worker(options: EngineOptions, model: Transformer, info: WorkerInfo) -> Worker:
+    from pensieve.engine.worker.cuda_worker import CudaWorker  # needs Triton
+
+    worker = CudaWorker(model, info, options)
+    worker.warm_up()
+    return worker

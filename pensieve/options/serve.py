@@ -1,0 +1,216 @@
+"""Options of ``pensieve serve``: one table, from which come the flags, the keys of a TOML file and ``--print-config``.
+
+A flag wins over the file, the file over the default. Names are the same everywhere (``device-cache``); an unknown key
+is an error that names the nearest known one. The environment sets nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+import msgspec
+
+from pensieve.config import EngineOptions, EngineTuning
+from pensieve.machine import user_directory
+from pensieve.options.table import OPTIONS, Option
+from pensieve.options.values import is_loopback
+
+Source = Literal["flag", "file", "default"]
+Command = Callable[..., Any]
+
+
+def state_directory() -> Path:
+    """Where a user's history lies by default: ``$XDG_STATE_HOME/pensieve`` or ``~/.local/state/pensieve``."""
+    return user_directory("XDG_STATE_HOME", ".local/state")
+
+
+def default_store() -> str:
+    """URL of the SQLite file in ``state_directory()``."""
+    return f"sqlite:///{state_directory() / 'pensieve.sqlite3'}"
+
+
+class ServeOptions(EngineTuning, frozen=True, kw_only=True):
+    """Every option of the server, typed and checked. Durations in seconds, sizes still as written."""
+
+    model: str = "demo"
+    listen: str = "127.0.0.1:50051"
+    admin: str = "127.0.0.1:0"
+    store: str = msgspec.field(default_factory=default_store)
+    cost_profile: str = "auto"
+    """``auto``, ``estimate`` or the absolute path of a file."""
+    tensor_parallel: int = 1
+    threads: int = 0
+    chat_template: Path | None = None
+    allow_rewriting_template: bool = False
+    api_keys: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    insecure_i_know: bool = False
+    disconnect_grace_s: float = 15.0
+    drain_grace_s: float = 30.0
+    heartbeat_s: float = 10.0
+    lease_s: float = 10.0
+    stall_limit_s: float = 60.0
+    record: Path | None = None
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_json: bool = False
+
+    def engine_options(self, model_path: Path | str) -> EngineOptions:
+        """The engine's share. ``model_path``: the local folder that ``model`` was resolved to."""
+        return EngineOptions(
+            model=str(model_path),
+            cost_profile=self.cost_profile,
+            torch_threads=self.threads,
+            **{name: getattr(self, name) for name in EngineTuning.__struct_fields__},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The options and where each came from; ``config`` is the file that was read, if any."""
+
+    options: ServeOptions
+    sources: Mapping[str, Source]
+    config: Path | None
+
+    def render(self) -> str:
+        """TOML that ``--config`` takes back; behind each value where it came from and why.
+
+        Only a password in the store's URL is not shown.
+        """
+        lines = ["# Configuration of `pensieve serve`: flags win over the file, the file over defaults."]
+        for option in OPTIONS:
+            value = getattr(self.options, option.field)
+            source = self.sources[option.name]
+            origin = {
+                "flag": f"flag --{option.name}",
+                "file": f"file {self.config}",
+                "default": f"default: {option.why}",
+            }[source]
+            if value is None:
+                lines.append(f"# {option.name} is unset  # {origin}")
+            else:
+                written = f"{value:g}{option.unit}" if option.unit else _without_password(value)
+                lines.append(f"{option.name} = {_toml(written)}  # {origin}")
+        return "\n".join(lines)
+
+
+def resolve(flags: Mapping[str, object], config: Path | None = None) -> Resolved:
+    """Check every value and merge. ``flags``: option name → value as given; None means not given.
+
+    Raises click.UsageError with one line that names the option, the value and what would do.
+    """
+    from_file = _read_file(config) if config is not None else {}
+    if unknown := set(flags) - {option.name for option in OPTIONS}:
+        raise KeyError(f"no such option: {', '.join(sorted(unknown))}")
+    values: dict[str, Any] = {}
+    sources: dict[str, Source] = {}
+    for option in OPTIONS:
+        given = flags.get(option.name)
+        if given is not None:
+            values[option.field] = _parse(option, given, f"--{option.name}")
+            sources[option.name] = "flag"
+        elif option.name in from_file:
+            values[option.field] = _parse(option, from_file[option.name], f"{config}: {option.name}")
+            sources[option.name] = "file"
+        else:
+            sources[option.name] = "default"
+    options = ServeOptions(**values)
+    _check_together(options)
+    return Resolved(options, sources, config)
+
+
+def by_name(parameters: Mapping[str, object]) -> dict[str, object]:
+    """Parameters of a click command with ``serve_flags`` as ``resolve`` takes them."""
+    return {option.name: parameters[option.field] for option in OPTIONS}
+
+
+def serve_flags(command: Command) -> Command:
+    """Decorator: give a click command one flag per option; its parameters are named as the option's field."""
+    defaults = ServeOptions()
+    for option in reversed(OPTIONS):
+        default = getattr(defaults, option.field)
+        if option.is_switch:
+            on_off = f"--{option.name}/--no-{option.name}" if option.can_negate else f"--{option.name}"
+            shown = f"  [default: {'on' if default else 'off'}]"
+            command = click.option(
+                on_off, option.field, is_flag=True, default=None, help=option.help + shown
+            )(command)
+        else:
+            written = option.shown or (f"{default:g}{option.unit}" if option.unit else default)
+            shown = f"  [default: {written}]" if default is not None else ""
+            command = click.option(
+                f"--{option.name}", option.field, type=str, metavar=option.metavar, help=option.help + shown
+            )(command)
+    return command
+
+
+def _read_file(path: Path) -> dict[str, object]:
+    """Keys and values of a TOML file, relative paths made absolute against the file's folder."""
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise click.UsageError(f"--config: cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise click.UsageError(f"--config: {path} is not TOML: {error}") from None
+    known = {option.name: option for option in OPTIONS}
+    for key, value in data.items():
+        if key not in known:
+            raise click.UsageError(f"{path}: unknown key {key!r}{_nearest(key, known)}")
+        if known[key].is_file and isinstance(value, str) and value and value not in known[key].words:
+            data[key] = str(path.parent / Path(value).expanduser())
+    return data
+
+
+def _nearest(key: str, known: Mapping[str, object]) -> str:
+    close = difflib.get_close_matches(key.replace("_", "-").lower(), known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(sorted(known))}"
+
+
+def _parse(option: Option, value: object, where: str) -> object:
+    try:
+        return option.parse(value)
+    except ValueError as error:
+        raise click.UsageError(f"{where}: {error}") from None
+
+
+def _check_together(options: ServeOptions) -> None:
+    """What only the combination can show to be wrong. Raises click.UsageError."""
+    if (options.tls_cert is None) != (options.tls_key is None):
+        given, missing = ("cert", "key") if options.tls_cert else ("key", "cert")
+        raise click.UsageError(f"--tls-{missing}: needed together with --tls-{given}")
+    if options.insecure_i_know:
+        return
+    if not is_loopback(options.admin):
+        raise click.UsageError(
+            f"--admin: {options.admin} is not loopback and the admin port has no TLS; "
+            "use 127.0.0.1, or --insecure-i-know behind your own protection"
+        )
+    if not is_loopback(options.listen):
+        missing_flag = "--tls-cert and --tls-key" if options.tls_cert is None else "--api-keys"
+        if options.tls_cert is None or options.api_keys is None:
+            raise click.UsageError(
+                f"--listen: {options.listen} is not loopback; give {missing_flag}, "
+                "or --insecure-i-know behind your own protection"
+            )
+
+
+def _without_password(value: object) -> object:
+    """A store's URL as it may be shown; anything else as it is."""
+    return re.sub(r"(?<=://)([^/@]*):[^/]*@", r"\1:***@", value) if isinstance(value, str) else value
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    return json.dumps(str(value), ensure_ascii=False)

@@ -1,0 +1,304 @@
+"""The table of ``pensieve serve`` options: name, parser, help, and why the default is what it is.
+
+Types and defaults are those of ``pensieve.options.serve.ServeOptions``; a test checks that the two agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pensieve.options import values
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option. ``name`` is the flag without dashes and the TOML key."""
+
+    name: str
+    parse: values.Parser
+    help: str
+    why: str
+    """Reason of the default, for ``--print-config``."""
+    metavar: str = ""
+    shown: str = ""
+    """The default in ``--help``, where the value itself would not do."""
+    can_negate: bool = True
+    """A switch has a ``--no-`` twin."""
+    unit: str = ""
+    """``s``: the value is in seconds, and so is called ``…_s`` in ``ServeOptions``."""
+    words: tuple[str, ...] = ()
+    """Values that are taken as they are where a file is asked for."""
+
+    @property
+    def field(self) -> str:
+        """Attribute of ``ServeOptions``."""
+        return self.name.replace("-", "_") + (f"_{self.unit}" if self.unit else "")
+
+    @property
+    def is_switch(self) -> bool:
+        return self.parse is values.boolean
+
+    @property
+    def is_file(self) -> bool:
+        return self.parse in (values.existing_file, values.file_to_write) or bool(self.words)
+
+
+_NO_FILE = "none needed"
+_OFF_TO_MEASURE = "off only to measure its worth"
+_PAPER = "the paper's value (EuroSys §4.3)"
+
+OPTIONS: tuple[Option, ...] = (
+    Option(
+        "model",
+        values.text,
+        "Folder, hub id, or `demo`, which ships with the package.",
+        "works offline",
+        "MODEL",
+    ),
+    Option(
+        "listen", values.address, "gRPC address; port 0 picks a free one.", "this machine only", "HOST:PORT"
+    ),
+    Option(
+        "admin",
+        values.address,
+        "HTTP address of metrics and health; port 0 picks a free one.",
+        "this machine only, and no clash between servers",
+        "HOST:PORT",
+    ),
+    Option(
+        "store",
+        values.store_url,
+        f"Where history is kept: {values.STORE_FORMS}.",
+        "durable without a second program",
+        "URL",
+        shown="sqlite in the user's state folder",
+    ),
+    Option(
+        "device",
+        values.choice("auto", "cpu", "cuda"),
+        "Where the model runs: auto, cpu or cuda.",
+        "CUDA when there is a GPU, else the CPU",
+        "NAME",
+    ),
+    Option(
+        "dtype",
+        values.choice("auto", "float32", "bfloat16", "float16"),
+        "Of weights and KV: auto, float32, bfloat16 or float16.",
+        "the checkpoint's own on a GPU, float32 on the CPU",
+        "NAME",
+    ),
+    Option(
+        "load-format",
+        values.choice("auto", "safetensors", "dummy"),
+        "Where weights come from: auto, safetensors, or dummy: random ones, for benchmarks.",
+        "the model's own weights",
+        "NAME",
+    ),
+    Option(
+        "device-cache",
+        values.size(1),
+        "KV pool of the device: auto, 40GiB, 512MiB, 4096tokens.",
+        "auto: what weights and workspace leave free on a GPU; 1 GiB on a CPU",
+        "SIZE",
+    ),
+    Option(
+        "host-cache",
+        values.size(0),
+        "KV pool in host memory, as above; 0 switches the tier off.",
+        "auto: half of the available memory, at most 4x the device tier, beside a GPU; else 1 GiB",
+        "SIZE",
+    ),
+    Option("chunk-tokens", values.power_of_two(256), "Tokens per chunk and KV page.", _PAPER, "N"),
+    Option(
+        "policy",
+        values.choice("gittins", "retention", "lru", "trailing-half", "whole-session"),
+        "What is evicted first: gittins, retention (the paper's), lru, trailing-half or whole-session.",
+        "what costs least and comes back least often, as learned while serving, goes first",
+        "NAME",
+    ),
+    Option(
+        "swap-watermark",
+        values.fraction,
+        "Below this share of free device slots, copy out ahead while the host has room; 0: on demand only.",
+        _PAPER,
+        "SHARE",
+    ),
+    Option(
+        "decode-reserve",
+        values.fraction,
+        "Share of device slots kept for running generations.",
+        _PAPER,
+        "SHARE",
+    ),
+    Option(
+        "max-batch-tokens",
+        values.integer(0),
+        "Tokens computed in one step, at most; 0: auto.",
+        "auto: 512 on a CPU, where steps must stay short; 2048 on a GPU",
+        "N",
+        shown="auto",
+    ),
+    Option(
+        "max-running",
+        values.integer(0),
+        "Generations in one batch, at most; 0: auto.",
+        "auto: 64 on a CPU, 256 on a GPU",
+        "N",
+        shown="auto",
+    ),
+    Option(
+        "max-queued",
+        values.integer(1),
+        "Turns that may wait; more are refused.",
+        "bounds memory and waiting",
+        "N",
+    ),
+    Option(
+        "context-limit",
+        values.integer(0),
+        "Longest context in tokens; 0: the model's own limit.",
+        "0 is the model's own limit",
+        "N",
+        shown="the model's own",
+    ),
+    Option(
+        "stateless", values.boolean, "Forget a session's KV when its turn ends.", "the cache is the point"
+    ),
+    Option(
+        "unified-batch",
+        values.boolean,
+        "Mix restore, prefill and decode in one step.",
+        _OFF_TO_MEASURE,
+    ),
+    Option(
+        "swap-in-first",
+        values.boolean,
+        "Swap-out ahead of time yields to swap-in.",
+        _OFF_TO_MEASURE,
+    ),
+    Option(
+        "pipelined-swap-in",
+        values.boolean,
+        "Start a step before the last layer is copied in.",
+        _OFF_TO_MEASURE,
+    ),
+    Option(
+        "overlapped",
+        values.boolean,
+        "Schedule the next step while this one runs; GPU only.",
+        _OFF_TO_MEASURE,
+    ),
+    Option(
+        "cuda-graphs",
+        values.boolean,
+        "Replay whole steps as CUDA graphs; GPU only.",
+        _OFF_TO_MEASURE,
+    ),
+    Option(
+        "swap-mechanism",
+        values.choice("auto", "batch", "kernel"),
+        "How chunks cross the bus: auto, batch (copy engine) or kernel; GPU only.",
+        "auto: both are measured at start-up, per direction",
+        "NAME",
+    ),
+    Option(
+        "verify-swap",
+        values.boolean,
+        "Check every restored chunk against a checksum; GPU only.",
+        "costs time, and what it looks for must not happen",
+    ),
+    Option(
+        "cost-profile",
+        values.word_or_file("auto", "estimate"),
+        "What recomputing costs: auto, estimate, or a JSON file of `pensieve profile`.",
+        "auto: the profile stored for this model and machine; without one a GPU is measured, a CPU estimated",
+        "FILE",
+        words=("auto", "estimate"),
+    ),
+    Option("tensor-parallel", values.only_one, "GPUs per model; only 1 for now.", "one device", "N"),
+    Option(
+        "threads",
+        values.integer(0),
+        "CPU threads of the model; 0: one per core.",
+        "0 is one per core",
+        "N",
+        shown="one per core",
+    ),
+    Option(
+        "chat-template", values.existing_file, "Jinja file in place of the model's own.", _NO_FILE, "FILE"
+    ),
+    Option(
+        "allow-rewriting-template",
+        values.boolean,
+        "Take a chat template that changes earlier turns; the history keeps what was generated.",
+        "a rewritten history could not be cached",
+        can_negate=False,
+    ),
+    Option(
+        "api-keys", values.existing_file, "TOML file of API keys; without: no login.", "loopback only", "FILE"
+    ),
+    Option("tls-cert", values.existing_file, "PEM certificate chain.", "loopback only", "FILE"),
+    Option("tls-key", values.existing_file, "PEM private key.", "loopback only", "FILE"),
+    Option(
+        "insecure-i-know",
+        values.boolean,
+        "Allow addresses off loopback without TLS and keys.",
+        "exposing a server takes a decision",
+        can_negate=False,
+    ),
+    Option(
+        "disconnect-grace",
+        values.duration(0, 3600),
+        "How long a turn outlives its caller's connection, waiting for a re-attach.",
+        "covers a reconnecting client",
+        "TIME",
+        unit="s",
+    ),
+    Option(
+        "drain-grace",
+        values.duration(0, 3600),
+        "How long running turns may finish after SIGTERM.",
+        "most answers end within it",
+        "TIME",
+        unit="s",
+    ),
+    Option(
+        "heartbeat",
+        values.duration(0.1, 3600),
+        "Longest silence on a stream.",
+        "proxies close streams that stay silent for a minute",
+        "TIME",
+        unit="s",
+    ),
+    Option(
+        "lease",
+        values.duration(1, 3600),
+        "How long a session stays locked by a server that died.",
+        "longer than a pause of the store, shorter than a user's patience",
+        "TIME",
+        unit="s",
+    ),
+    Option(
+        "stall-limit",
+        values.duration(1, 3600),
+        "An engine that has work and makes no step for this long is replaced.",
+        "longer than the longest step, first-use compilation included",
+        "TIME",
+        unit="s",
+    ),
+    Option(
+        "record",
+        values.file_to_write,
+        "Append a trace of lengths and times, never text, for replay and simulate; gzip when it ends in .gz.",
+        "nothing is recorded unasked",
+        "FILE",
+    ),
+    Option(
+        "log-level",
+        values.choice("debug", "info", "warning", "error"),
+        "debug, info, warning or error.",
+        "one line per event that matters",
+        "LEVEL",
+    ),
+    Option("log-json", values.boolean, "One JSON object per log line.", "read by people"),
+)

@@ -1,0 +1,145 @@
+"""When each turn is due. Drawn before anything is sent, so that every target meets the same load."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pensieve.core import TokenArray
+from pensieve.replay.load.workload import Conversation, Dataset, DatasetError
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """How conversations start and go on."""
+
+    rate: float | None = None
+    """Turns per second that are offered on average, as a Poisson process of conversation starts; None: no pacing."""
+    think_time_s: float = 0.0
+    """Mean of the exponential time between an answer and the next turn."""
+    recorded: bool = False
+    """Turns are due at their timestamps; pacing and think time are not used."""
+    time_scale: float = 1.0
+    """Recorded times are multiplied by this: 0.5 replays twice as fast."""
+    seed: int = 0
+    clients: int | None = None
+    """Closed loop: so many clients, each of which starts the next conversation when its last one has ended."""
+    think_per_token_s: float = 0.0
+    """Pause per token of the answer, as in the first draft of the paper (0.1 there)."""
+    think_minimum_s: float = 0.0
+    """No pause per token is shorter (5 in the draft)."""
+    think_gaps: Gaps | None = None
+    """Pauses are drawn from these."""
+    run_in_s: float = 0.0
+    """Begin as if the load had been running for so long; see ``pensieve.replay.load.run_in``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """Recorded times from one turn of a session to the next, to be resampled.
+
+    They are from arrival to arrival, as a trace has them: the recorded service time is inside.
+    """
+
+    name: str
+    sha256: str
+    seconds: tuple[float, ...]
+
+    @classmethod
+    def of(cls, data: Dataset) -> Gaps:
+        """Raises DatasetError when the trace has no later turns with timestamps."""
+        stamps = [[turn.timestamp_s for turn in talk.turns] for talk in data.conversations]
+        pairs = (pair for times in stamps for pair in itertools.pairwise(times))
+        gaps = tuple(max(0.0, b - a) for a, b in pairs if a is not None and b is not None)
+        if not gaps:
+            raise DatasetError(
+                f"{data.name}: no two turns of a session with timestamps, so there are no gaps"
+            )
+        return cls(data.name, data.sha256, gaps)
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A turn is due when both are over."""
+
+    at_s: float
+    """Seconds after the start of the replay."""
+    after_answer_s: float
+    """Seconds after the answer to the turn before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """One conversation to be replayed."""
+
+    number: int
+    conversation: Conversation
+    due: tuple[Due, ...]
+    """One per turn."""
+    first_turn: int = 0
+    """Number of the first turn here, in the whole conversation."""
+    beforehand: bool = False
+    """The first turn here stands for all that was said before the replay: it is played before time 0, at leisure."""
+
+    @property
+    def over(self) -> bool:
+        """Whether all of it was said before the replay."""
+        return self.beforehand and len(self.due) == 1
+
+    @property
+    def begins_s(self) -> float:
+        """When the first turn is due that is not played beforehand; 0 if there is none."""
+        return 0.0 if self.over else self.due[self.beforehand].at_s
+
+    def input_ids(self, turn: int, vocab_size: int, seed: int, run: int = 0) -> TokenArray:
+        """Of the turn at this place here: pseudo-random, int32 [input_tokens], the same for every target with this
+        vocabulary."""
+        generator = np.random.default_rng([seed, self.number, turn, *([run] if run else [])])
+        wanted = self.conversation.turns[turn].input_tokens
+        return generator.integers(0, vocab_size, wanted, dtype=np.int32)
+
+
+def scripts(conversations: Sequence[Conversation], arrivals: Arrivals) -> list[Script]:
+    """In order of their first turn."""
+    if arrivals.recorded:
+        return _recorded(conversations, arrivals.time_scale)
+    starts = np.zeros(len(conversations))
+    generator = np.random.default_rng(arrivals.seed)
+    if arrivals.rate is not None and conversations:
+        turns_each = sum(len(talk.turns) for talk in conversations) / len(conversations)
+        starts = np.cumsum(generator.exponential(turns_each / arrivals.rate, len(conversations)))
+        starts -= starts[0]
+    result = []
+    for number, (talk, start) in enumerate(zip(conversations, starts, strict=True)):
+        pauses = _pauses(talk, arrivals, generator)
+        due = tuple(Due(float(start), float(pause)) for pause in pauses)
+        result.append(Script(number, talk, due))
+    return result
+
+
+def _pauses(talk: Conversation, arrivals: Arrivals, generator: np.random.Generator) -> NDArray[np.float64]:
+    """Seconds between an answer and the turn after it, one per turn; 0 before the first."""
+    turns = len(talk.turns)
+    if arrivals.think_gaps is not None:
+        pauses = generator.choice(np.array(arrivals.think_gaps.seconds), turns)
+    elif arrivals.think_per_token_s:
+        before = np.array([0, *(turn.output_tokens for turn in talk.turns[:-1])], np.float64)
+        pauses = np.maximum(arrivals.think_minimum_s, arrivals.think_per_token_s * before)
+    else:
+        pauses = generator.exponential(arrivals.think_time_s, turns)
+    pauses[0] = 0.0
+    return pauses
+
+
+def _recorded(conversations: Sequence[Conversation], scale: float) -> list[Script]:
+    stamps = [[turn.timestamp_s or 0.0 for turn in talk.turns] for talk in conversations]
+    first = min((times[0] for times in stamps), default=0.0)
+    found = [
+        Script(number, talk, tuple(Due((at - first) * scale, 0.0) for at in times))
+        for number, (talk, times) in enumerate(zip(conversations, stamps, strict=True))
+    ]
+    return sorted(found, key=lambda script: script.due[0].at_s)

@@ -1,0 +1,127 @@
+"""Which part of a replay is measured, and whether the load was steady in it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pensieve.replay.play.runner import Outcome, TurnRecord
+
+BINS = 10
+_PARTS = 100
+_LARGEST_TREND = 0.2
+_T_95 = 2.306
+"""Two-sided 5 % point of Student's t with ``BINS`` − 2 degrees of freedom."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What is asked for. Without any of it the whole replay is measured."""
+
+    warm_up_s: float | None = None
+    """Left out at the start."""
+    window_s: float | None = None
+    """Measured after it; None: until the last conversation starts, after which the load only falls."""
+    steady: bool = False
+    """Find the warm-up; see ``steady_start``."""
+
+
+def sent_turns(outcome: Outcome) -> list[TurnRecord]:
+    """All turns of a replay that has not been cut to a window, with those that it cut short."""
+    return [*outcome.records, *outcome.cut_short]
+
+
+def running_turns(
+    records: Sequence[TurnRecord], start: float, end: float, bins: int = BINS
+) -> NDArray[np.float64]:
+    """Mean number of turns in flight in each of ``bins`` equal parts of the time from ``start`` to ``end``."""
+    edges = np.linspace(start, end, bins + 1)
+    sent = np.array([record.sent_s for record in records if record.sent_s])
+    done = np.array([record.done_s for record in records if record.sent_s])
+    inside = [
+        np.clip(np.minimum(done, b) - np.maximum(sent, a), 0, None).sum()
+        for a, b in itertools.pairwise(edges)
+    ]
+    return np.array(inside) / max((end - start) / bins, 1e-9)
+
+
+def has_trend(levels: NDArray[np.float64]) -> bool:
+    """Whether a line fitted to ``BINS`` levels rises or falls by more than 20 % of their mean, beyond chance (5 %)."""
+    mean = float(levels.mean())
+    if not mean:
+        return False
+    x = np.arange(len(levels)) - (len(levels) - 1) / 2
+    slope = float(x @ levels / (x @ x))
+    error = np.sqrt(float(((levels - mean - slope * x) ** 2).sum()) / (len(levels) - 2) / float(x @ x))
+    return bool(abs(slope) * len(levels) > _LARGEST_TREND * mean and abs(slope) > _T_95 * error)
+
+
+def steady_start(records: Sequence[TurnRecord], end: float) -> tuple[float, bool]:
+    """Where the steady part before ``end`` starts, and whether it is steady.
+
+    The rule: the number of turns in flight, averaged over each hundredth of the time to ``end``, is cut where the rest
+    has the smallest marginal standard error (MSER: squared deviations from their mean, over the square of their
+    number), within the first half. The rest is steady when it has no trend; with one, turns pile up because the
+    system is overloaded, or the replay is too short.
+    """
+    levels = running_turns(records, 0.0, end, _PARTS)
+    errors = [
+        float(((rest := levels[cut:]) - rest.mean()) @ (rest - rest.mean())) / len(rest) ** 2
+        for cut in range(_PARTS // 2)
+    ]
+    start = int(np.argmin(errors)) * end / _PARTS
+    return start, not has_trend(running_turns(records, start, end))
+
+
+def cut(outcome: Outcome, wanted: Window) -> tuple[Outcome, dict[str, Any]]:
+    """The outcome of the turns that ended inside the window, and what the report says of the window.
+
+    When the load ends before the warm-up does, the whole replay is measured, and not steady. Turns that were cut short
+    were in flight until the stop, and their conversations were active; else they do not count. Nor do turns that were
+    played before the start.
+    """
+    rule, start, end, steady = _bounds(outcome, wanted)
+    whole = rule == "whole"
+    parts: dict[bool, list[TurnRecord]] = {True: [], False: []}
+    for record in outcome.records:
+        parts[record.done_s > 0 and (whole or start <= record.done_s < end)].append(record)
+    inside, outside = tuple(parts[True]), tuple(parts[False])
+    told = {
+        "rule": rule,
+        "start_s": start,
+        "end_s": end,
+        "run_s": outcome.duration_s,
+        "steady": steady,
+        "turns_outside": len(outside),
+        "failed_outside": sum(bool(record.error) for record in outside),
+        "cut_short": sum(bool(record.sent_s) for record in outcome.cut_short),
+    }
+    outside += outcome.cut_short
+    if whole:
+        return replace(outcome, records=inside, outside=outside), told
+    return replace(
+        outcome, records=inside, outside=outside, duration_s=end - start, window_s=(start, end)
+    ), told
+
+
+def _bounds(outcome: Outcome, wanted: Window) -> tuple[str, float, float, bool | None]:
+    """(rule, start, end, steady); steady is None where nobody asked."""
+    duration = outcome.duration_s
+    last_start = max((record.sent_s for record in outcome.records if record.turn == 0), default=0.0)
+    # Conversations that all start at once are a load that only falls: its end is the end.
+    load_end = last_start if last_start > 0.1 * duration else duration
+    if wanted.steady:
+        start, steady = steady_start(outcome.records, load_end)
+        return "steady", start, load_end, steady
+    if wanted.warm_up_s is None and wanted.window_s is None:
+        return "whole", 0.0, duration, None
+    start = wanted.warm_up_s or 0.0
+    end = load_end if wanted.window_s is None else min(start + wanted.window_s, duration)
+    if end <= start:
+        return "whole", 0.0, duration, False
+    return "given", start, end, not has_trend(running_turns(sent_turns(outcome), start, end))

@@ -1,0 +1,170 @@
+"""Several client processes play one run: each conversation whole in one of them, all from one instant."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import Any, TypeVar, cast
+
+from pensieve.debug import child_environment
+from pensieve.replay.load.schedule import Script
+from pensieve.replay.play import player_process as wire
+from pensieve.replay.play.runner import OnSend, OnTurn, Outcome, Played, RunOptions, TurnRecord, outcome
+from pensieve.replay.targets.base import Address, TargetInfo, TurnFailed
+
+_HEAD_START_S = 0.05
+"""From the word to the start, so that it has reached every process by then."""
+_WORDS = 4000
+"""Bytes of a process's stderr that an error quotes."""
+T = TypeVar("T")
+
+
+class ClientFailed(RuntimeError):
+    """A client process ended before its work did: there is no measurement."""
+
+
+def deal(scripts: Sequence[Script], options: RunOptions) -> list[tuple[tuple[Script, ...], RunOptions]]:
+    """What each process plays. Conversations go round in order of their starts.
+
+    With a limit of conversations at once each process gets its part of the limit, and of the conversations in
+    proportion. The limit is at least as large as the number of processes.
+    """
+    processes, limit = options.processes, options.concurrency
+    rounds = limit or processes
+    assert rounds >= processes
+    return [
+        (
+            tuple(script for place, script in enumerate(scripts) if place % rounds % processes == number),
+            replace(options, concurrency=limit and len(range(number, limit, processes))),
+        )
+        for number in range(processes)
+    ]
+
+
+async def replay(
+    name: str,
+    address: Address,
+    info: TargetInfo,
+    scripts: Sequence[Script],
+    options: RunOptions,
+    on_turn: OnTurn = lambda record: None,
+    on_send: OnSend = lambda: None,
+) -> Outcome:
+    """Like ``runner.replay``, against the server at ``address``; ``name`` is for the report.
+
+    Raises TurnFailed when a process cannot connect, ClientFailed when one dies. No process outlives this.
+    """
+    records: list[TurnRecord] = []
+
+    def ended(record: TurnRecord) -> None:
+        records.append(record)
+        on_turn(record)
+
+    async with AsyncExitStack() as stack:
+        crew: list[_Member] = []
+        for number, (share, limits) in enumerate(deal(scripts, options)):
+            crew.append(await stack.enter_async_context(_member(number)))
+            crew[-1].channel.send(wire.Job(address, info, share, limits))
+        await _all(member.ready(ended, on_send) for member in crew)
+        start = time.perf_counter() + _HEAD_START_S
+        for member in crew:
+            member.channel.send(wire.Go(start))
+        played = await _all(member.follow(ended, on_send) for member in crew)
+        # No server may see a session go while others are still measured.
+        leftovers = await _all(member.leave() for member in crew)
+    return outcome(name, info, records, played, next(filter(None, leftovers), ""))
+
+
+class _Member:
+    """One client process, as the crew sees it."""
+
+    def __init__(self, number: int, process: asyncio.subprocess.Process, channel: wire.Channel) -> None:
+        self._number, self._process, self.channel = number, process, channel
+        assert process.stderr is not None
+        self._words = asyncio.create_task(_tail(process.stderr))
+
+    async def ready(self, on_turn: OnTurn, on_send: OnSend) -> None:
+        message = await self._next(wire.Ready | wire.Refused, on_turn, on_send)
+        if isinstance(message, wire.Refused):
+            raise TurnFailed(message.code, message.message)
+
+    async def follow(self, on_turn: OnTurn, on_send: OnSend) -> Played:
+        finished = await self._next(wire.Finished, on_turn, on_send)
+        return cast(Played, finished.played)
+
+    async def _next(self, wanted: Any, on_turn: OnTurn, on_send: OnSend) -> Any:
+        """What comes after turns that go out and end."""
+        while True:
+            match await self._receive(wire.Sent | wire.Ended | wanted):
+                case wire.Sent():
+                    on_send()
+                case wire.Ended(record):
+                    on_turn(record)
+                case message:
+                    return message
+
+    async def leave(self) -> str:
+        self.channel.send(wire.Leave())
+        left = await self._receive(wire.Left)
+        return str(left.leftover)
+
+    async def end(self) -> None:
+        """At once: whatever a process still does after this is of no use."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+        await self._words
+        await self.channel.close()
+
+    async def _receive(self, kind: Any) -> Any:
+        try:
+            return await self.channel.receive(kind)
+        except EOFError:
+            status, words = await self._process.wait(), await self._words
+            raise ClientFailed(
+                f"client process {self._number} ended with status {status}; its last words:\n{words}"
+            ) from None
+
+
+@asynccontextmanager
+async def _member(number: int) -> AsyncIterator[_Member]:
+    ours, theirs = socket.socketpair()
+    channel = await wire.Channel.over(ours, wire.Report)  # closing it would end the process, too
+    with theirs:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", wire.__name__, str(theirs.fileno())),
+            stdin=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            pass_fds=(theirs.fileno(),),
+            env=child_environment(failpoints=False),
+            start_new_session=True,  # Ctrl-C in the terminal is for the crew, which ends its members
+        )
+    member = _Member(number, process, channel)
+    try:
+        yield member
+    finally:
+        await member.end()
+
+
+async def _tail(stream: asyncio.StreamReader) -> str:
+    """The end of what comes, read until nothing more can."""
+    last = b""
+    while data := await stream.read(_WORDS):
+        last = (last + data)[-_WORDS:]
+    return last.decode("utf-8", "replace").strip()
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results, in order; the first failure ends the rest and is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]

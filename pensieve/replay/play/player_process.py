@@ -1,0 +1,161 @@
+"""A client process: one ``Player`` with connections of its own, told what to do by the ``crew`` that started it.
+
+    crew  → process   Job      what to play, where
+    crew  ← process   Sent, Ended …, what is to be played beforehand; then Ready; or Refused, and the process ends
+    crew  → process   Go       when time 0 is
+    crew  ← process   Sent, Ended …, then Finished
+    crew  → process   Leave    all processes have finished: sessions may be deleted now
+    crew  ← process   Left     the last one
+
+Frames as between front end and engine (``pensieve.engine.process.frames``) on a socket; its descriptor is the argument.
+When the socket closes early the crew is gone, and so is the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+
+from pensieve.engine.process.frames import HEADER, decode, decoder_for, encode_frame, frame_length
+from pensieve.replay.load.schedule import Script
+from pensieve.replay.play.runner import Played, Player, RunOptions, TurnRecord
+from pensieve.replay.targets.base import Address, TargetInfo, TurnFailed
+from pensieve.replay.targets.options import parse_target
+
+T = TypeVar("T")
+W = TypeVar("W")
+
+
+class Job(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    address: Address
+    info: TargetInfo
+    scripts: tuple[Script, ...]
+    options: RunOptions
+
+
+class Go(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    start: float
+    """On the clock of ``time.perf_counter``, which is one for all processes of a machine."""
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    pass
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    pass
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    code: str
+    message: str
+
+
+class Sent(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A turn goes out."""
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    record: TurnRecord
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    played: Played
+
+
+class Left(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    leftover: str
+
+
+Order = Job | Go | Leave
+Report = Ready | Refused | Sent | Ended | Finished | Left
+
+
+class Channel:
+    """One end of the socket between a crew and a process of it."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, messages: Any) -> None:
+        """``messages``: the union of those that come in here."""
+        self._reader, self._writer = reader, writer
+        self._decoder: msgspec.msgpack.Decoder[Any] = decoder_for(messages)
+
+    @classmethod
+    async def over(cls, sock: socket.socket, messages: Any) -> Channel:
+        return cls(*await asyncio.open_connection(sock=sock), messages)
+
+    def send(self, message: Order | Report) -> None:
+        """Without waiting: a measurement is not to wait for the other end to read."""
+        self._writer.write(encode_frame(message))
+
+    async def receive(self, kind: type[T]) -> T:
+        """The next message, which is of this type. Raises EOFError when the other end is gone."""
+        try:
+            length = frame_length(await self._reader.readexactly(HEADER.size))
+            message = decode(await self._reader.readexactly(length), self._decoder)
+        except ConnectionError as error:
+            raise EOFError from error
+        assert isinstance(message, kind), f"{message!r} came out of turn"
+        return message
+
+    async def close(self) -> None:
+        self._writer.close()
+        try:
+            await self._writer.wait_closed()
+        except ConnectionError:
+            return  # the other end was faster
+
+
+async def run(channel: Channel) -> None:
+    """The life of the process."""
+    job = await channel.receive(Job)
+    target = parse_target(job.address.url, job.address.api_key)
+    try:
+        await target.open()
+        await _play(channel, job, Player(target, job.info, job.options, lambda r: channel.send(Ended(r)),
+                                         lambda: channel.send(Sent())))  # fmt: skip
+    except TurnFailed as failure:
+        channel.send(Refused(failure.code, failure.message))
+    finally:
+        await target.close()
+
+
+async def _play(channel: Channel, job: Job, player: Player) -> None:
+    go = await _answering(channel, player.prepare(job.scripts), lambda _: Ready(), Go)
+    gc.freeze()  # what is here by now stays: a collection need not look at it while turns are timed
+    await _answering(channel, player.play(job.scripts, go.start), Finished, Leave)
+    channel.send(Left(await player.end_sessions()))
+
+
+async def _answering(
+    channel: Channel, work: Coroutine[Any, Any, W], report: Callable[[W], Report], order: type[T]
+) -> T:
+    """Do the work, report what came of it, and wait for the next order; the crew's end ends the work."""
+    ordered, working = asyncio.create_task(channel.receive(order)), asyncio.create_task(work)
+    try:
+        await asyncio.wait({ordered, working}, return_when=asyncio.FIRST_COMPLETED)
+        if not ordered.done():
+            channel.send(report(working.result()))
+        return await ordered
+    finally:
+        working.cancel()
+        ordered.cancel()
+
+
+async def main(descriptor: int) -> None:
+    channel = await Channel.over(socket.socket(fileno=descriptor), Order)
+    try:
+        await run(channel)
+    except EOFError:
+        return
+    finally:
+        await channel.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1])))

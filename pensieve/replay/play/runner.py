@@ -1,0 +1,337 @@
+"""Plays scripts against a target: turns of one conversation one after the other, conversations side by side.
+
+A ``Player`` does it in its own process and event loop. ``replay`` has one play everything; ``crew`` has several
+processes with one each. Both make the same ``Outcome`` of what was ``Played``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from pensieve.core import Usage
+from pensieve.replay.load.schedule import Script
+from pensieve.replay.targets.base import Target, TargetInfo, TurnFailed, TurnSpec
+
+MAX_LAG_S = 0.25
+_TICK_S = 0.02
+_ENDING = 32
+"""Sessions that a process deletes at once."""
+_BEFOREHAND = 16
+"""Histories that a process sends at once: few enough that they are computed nearly in their order."""
+
+
+@dataclass(slots=True)
+class TurnRecord:
+    """What happened to one turn. Times in seconds after the start of the replay; written by the player only."""
+
+    conversation: int
+    turn: int
+    input_tokens: int
+    due_s: float
+    """When it should have been sent."""
+    sent_s: float = 0.0
+    arrivals: list[tuple[int, float]] = field(default_factory=list)
+    """(tokens, time) of each piece of output."""
+    done_s: float = 0.0
+    usage: Usage | None = None
+    error: str = ""
+    """Code of the failure."""
+    message: str = ""
+
+    def ended_at(self, zero_s: float) -> None:
+        """Set the end, and let all times count from it; if it was sent, it was when it was due."""
+        self.arrivals = [(count, at - zero_s) for count, at in self.arrivals]
+        if self.sent_s:
+            self.sent_s -= zero_s
+        self.due_s, self.done_s = self.sent_s, 0.0
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(count for count, _ in self.arrivals)
+
+    @property
+    def latency_s(self) -> float:
+        return self.done_s - self.sent_s
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to first token."""
+        return self.arrivals[0][1] - self.sent_s if self.arrivals else None
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    force_lengths: bool = True
+    concurrency: int | None = None
+    """Conversations at once; None: as many as are due."""
+    seed: int = 0
+    ids: int = 0
+    """Other input ids for another number: no run finds the inputs of an earlier one in a server's prefix cache."""
+    max_lag_s: float = MAX_LAG_S
+    """The measurement is void when a hundredth of the sends, or of the client's own timers, were later than this."""
+    stop_s: float | None = None
+    """Seconds after the start, when the replay ends whatever is still going on; None: when all conversations have."""
+    processes: int = 1
+    """Client processes that share the conversations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What a player knows at its end beyond the turns that ended."""
+
+    duration_s: float
+    skipped_turns: int
+    cut_short: tuple[TurnRecord, ...]
+    loop_lag_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """All that a replay against one target gave."""
+
+    target: str
+    info: TargetInfo
+    records: tuple[TurnRecord, ...]
+    """In order of completion."""
+    skipped_turns: int
+    """Never sent, because a turn before them failed."""
+    duration_s: float
+    loop_lag_s: tuple[tuple[float, ...], ...] = ()
+    """For each client process: how late its own timer fired, each time."""
+    outside: tuple[TurnRecord, ...] = ()
+    """Turns that did not end in the window of measurement; ``records`` are then those that did."""
+    window_s: tuple[float, float] | None = None
+    """Start and end of the window; None: the whole replay."""
+    leftover: str = ""
+    """Why a session could not be ended after the measurement."""
+    cut_short: tuple[TurnRecord, ...] = ()
+    """The turns that open conversations were at when the replay was stopped: neither completed nor failed. Those in a
+    pause were not sent; ``done_s`` is the time of the stop."""
+
+
+@dataclass(slots=True)
+class _Talk:
+    """A conversation while it is played."""
+
+    script: Script
+    place: int = 0
+    """Of the next turn, in the script."""
+    opening: asyncio.Task[str] | None = None
+    failed: bool = False
+
+    def record(self, due_s: float) -> TurnRecord:
+        """For the next turn."""
+        script = self.script
+        wanted = script.conversation.turns[self.place].input_tokens
+        return TurnRecord(script.number, script.first_turn + self.place, wanted, due_s)
+
+
+OnTurn = Callable[[TurnRecord], None]
+OnSend = Callable[[], None]
+
+
+class Player:
+    """Plays conversations in this process. ``on_turn`` gets each turn that has ended, in order."""
+
+    def __init__(
+        self, target: Target, info: TargetInfo, options: RunOptions, on_turn: OnTurn, on_send: OnSend
+    ) -> None:
+        """``target`` is open."""
+        self._target, self._info, self._options = target, info, options
+        self._on_turn, self._on_send = on_turn, on_send
+        self._start = 0.0
+        self._openings: list[asyncio.Task[str]] = []
+        """One per session that was asked for, also by a conversation that was then cut short."""
+        self._talks: dict[int, _Talk] = {}
+        """Prepared, by the number of their scripts."""
+        self._cut_short: list[TurnRecord] = []
+        self._skipped = 0
+
+    async def prepare(self, scripts: Sequence[Script]) -> None:
+        """Play what is to be played before time 0, a few at a time, in order of when it was said.
+
+        These turns end at 0: each one's times count from its own end.
+        """
+        gate = asyncio.Semaphore(_BEFOREHAND)
+        self._start = time.perf_counter()
+
+        async def play(talk: _Talk) -> None:
+            try:
+                record = talk.record(0.0)
+                await self._turn(talk, record)
+            finally:
+                gate.release()
+            record.ended_at(self._now())
+            self._on_turn(record)
+
+        before = [script for script in scripts if script.beforehand]
+        async with asyncio.TaskGroup() as group:
+            for script in sorted(before, key=lambda script: script.due[0].at_s):
+                self._talks[script.number] = talk = _Talk(script)
+                await gate.acquire()
+                group.create_task(play(talk))
+
+    async def play(self, scripts: Sequence[Script], start: float) -> Played:
+        """Play ``scripts``, in order of their starts, until all have ended or it is time to stop.
+
+        Those with something to be played beforehand have been given to ``prepare``. ``start``: 0 of all times, on the
+        clock of ``time.perf_counter``, which is one for all processes.
+        """
+        self._start = start
+        lags: list[float] = []
+        watch = asyncio.create_task(_watch_loop(lags))
+        stop_s = self._options.stop_s
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout_at(None if stop_s is None else loop.time() + stop_s - self._now()):
+                await self._play_all(scripts)
+        except TimeoutError:
+            assert stop_s is not None
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)  # it notes a last time when cancelled
+        return Played(self._now(), self._skipped, tuple(self._cut_short), tuple(lags))
+
+    async def end_sessions(self) -> str:
+        """Delete what was opened; why that failed for one of them, if it did."""
+        gate = asyncio.Semaphore(_ENDING)
+
+        async def end(opening: asyncio.Task[str]) -> str:
+            try:
+                session = await opening
+            except TurnFailed:
+                return ""  # there is nothing to delete
+            try:
+                async with gate:
+                    await self._target.end_session(session)
+            except TurnFailed as failure:  # what was measured is not lost for want of this
+                return str(failure)
+            return ""
+
+        reasons = await asyncio.gather(*map(end, self._openings))
+        return next(filter(None, reasons), "")
+
+    async def _play_all(self, scripts: Sequence[Script]) -> None:
+        gate = asyncio.Semaphore(self._options.concurrency or len(scripts) or 1)
+
+        async def play(script: Script, free_s: float) -> None:
+            try:
+                await self._converse(self._talks.get(script.number) or _Talk(script), free_s)
+            finally:
+                gate.release()
+
+        async with asyncio.TaskGroup() as group:
+            for script in scripts:
+                await self._sleep_until(script.begins_s)
+                await gate.acquire()
+                group.create_task(play(script, self._now()))
+
+    async def _converse(self, talk: _Talk, free_s: float) -> None:
+        """All turns that are left of a conversation, up to one that fails. ``free_s``: when a client was free."""
+        answered = free_s
+        for due in talk.script.due[talk.place :]:
+            if talk.failed:
+                return
+            record = talk.record(max(due.at_s, answered + due.after_answer_s))
+            await self._turn(talk, record)
+            record.done_s = answered = self._now()
+            self._on_turn(record)
+
+    async def _turn(self, talk: _Talk, record: TurnRecord) -> None:
+        """The next turn of the conversation; if it fails, those after it are never sent."""
+        turn, due = talk.script.conversation.turns[talk.place], record.due_s
+        ids = talk.script.input_ids(
+            talk.place, self._info.vocab_size, self._options.seed, self._options.ids
+        )
+        forced = self._options.force_lengths and self._info.forces_lengths
+        try:
+            if talk.opening is None:
+                talk.opening = asyncio.create_task(self._target.start_session())
+                self._openings.append(talk.opening)
+                await asyncio.shield(talk.opening)
+                # Opening a conversation is no part of its first turn's latency.
+                record.due_s = max(due, self._now())
+            await self._sleep_until(due)
+            await self._send(talk.opening.result(), TurnSpec(ids, turn.output_tokens, forced), record)
+        except TurnFailed as failure:
+            record.error, record.message = failure.code, str(failure)
+        except asyncio.CancelledError:
+            record.done_s = self._options.stop_s or self._now()
+            self._cut_short.append(record)
+            raise
+        talk.place += 1
+        if record.error:
+            talk.failed = True
+            self._skipped += len(talk.script.due) - talk.place
+
+    async def _send(self, session: str, spec: TurnSpec, record: TurnRecord) -> None:
+        start, arrivals = self._start, record.arrivals
+        self._on_send()
+        record.sent_s = self._now()
+        record.usage = await self._target.turn(
+            session, spec, lambda count, at: arrivals.append((count, at - start))
+        )
+        if spec.forced and record.output_tokens != spec.output_tokens:
+            raise TurnFailed(
+                "WRONG_LENGTH", f"{record.output_tokens} tokens came, {spec.output_tokens} were to be forced"
+            )
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._start
+
+    async def _sleep_until(self, at_s: float) -> None:
+        await asyncio.sleep(max(0.0, at_s - self._now()))
+
+
+async def replay(
+    target: Target,
+    info: TargetInfo,
+    scripts: Sequence[Script],
+    options: RunOptions,
+    on_turn: OnTurn = lambda record: None,
+    on_send: OnSend = lambda: None,
+) -> Outcome:
+    """Play all scripts in this process; failed turns are recorded, and end their conversation. The target is open."""
+    records: list[TurnRecord] = []
+
+    def ended(record: TurnRecord) -> None:
+        records.append(record)
+        on_turn(record)
+
+    player = Player(target, info, options, ended, on_send)
+    await player.prepare(scripts)
+    played = await player.play(scripts, time.perf_counter())
+    return outcome(target.name, info, records, [played], await player.end_sessions())
+
+
+def outcome(
+    target: str, info: TargetInfo, records: Iterable[TurnRecord], played: Sequence[Played], leftover: str
+) -> Outcome:
+    """Of what one or more players did at the same time."""
+    return Outcome(
+        target,
+        info,
+        tuple(sorted(records, key=lambda record: record.done_s)),
+        sum(part.skipped_turns for part in played),
+        max(part.duration_s for part in played),
+        tuple(part.loop_lag_s for part in played),
+        leftover=leftover,
+        cut_short=tuple(record for part in played for record in part.cut_short),
+    )
+
+
+async def _watch_loop(lags: list[float]) -> None:
+    """Note how late a timer fires: how long an answer may have waited for this process to look at it.
+
+    A long stall is noted once for each time that the timer would have fired in it: what arrives then waits too.
+    """
+    while True:
+        due = time.perf_counter() + _TICK_S
+        try:
+            await asyncio.sleep(_TICK_S)
+        finally:
+            late = max(0.0, time.perf_counter() - due)
+            lags += [late - missed * _TICK_S for missed in range(1 + int(late / _TICK_S))]

@@ -1,0 +1,92 @@
+"""The numbers that a report shows of each target, and how each is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pensieve.replay.measure.report import SOURCES
+from pensieve.replay.presentation.curves import at
+from pensieve.replay.presentation.equal_latency import Ratio
+
+NOTHING = "–"
+SOURCE_NAMES = {
+    "gpu_cached": "device",
+    "swapped_in": "host",
+    "recomputed": "recomputed",
+    "new": "new",
+}
+"""Field of a receipt → what it is called in pictures and tables."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One number of a target's summary."""
+
+    title: str
+    path: str
+    digits: str = ",d"
+    factor: float = 1.0
+
+    def text(self, summary: Mapping[str, Any]) -> str:
+        return number(at(summary, self.path), self.digits, self.factor)
+
+
+def number(value: Any, digits: str, factor: float = 1.0) -> str:
+    """``value × factor`` in a format of Python's; a dash for nothing."""
+    return NOTHING if value is None else format(value if factor == 1.0 else value * factor, digits)
+
+
+def _milliseconds(title: str, path: str, *keys: str) -> list[Column]:
+    return [Column(f"{title} {key} [ms]", f"{path}.{key}", ",.1f", 1000.0) for key in keys]
+
+
+SPEED = (
+    Column("turns/s", "turns_per_s", ",.2f"),
+    Column("output tokens/s", "output_tokens_per_s", ",.1f"),
+    *_milliseconds("normalised latency", "normalised_latency_s", "mean", "p90"),
+    *_milliseconds("TTFT cold", "ttft_s.cold", "p50", "p90", "p99"),
+    *_milliseconds("TTFT warm", "ttft_s.warm", "p50", "p90", "p99"),
+    *_milliseconds("inter-token", "inter_token_s", "p50", "p99"),
+)
+TOKENS = (
+    Column("context", "tokens.context"),
+    *(Column(SOURCE_NAMES[source], f"tokens.{source}") for source in SOURCES),
+    Column("output", "tokens.output"),
+)
+SESSIONS = (
+    Column("active conversations, mean", "active_sessions.mean", ",.1f"),
+    Column("most", "active_sessions.max"),
+    Column("turns in flight, mean", "running_turns.mean", ",.1f"),
+    Column("most in flight", "running_turns.max", ",.0f"),
+    Column("TTFT p95 [ms]", "active_sessions.ttft_p95_s", ",.1f", 1000.0),
+    Column("active with TTFT p95 ≤ 2 s", "active_sessions.largest_within_limit", ",.1f"),
+)
+FAILURES = (
+    Column("window [s]", "duration_s", ",.1f"),
+    Column("turns completed", "turns.completed"),
+    Column("failed", "turns.failed"),
+    Column("skipped", "turns.skipped"),
+    Column("cut short", "window.cut_short"),
+    Column("receipts checked", "receipts.checked"),
+    Column("receipts wrong", "receipts.violations"),
+    *_milliseconds("client lag", "client_lag_s", "p50", "p99", "max"),
+)
+BY_TURN = (
+    Column("turns", "turns"),
+    *_milliseconds("TTFT", "ttft_s", "p50", "p99"),
+    *TOKENS,
+)
+
+
+def limit_text(found: Mapping[str, Any] | None) -> str:
+    """``largest_within_limit`` of ``active_sessions``, with ≥ where no bin was above the limit."""
+    if not found or found.get("largest_within_limit") is None:
+        return NOTHING
+    return ("" if found["limit_reached"] else "≥ ") + number(found["largest_within_limit"], ",.1f")
+
+
+def ratio_texts(ratio: Ratio | None) -> tuple[str, str]:
+    """Latency in milliseconds, and how many times the throughput."""
+    return (NOTHING, NOTHING) if ratio is None else (number(ratio.latency_s, ",.1f", 1000.0), ratio.text)

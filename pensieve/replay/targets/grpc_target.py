@@ -1,0 +1,123 @@
+"""A Pensieve server as a target, on the wire protocol itself so that nothing of ours hides time."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from pensieve.client._decode import usage
+from pensieve.core import Usage
+from pensieve.replay.targets.base import Address, OnTokens, TargetInfo, TurnFailed, TurnSpec
+from pensieve.v1 import pensieve_pb2 as pb
+from pensieve.v1 import pensieve_pb2_grpc as rpc
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", 64 * 1024 * 1024),
+    ("grpc.max_send_message_length", 64 * 1024 * 1024),
+    ("grpc.use_local_subchannel_pool", 1),  # otherwise channels to one address share a connection
+)
+_CALLS = 200
+"""At once on one connection: a server takes 256 of them, and leaves the rest waiting, unseen, in the client."""
+
+
+@dataclass(slots=True)
+class _Connection:
+    channel: grpc.aio.Channel
+    stub: Any
+    calls: int = 0
+    """Under way."""
+
+
+class PensieveTarget:
+    """``pensieve://HOST:PORT``. Plaintext; ``api_key`` goes out as a bearer token."""
+
+    def __init__(self, address: str, *, name: str | None = None, api_key: str | None = None) -> None:
+        self._address = address
+        self._name = name or f"pensieve://{address}"
+        self._api_key = api_key
+        self._metadata = [("authorization", f"Bearer {api_key}")] if api_key else []
+        self._connections: list[_Connection] = []
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def address(self) -> Address:
+        return Address(f"pensieve://{self._address}", self._api_key)
+
+    async def open(self) -> TargetInfo:
+        info = await self._call("GetServerInfo", pb.GetServerInfoRequest(), timeout=30)
+        details = {"model": info.model, "version": info.version, "features": " ".join(info.features)}
+        return TargetInfo(info.vocab_size, info.context_limit, details)
+
+    async def start_session(self) -> str:
+        request = pb.CreateSessionRequest(request_id=str(uuid.uuid4()))
+        created = await self._call("CreateSession", request)
+        return str(created.session.name)
+
+    async def turn(self, session: str, spec: TurnSpec, on_tokens: OnTokens) -> Usage | None:
+        request = pb.StreamTurnRequest(session=session, turn=_turn_spec(spec))
+        completed = None
+        try:
+            with self._stub() as stub:
+                async for event in stub.StreamTurn(request, metadata=self._metadata):
+                    kind = event.WhichOneof("event")
+                    if kind == "delta" and event.delta.token_count:
+                        on_tokens(event.delta.token_count, time.perf_counter())
+                    elif kind == "completed":
+                        completed = event.completed
+        except grpc.aio.AioRpcError as error:
+            raise _failure(error) from error
+        if completed is None:
+            raise TurnFailed("INCOMPLETE", "the stream ended without `completed`")
+        if completed.state != pb.Turn.STATE_COMMITTED:
+            raise TurnFailed("NOT_COMMITTED", completed.discard_reason or "the turn was not committed")
+        return usage(completed.usage)
+
+    async def end_session(self, session: str) -> None:
+        await self._call("DeleteSession", pb.DeleteSessionRequest(name=session, allow_missing=True))
+
+    async def close(self) -> None:
+        while self._connections:
+            await self._connections.pop().channel.close()
+
+    @contextmanager
+    def _stub(self) -> Iterator[Any]:
+        """For one call, on a connection that has room for it."""
+        found = next((one for one in self._connections if one.calls < _CALLS), None)
+        if found is None:
+            channel = grpc.aio.insecure_channel(self._address, options=_OPTIONS)
+            found = _Connection(channel, rpc.ConversationServiceStub(channel))
+            self._connections.append(found)
+        found.calls += 1
+        try:
+            yield found.stub
+        finally:
+            found.calls -= 1
+
+    async def _call(self, method: str, request: Any, timeout: float = 60.0) -> Any:
+        try:
+            with self._stub() as stub:
+                return await getattr(stub, method)(request, timeout=timeout, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise _failure(error) from error
+
+
+def _turn_spec(spec: TurnSpec) -> pb.TurnSpec:
+    sampling = pb.SamplingParams(temperature=0.0, max_output_tokens=spec.output_tokens)
+    if spec.forced:
+        sampling.ignore_eos = True
+        sampling.min_output_tokens = spec.output_tokens
+    content = pb.InputItem(role=pb.ROLE_USER, tokens=pb.TokenIds(ids=spec.input_ids.tolist()))
+    return pb.TurnSpec(request_id=str(uuid.uuid4()), input=[content], sampling=sampling)
+
+
+def _failure(error: grpc.aio.AioRpcError) -> TurnFailed:
+    return TurnFailed(error.code().name, error.details() or "")

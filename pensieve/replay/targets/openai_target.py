@@ -1,0 +1,280 @@
+"""Any server that speaks the OpenAI protocol, as a target without state: every turn sends the whole history."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from pensieve.core import TokenArray, Usage
+from pensieve.replay.targets.base import Address, OnTokens, TargetInfo, TurnFailed, TurnSpec
+from pensieve.replay.targets.openai_stream import Answer
+
+_WORDS = (
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "you",
+    "that",
+    "it",
+    "he",
+    "was",
+    "for",
+    "on",
+    "are",
+    "as",
+    "with",
+)
+
+
+_KEEP_ALIVE_S = 2.0
+"""An idle connection is not used again after this: uvicorn's servers close theirs after 5 s, and a turn that goes out
+at that very moment would fail."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What a server takes, found out by asking it once."""
+
+    api: str
+    """``completions``, with token ids as the prompt; or ``chat``, with text."""
+    forced: bool
+    """Takes ``ignore_eos`` and ``min_tokens``."""
+    returns_ids: bool = False
+    """Takes ``return_token_ids``; answers then come as ids too."""
+
+    @property
+    def path(self) -> str:
+        return "/v1/completions" if self.api == "completions" else "/v1/chat/completions"
+
+
+_DIALECTS = (
+    Dialect("completions", True, True),
+    Dialect("completions", True),
+    Dialect("completions", False),
+    Dialect("chat", True),
+    Dialect("chat", False),
+)
+"""Best first."""
+
+
+@dataclass(slots=True)
+class _Session:
+    ids: list[int] = field(default_factory=list)
+    messages: list[dict[str, str]] = field(default_factory=list)
+    context: int | None = 0
+    """Tokens of prompt and answer of the turn before, as the server counts them; None: it does not."""
+
+
+class OpenAITarget:
+    """``http://HOST:PORT``. ``api_key`` goes out as a bearer token.
+
+    On aiohttp, whose parser is written in C: a streamed piece costs a third of the processor time that it does with
+    httpx2 (30 to 35 µs against 88 to 93; ``python bench/replay_client.py openai --streams 100`` with either), and a
+    measurement must not be one of its client.
+    """
+
+    def __init__(self, base: str, *, name: str | None = None, api_key: str | None = None) -> None:
+        self._base, self._name, self._api_key = base, name or base, api_key
+        self._http: aiohttp.ClientSession | None = None
+        self._model = ""
+        self._dialect = _DIALECTS[0]
+        self._sessions: dict[str, _Session] = {}
+        self._opened = 0
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def address(self) -> Address:
+        return Address(self._base, self._api_key)
+
+    async def open(self) -> TargetInfo:
+        self._http = aiohttp.ClientSession(
+            self._base,
+            headers={"authorization": f"Bearer {self._api_key}"} if self._api_key else {},
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None, connect=10.0),
+            json_serialize=_json,
+        )
+        listed = await self._models()
+        listed["version"] = await self._version()
+        self._model = str(listed["id"])
+        refusals = []
+        for dialect in _DIALECTS:
+            self._dialect = dialect
+            probe = _Session()
+            try:
+                answer = await self._ask(probe, TurnSpec(np.arange(3, 7, dtype=np.int32), 2, dialect.forced))
+            except TurnFailed as refusal:
+                refusals.append(f"{dialect.path}: {refusal}")
+                continue
+            if dialect.returns_ids and not answer.ids:
+                self._dialect = dialect = Dialect(dialect.api, dialect.forced)
+            return self._info(listed, dialect)
+        raise TurnFailed("UNSUPPORTED", f"{self._base} answers no kind of request: {'; '.join(refusals)}")
+
+    async def start_session(self) -> str:
+        self._opened += 1
+        self._sessions[str(self._opened)] = _Session()
+        return str(self._opened)
+
+    async def turn(self, session: str, spec: TurnSpec, on_tokens: OnTokens) -> Usage | None:
+        state = self._sessions[session]
+        answer = await self._ask(state, spec)
+        for count, at in answer.pieces:
+            on_tokens(count, at)
+        produced = sum(count for count, _ in answer.pieces)
+        _keep(state, self._dialect, spec, answer, produced)
+        return _receipt(state, answer.usage, produced)
+
+    async def end_session(self, session: str) -> None:
+        self._sessions.pop(session, None)
+
+    async def evict(self) -> str:
+        """Ask for an empty prefix cache; says which request did it. Most servers have none."""
+        for path in ("/reset_prefix_cache", "/flush_cache"):
+            try:
+                async with self._client.post(path) as response:
+                    if response.ok:
+                        return f"POST {path}"
+            except _LOST as error:
+                raise _lost(error) from error
+        return "other token ids"
+
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
+
+    @property
+    def _client(self) -> aiohttp.ClientSession:
+        assert self._http is not None, "not open"
+        return self._http
+
+    async def _models(self) -> dict[str, Any]:
+        try:
+            async with self._client.get("/v1/models", timeout=aiohttp.ClientTimeout(30.0)) as response:
+                response.raise_for_status()
+                return dict(msgspec.json.decode(await response.read())["data"][0])
+        except _LOST as error:
+            raise _lost(error) from error
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise TurnFailed("BAD_RESPONSE", f"{self._base}/v1/models lists no model: {error!r}") from error
+
+    async def _version(self) -> str:
+        """Of servers that tell it as vLLM does; else empty."""
+        try:
+            async with self._client.get("/version", timeout=aiohttp.ClientTimeout(30.0)) as response:
+                return str(msgspec.json.decode(await response.read())["version"]) if response.ok else ""
+        except _LOST as error:
+            raise _lost(error) from error
+        except (ValueError, KeyError, TypeError):
+            return ""
+
+    def _info(self, listed: dict[str, Any], dialect: Dialect) -> TargetInfo:
+        meta = listed.get("meta") or {}
+        tokens = dialect.api == "completions"
+        details = {
+            "model": self._model,
+            "server": str(listed.get("owned_by", "")),
+            "api": dialect.api,
+            "prompt": "token ids" if tokens else "text",
+            "answers": ("token ids" if dialect.returns_ids else "drawn") if tokens else "text",
+            "lengths": "forced" if dialect.forced else "not forced",
+        }
+        details |= {"version": listed["version"]} if listed["version"] else {}
+        limit = listed.get("max_model_len") or meta.get("n_ctx_train") or 0
+        vocab = listed.get("vocab_size") or meta.get("n_vocab") or 0
+        return TargetInfo(int(vocab), int(limit), details, dialect.forced)
+
+    async def _ask(self, state: _Session, spec: TurnSpec) -> Answer:
+        answer = Answer()
+        body = _body(self._model, self._dialect, state, spec)
+        try:
+            async with self._client.post(self._dialect.path, json=body) as response:
+                if not response.ok:
+                    text = await response.text(errors="replace")
+                    raise TurnFailed(f"HTTP_{response.status}", text[:300])
+                async for data in response.content.iter_any():
+                    answer.feed(data, time.perf_counter())
+        except _LOST as error:
+            raise _lost(error) from error
+        except (ValueError, TypeError) as error:
+            raise TurnFailed("BAD_RESPONSE", repr(error)) from error
+        answer.settle()
+        return answer
+
+
+def _json(value: Any) -> str:
+    """Prompts are lists of thousands of numbers, which the standard library takes long to write."""
+    return msgspec.json.encode(value).decode()
+
+
+def _body(model: str, dialect: Dialect, state: _Session, spec: TurnSpec) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "model": model,
+        "max_tokens": spec.output_tokens,
+        "temperature": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if dialect.api == "completions":
+        body["prompt"] = state.ids + spec.input_ids.tolist()
+    else:
+        body["messages"] = [*state.messages, {"role": "user", "content": text_of(spec.input_ids)}]
+    if spec.forced and dialect.forced:
+        body |= {"ignore_eos": True, "min_tokens": spec.output_tokens}
+    if dialect.returns_ids:
+        body["return_token_ids"] = True
+    return body
+
+
+def _keep(state: _Session, dialect: Dialect, spec: TurnSpec, answer: Answer, produced: int) -> None:
+    """Add the turn to the history."""
+    if dialect.api == "chat":
+        question = {"role": "user", "content": text_of(spec.input_ids)}
+        state.messages += [question, {"role": "assistant", "content": "".join(answer.texts)}]
+        return
+    # Where the server does not tell the ids of its answer, others stand for them: the lengths are right, but a
+    # prefix cache cannot find the answer again; the report says "drawn".
+    state.ids += spec.input_ids.tolist()
+    state.ids += answer.ids or np.resize(spec.input_ids, produced).tolist()
+
+
+def _receipt(state: _Session, usage: dict[str, Any], produced: int) -> Usage | None:
+    """From the server's own counts, if it tells how many tokens its prefix cache gave; else None."""
+    context = usage.get("prompt_tokens")
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    before, state.context = state.context, None if context is None else int(context) + produced
+    if context is None or cached is None or before is None or context <= before:
+        return None
+    found = min(int(cached), before)
+    return Usage(
+        context_tokens=int(context),
+        gpu_cached_tokens=found,
+        recomputed_tokens=before - found,
+        new_tokens=int(context) - before,
+        output_tokens=produced,
+    )
+
+
+def text_of(ids: TokenArray) -> str:
+    """About as many tokens of English text, different for different ids."""
+    return " ".join(_WORDS[token % len(_WORDS)] for token in ids.tolist())
+
+
+_LOST = (aiohttp.ClientError, TimeoutError)
+
+
+def _lost(error: Exception) -> TurnFailed:
+    if isinstance(error, aiohttp.ClientResponseError):
+        return TurnFailed(f"HTTP_{error.status}", error.message)
+    return TurnFailed("UNAVAILABLE", f"{type(error).__name__}: {error}")

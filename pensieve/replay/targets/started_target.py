@@ -1,0 +1,204 @@
+"""A target that the tool starts itself from a command line, and stops after its measurement."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shlex
+import signal
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from pensieve.core import Usage
+from pensieve.replay.targets import server_counters
+from pensieve.replay.targets.base import Address, OnTokens, Remote, Target, TargetInfo, TurnFailed, TurnSpec
+from pensieve.replay.targets.server_counters import Counters
+from pensieve.spawn import READY, STOP_GRACE_S
+
+_POLL_S = 0.5
+_EXIT_POLL_S = 0.05
+_LOG_LINES = 20
+_LONGEST_LINE = 1 << 20
+"""Bytes. Servers print their whole configuration in one line."""
+_LAST_WORDS_S = 2.0
+"""For what a server said at its end to be read: a process that it left behind may keep the pipe open for ever."""
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+T = TypeVar("T")
+
+Connect = Callable[[str], Target]
+"""Address (``pensieve://…`` or ``http://…``) → target."""
+
+
+class StartedTarget:
+    """Owns one process, from ``open`` to ``close``; can be opened again.
+
+    The command is split as a shell would, and may begin with assignments to the environment (``NAME=VALUE …``).
+    With ``url`` the server is up when it answers there; without, when it prints Pensieve's ready line.
+    """
+
+    def __init__(
+        self, command: str, url: str | None, connect: Connect, *, name: str | None, timeout_s: float
+    ) -> None:
+        self._command, self._url, self._connect = command, url, connect
+        self._name, self._timeout_s = name or command, timeout_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._log: deque[str] = deque(maxlen=_LOG_LINES)
+        self._inner: Target | None = None
+        self._admin = ""
+        """Where Pensieve's metrics are, as its ready line says."""
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def address(self) -> Address:
+        assert isinstance(self._running, Remote)
+        return self._running.address()
+
+    @property
+    def last_words(self) -> tuple[str, ...]:
+        """The last lines that the server printed, on either stream."""
+        return tuple(self._log)
+
+    async def open(self) -> TargetInfo:
+        self._log.clear()
+        address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *_arguments(self._command),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                limit=_LONGEST_LINE,
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:
+            raise TurnFailed("NOT_STARTED", f"{self._command}: {error}") from error
+        self._reader = asyncio.create_task(self._read(self._process, address))
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                info = await self.while_up(self._answers(address), "NOT_STARTED")
+        except TimeoutError:
+            await self.close()
+            raise self._failed("NOT_STARTED", f"not up within {self._timeout_s:.0f} s") from None
+        except BaseException:
+            await self.close()
+            raise
+        return TargetInfo(
+            info.vocab_size,
+            info.context_limit,
+            info.details | {"started": self._command},
+            info.forces_lengths,
+        )
+
+    async def while_up(self, work: Coroutine[Any, Any, T], code: str = "DIED") -> T:
+        """What ``work`` gives. Raises TurnFailed with the server's last words when that ends first."""
+        assert self._process is not None, "not open"
+        working = asyncio.create_task(work)
+        ending = asyncio.create_task(_status(self._process))
+        try:
+            await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if not ending.done():
+                return working.result()
+        finally:
+            for task in (working, ending):
+                task.cancel()
+            await asyncio.gather(working, ending, return_exceptions=True)
+        if self._reader is not None:
+            await asyncio.wait({self._reader}, timeout=_LAST_WORDS_S)
+        raise self._failed(code, f"ended with status {ending.result()}")
+
+    async def start_session(self) -> str:
+        return await self._running.start_session()
+
+    async def turn(self, session: str, spec: TurnSpec, on_tokens: OnTokens) -> Usage | None:
+        return await self._running.turn(session, spec, on_tokens)
+
+    async def end_session(self, session: str) -> None:
+        await self._running.end_session(session)
+
+    async def evict(self) -> str:
+        evict = getattr(self._running, "evict", None)
+        return "sessions deleted" if evict is None else str(await evict())
+
+    async def counters(self) -> Counters | None:
+        """Since the server started; None of a server whose metrics cannot be read."""
+        if not self._admin:
+            return None
+        try:
+            return await asyncio.to_thread(server_counters.read, self._admin)
+        except OSError:  # a measurement is not lost for want of this; it is then not in the report
+            return None
+
+    async def close(self) -> None:
+        """SIGTERM, and SIGKILL to the whole process group for what is left of it."""
+        if self._inner is not None:
+            await self._inner.close()
+            self._inner = None
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_GRACE_S):
+                await _status(process)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await _status(process)
+        if self._reader is not None:
+            await asyncio.wait({self._reader}, timeout=_LAST_WORDS_S)
+            self._reader.cancel()
+
+    @property
+    def _running(self) -> Target:
+        assert self._inner is not None, "not open"
+        return self._inner
+
+    async def _answers(self, address: asyncio.Future[str]) -> TargetInfo:
+        """Wait until the server is up; connect."""
+        if self._url is None:
+            self._inner = self._connect(f"pensieve://{await address}")
+            return await self._inner.open()
+        while True:
+            inner = self._connect(self._url)
+            try:
+                info = await inner.open()
+            except BaseException as error:
+                await inner.close()
+                if not isinstance(error, TurnFailed):
+                    raise
+                await asyncio.sleep(_POLL_S)
+                continue
+            self._inner = inner
+            return info
+
+    async def _read(self, process: asyncio.subprocess.Process, address: asyncio.Future[str]) -> None:
+        assert process.stdout is not None
+        while line := await process.stdout.readline():
+            text = line.decode("utf-8", "replace").rstrip("\n")
+            self._log.append(text)
+            match = READY.fullmatch(text.strip())
+            if match and self._url is None and not address.done():
+                self._admin = match["admin"]
+                address.set_result(match["grpc"])
+
+    def _failed(self, code: str, why: str) -> TurnFailed:
+        return TurnFailed(code, "\n".join((f"{self._command}: {why}; its last words:", *self._log)))
+
+
+async def _status(process: asyncio.subprocess.Process) -> int:
+    """When it has ended. ``wait`` would also wait for its pipe, in versions of Python without the fix of gh-119710."""
+    while process.returncode is None:
+        await asyncio.sleep(_EXIT_POLL_S)
+    return process.returncode
+
+
+def _arguments(command: str) -> list[str]:
+    """What to execute. ``env`` makes assignments and then becomes the program, so that signals reach the latter."""
+    words = shlex.split(command)
+    return ["env", *words] if words and _ASSIGNMENT.match(words[0]) else words

@@ -1,0 +1,219 @@
+"""What every link does the same way, however its engine is reached."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from pensieve.core import RequestKey, Sampling, SessionKey, TokenArray, pack_tokens
+from pensieve.engine.messages import (
+    Cancel,
+    Command,
+    Evict,
+    Evicted,
+    GetResidency,
+    Ready,
+    Report,
+    Residency,
+    Stats,
+    Submit,
+)
+from pensieve.errors import Internal, PensieveError, Unavailable
+from pensieve.server.links.engine_link import LinkState
+from pensieve.server.links.generations import Answer, BufferedGeneration, GenerationObserver, Generations
+
+DEFAULT_STALL_LIMIT_S: Final = 60.0
+RETRY_AFTER_S: Final = 1.0
+T = TypeVar("T", bound=Answer)
+
+
+def restarting() -> Unavailable:
+    return Unavailable(
+        "the engine is restarting; nothing of this turn was committed",
+        reason="ENGINE_RESTARTING",
+        retry_after_s=RETRY_AFTER_S,
+    )
+
+
+def draining() -> Unavailable:
+    return Unavailable("the server is shutting down", reason="DRAINING", retry_after_s=RETRY_AFTER_S)
+
+
+def starting() -> Unavailable:
+    return Unavailable("the engine is starting", reason="STARTING", retry_after_s=RETRY_AFTER_S)
+
+
+class Watchdog:
+    """Finds an engine that makes no progress.
+
+    Progress is a finished step, or having nothing to do; heartbeats show only that idle engines live. Quiet time is
+    summed tick by tick, each capped, so a front end that was itself frozen for minutes does not blame its engine.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self.tick_s = min(1.0, limit_s / 8)
+        self._steps = -1
+        self._without_step_s = 0.0
+        self._silent_s = 0.0
+
+    @property
+    def stalled(self) -> bool:
+        return max(self._without_step_s, self._silent_s) > self.limit_s
+
+    def reset(self) -> None:
+        self._steps, self._without_step_s, self._silent_s = -1, 0.0, 0.0
+
+    def reported(self, stats: Stats) -> None:
+        self._silent_s = 0.0
+        if stats.steps_total != self._steps:
+            self._steps = stats.steps_total
+            self._without_step_s = 0.0
+
+    def tick(self, elapsed_s: float, *, work_waits: bool) -> None:
+        elapsed = min(elapsed_s, 2 * self.tick_s)
+        self._silent_s += elapsed
+        self._without_step_s = self._without_step_s + elapsed if work_waits else 0.0
+
+
+class BaseLink(abc.ABC):
+    """``EngineLink`` without the transport. A subclass moves commands, and calls ``_receive`` and ``_engine_lost``."""
+
+    def __init__(self, observer: GenerationObserver | None, stall_limit_s: float) -> None:
+        self._generations = Generations(observer)
+        self._watchdog = Watchdog(stall_limit_s)
+        self._state = LinkState.STARTING
+        self._ready: Ready | None = None
+        self._stats = Stats()
+        self._watch_task: asyncio.Task[None] | None = None
+        self.restarts_total = 0
+        self.on_state_change: Callable[[], None] = lambda: None
+        """Called on the event loop after each change of ``state``."""
+
+    @property
+    def info(self) -> Ready:
+        if self._ready is None:
+            raise starting()
+        return self._ready
+
+    @property
+    def state(self) -> LinkState:
+        return self._state
+
+    @property
+    def stats(self) -> Stats:
+        return self._stats
+
+    @property
+    def stalled(self) -> bool:
+        return self._state is LinkState.SERVING and self._watchdog.stalled
+
+    def submit(
+        self, session: SessionKey, tokens: TokenArray, num_new: int, sampling: Sampling
+    ) -> BufferedGeneration:
+        self._check_serving()
+        generation = self._generations.open(self._cancel)
+        command = Submit(
+            request=generation.request,
+            session=session,
+            tokens=pack_tokens(tokens),
+            num_new=num_new,
+            sampling=sampling,
+        )
+        try:
+            self._send(command)
+        except PensieveError:
+            self._generations.drop(generation)
+            raise
+        return generation
+
+    async def evict(self, session: SessionKey | None = None) -> int:
+        return (await self._call(lambda call: Evict(call=call, session=session or ""), Evicted)).tokens
+
+    async def residency(self, session: SessionKey) -> Residency:
+        return await self._call(lambda call: GetResidency(call=call, session=session), Residency)
+
+    @abc.abstractmethod
+    async def start(self) -> None: ...
+
+    @abc.abstractmethod
+    async def stop(self) -> None: ...
+
+    @abc.abstractmethod
+    def _send(self, command: Command) -> None:
+        """Hand over without waiting. Raises PensieveError when the command cannot be taken."""
+
+    @abc.abstractmethod
+    def _on_stall(self) -> None:
+        """The watchdog found no progress."""
+
+    def _enter(self, state: LinkState) -> None:
+        self._state = state
+        self.on_state_change()
+
+    def _receive(self, report: Report) -> None:
+        for event in report.events:
+            if isinstance(event, Ready):
+                self._ready = event
+        self._stats = report.stats
+        self._watchdog.reported(report.stats)
+        self._generations.deal(report.events)
+
+    def _engine_up(self) -> None:
+        self._watchdog.reset()
+        self._enter(LinkState.SERVING)
+        if self._watch_task is None:
+            self._watch_task = asyncio.create_task(self._watch(), name="engine watchdog")
+
+    def _engine_lost(self) -> None:
+        self._enter(LinkState.RESTARTING)
+        self._stats = Stats()
+        self._generations.fail_all(restarting)
+
+    async def _end(self) -> None:
+        """Nothing is served from here on; running generations end with DRAINING."""
+        self._enter(LinkState.STOPPED)
+        self._generations.fail_all(draining)
+        if self._watch_task is not None:
+            self._watch_task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watch_task
+            self._watch_task = None
+
+    def _check_serving(self) -> None:
+        if self._state is LinkState.SERVING:
+            return
+        errors = {LinkState.STARTING: starting, LinkState.RESTARTING: restarting, LinkState.STOPPED: draining}
+        raise errors[self._state]()
+
+    def _cancel(self, request: RequestKey) -> None:
+        if self._state is LinkState.SERVING:
+            self._send(Cancel(request=request))
+
+    async def _call(self, make: Callable[[int], Command], kind: type[T]) -> T:
+        self._check_serving()
+        call, answer = self._generations.open_call()
+        try:
+            self._send(make(call))
+            got = await answer
+        finally:
+            answer.cancel()  # So that an abandoned call is forgotten; nothing to an answered one.
+        if not isinstance(got, kind):
+            raise Internal(f"the engine answered {type(got).__name__} where {kind.__name__} was due")
+        return got
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        before = loop.time()
+        while True:
+            await asyncio.sleep(self._watchdog.tick_s)
+            now = loop.time()
+            if self._state is LinkState.SERVING:
+                work_waits = len(self._generations) > 0 or self._generations.has_calls
+                self._watchdog.tick(now - before, work_waits=work_waits)
+                if self._watchdog.stalled:
+                    self._on_stall()
+            before = now

@@ -1,0 +1,142 @@
+"""Health, measured by progress: calls are served when the store answers and an engine serves and does not stall.
+
+A long prefill is no stall: the engine makes steps. An engine that died is seen at once, by the state of its link, and
+told at once by ``wake``, within ``CHECK_INTERVAL_S`` without it. All ``grpc.health.v1`` services of this server share
+one verdict.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health import aio as health_aio
+
+from pensieve.errors import PensieveError
+from pensieve.server.links.engine_link import LinkState
+
+log = logging.getLogger(__name__)
+
+SERVICES: Final = ("", "pensieve.v1.ConversationService", "pensieve.v1.AdminService")
+CHECK_INTERVAL_S: Final = 0.5
+STORE_INTERVAL_S: Final = 2.0
+STORE_TIMEOUT_S: Final = 2.0
+
+
+class EngineHealth(Protocol):
+    """What health asks of a link."""
+
+    @property
+    def state(self) -> LinkState: ...
+
+    @property
+    def stalled(self) -> bool: ...
+
+
+class StoreHealth(Protocol):
+    """What health asks of a store."""
+
+    async def ping(self) -> None: ...
+
+
+class HealthMonitor:
+    """Keeps a ``grpc.health.v1`` servicer truthful between ``start`` and ``stop``."""
+
+    def __init__(
+        self,
+        engine: EngineHealth,
+        store: StoreHealth,
+        *,
+        on_store_error: Callable[[], None] = lambda: None,
+        draining: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.servicer = health_aio.HealthServicer()
+        self._engine = engine
+        self._store = store
+        self._on_store_error = on_store_error
+        self._draining = draining
+        self._store_problem = ""
+        self._shut_down = False
+        self._told: str | None = None
+        self._look = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def problem(self) -> str:
+        """Why calls are not served; "" when they are."""
+        if self._shut_down or self._draining():
+            return "draining"
+        if self._engine.state is not LinkState.SERVING:
+            return f"engine {self._engine.state.value}"
+        if self._engine.stalled:
+            return "engine stalled"
+        return self._store_problem
+
+    async def start(self) -> None:
+        await self._check_store()
+        await self.refresh()
+        self._tasks = [
+            asyncio.create_task(self._watch_engine(), name="health"),
+            asyncio.create_task(self._watch_store(), name="store health"),
+        ]
+
+    def wake(self) -> None:
+        """Something has changed: look now."""
+        self._look.set()
+
+    async def refresh(self) -> None:
+        """Look now and tell; what has not changed is not told again."""
+        problem = self.problem
+        if problem == self._told:
+            return
+        log.warning("not serving: %s", problem) if problem else log.info("serving")
+        self._told = problem
+        response = health_pb2.HealthCheckResponse
+        for service in SERVICES:
+            await self.servicer.set(service, response.NOT_SERVING if problem else response.SERVING)
+
+    async def shut_down(self) -> None:
+        """NOT_SERVING from here on, whatever comes."""
+        self._shut_down = True
+        await self.servicer.enter_graceful_shutdown()
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self._tasks = []
+
+    async def _watch_engine(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._look.wait(), CHECK_INTERVAL_S)
+            self._look.clear()
+            await self.refresh()
+
+    async def _watch_store(self) -> None:
+        while True:
+            await asyncio.sleep(STORE_INTERVAL_S)
+            await self._check_store()
+
+    async def _check_store(self) -> None:
+        try:
+            async with asyncio.timeout(STORE_TIMEOUT_S):
+                await self._store.ping()
+        except TimeoutError:
+            self._store_problem = "store does not answer"
+            self._on_store_error()
+        except PensieveError as error:
+            self._store_problem = f"store: {error.reason}"
+            self._on_store_error()
+        except Exception:
+            log.exception("the store's ping failed in a way it should not")
+            self._store_problem = "store fails"
+            self._on_store_error()
+        else:
+            self._store_problem = ""

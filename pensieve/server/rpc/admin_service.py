@@ -1,0 +1,61 @@
+"""``pensieve.v1.AdminService``: for operators, on the admin port, with a scope of its own."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from pensieve.server.conversations import Conversations
+from pensieve.server.links.engine_link import EngineLink
+from pensieve.server.rpc import answers
+from pensieve.server.rpc.checks import Bounds, seconds
+from pensieve.server.rpc.service import key_of
+from pensieve.server.rpc.validation import validate
+from pensieve.v1 import pensieve_pb2 as pb
+from pensieve.v1 import pensieve_pb2_grpc
+
+DRAIN_S = 30.0
+"""How long a drain without a deadline waits for running turns."""
+
+
+class AdminService(pensieve_pb2_grpc.AdminServiceServicer):
+    """Served behind ``Interceptor``."""
+
+    def __init__(self, link: EngineLink, conversations: Conversations) -> None:
+        self._link = link
+        self._conversations = conversations
+        self._bounds = Bounds(conversations.settings.limits, lambda: conversations.vocab_size)
+        self._steps = 0
+        self._step_seen_ms = 0
+
+    async def GetStats(self, request: pb.GetStatsRequest, _context: Any) -> pb.GetStatsResponse:
+        validate(request, self._bounds)
+        info, stats = self._link.info, self._link.stats
+        if stats.steps_total != self._steps:
+            self._steps, self._step_seen_ms = stats.steps_total, time.time_ns() // 1_000_000
+        message = pb.GetStatsResponse(
+            replica=self._conversations.settings.replica,
+            running_turns=stats.running,
+            queued_turns=stats.queued,
+            gpu_tokens_used=stats.device_used,
+            gpu_tokens_capacity=info.device_capacity_tokens,
+            host_tokens_used=stats.host_used,
+            host_tokens_capacity=info.host_capacity_tokens,
+            store_state=await self._conversations.store_state(),
+        )
+        if self._step_seen_ms:
+            # The engine tells how many steps it made, not when: this is when a new one was first seen here.
+            message.last_engine_step_time.CopyFrom(answers.timestamp(self._step_seen_ms))
+        return message
+
+    async def EvictCache(self, request: pb.EvictCacheRequest, _context: Any) -> pb.EvictCacheResponse:
+        """A named session is one of the caller's own tenant."""
+        validate(request, self._bounds)
+        key = key_of(request.session) if request.session else None
+        return pb.EvictCacheResponse(tokens_evicted=await self._conversations.evict(key))
+
+    async def Drain(self, request: pb.DrainRequest, _context: Any) -> pb.DrainResponse:
+        """Returns when no turn runs any more; ``turns_left`` had to be discarded at the deadline."""
+        validate(request, self._bounds)
+        deadline_s = (seconds(request.deadline) or 0.0) if request.HasField("deadline") else DRAIN_S
+        return pb.DrainResponse(turns_left=await self._conversations.drain(deadline_s))

@@ -1,0 +1,129 @@
+"""Messages to values: what ``validation`` has let through, as the types that the service works with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from pensieve.core import Role, pack_tokens
+from pensieve.server.rpc.checks import seconds
+from pensieve.server.sessions.records import NewSession, SessionChange
+from pensieve.server.values import Entry, OnDisconnect, OutputChoice, TurnSpec
+from pensieve.store.records import Overflow, SamplingDefaults, SessionConfig
+from pensieve.v1 import pensieve_pb2 as pb
+
+_SCALARS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "seed",
+    "max_output_tokens",
+    "min_output_tokens",
+    "ignore_eos",
+)
+
+
+def entries(items: Iterable[pb.InputItem]) -> tuple[Entry, ...]:
+    return tuple(
+        Entry(Role(item.role), item.text)
+        if item.WhichOneof("content") == "text"
+        else Entry(Role(item.role), tokens=pack_tokens(item.tokens.ids))
+        for item in items
+    )
+
+
+def sampling(params: pb.SamplingParams) -> SamplingDefaults:
+    """Only what is set; presence is explicit."""
+    values: dict[str, Any] = {name: getattr(params, name) for name in _SCALARS if params.HasField(name)}
+    return SamplingDefaults(
+        **values,
+        stop=tuple(params.stop),
+        stop_token_ids=tuple(params.stop_token_ids),
+        logit_bias=dict(params.logit_bias),
+    )
+
+
+def config(message: pb.SessionConfig) -> SessionConfig:
+    return SessionConfig(
+        model=message.model,
+        system_prompt=message.system_prompt,
+        sampling=sampling(message.default_sampling),
+        ttl_s=seconds(message.ttl) or 0.0,
+        overflow=Overflow(message.overflow_policy or Overflow.REJECT),
+    )
+
+
+def new_session(request: pb.CreateSessionRequest) -> NewSession:
+    return NewSession(
+        request_id=request.request_id,
+        session_id=request.session_id,
+        config=config(request.config),
+        labels=tuple(sorted(request.labels.items())),
+        items=entries(request.initial_items),
+    )
+
+
+def session_change(request: pb.UpdateSessionRequest) -> SessionChange:
+    """What the mask names; without a mask, the fields that the given session sets."""
+    paths = set(request.update_mask.paths) or _populated(request.session)
+    if "config" in paths:
+        paths |= {"config.system_prompt", "config.default_sampling", "config.ttl", "config.overflow_policy"}
+    new = config(request.session.config)
+    return SessionChange(
+        labels=dict(request.session.labels) if "labels" in paths else None,
+        system_prompt=new.system_prompt if "config.system_prompt" in paths else None,
+        sampling=new.sampling if "config.default_sampling" in paths else None,
+        ttl_s=new.ttl_s if "config.ttl" in paths else None,
+        overflow=new.overflow if "config.overflow_policy" in paths else None,
+    )
+
+
+def _populated(session: pb.Session) -> set[str]:
+    new = session.config
+    given = {
+        "labels": bool(session.labels),
+        "config.system_prompt": bool(new.system_prompt),
+        "config.default_sampling": new.HasField("default_sampling"),
+        "config.ttl": new.HasField("ttl"),
+        "config.overflow_policy": bool(new.overflow_policy),
+    }
+    return {path for path, is_set in given.items() if is_set}
+
+
+def turn_spec(turn: pb.TurnSpec) -> TurnSpec:
+    out = turn.output
+    return TurnSpec(
+        request_id=turn.request_id,
+        input=entries(turn.input),
+        expected_revision=optional(turn, "expected_revision"),
+        replace_after_item=optional(turn, "replace_after_item"),
+        sampling=sampling(turn.sampling),
+        output=OutputChoice(
+            token_ids=out.token_ids,
+            top_logprobs=optional(out, "top_logprobs"),
+            max_chunk_tokens=optional(out, "max_chunk_tokens"),
+            max_chunk_delay_s=seconds(out.max_chunk_delay) or 0.0,
+            pad_chunks=out.pad_chunks,
+        ),
+        max_duration_s=seconds(turn.max_duration) if turn.HasField("max_duration") else None,
+        priority=turn.priority,
+    )
+
+
+def on_disconnect(policy: int) -> OnDisconnect:
+    return OnDisconnect(policy or OnDisconnect.CANCEL)
+
+
+def label_selector(text: str) -> dict[str, str]:
+    """``k=v,k2=v2``; white space around keys and values does not count."""
+    pairs = (part.split("=", 1) for part in text.split(",") if part)
+    return {key.strip(): value.strip() for key, value in pairs}
+
+
+def optional(message: Any, field: str) -> int | None:
+    """The number in a field with presence; None when unset."""
+    return int(getattr(message, field)) if message.HasField(field) else None

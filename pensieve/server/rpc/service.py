@@ -1,0 +1,195 @@
+"""``pensieve.v1.ConversationService``: messages in, values through, messages out. No rules of its own.
+
+Every method validates and converts before it first waits for anything.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from pensieve.server import ids
+from pensieve.server.conversations import Conversations
+from pensieve.server.rpc import answers, convert
+from pensieve.server.rpc.checks import Bounds
+from pensieve.server.rpc.interceptor import caller
+from pensieve.server.rpc.validation import validate
+from pensieve.server.turns.pace import Pace
+from pensieve.server.turns.stream import StreamOptions, events
+from pensieve.server.values import OnDisconnect
+from pensieve.store import Key
+from pensieve.store.records import SessionRow
+from pensieve.v1 import pensieve_pb2 as pb
+from pensieve.v1 import pensieve_pb2_grpc
+
+Request = TypeVar("Request", bound=Message)
+
+
+def key_of(name: str) -> Key:
+    """The caller's session of this (validated) name. The tenant comes from the credential only."""
+    return Key(caller().tenant, ids.session_id(name))
+
+
+class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
+    """Served behind ``Interceptor``, which says who calls and turns errors into statuses."""
+
+    def __init__(self, conversations: Conversations) -> None:
+        self._conversations = conversations
+        self._sessions = conversations.sessions
+        self._turns = conversations.turns
+        self._pace = Pace(conversations.settings.messages_per_s)
+        self._bounds = Bounds(conversations.settings.limits, lambda: conversations.vocab_size)
+
+    # ---- sessions
+
+    async def CreateSession(
+        self, request: pb.CreateSessionRequest, _context: Any
+    ) -> pb.CreateSessionResponse:
+        new = convert.new_session(self._valid(request))
+        row = await self._sessions.create(caller().tenant, new)
+        return pb.CreateSessionResponse(session=self._session(row))
+
+    async def GetSession(self, request: pb.GetSessionRequest, _context: Any) -> pb.GetSessionResponse:
+        key = key_of(self._valid(request).name)
+        message = self._session(row := await self._sessions.get(key))
+        if request.view == pb.SESSION_VIEW_FULL:
+            found = await self._conversations.residency(key)
+            if found is not None:
+                replica = self._conversations.settings.replica
+                now_ms = time.time_ns() // 1_000_000
+                message.residency.CopyFrom(answers.residency(found, row, replica, now_ms))
+        return pb.GetSessionResponse(session=message)
+
+    async def ListSessions(self, request: pb.ListSessionsRequest, _context: Any) -> pb.ListSessionsResponse:
+        page = await self._sessions.list(
+            caller().tenant,
+            page_size=self._valid(request).page_size,
+            page_token=request.page_token,
+            labels=convert.label_selector(request.label_selector),
+        )
+        return pb.ListSessionsResponse(
+            sessions=[self._session(row) for row in page.rows], next_page_token=page.next_token
+        )
+
+    async def UpdateSession(
+        self, request: pb.UpdateSessionRequest, _context: Any
+    ) -> pb.UpdateSessionResponse:
+        change = convert.session_change(self._valid(request))
+        expected = convert.optional(request, "expected_revision")
+        row = await self._sessions.update(key_of(request.name), change, expected)
+        return pb.UpdateSessionResponse(session=self._session(row))
+
+    async def DeleteSession(
+        self, request: pb.DeleteSessionRequest, _context: Any
+    ) -> pb.DeleteSessionResponse:
+        await self._sessions.delete(
+            key_of(self._valid(request).name),
+            expected_revision=convert.optional(request, "expected_revision"),
+            allow_missing=request.allow_missing,
+        )
+        return pb.DeleteSessionResponse()
+
+    async def ForkSession(self, request: pb.ForkSessionRequest, _context: Any) -> pb.ForkSessionResponse:
+        row = await self._sessions.fork(
+            key_of(self._valid(request).name),
+            item=convert.optional(request, "item"),
+            request_id=request.request_id,
+            session_id=request.session_id,
+            expected_revision=convert.optional(request, "expected_revision"),
+        )
+        return pb.ForkSessionResponse(session=self._session(row))
+
+    async def RewindSession(
+        self, request: pb.RewindSessionRequest, _context: Any
+    ) -> pb.RewindSessionResponse:
+        expected = convert.optional(self._valid(request), "expected_revision")
+        row = await self._sessions.rewind(key_of(request.name), request.item, request.request_id, expected)
+        return pb.RewindSessionResponse(session=self._session(row))
+
+    async def ListItems(self, request: pb.ListItemsRequest, _context: Any) -> pb.ListItemsResponse:
+        page = await self._sessions.items(
+            key_of(self._valid(request).name),
+            page_size=request.page_size,
+            page_token=request.page_token,
+            after_item=request.after_item,
+        )
+        return pb.ListItemsResponse(
+            items=[answers.item(item, tokens=request.include_tokens) for item in page.items],
+            next_page_token=page.next_token,
+            revision=page.revision,
+        )
+
+    # ---- turns
+
+    async def StreamTurn(self, request: pb.StreamTurnRequest, context: Any) -> None:
+        spec = convert.turn_spec(self._valid(request).turn)
+        settings = self._conversations.settings
+        attach = self._turns.attached(
+            key_of(request.session),
+            spec,
+            policy=convert.on_disconnect(request.on_disconnect),
+            attach_only=request.attach_only,
+            deadline_s=context.time_remaining(),
+        )
+        resume = (request.resume_attempt, request.resume_token_offset)
+        del request  # may be large, and the stream may be long
+        async with attach as (run, joined):
+            options = StreamOptions(spec.output, settings.heartbeat_s, *resume, joined)
+            async with aclosing(events(run.buffer, options, self._pace)) as stream:
+                async for event in stream:
+                    await context.write(answers.stream_event(event, spec.output, settings.heartbeat_s))
+
+    async def RunTurn(self, request: pb.RunTurnRequest, context: Any) -> pb.RunTurnResponse:
+        spec = convert.turn_spec(self._valid(request).turn)
+        attach = self._turns.attached(
+            key_of(request.session),
+            spec,
+            policy=OnDisconnect.CANCEL,
+            attach_only=False,
+            deadline_s=context.time_remaining(),
+        )
+        del request
+        async with attach as (run, _):
+            view = await run.buffer.outcome()
+        return pb.RunTurnResponse(turn=answers.turn(view, tokens=spec.output.token_ids))
+
+    async def GetTurn(self, request: pb.GetTurnRequest, _context: Any) -> pb.GetTurnResponse:
+        view = await self._turns.get(key_of(self._valid(request).session), request.request_id)
+        return pb.GetTurnResponse(turn=answers.turn(view))
+
+    async def CancelTurn(self, request: pb.CancelTurnRequest, _context: Any) -> pb.CancelTurnResponse:
+        view = await self._turns.cancel(
+            key_of(self._valid(request).session),
+            request.request_id,
+            keep=request.keep != pb.CancelTurnRequest.KEEP_NOTHING,
+            keep_tokens=convert.optional(request, "keep_output_tokens"),
+        )
+        return pb.CancelTurnResponse(turn=answers.turn(view))
+
+    async def CountTokens(self, request: pb.CountTokensRequest, _context: Any) -> pb.CountTokensResponse:
+        entries = convert.entries(self._valid(request).input)
+        key = key_of(request.session) if request.session else None
+        count = await self._conversations.count_tokens(key, entries)
+        return pb.CountTokensResponse(
+            input_tokens=count.input_tokens,
+            context_tokens=count.context_tokens,
+            context_limit=count.context_limit,
+        )
+
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, _context: Any
+    ) -> pb.GetServerInfoResponse:
+        self._valid(request)
+        return answers.server_info(await self._conversations.facts(), self._conversations.settings)
+
+    # ---- parts
+
+    def _valid(self, request: Request) -> Request:
+        validate(request, self._bounds)
+        return request
+
+    def _session(self, row: SessionRow) -> pb.Session:
+        return answers.session(row, self._conversations.context_limit)

@@ -1,0 +1,203 @@
+"""What a request may say, as a table: message type to fields to checks. Pure; runs before anything is looked up.
+
+All problems of a request are collected (up to ``MAX_PROBLEMS``) and reported in one InvalidArgument, each with the path
+of its field. Texts never repeat what the client sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import Message
+
+from pensieve.errors import InvalidArgument
+from pensieve.server.rpc import checks as c
+from pensieve.server.rpc.checks import Bounds, Check, Problems
+from pensieve.v1 import pensieve_pb2 as pb
+
+MAX_PROBLEMS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Checks of one field. ``optional``: only when it is set (not empty, for fields without presence)."""
+
+    field: str
+    checks: tuple[Check, ...]
+    optional: bool = False
+
+
+def _must(field: str, *checks: Check) -> Rule:
+    return Rule(field, checks)
+
+
+def _may(field: str, *checks: Check) -> Rule:
+    return Rule(field, checks, optional=True)
+
+
+def validate(message: Message, bounds: Bounds) -> None:
+    """Raises InvalidArgument (FIELD_INVALID) with every problem of ``message``."""
+    problems: Problems = []
+    _check(message, bounds, "", problems)
+    for path, problem in problems[:1]:
+        raise InvalidArgument(f"{path}: {problem}", violations=problems[:MAX_PROBLEMS])
+
+
+def _check(message: Any, bounds: Bounds, path: str, problems: Problems) -> None:
+    if len(problems) >= MAX_PROBLEMS:
+        return
+    for rule in RULES[type(message)]:
+        if rule.optional and not _is_set(message, rule.field):
+            continue
+        where = f"{path}.{rule.field}" if path else rule.field
+        for check in rule.checks:
+            check(getattr(message, rule.field), bounds, where, problems)
+    for cross in CROSS.get(type(message), ()):
+        cross(message, bounds, path, problems)
+
+
+def _is_set(message: Any, field: str) -> bool:
+    descriptor = message.DESCRIPTOR.fields_by_name[field]
+    return bool(message.HasField(field) if descriptor.has_presence else getattr(message, field))
+
+
+def _nested(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
+    _check(value, bounds, path, problems)
+
+
+def _required(message: Any, field: str, path: str, problems: Problems) -> bool:
+    if message.HasField(field):
+        return True
+    problems.append((f"{path}.{field}" if path else field, "is required"))
+    return False
+
+
+def _has_turn(message: Any, bounds: Bounds, path: str, problems: Problems) -> None:
+    """The specification, or for a mere attach its request id."""
+    if not _required(message, "turn", path, problems):
+        return
+    if getattr(message, "attach_only", False):
+        c.request_id(message.turn.request_id, bounds, "turn.request_id", problems)
+    else:
+        _check(message.turn, bounds, "turn", problems)
+
+
+def _entry_has_content(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
+    if message.WhichOneof("content") is None:
+        problems.append((path, "needs text or tokens"))
+
+
+def _turn_has_input(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
+    if not message.input and not message.HasField("replace_after_item"):
+        problems.append((f"{path}.input", "is empty, and replace_after_item is not set"))
+
+
+def _min_below_max(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
+    both = message.HasField("min_output_tokens") and message.HasField("max_output_tokens")
+    if both and message.min_output_tokens > message.max_output_tokens:
+        problems.append((f"{path}.min_output_tokens", "is larger than max_output_tokens"))
+
+
+def _same_name(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
+    if not _required(message, "session", path, problems):
+        return
+    if message.session.name and message.session.name != message.name:
+        problems.append(("session.name", "is another session than name"))
+
+
+_SESSION_NAME = _must("name", c.session_name)
+_SESSION = _must("session", c.session_name)
+_REQUEST_ID = _may("request_id", c.request_id)
+_PAGE = (_may("page_size", c.between(0, 1 << 31)), _may("page_token", c.text(4096)))
+_NEW_ID = _may("session_id", c.session_id)
+
+RULES: dict[type[Any], tuple[Rule, ...]] = {
+    pb.CreateSessionRequest: (
+        _REQUEST_ID,
+        _NEW_ID,
+        _may("config", _nested),
+        _may("labels", c.labels),
+        _may("initial_items", c.entries(lambda b: b.limits.max_initial_items, _nested)),
+    ),
+    pb.GetSessionRequest: (_SESSION_NAME, _may("view", c.enum(pb.SessionView))),
+    pb.ListSessionsRequest: (*_PAGE, _may("label_selector", c.text(4096), c.label_selector)),
+    pb.UpdateSessionRequest: (
+        _SESSION_NAME,
+        _must("update_mask", c.update_mask),
+        _may("session", _nested),
+    ),
+    pb.Session: (_may("config", _nested), _may("labels", c.labels)),
+    pb.DeleteSessionRequest: (_SESSION_NAME,),
+    pb.ForkSessionRequest: (_SESSION_NAME, _REQUEST_ID, _NEW_ID, _may("item", c.item_number)),
+    pb.RewindSessionRequest: (_SESSION_NAME, _REQUEST_ID, _must("item", c.item_number)),
+    pb.ListItemsRequest: (_SESSION_NAME, *_PAGE, _may("after_item", c.item_number)),
+    pb.StreamTurnRequest: (
+        _SESSION,
+        _may("on_disconnect", c.enum(pb.DisconnectPolicy)),
+        _may("resume_attempt", c.text(64)),
+    ),
+    pb.RunTurnRequest: (_SESSION,),
+    pb.GetTurnRequest: (_SESSION, _must("request_id", c.request_id)),
+    pb.CancelTurnRequest: (
+        _SESSION,
+        _must("request_id", c.request_id),
+        _may("keep", c.enum(pb.CancelTurnRequest.Keep)),
+    ),
+    pb.CountTokensRequest: (
+        _may("session", c.session_name),
+        _may("input", c.entries(lambda b: b.limits.max_input_items, _nested)),
+    ),
+    pb.GetServerInfoRequest: (),
+    pb.GetStatsRequest: (),
+    pb.EvictCacheRequest: (_may("session", c.session_name),),
+    pb.DrainRequest: (_may("deadline", c.duration(0.0, lambda _: 24 * 3600.0)),),
+    pb.SessionConfig: (
+        _may("model", c.text(256)),
+        _may("system_prompt", c.prompt),
+        _may("default_sampling", _nested),
+        _may("ttl", c.ttl),
+        _may("overflow_policy", c.enum(pb.OverflowPolicy)),
+    ),
+    pb.InputItem: (
+        _must("role", c.enum(pb.Role, unspecified=False)),
+        _may("tokens", c.token_ids),
+    ),
+    pb.TurnSpec: (
+        _must("request_id", c.request_id),
+        _may("input", c.entries(lambda b: b.limits.max_input_items, _nested)),
+        _may("replace_after_item", c.item_number),
+        _may("sampling", _nested),
+        _may("output", _nested),
+        _may("max_duration", c.duration(0.001, lambda b: b.limits.max_turn_s)),
+    ),
+    pb.SamplingParams: (
+        _may("temperature", c.temperature),
+        _may("top_p", c.between(0.0, 1.0, above=True)),
+        _may("top_k", c.between(0, (1 << 31) - 1)),
+        _may("min_p", c.between(0.0, 1.0)),
+        _may("repetition_penalty", c.between(0.0, 10.0, above=True)),
+        _may("frequency_penalty", c.between(-2.0, 2.0)),
+        _may("presence_penalty", c.between(-2.0, 2.0)),
+        _may("max_output_tokens", c.between(1, (1 << 31) - 1)),
+        _may("min_output_tokens", c.between(0, (1 << 31) - 1)),
+        _may("stop", c.stops),
+        _may("stop_token_ids", c.at_most(lambda b: b.limits.max_stop_token_ids), c.below_vocab),
+        _may("logit_bias", c.logit_bias),
+    ),
+    pb.OutputOptions: (
+        _may("top_logprobs", c.between(0, 20, limit=lambda b: b.limits.max_top_logprobs)),
+        _may("max_chunk_tokens", c.between(1, (1 << 31) - 1)),
+        _may("max_chunk_delay", c.duration(0.0, lambda _: 10.0)),
+    ),
+}
+
+CROSS: dict[type[Any], tuple[Callable[[Any, Bounds, str, Problems], None], ...]] = {
+    pb.StreamTurnRequest: (_has_turn,),
+    pb.RunTurnRequest: (_has_turn,),
+    pb.InputItem: (_entry_has_content,),
+    pb.TurnSpec: (_turn_has_input,),
+    pb.SamplingParams: (_min_below_max,),
+    pb.UpdateSessionRequest: (_same_name,),
+}

@@ -1,0 +1,161 @@
+"""The records that change a session other than by a turn: create, fork, rewind, update. Pure, but for rendering."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from pensieve.core import Role
+from pensieve.errors import NotFound
+from pensieve.server.history.cache import kept, system_item
+from pensieve.server.history.rendering import Renderer, Stamp
+from pensieve.server.values import Entry
+from pensieve.store import Counts
+from pensieve.store.records import History, Item, Kind, Overflow, Record, SamplingDefaults, SessionConfig
+
+
+@dataclass(frozen=True, slots=True)
+class NewSession:
+    """What a client says of a session it wants."""
+
+    request_id: str = ""
+    session_id: str = ""
+    config: SessionConfig = field(default_factory=SessionConfig)
+    labels: tuple[tuple[str, str], ...] = ()
+    items: tuple[Entry, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SessionChange:
+    """What an update sets; None leaves a field as it is."""
+
+    labels: dict[str, str] | None = None
+    system_prompt: str | None = None
+    sampling: SamplingDefaults | None = None
+    ttl_s: float | None = None
+    overflow: Overflow | None = None
+
+    def applied(self, config: SessionConfig) -> SessionConfig:
+        changes: dict[str, object] = {
+            "system_prompt": self.system_prompt,
+            "sampling": self.sampling,
+            "ttl_s": self.ttl_s,
+            "overflow": self.overflow,
+        }
+        set_ones = {name: value for name, value in changes.items() if value is not None}
+        return msgspec.structs.replace(config, **set_ones)
+
+
+def counts(renderer: Renderer, history: History) -> Counts:
+    """What the session's row says of ``history``."""
+    return Counts(history.head_item, len(history.items), renderer.length(history))
+
+
+async def create(renderer: Renderer, new: NewSession) -> Record:
+    """First record of a session: system prompt and imported items, rendered and numbered from 1."""
+    prompt = (Entry(Role.SYSTEM, new.config.system_prompt),) if new.config.system_prompt else ()
+    now = _now_ms()
+    items, _ = await renderer.items(History(), (*prompt, *new.items), Stamp(1, new.request_id, now))
+    return Record(
+        revision=1,
+        kind=Kind.CREATE,
+        time_ms=now,
+        request_id=new.request_id,
+        items=items,
+        config=new.config,
+        labels=dict(new.labels),
+    )
+
+
+def fork(source: History, item: int | None, request_id: str) -> Record:
+    """First record of a copy of ``source`` up to ``item``. Items keep their numbers, tokens and views."""
+    base = source if item is None else kept(source, item)
+    return Record(
+        revision=1,
+        kind=Kind.CREATE,
+        time_ms=_now_ms(),
+        request_id=request_id,
+        items=base.items,
+        config=source.config,
+        labels=dict(source.labels),
+        hidden_before=base.hidden_before or None,
+    )
+
+
+def rewind(base: History, item: int, request_id: str) -> Record:
+    """Supersede everything after ``item``, the system prompt excepted."""
+    return Record(
+        revision=base.revision + 1,
+        kind=Kind.REWIND,
+        time_ms=_now_ms(),
+        request_id=request_id,
+        keep_items=max(item, system_item(base)),
+        hidden_before=0 if base.hidden_before else None,
+    )
+
+
+async def update(renderer: Renderer, base: History, change: SessionChange) -> Record:
+    """Set fields of the session. A changed system prompt changes what the model sees first, so every live item is
+    superseded and appended again under a new number; their tokens are reused."""
+    config = change.applied(base.config)
+    record = Record(
+        revision=base.revision + 1,
+        kind=Kind.UPDATE,
+        time_ms=_now_ms(),
+        config=config if config != base.config else None,
+        labels=change.labels,
+    )
+    if config.system_prompt == base.config.system_prompt:
+        return record
+    head, moved = await _behind_prompt(renderer, base, config.system_prompt, record.time_ms)
+    hidden = None
+    if base.hidden_before:
+        seen = [
+            new.number
+            for old, new in zip(_without_prompt(base), moved, strict=True)
+            if old.number >= base.hidden_before
+        ]
+        hidden = min(seen, default=moved[-1].number + 1 if moved else 0)
+    return msgspec.structs.replace(record, keep_items=0, items=(*head, *moved), hidden_before=hidden)
+
+
+def check_item(history: History, item: int) -> None:
+    """Raises NotFound unless ``item`` is 0 or the number of a live item."""
+    if item and all(live.number != item for live in history.items):
+        raise NotFound("no such item in the session's live history", reason="ITEM_NOT_FOUND")
+
+
+async def _behind_prompt(
+    renderer: Renderer, base: History, prompt: str, now_ms: int
+) -> tuple[tuple[Item, ...], list[Item]]:
+    """A new system prompt (nothing if "") and the other live items, renumbered behind it.
+
+    Of the reused tokens only the glue that introduces the first item can be wrong (beginning of sequence, role
+    header). It is rendered anew when rendering gives the stored tokens back in the old place, and else left alone.
+    """
+    number = base.head_item + 1
+    rest = _without_prompt(base)
+    head: tuple[Item, ...] = ()
+    if prompt:
+        head, _ = await renderer.items(History(), (Entry(Role.SYSTEM, prompt),), Stamp(number, "", now_ms))
+        number += 1
+    moved = [msgspec.structs.replace(item, number=number + i) for i, item in enumerate(rest)]
+    if moved and not moved[0].verbatim:
+        first, old = moved[0], replace(base, items=base.items[: len(base.items) - len(rest)], hidden_before=0)
+        entry = (Entry(first.role, first.text),)
+        stamp = Stamp(first.number, first.request_id, first.create_ms)
+        (again,), _ = await renderer.items(old, entry, stamp)
+        if again.tokens == first.tokens:
+            (here,), _ = await renderer.items(replace(old, items=head), entry, stamp)
+            moved[0] = msgspec.structs.replace(first, tokens=here.tokens)
+    return head, moved
+
+
+def _without_prompt(history: History) -> tuple[Item, ...]:
+    return history.items[1:] if system_item(history) else history.items
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

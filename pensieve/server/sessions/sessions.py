@@ -1,0 +1,242 @@
+"""Sessions: make, read, change, copy, cut and erase them. Turns are elsewhere (``turns``)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from pensieve.core import Role
+from pensieve.errors import AlreadyExists, DataLoss, InvalidArgument, NotFound, RevisionMismatch, Unavailable
+from pensieve.server import ids
+from pensieve.server.history.rendering import too_long
+from pensieve.server.sessions import records as session_records
+from pensieve.server.sessions.paging import PageTokens
+from pensieve.server.sessions.records import NewSession, SessionChange
+from pensieve.server.turns.run import TurnTools
+from pensieve.server.turns.turns import Turns
+from pensieve.server.values import Entry, fingerprint
+from pensieve.store import Counts, Key
+from pensieve.store.records import History, Item, Overflow, Record, SessionRow
+
+log = logging.getLogger(__name__)
+
+_RACES = 8
+"""How often a change without ``expected_revision`` is tried again when another one came first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemsPage:
+    """One page of a history at one revision."""
+
+    items: tuple[Item, ...]
+    next_token: str
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionsPage:
+    rows: tuple[SessionRow, ...]
+    next_token: str
+
+
+class Sessions:
+    """See the module docstring."""
+
+    def __init__(self, tools: TurnTools, turns: Turns) -> None:
+        self._tools = tools
+        self._turns = turns
+        self._pages = PageTokens(tools.settings.page_secret, tools.settings.page_token_s)
+
+    async def create(self, tenant: str, new: NewSession) -> SessionRow:
+        """Make a session. The same request, or the same id with the same content, again gives the session there is."""
+        model = self._tools.settings.model
+        if new.config.model not in ("", model):
+            raise InvalidArgument.field("config.model", f"is not served here; this server runs {model!r}")
+        session_id = new.session_id or ids.derived_session_id("create", tenant, new.request_id)
+        key = Key(tenant, session_id)
+        limit = self._tools.context_limit()
+        prompt = Entry(Role.SYSTEM, new.config.system_prompt)
+        rejects = new.config.overflow is Overflow.REJECT
+        self._tools.renderer.check_size((prompt, *new.items) if rejects else (prompt,), limit)
+        record = await session_records.create(self._tools.renderer, new)
+        counts = self._fitting_counts(History().apply(record, ""), limit)
+        mark = fingerprint("create", new.config, new.labels, new.items)
+        return await self._create(key, record, counts, mark, derived=not new.session_id)
+
+    async def get(self, key: Key) -> SessionRow:
+        return await self._tools.store.load(key)
+
+    async def list(
+        self, tenant: str, *, page_size: int, page_token: str, labels: dict[str, str]
+    ) -> SessionsPage:
+        """Newest update first."""
+        query = ("sessions", *(f"{name}={value}" for name, value in sorted(labels.items())))
+        cursor = self._pages.open(tenant, query, page_token, str) if page_token else ""
+        page = await self._tools.store.list_sessions(
+            tenant, limit=self._page_size(page_size), cursor=cursor, labels=labels or None
+        )
+        token = self._pages.seal(tenant, query, page.cursor) if page.cursor else ""
+        return SessionsPage(page.rows, token)
+
+    async def items(self, key: Key, *, page_size: int, page_token: str, after_item: int) -> ItemsPage:
+        """Live items, oldest first. All pages of one listing show the revision of the first."""
+        query = ("items", key.session_id, str(after_item))
+        row = await self._tools.store.load(key)
+        revision, after = row.revision, after_item
+        if page_token:
+            revision, after = self._pages.open(key.tenant, query, page_token, tuple[int, int])
+            history = await self._tools.histories.at_revision(key, row, revision)
+        else:
+            history = await self._tools.histories.at(key, row)
+            revision = history.revision
+        size = self._page_size(page_size)
+        rest = [item for item in history.items if item.number > after]
+        token = ""
+        if len(rest) > size:
+            token = self._pages.seal(key.tenant, query, (revision, rest[size - 1].number))
+        return ItemsPage(tuple(rest[:size]), token, revision)
+
+    async def update(self, key: Key, change: SessionChange, expected_revision: int | None) -> SessionRow:
+        """Set fields; a changed system prompt renumbers all live items (``session_records.update``)."""
+        if change.system_prompt is not None:
+            prompt = Entry(Role.SYSTEM, change.system_prompt)
+            self._tools.renderer.check_size((prompt,), self._tools.context_limit())
+
+        async def record(base: History) -> Record:
+            return await session_records.update(self._tools.renderer, base, change)
+
+        return await self._apply(key, record, "", expected_revision)
+
+    async def rewind(self, key: Key, item: int, request_id: str, expected_revision: int | None) -> SessionRow:
+        """Supersede the items after ``item``. Idempotent by request id."""
+        known = bool(request_id) and await self._tools.store.find_request(key, request_id) is not None
+
+        async def record(base: History) -> Record:
+            if not known:
+                session_records.check_item(base, item)
+            return session_records.rewind(base, item, request_id)
+
+        return await self._apply(
+            key, record, fingerprint("rewind", item, expected_revision), expected_revision
+        )
+
+    async def fork(
+        self, key: Key, *, item: int | None, request_id: str, session_id: str, expected_revision: int | None
+    ) -> SessionRow:
+        """A new session with the live items up to ``item``. The same request again gives the same session."""
+        target_id = session_id or ids.derived_session_id("fork", key.tenant, request_id)
+        target = Key(key.tenant, target_id)
+        row = await self._tools.store.load(key)
+        history = await self._tools.histories.at(key, row)
+        if not await self._exists(target):
+            _check_revision(history.revision, expected_revision)
+            if item is not None:
+                session_records.check_item(history, item)
+        record = session_records.fork(history, item, request_id)
+        copy = History().apply(record, "")
+        mark = fingerprint("fork", key.session_id, item, expected_revision)
+        source = (ids.session_name(key.session_id), copy.items[-1].number if copy.items else 0)
+        counts = session_records.counts(self._tools.renderer, copy)
+        return await self._create(target, record, counts, mark, derived=not session_id, source=source)
+
+    async def delete(self, key: Key, *, expected_revision: int | None, allow_missing: bool) -> None:
+        """Erase content now, running turns included; the engine's cached state goes too, if an engine is up.
+
+        Of a session that was deleted before, only ``allow_missing`` makes it none of an error.
+        """
+        if not allow_missing:
+            await self._tools.store.load(key)
+        await self._tools.store.delete(key, expected_revision=expected_revision, allow_missing=allow_missing)
+        self._tools.histories.forget(key)
+        await self._turns.end_session(key, NotFound("the session was deleted", reason="SESSION_DELETED"))
+        self._tools.histories.forget(key)
+        try:
+            await self._tools.link.evict(ids.session_key(key))
+        except Unavailable as error:
+            log.info("no cached state to drop: %s", error.reason)
+
+    # ---- parts
+
+    async def _create(
+        self,
+        key: Key,
+        record: Record,
+        counts: Counts,
+        mark: str,
+        *,
+        derived: bool,
+        source: tuple[str, int] = ("", 0),
+    ) -> SessionRow:
+        assert record.config is not None and record.labels is not None
+        row = SessionRow(
+            tenant=key.tenant,
+            session_id=key.session_id,
+            head_item=counts.head_item,
+            item_count=counts.item_count,
+            context_tokens=counts.context_tokens,
+            config=record.config,
+            labels=record.labels,
+            forked_from=source[0],
+            forked_from_item=source[1],
+        )
+        try:
+            return await self._tools.store.create(row, record, mark)
+        except AlreadyExists as error:
+            if derived:
+                raise AlreadyExists(
+                    "this request id was used for another session",
+                    metadata={"request_id": record.request_id},
+                ) from error
+            raise
+
+    async def _apply(
+        self,
+        key: Key,
+        build: Callable[[History], Awaitable[Record]],
+        mark: str,
+        expected_revision: int | None,
+    ) -> SessionRow:
+        for attempt in range(_RACES):
+            row = await self._tools.store.load(key)
+            base = await self._tools.histories.at(key, row)
+            record = await build(base)
+            counts = session_records.counts(self._tools.renderer, base.apply(record, ""))
+            try:
+                after = await self._tools.store.apply(
+                    key, mark, record, counts, expected_revision=expected_revision
+                )
+            except RevisionMismatch:
+                if expected_revision is not None or attempt + 1 == _RACES:
+                    raise
+            else:
+                self._tools.histories.committed(key, base, record, after)
+                return after
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _exists(self, key: Key) -> bool:
+        try:
+            await self._tools.store.load(key)
+        except NotFound:
+            return False
+        return True
+
+    def _fitting_counts(self, history: History, limit: int) -> Counts:
+        counts = session_records.counts(self._tools.renderer, history)
+        if counts.context_tokens >= limit and history.config.overflow is Overflow.REJECT:
+            raise too_long(counts.context_tokens, limit)
+        return counts
+
+    def _page_size(self, asked: int) -> int:
+        limits = self._tools.settings.limits
+        return min(asked or limits.default_page, limits.max_page)
+
+
+def _check_revision(current: int, expected: int | None) -> None:
+    metadata = {"current_revision": str(current)}
+    if expected is not None and expected > current:
+        raise DataLoss(
+            "the history is behind the expected revision", reason="HISTORY_REGRESSED", metadata=metadata
+        )
+    if expected is not None and expected != current:
+        raise RevisionMismatch("the session has moved on", metadata=metadata)

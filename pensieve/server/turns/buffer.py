@@ -1,0 +1,149 @@
+"""What a turn has produced so far, once, for any number of streams. Streams hold an index into it, never a copy."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Iterable
+
+from pensieve.core import TokenLogprob
+from pensieve.errors import PensieveError
+from pensieve.server.turns.text import OutputText
+from pensieve.server.values import Accepted, Delta, ProgressView, TurnView
+
+
+class TurnBuffer:
+    """Written by one turn, read by its streams; all on one event loop."""
+
+    def __init__(self) -> None:
+        self.accepted: Accepted | None = None
+        self.output: OutputText | None = None
+        """Set together with ``accepted``."""
+        self.progress = ProgressView()
+        self.progress_count = 0
+        """Grows with each change of ``progress``."""
+        self._outcome: TurnView | PensieveError | None = None
+        self._waiting: dict[asyncio.Future[bool], float] = {}
+        """Who waits for a change, and until when."""
+        self._alarm: asyncio.TimerHandle | None = None
+        """Due no later than the first of these times. One for all waits: a timer per token would be the larger cost."""
+        self._waiting_for_end: set[asyncio.Future[bool]] = set()
+
+    # ---- the turn writes
+
+    def accept(self, accepted: Accepted, output: OutputText) -> None:
+        """The turn runs; ``output`` is read from here on, also while it grows."""
+        self.accepted, self.output = accepted, output
+        self._wake()
+
+    def take(self, tokens: Iterable[int], logprobs: Iterable[TokenLogprob]) -> None:
+        """New output tokens."""
+        assert self.output is not None
+        for token in tokens:
+            self.output.push(token)
+        self.output.logprobs.extend(logprobs)
+        del self.output.logprobs[len(self.output.tokens) :]  # none for tokens behind a stop string
+        self._wake()
+
+    def report(self, progress: ProgressView) -> None:
+        self.progress = progress
+        self.progress_count += 1
+        self._wake()
+
+    def end(self, outcome: TurnView | PensieveError) -> None:
+        """The turn is over. Nothing is written afterwards."""
+        self._outcome = outcome
+        self._wake()
+        for end in self._waiting_for_end:
+            _set(end, True)
+        if self._alarm is not None:
+            self._alarm.cancel()
+
+    # ---- streams read
+
+    @property
+    def ended(self) -> bool:
+        return self._outcome is not None
+
+    @property
+    def ready(self) -> int:
+        """Number of output tokens that may be shown."""
+        return 0 if self.output is None else self.output.ready
+
+    def result(self) -> TurnView:
+        """How the turn ended. Raises the error it ended with."""
+        if isinstance(self._outcome, PensieveError):
+            # A copy for each caller: one exception object raised in many tasks would chain their tracebacks.
+            raise copy.copy(self._outcome)
+        assert self._outcome is not None
+        return self._outcome
+
+    def delta(self, start: int, limit: int | None) -> Delta:
+        """The next delta of a stream that has sent ``start`` tokens; ``start`` < ``ready``."""
+        assert self.output is not None
+        end = self.output.slice(start, limit)
+        return Delta(
+            start,
+            tuple(self.output.tokens[start:end]),
+            "".join(self.output.pieces[start:end]),
+            tuple(self.output.logprobs[start:end]),
+        )
+
+    async def changed(self, timeout_s: float) -> bool:
+        """Wait for the next write; False when none came in time."""
+        loop = asyncio.get_running_loop()
+        change: asyncio.Future[bool] = loop.create_future()
+        deadline = self._waiting[change] = loop.time() + timeout_s
+        if self._alarm is None or self._alarm.when() > deadline:
+            self._set_alarm(deadline)
+        try:
+            return await change
+        finally:
+            self._waiting.pop(change, None)
+
+    async def ends_within(self, timeout_s: float) -> bool:
+        """Wait for the end, whatever is written before; False when it did not come in time."""
+        if self.ended:
+            return True
+        loop = asyncio.get_running_loop()
+        end: asyncio.Future[bool] = loop.create_future()
+        late = loop.call_later(timeout_s, _set, end, False)
+        self._waiting_for_end.add(end)
+        try:
+            return await end
+        finally:
+            late.cancel()
+            self._waiting_for_end.discard(end)
+
+    async def wait_for_end(self) -> None:
+        while not await self.ends_within(3600.0):
+            continue
+
+    async def outcome(self) -> TurnView:
+        """Wait for the end. Raises the error the turn ended with."""
+        await self.wait_for_end()
+        return self.result()
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for change in waiting:
+            _set(change, True)
+
+    def _set_alarm(self, deadline: float) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = asyncio.get_running_loop().call_at(deadline, self._late, deadline)
+
+    def _late(self, deadline: float) -> None:
+        """The alarm's time has come: end the waits that were to last until then, and see who is next."""
+        self._alarm = None
+        for change in [change for change, until in self._waiting.items() if until <= deadline]:
+            del self._waiting[change]
+            _set(change, False)
+        if self._waiting:
+            self._set_alarm(min(self._waiting.values()))
+
+
+def _set(future: asyncio.Future[bool], value: bool) -> None:
+    if not future.done():
+        future.set_result(value)

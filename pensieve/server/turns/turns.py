@@ -1,0 +1,279 @@
+"""All turns of this process: start, re-attach, replay, look up, cancel, drain.
+
+A turn is found by session and request id. The registry holds a run from before its first await until just before its
+outcome is told, so a duplicate that arrives at any time either joins the run or finds the store changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from pensieve.errors import AlreadyExists, Cancelled, NotFound, PensieveError, Unavailable
+from pensieve.server.turns import record as turn_record
+from pensieve.server.turns.run import Order, TurnRun, TurnTools, committed_turn, running_elsewhere
+from pensieve.server.values import OnDisconnect, TurnEnd, TurnSpec, TurnState, TurnView
+from pensieve.store import Key
+
+TurnKey = tuple[Key, str]
+
+
+class _Audience:
+    """Who listens to a run; when the last one leaves, the run's time is counted."""
+
+    def __init__(self, run: TurnRun) -> None:
+        self._run = run
+        self._listeners = 0
+        self._finishes_alone = False
+        self.abandoned = False
+        """The run is being discarded because nobody listened: it is not for new callers."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def join(self, policy: OnDisconnect) -> None:
+        self._listeners += 1
+        self._finishes_alone |= policy is OnDisconnect.FINISH
+        self.stop_timer()
+
+    def leave(self, grace_s: float) -> None:
+        self._listeners -= 1
+        if self._listeners or self._finishes_alone or self._run.buffer.ended:
+            return
+        if grace_s > 0:
+            self._timer = asyncio.get_running_loop().call_later(grace_s, self._abandon)
+        else:
+            self._abandon()
+
+    def stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _abandon(self) -> None:
+        self.abandoned = self._run.give(
+            Order(error=Cancelled("nobody listened to the turn any more", reason="CLIENT_DISCONNECTED"))
+        )
+
+
+_Held = tuple[TurnRun, _Audience]
+
+
+class Turns:
+    """See the module docstring. One event loop."""
+
+    def __init__(self, tools: TurnTools, on_ended: Callable[[TurnEnd], None] | None = None) -> None:
+        """``on_ended`` hears how each turn ended, before any caller does."""
+        self._tools = tools
+        self._on_ended = on_ended
+        self._runs: dict[TurnKey, _Held] = {}
+        self._discarded: OrderedDict[TurnKey, str] = OrderedDict()
+        self._draining = False
+        self._one_ended = asyncio.Event()
+
+    @property
+    def running(self) -> int:
+        """Turns of this process that have not ended."""
+        return len(self._runs)
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    @asynccontextmanager
+    async def attached(
+        self,
+        key: Key,
+        spec: TurnSpec,
+        *,
+        policy: OnDisconnect,
+        attach_only: bool,
+        deadline_s: float | None = None,
+    ) -> AsyncIterator[tuple[TurnRun, bool]]:
+        """The run of this turn, started if need be, and whether it had been started before.
+
+        Leaving without the outcome counts as a disconnect; at or after ``deadline_s`` (seconds from now) without grace.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = None if deadline_s is None else loop.time() + deadline_s
+        (run, audience), joined = await self._find_or_start(key, spec, attach_only)
+        audience.join(policy)
+        try:
+            yield run, joined
+        finally:
+            # The caller's own clock may be a little ahead of its deadline as seen from here.
+            late = deadline is not None and loop.time() >= deadline - 0.1
+            audience.leave(0.0 if late else self._tools.settings.disconnect_grace_s)
+
+    async def get(self, key: Key, request_id: str) -> TurnView:
+        """State and result. Raises NotFound (TURN_NOT_FOUND) for a turn that nobody here has heard of."""
+        held = self._runs.get((key, request_id))
+        if held is not None and held[0].began:
+            return held[0].view
+        committed = await self._committed(key, request_id)
+        if committed is not None:
+            return committed
+        row = await self._tools.store.load(key)
+        if row.running is not None and row.running.request_id == request_id:
+            return TurnView(
+                session_id=key.session_id,
+                request_id=request_id,
+                state=TurnState.RUNNING,
+                base_revision=row.revision,
+            )
+        return self._remembered(key, request_id)
+
+    async def cancel(self, key: Key, request_id: str, *, keep: bool, keep_tokens: int | None) -> TurnView:
+        """Stop a running turn; returns what is in history afterwards.
+
+        A turn that has ended, or is being committed, is answered as it is. Raises Unavailable when it runs elsewhere.
+        """
+        held = self._runs.get((key, request_id))
+        if held is None:
+            view = await self.get(key, request_id)
+            if view.state is TurnState.RUNNING:
+                raise running_elsewhere()
+            return view
+        run = held[0]
+        if keep:
+            order = Order(keep_tokens=keep_tokens)
+        else:
+            order = Order(error=Cancelled("the turn was cancelled and discarded"))
+        run.give(order)
+        try:
+            return await run.buffer.outcome()
+        except Cancelled:
+            return self._remembered(key, request_id)
+
+    async def end_session(self, key: Key, error: PensieveError) -> None:
+        """The session is gone: its turns here end with ``error``. Returns when they have."""
+        runs = [run for (session, _), (run, _) in self._runs.items() if session == key]
+        for run in runs:
+            run.give(Order(error=error))
+        for run in runs:
+            await run.buffer.wait_for_end()
+
+    async def drain(self, deadline_s: float) -> int:
+        """Take no new turns; wait for the running ones, then discard the rest. Returns how many those were.
+
+        Meanwhile running turns can be attached to and committed ones replayed.
+        """
+        self._draining = True
+        loop = asyncio.get_running_loop()
+        until = loop.time() + deadline_s
+        while self._runs and loop.time() < until:
+            await self._wait_for_end(until - loop.time())
+        left = [run for run, _ in self._runs.values()]
+        for run in left:
+            run.give(Order(error=draining()))
+        while self._runs:
+            await self._wait_for_end(1.0)
+        return len(left)
+
+    # ---- parts
+
+    async def _find_or_start(self, key: Key, spec: TurnSpec, attach_only: bool) -> tuple[_Held, bool]:
+        turn = (key, spec.request_id)
+        while (held := self._runs.get(turn)) is not None and held[1].abandoned:
+            # Who comes back too late starts again: the end of the old attempt is not theirs to hear.
+            await held[0].buffer.wait_for_end()
+        if held is None and (attach_only or self._draining):
+            revision = await self._tools.store.find_request(key, spec.request_id)
+            held = self._runs.get(turn)  # somebody may have started it during the look-up
+            if held is None and attach_only:
+                return await self._replay(key, spec, revision), True
+            if held is None and revision is None:
+                raise draining()
+        fingerprint = spec.fingerprint()
+        if held is None:
+            run = TurnRun(self._tools, key, spec, fingerprint, self._retire)
+            held = self._runs[turn] = (run, _Audience(run))
+            run.start()
+            return held, False
+        if not attach_only and held[0].fingerprint != fingerprint:
+            raise AlreadyExists(
+                "this request id was used for another turn", metadata={"request_id": spec.request_id}
+            )
+        return held, True
+
+    async def _replay(self, key: Key, spec: TurnSpec, revision: int | None) -> _Held:
+        """A committed turn, for somebody who may not know its text. Not registered: a real retry must not meet it."""
+        if revision is None:
+            row = await self._tools.store.load(key)
+            if row.running is not None and row.running.request_id == spec.request_id:
+                raise running_elsewhere()
+            raise _unknown()
+        run = TurnRun(self._tools, key, spec, "", self._retire, committed_at=revision)
+        run.start()
+        return run, _Audience(run)
+
+    def _retire(self, run: TurnRun, outcome: TurnView | PensieveError) -> None:
+        turn = (run.key, run.spec.request_id)
+        held = self._runs.get(turn)
+        if held is None or held[0] is not run:
+            return
+        del self._runs[turn]
+        held[1].stop_timer()
+        self._one_ended.set()
+        if not run.began:
+            return
+        discarded = outcome.reason if isinstance(outcome, PensieveError) else ""
+        if discarded:
+            self._discarded[turn] = discarded
+            self._discarded.move_to_end(turn)
+            while len(self._discarded) > self._tools.settings.discarded_turns:
+                self._discarded.popitem(last=False)
+        if self._on_ended is not None:
+            self._on_ended(_end(run, outcome))
+
+    async def _committed(self, key: Key, request_id: str) -> TurnView | None:
+        revision = await self._tools.store.find_request(key, request_id)
+        record = None if revision is None else await committed_turn(self._tools.store, key, revision)
+        return None if record is None else turn_record.committed_view(key, record)
+
+    def _remembered(self, key: Key, request_id: str) -> TurnView:
+        reason = self._discarded.get((key, request_id))
+        if reason is None:
+            raise _unknown()
+        return TurnView(
+            session_id=key.session_id,
+            request_id=request_id,
+            state=TurnState.DISCARDED,
+            discard_reason=reason,
+        )
+
+    async def _wait_for_end(self, timeout_s: float) -> None:
+        self._one_ended.clear()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._one_ended.wait()
+        except TimeoutError:
+            return
+
+
+def _end(run: TurnRun, outcome: TurnView | PensieveError) -> TurnEnd:
+    accepted, output = run.buffer.accepted, run.buffer.output
+    if isinstance(outcome, TurnView):
+        name = outcome.finish_reason.name if outcome.finish_reason is not None else "unknown"
+        usage = outcome.usage
+    else:
+        name, usage = outcome.reason, None
+    return TurnEnd(
+        key=run.key,
+        outcome=name.lower(),
+        committed=usage is not None,
+        context_tokens=accepted.context_tokens if accepted is not None else 0,
+        new_tokens=run.new_tokens,
+        usage=usage or run.generation.usage(len(output.tokens) if output is not None else 0),
+        arrived_at=run.arrived_at,
+        first_token_at=run.generation.first_token_at,
+        ended_at=asyncio.get_running_loop().time(),
+    )
+
+
+def draining() -> Unavailable:
+    return Unavailable("the server is shutting down", reason="DRAINING", retry_after_s=1.0)
+
+
+def _unknown() -> NotFound:
+    return NotFound("no such turn in this session", reason="TURN_NOT_FOUND")

@@ -1,0 +1,242 @@
+"""The ``full`` engine: ``Engine``, ``Scheduler`` and ``CacheManager`` as they serve, step by step, on virtual time."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pensieve.config import SchedulerConfig
+from pensieve.core import Sampling, SessionKey, TokenArray, Usage, pack_tokens
+from pensieve.engine.engine import Engine
+from pensieve.engine.messages import Failed, Finished, Output, Ready, Submit
+from pensieve.engine.plan import PendingStep, Plan, Sampled, StepResult, StepWorker
+from pensieve.engine.scheduler import Scheduler
+from pensieve.simulate.full.cache import StampedCache
+from pensieve.simulate.scenario import policies
+from pensieve.simulate.scenario.load import Life
+from pensieve.simulate.scenario.machine import Machine
+from pensieve.simulate.scenario.settings import Settings
+from pensieve.simulate.scenario.tally import ChunkPrices, Span, Tally
+from pensieve.simulate.scenario.work import work_of
+
+VOCABULARY = 97
+
+
+@dataclass
+class Clock:
+    """Virtual seconds of one replica."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(frozen=True, slots=True)
+class _Computing:
+    """A launched step; waiting for it moves the clock on to its end."""
+
+    clock: Clock
+    ends: float
+    outcome: StepResult
+
+    def result(self) -> StepResult:
+        self.clock.now = max(self.clock.now, self.ends)
+        return self.outcome
+
+
+class CostWorker:
+    """Computes nothing: every token is 0, and each step takes what it would take, after the one before it."""
+
+    def __init__(self, machine: Machine, chunk_tokens: int, clock: Clock) -> None:
+        self._machine = machine
+        self._chunk = chunk_tokens
+        self._clock = clock
+        self._idle_at = 0.0
+
+    def launch(self, plan: Plan) -> PendingStep:
+        """See ``StepWorker.launch``."""
+        self._idle_at = max(self._idle_at, self._clock.now) + self.seconds(plan)
+        sampled = tuple(Sampled(span.request, 0) for span in plan.spans if span.sample is not None)
+        return _Computing(self._clock, self._idle_at, StepResult(sampled))
+
+    def seconds(self, plan: Plan) -> float:
+        """What this step takes."""
+        copy_in = self._machine.copy(len(plan.swap_in) * self._chunk)
+        if not plan.spans:
+            return max(copy_in, self._machine.copy(len(plan.swap_out) * self._chunk))
+        work = work_of(plan)
+        compute = self._machine.step(
+            tokens=work.tokens, rows=work.rows, kv_read=work.kv_read, pairs=work.pairs
+        )
+        return self._machine.with_copy(compute, copy_in)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+MakeWorker = Callable[[Clock], StepWorker]
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    life: Life
+    turn: int = 0
+    history: TokenArray = field(default_factory=lambda: np.empty(0, np.int32))
+    arrived: float = 0.0
+    replica: int = 0
+    context: TokenArray = field(default_factory=lambda: np.empty(0, np.int32))
+    output: list[int] = field(default_factory=list)
+    first_token: float = 0.0
+    last_token: float = 0.0
+    cost: float = 0.0
+
+
+class _Replica:
+    def __init__(self, settings: Settings, policy: str, make_worker: MakeWorker | None) -> None:
+        self.clock = Clock()
+        size = settings.cache.chunk_tokens
+        self.cache = StampedCache(settings.cache, settings.cost, policy)
+        config = SchedulerConfig(
+            context_limit=settings.context_limit,
+            max_batch_tokens=settings.max_batch_tokens,
+            max_running=settings.max_running,
+            max_queued=1 << 40,
+        )
+        self.scheduler = Scheduler(config, self.cache)
+        chunks = settings.cache
+        ready = Ready(
+            self.scheduler.context_limit, VOCABULARY, "simulated", "none", chunks.device_chunks * size,
+            chunks.host_chunks * size, size,
+        )  # fmt: skip
+        worker = make_worker(self.clock) if make_worker else CostWorker(settings.machine, size, self.clock)
+        self.engine = Engine(
+            self.scheduler, worker, ready, self.clock, overlapped=settings.machine.overlapped
+        )
+        self.turns: dict[int, _Turn] = {}
+        self.stalled = 0
+        """Steps in a row in which nothing happened."""
+
+
+class FullSimulation:
+    """One policy over one load. ``make_worker``: another worker, which has to move the clock itself."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        policy: str,
+        progress: Callable[[int], None] | None = None,
+        make_worker: MakeWorker | None = None,
+        window: Span | None = None,
+        zero_s: float = 0.0,
+    ) -> None:
+        self._settings = settings
+        self._prices = ChunkPrices(settings.cost)
+        self._progress = progress
+        self.tally = Tally(window, zero_s)
+        self._replicas = [_Replica(settings, policy, make_worker) for _ in range(settings.replicas)]
+        self._arrivals: list[tuple[float, int, _Turn]] = []
+        self._tickets = 0
+        self._lost = False
+
+    def run(self, lives: Iterable[Life]) -> Tally:
+        """Simulate until the last answer has ended."""
+        source = iter(lives)
+        upcoming = next(source, None)
+        while True:
+            if upcoming is not None and (not self._arrivals or upcoming.start <= self._arrivals[0][0]):
+                self._later(_Turn(upcoming), upcoming.start)
+                upcoming = next(source, None)
+                continue
+            at = self._arrivals[0][0] if self._arrivals else float("inf")
+            live = self._replicas[1:] if self._lost else self._replicas
+            busy = [replica for replica in live if replica.engine.has_work]
+            first = min(busy, key=lambda replica: replica.clock.now, default=None)
+            now = min(at, first.clock.now if first else float("inf"))
+            loss = self._settings.lose_replica_at
+            if loss is not None and not self._lost and loss <= now:
+                self._lose(loss)
+            elif first is not None and first.clock.now <= at:
+                self._step(first)
+            elif self._arrivals:
+                self._submit(heapq.heappop(self._arrivals)[2], at)
+            else:
+                return self.tally
+
+    def _later(self, turn: _Turn, at: float) -> None:
+        self._tickets += 1
+        turn.arrived = at
+        heapq.heappush(self._arrivals, (at + self._settings.machine.turn_s, self._tickets, turn))
+
+    def _submit(self, turn: _Turn, now: float) -> None:
+        turn.replica = self._settings.route(turn.life.number, turn.turn, lost=self._lost)
+        replica = self._replicas[turn.replica]
+        if not replica.engine.has_work:
+            replica.clock.now = max(replica.clock.now, now)
+        new, output = turn.life.turns[turn.turn]
+        rng = np.random.default_rng([self._settings.seed, turn.life.number, turn.turn])
+        turn.context = np.concatenate([turn.history, rng.integers(0, VOCABULARY, new, dtype=np.int32)])
+        turn.output, turn.first_token = [], 0.0
+        self._tickets += 1
+        key = SessionKey(str(turn.life.number))
+        replica.turns[self._tickets] = turn
+        replica.cache.expect(key, turn.turn + 1, functools.partial(turn.life.due, turn.turn + 1))
+        sampling = Sampling(max_output_tokens=output, ignore_eos=True)
+        replica.engine.handle(Submit(self._tickets, key, pack_tokens(turn.context), new, sampling))
+
+    def _step(self, replica: _Replica) -> None:
+        before = replica.clock.now
+        events = replica.engine.step()
+        now = replica.clock.now
+        for request in replica.scheduler.admitted:
+            self._admitted(replica, replica.turns[request.key], request.session)
+        for event in events:
+            match event:
+                case Output(key, tokens, _):
+                    turn = replica.turns[key]
+                    self._tokens(turn, tokens, now)
+                case Finished(key, _, usage):
+                    self._ended(replica.turns.pop(key), usage, now)
+                case Failed(key, reason, message):
+                    raise RuntimeError(f"turn {key} failed: {reason}: {message}")
+        replica.stalled = 0 if events or now > before else replica.stalled + 1
+        if replica.stalled > 1 and replica.scheduler.has_requests:  # one such step only fills the pipeline
+            raise RuntimeError(f"nothing can be done for {len(replica.turns)} turns")
+
+    def _tokens(self, turn: _Turn, tokens: tuple[int, ...], now: float) -> None:
+        """Output: a piece of n tokens counts as n gaps of an n-th."""
+        if turn.output:
+            self.tally.gap((now - turn.last_token) / len(tokens), len(tokens), now)
+        turn.first_token, turn.last_token = turn.first_token or now, now
+        turn.output.extend(tokens)
+
+    def _admitted(self, replica: _Replica, turn: _Turn, session: SessionKey) -> None:
+        history = len(turn.history)
+        restore = replica.cache.restores.pop(session)
+        turn.cost = self._prices.of(restore.missing, history) if restore.recomputed else 0.0
+        if isinstance(replica.cache.policy, policies.Arc):
+            replica.cache.policy.returned(turn.turn, history, restore.recomputed)
+
+    def _ended(self, turn: _Turn, usage: Usage, now: float) -> None:
+        ttft = turn.first_token - turn.arrived
+        self.tally.add(turn.turn, usage, len(turn.context), turn.cost, ttft, now - turn.first_token, now)
+        if self._progress is not None:
+            self._progress(self.tally.sessions)
+        turn.history = np.concatenate([turn.context, np.array(turn.output, np.int32)])
+        turn.turn += 1
+        if turn.turn < len(turn.life.turns):
+            self._later(turn, turn.life.due(turn.turn, now))
+        else:
+            self.tally.open(turn.life.start, now)
+
+    def _lose(self, now: float) -> None:
+        self._lost = True
+        replica = self._replicas[0]
+        turns, replica.turns = list(replica.turns.values()), {}
+        self.tally.repeated_turns = len(replica.scheduler.running)
+        for turn in turns:
+            self._submit(turn, now)

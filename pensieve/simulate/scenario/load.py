@@ -1,0 +1,162 @@
+"""Which sessions come when: a trace as it is, or any number of sessions drawn from it. Streamed, never held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pensieve.replay.load.run_in import run_in
+from pensieve.replay.load.schedule import Arrivals, Gaps, Script, scripts
+from pensieve.replay.load.workload import Conversation
+
+NEVER = 1e15
+"""A time that does not come; finite, so that differences of it stay numbers."""
+_BLOCK = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One session: when it starts, its turns, and when each turn comes."""
+
+    number: int
+    start: float
+    turns: tuple[tuple[int, int], ...]
+    """(input, output) tokens."""
+    waits: tuple[float, ...]
+    """Seconds from the answer before, for each turn."""
+    earliest: tuple[float, ...] = ()
+    """Seconds after ``start`` that a turn does not come before; empty: there are none."""
+
+    def due(self, turn: int, now: float) -> float:
+        """When ``turn`` comes if the answer before it ended ``now``; ``NEVER`` after the last."""
+        if turn >= len(self.turns):
+            return NEVER
+        at = now + self.waits[turn]
+        return max(at, self.start + self.earliest[turn]) if self.earliest else at
+
+
+@dataclass(frozen=True, slots=True)
+class InProgress:
+    """A load that begins in the middle: the very turns that ``pensieve replay --run-in`` plays, at the same times."""
+
+    lives: tuple[Life, ...]
+    """What was said before the start is one turn, the first one of its session."""
+    zero_s: float
+    """The replay's time 0. Before it histories are computed, one after the other."""
+    run_in_s: float
+
+    @classmethod
+    def of(cls, conversations: Sequence[Conversation], arrivals: Arrivals, token_s: float) -> InProgress:
+        """``token_s``: seconds that a token of history takes. Raises ValueError when all conversations are over."""
+        found = run_in(scripts(conversations, arrivals), arrivals.run_in_s)
+        if all(script.over for script in found):
+            raise ValueError("all sessions have ended before the start: ask for more of them")
+        before = sorted((script for script in found if script.beforehand), key=lambda script: script.due[0].at_s)
+        starts = np.cumsum([0.0, *(token_s * script.conversation.turns[0].input_tokens for script in before)])
+        zero = float(starts[-1])
+        lives = [_scripted(script, float(start), zero) for script, start in zip(before, starts, strict=False)]
+        lives += [_scripted(script, zero + script.begins_s, zero) for script in found if not script.beforehand]
+        return cls(tuple(sorted(lives, key=lambda life: life.start)), zero, arrivals.run_in_s)
+
+
+def _scripted(script: Script, start: float, zero: float) -> Life:
+    """A script's session. ``start``: of its first turn here; ``zero``: time 0 of the script."""
+    turns = tuple((turn.input_tokens, turn.output_tokens) for turn in script.conversation.turns)
+    earliest = tuple(zero + due.at_s - start for due in script.due)
+    return Life(script.number, start, turns, tuple(due.after_answer_s for due in script.due), earliest)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How sessions come. Iterating gives them in order of their start; the same ``seed`` gives the same ones."""
+
+    conversations: Sequence[Conversation]
+    sessions: int | None = None
+    """Draw so many with replacement; None: each conversation once."""
+    rate: float | None = None
+    """Turns per second offered on average, as a Poisson process of session starts; None: as recorded."""
+    think_time_s: float | None = None
+    """Mean of exponential pauses; None: the recorded gaps."""
+    seed: int = 0
+    think_gaps: Gaps | None = None
+    """Pauses are drawn from these, from the end of an answer on."""
+    in_progress: InProgress | None = None
+    """What comes, if it has begun before; the other fields then say what it was drawn from."""
+
+    def __post_init__(self) -> None:
+        recorded = all(turn.timestamp_s is not None for talk in self.conversations for turn in talk.turns)
+        if not self.conversations:
+            raise ValueError("no session to simulate")
+        pauses = self.think_time_s is not None or self.think_gaps is not None
+        if not recorded and (self.rate is None or not pauses):
+            raise ValueError("the trace has no timestamps: a rate and a think time are needed")
+        if self.think_time_s is not None and self.think_gaps is not None:
+            raise ValueError("a think time and gaps to draw it from are one too many")
+
+    @property
+    def total(self) -> int:
+        if self.in_progress is not None:
+            return len(self.in_progress.lives)
+        return len(self.conversations) if self.sessions is None else self.sessions
+
+    @property
+    def zero_s(self) -> float:
+        """When the time begins that windows count from."""
+        return 0.0 if self.in_progress is None else self.in_progress.zero_s
+
+    @property
+    def starts_per_s(self) -> float:
+        """Mean rate of session starts."""
+        if self.rate is not None:
+            return self.rate * len(self.conversations) / sum(len(talk.turns) for talk in self.conversations)
+        firsts = [talk.turns[0].timestamp_s or 0.0 for talk in self.conversations]
+        return len(firsts) / max(max(firsts) - min(firsts), 1e-9)
+
+    def __iter__(self) -> Iterator[Life]:
+        if self.in_progress is not None:
+            yield from self.in_progress.lives
+            return
+        if self.sessions is None and self.rate is None:
+            yield from self._as_recorded()
+            return
+        now = 0.0
+        for first in range(0, self.total, _BLOCK):
+            rng = np.random.default_rng([self.seed, first])
+            count = min(_BLOCK, self.total - first)
+            gaps = rng.exponential(1.0 / self.starts_per_s, count).tolist()
+            numbers = range(first, first + count)
+            drawn = numbers if self.sessions is None else rng.integers(0, len(self.conversations), count).tolist()
+            for number, which, gap in zip(numbers, drawn, gaps, strict=True):
+                now += gap
+                yield self._life(number, now, self.conversations[which], rng)
+
+    def _as_recorded(self) -> Iterator[Life]:
+        origin = min(talk.turns[0].timestamp_s or 0.0 for talk in self.conversations)
+        ordered = sorted(self.conversations, key=lambda talk: talk.turns[0].timestamp_s or 0.0)
+        rng = np.random.default_rng([self.seed, 0])
+        for number, talk in enumerate(ordered):
+            yield self._life(number, (talk.turns[0].timestamp_s or 0.0) - origin, talk, rng)
+
+    def _life(self, number: int, start: float, talk: Conversation, rng: np.random.Generator) -> Life:
+        turns = tuple((turn.input_tokens, turn.output_tokens) for turn in talk.turns)
+        if self.think_gaps is not None:
+            drawn = rng.choice(np.array(self.think_gaps.seconds), len(turns))
+            return Life(number, start, turns, tuple(drawn.tolist()))
+        if self.think_time_s is not None:
+            waits = tuple(rng.exponential(self.think_time_s, len(turns)).tolist())
+            return Life(number, start, turns, waits)
+        first = talk.turns[0].timestamp_s or 0.0
+        earliest = tuple((turn.timestamp_s or 0.0) - first for turn in talk.turns)
+        return Life(number, start, turns, (0.0,) * len(turns), earliest)
+
+
+def in_the_middle(load: Load, run_in_s: float, token_s: float) -> Load:
+    """The same load, as if it had been going on for ``run_in_s``; see ``InProgress``. Raises ValueError."""
+    if load.rate is None:
+        raise ValueError("only a load with a rate can have begun before")
+    arrivals = Arrivals(
+        load.rate, load.think_time_s or 0.0, seed=load.seed, think_gaps=load.think_gaps, run_in_s=run_in_s
+    )
+    return replace(load, in_progress=InProgress.of(load.conversations, arrivals, token_s))

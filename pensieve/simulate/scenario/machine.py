@@ -1,0 +1,92 @@
+"""What a step costs on the machine that is simulated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from pensieve.engine.cost.model import CostModel
+
+
+class MachineError(ValueError):
+    """A machine description that cannot be used; the message says why."""
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One replica. Seconds of one step that computes q tokens for b requests::
+
+        max(weights_s, q * token_s) + kv_tokens_read * kv_s + pairs * pair_s + b * row_s + fixed_s
+
+    where a decode row reads its whole context, and a span of several tokens makes (query, key) pairs instead. Copies
+    from the host run beside that, layer by layer, so a step with copies takes the longer of the two plus one layer of
+    the shorter.
+
+    The defaults are a 13B model with 10 KV heads in bfloat16 on one H200, fitted to bench/results/engine_13b_h200.md:
+    ``weights_s`` is the floor of a decode step at batch 1 there; ``kv_s`` the slope over batch x context; ``token_s``
+    and ``pair_s`` the least-squares line through prefills of 512 to 8192 tokens; the rest what remains. The formula
+    meets the decode table (batch 1 to 256, context 1024 and 4096) and the prefill table within 9 %.
+    """
+
+    name: str = "llama-2-13b-gqa10 on H200"
+    kv_bytes: int = 204_800
+    """Bytes of one KV-token, all layers."""
+    layers: int = 40
+    """1: nothing is computed while copies run, as on a CPU."""
+    weights_s: float = 5.31e-3
+    token_s: float = 3.557e-5
+    kv_s: float = 4.56e-8
+    pair_s: float = 1.11e-9
+    row_s: float = 5e-6
+    fixed_s: float = 1.5e-3
+    swap_bytes_per_s: float = 50e9
+    """Each way; both ways at once do not slow each other (bench/results/ops_swap_h200.md)."""
+    overlapped: bool = True
+    """A step is planned and launched while the one before it runs: ``serve --overlapped``, on a GPU."""
+
+    turn_s: float = 0.0
+    """What a server adds to each first token outside of its engine: the wire, the store, the tokenizer."""
+    mean_error: float | None = None
+    """Of the formula, relative, over the steps that it was fitted to by ``pensieve profile --machine``."""
+    worst_error: float | None = None
+
+    def __post_init__(self) -> None:
+        numbers = (self.weights_s, self.kv_s, self.pair_s, self.row_s, self.fixed_s, self.turn_s)
+        if min(numbers) < 0 or self.token_s <= 0 or self.kv_bytes < 1 or self.layers < 1 or self.swap_bytes_per_s <= 0:
+            raise MachineError(f"impossible machine: {self}")
+
+    def step(self, *, tokens: float, rows: float, kv_read: float, pairs: float) -> float:
+        """Seconds of one step without copies."""
+        matrices = max(self.weights_s, tokens * self.token_s)
+        return matrices + kv_read * self.kv_s + pairs * self.pair_s + rows * self.row_s + self.fixed_s
+
+    def copy(self, tokens: int) -> float:
+        """Seconds to bring so many KV-tokens from the host."""
+        return tokens * self.kv_bytes / self.swap_bytes_per_s
+
+    def with_copy(self, compute: float, copy: float) -> float:
+        """A step whose layers wait for their copies one by one."""
+        return max(compute, copy) + min(compute, copy) / self.layers
+
+    def cost(self, chunk_tokens: int, context_limit: int) -> CostModel:
+        """``Cost(l)`` as this machine has it, for retention values and for what recomputation costs, in seconds."""
+        top = max(context_limit, chunk_tokens)
+        return CostModel(
+            ((0, 0.0), (top, self.pair_s * chunk_tokens * top)), self.token_s * chunk_tokens, chunk_tokens
+        )
+
+    def with_profile(self, cost: CostModel) -> Machine:
+        """This machine with the compute rates of a cost profile; a profile says nothing about bandwidths."""
+        top = cost.attention[-1][0]
+        per_pair = float(cost.attention_cost(top)) / (cost.chunk_tokens * top)
+        return msgspec.structs.replace(
+            self, name="cost profile", token_s=cost.other / cost.chunk_tokens, pair_s=per_pair
+        )
+
+    @classmethod
+    def from_json(cls, path: Path) -> Machine:
+        """Fields by name; those left out have their defaults. Raises MachineError."""
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except (OSError, msgspec.DecodeError, MachineError) as error:
+            raise MachineError(f"{path}: {error}") from error

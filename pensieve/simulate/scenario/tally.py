@@ -1,0 +1,267 @@
+"""Sums over turns, in memory that does not grow with their number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pensieve.core import Usage
+from pensieve.engine.cost.model import CostModel
+from pensieve.replay.measure.activity import TTFT_LIMIT_S, largest_within_limit
+from pensieve.replay.measure.report import SOURCES
+from pensieve.replay.measure.windows import BINS, has_trend
+
+_STEP = math.log(1.01)
+_LEAST = 1e-5
+_TURNS_SHOWN = 20
+Span = tuple[float, float]
+
+
+@dataclass(slots=True)
+class Times:
+    """Mean and percentiles of durations; a percentile is right to 1 %."""
+
+    count: int = 0
+    total: float = 0.0
+    most: float = 0.0
+    bins: dict[int, int] = field(default_factory=dict)
+
+    def add(self, seconds: float, count: int = 1) -> None:
+        self.count += count
+        self.total += count * seconds
+        if seconds > self.most:
+            self.most = seconds
+        bin_ = int(math.log(seconds / _LEAST) / _STEP) if seconds > _LEAST else 0
+        self.bins[bin_] = self.bins.get(bin_, 0) + count
+
+    def percentile(self, share: float) -> float | None:
+        left = share * self.count
+        for bin_ in sorted(self.bins):
+            left -= self.bins[bin_]
+            if left <= 0:
+                return min(_LEAST * math.exp((bin_ + 0.5) * _STEP), self.most)
+        return None
+
+    def quantiles(self) -> list[float] | None:
+        """At 0, 1, … 100 %; None of nothing."""
+        found = [self.percentile(share / 100) for share in range(101)]
+        return None if found[-1] is None else [value for value in found if value is not None]
+
+    def merge(self, other: Times) -> None:
+        """Add what another one has."""
+        self.count, self.total = self.count + other.count, self.total + other.total
+        self.most = max(self.most, other.most)
+        for bin_, count in other.bins.items():
+            self.bins[bin_] = self.bins.get(bin_, 0) + count
+
+    def statistic(self) -> dict[str, float | int | None]:
+        mean = self.total / self.count if self.count else None
+        shares = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
+        percentiles = {name: self.percentile(share) for name, share in shares.items()}
+        return {"count": self.count, "mean": mean, **percentiles, "max": self.most if self.count else None}
+
+
+class ChunkPrices:
+    """What it costs to recompute ranges of a context."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self._size = cost.chunk_tokens
+        self._upto = [0.0]
+
+    def upto(self, tokens: int) -> float:
+        """Seconds to compute the first so many tokens of a context; a part of a chunk costs its share."""
+        whole, rest = divmod(tokens, self._size)
+        while len(self._upto) < whole + 2:
+            costs = self._cost.chunk_costs(2 * len(self._upto) + 64).tolist()
+            for cost in costs[len(self._upto) - 1 :]:
+                self._upto.append(self._upto[-1] + cost)
+        low = self._upto[whole]
+        return low + (self._upto[whole + 1] - low) * rest / self._size if rest else low
+
+    def of(self, missing: tuple[tuple[int, int], ...], history: int) -> float:
+        """Seconds to recompute what is missing of a history."""
+        return sum(self.upto(min(end, history)) - self.upto(start) for start, end in missing if start < history)
+
+
+@dataclass(slots=True)
+class _Row:
+    """Turns of one number."""
+
+    turns: int = 0
+    sources: list[int] = field(default_factory=lambda: [0] * len(SOURCES))
+    output: int = 0
+    ttft: Times = field(default_factory=Times)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one policy's simulation came to: of the turns that ended in a window, or of all."""
+
+    window: Span | None = None
+    """From its start up to its end, in virtual seconds from ``zero_s`` on."""
+    zero_s: float = 0.0
+    """All times here count from this one."""
+    sessions: int = 0
+    """Begun, in the window or not."""
+    turns_outside: int = 0
+    recomputed_cost_s: float = 0.0
+    violations: int = 0
+    """Receipts that do not add up, in the window or not."""
+    repeated_turns: int = 0
+    """Begun again elsewhere because their replica was lost."""
+    rows: list[_Row] = field(default_factory=list)
+    """By turn number, the last row for all later ones."""
+    latency: Times = field(default_factory=Times)
+    normalised: Times = field(default_factory=Times)
+    gaps: Times = field(default_factory=Times)
+    """Between a token and the next one of the same answer."""
+    answering_s: float = 0.0
+    """From first tokens to the ends of answers."""
+    open_s: float = 0.0
+    """Time that sessions were open, pauses included, of all together."""
+    flight_s: list[float] = field(default_factory=lambda: [0.0] * BINS)
+    """The same of turns, in each part of the window."""
+    ended: float = 0.0
+
+    def add(
+        self, turn: int, usage: Usage, expected_context: int, cost: float, ttft: float, answering: float, now: float
+    ) -> None:
+        """One completed turn, ended ``now``; ``answering``: seconds since its first token."""
+        values = (usage.gpu_cached_tokens, usage.swapped_in_tokens, usage.recomputed_tokens, usage.new_tokens)
+        now -= self.zero_s
+        self.sessions += turn == 0
+        self.violations += not usage.reconciles or usage.context_tokens != expected_context or min(values) < 0
+        self.ended = max(self.ended, now)
+        if self.window is not None:
+            self._in_flight(now - ttft - answering, now)
+            if not self.window[0] <= now < self.window[1]:
+                self.turns_outside += 1
+                return
+        self.recomputed_cost_s += cost
+        self.answering_s += answering
+        self.latency.add(ttft + answering)
+        self.normalised.add((ttft + answering) / usage.output_tokens)
+        number = min(turn, _TURNS_SHOWN - 1)
+        while len(self.rows) <= number:
+            self.rows.append(_Row())
+        row = self.rows[number]
+        row.turns += 1
+        row.output += usage.output_tokens
+        row.ttft.add(ttft)
+        for place, tokens in enumerate(values):
+            row.sources[place] += tokens
+
+    def gap(self, seconds: float, count: int, now: float) -> None:
+        """So many tokens came ``now`` or until now, each so long after the one before it."""
+        if count and (self.window is None or self.window[0] <= now - self.zero_s < self.window[1]):
+            self.gaps.add(seconds, count)
+
+    def open(self, start: float, end: float) -> None:
+        """A session was open from its first turn's arrival to its last answer's end."""
+        start, end = start - self.zero_s, end - self.zero_s
+        low, high = self.window or (0.0, end)
+        self.open_s += max(0.0, min(end, high) - max(start, low))
+
+    def _in_flight(self, start: float, end: float) -> None:
+        assert self.window is not None
+        low, high = self.window
+        width = (high - low) / BINS
+        first, last = (int((min(max(at, low), high) - low) / width) for at in (start, end))
+        for part in range(first, min(last, BINS - 1) + 1):
+            begins = low + part * width
+            self.flight_s[part] += max(0.0, min(end, begins + width) - max(start, begins))
+
+    @property
+    def cold(self) -> Times:
+        """To the first tokens of first turns."""
+        return _merged(self.rows[:1])
+
+    @property
+    def warm(self) -> Times:
+        """To the first tokens of later turns."""
+        return _merged(self.rows[1:])
+
+    @property
+    def turns(self) -> int:
+        return sum(row.turns for row in self.rows)
+
+    @property
+    def output(self) -> int:
+        return sum(row.output for row in self.rows)
+
+    @property
+    def sources(self) -> dict[str, int]:
+        """Context tokens by where they came from."""
+        return {name: sum(row.sources[place] for row in self.rows) for place, name in enumerate(SOURCES)}
+
+    @property
+    def context(self) -> int:
+        return sum(self.sources.values())
+
+    def summary(self) -> dict[str, Any]:
+        """The numbers, named as ``pensieve replay`` names them where it has the same."""
+        start, end = self.window or (0.0, self.ended)
+        seconds, sources = end - start, self.sources
+        history = self.context - sources["new"]
+        found = sources["gpu_cached"] + sources["swapped_in"]
+        kinds = {"cold": self.cold, "warm": self.warm}
+        ttft = _merged(self.rows).percentile(0.95)
+        active = self.open_s / seconds if seconds else 0.0
+        bins = [{"start_s": start, "end_s": end, "turns": self.turns, "active": active, "ttft_p95_s": ttft}]
+        return {
+            "duration_s": seconds,
+            "turns": {"completed": self.turns, "failed": 0, "skipped": 0},
+            "sessions": self.sessions,
+            "virtual_s": self.ended,
+            "turns_per_s": self.turns / seconds if seconds else None,
+            "output_tokens_per_s": self.output / seconds if seconds else None,
+            "normalised_latency_s": self.normalised.statistic(),
+            "latency_s": self.latency.statistic(),
+            "ttft_s": {kind: times.statistic() for kind, times in kinds.items()},
+            "ttft_quantiles_s": {kind: times.quantiles() for kind, times in kinds.items()},
+            "inter_token_s": self.gaps.statistic(),
+            "answering_s": self.answering_s,
+            "tokens": {"context": self.context, **sources, "output": self.output},
+            "hit_rate": found / history if history else None,
+            "device_hit_rate": sources["gpu_cached"] / history if history else None,
+            "recomputed_cost_s": self.recomputed_cost_s,
+            "repeated_turns": self.repeated_turns,
+            "receipts": {"checked": self.turns + self.turns_outside, "violations": self.violations, "examples": []},
+            "by_turn": [_by_turn(number, row) for number, row in enumerate(self.rows)],
+            "active_sessions": {
+                "mean": active, "limit_s": TTFT_LIMIT_S, "ttft_p95_s": ttft, **largest_within_limit(bins), "bins": bins,
+            },
+            "window": self._window(),
+            **({"running_turns": {"mean": sum(self.flight_s) / seconds}} if self.window else {}),
+        }  # fmt: skip
+
+    def _window(self) -> dict[str, Any]:
+        start, end = self.window or (0.0, self.ended)
+        steady = None
+        if self.window is not None:
+            steady = not has_trend(np.array(self.flight_s) * BINS / (end - start))
+        return {
+            "rule": "given" if self.window else "whole", "start_s": start, "end_s": end, "run_s": self.ended,
+            "steady": steady, "turns_outside": self.turns_outside, "failed_outside": 0, "cut_short": 0,
+        }  # fmt: skip
+
+
+def _merged(rows: Sequence[_Row]) -> Times:
+    """Times to first tokens."""
+    all_ = Times()
+    for row in rows:
+        all_.merge(row.ttft)
+    return all_
+
+
+def _by_turn(number: int, row: _Row) -> dict[str, Any]:
+    tokens = dict(zip(SOURCES, row.sources, strict=True))
+    return {
+        "turn": number, "turns": row.turns, "ttft_s": row.ttft.statistic(),
+        "tokens": {"context": sum(row.sources), **tokens, "output": row.output},
+    }  # fmt: skip

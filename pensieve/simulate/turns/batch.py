@@ -1,0 +1,347 @@
+"""One replica of the ``turns`` engine: the rules of ``Scheduler`` over whole runs of steps.
+
+Steps that only generate differ in nothing but positions: every context grows by a token, some need another chunk. So
+what lies between two changes of the batch is one event, however many steps it has: their time is an arithmetic series,
+and the chunks they take follow from how many contexts stand at which place in their last chunk.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from pensieve.engine.cache.restore import Range, Restore
+from pensieve.engine.scheduler import SWAP_OUT_QUANTUM
+from pensieve.simulate.scenario.load import Life
+from pensieve.simulate.scenario.policies import Stamp
+from pensieve.simulate.scenario.settings import Settings
+from pensieve.simulate.turns.cache import TurnCache
+from pensieve.simulate.turns.series import Series
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """A session with a turn that is due, waits or runs. ``Batch`` writes what is below ``replica``."""
+
+    life: Life
+    index: int = 0
+    history: int = 0
+    arrived: float = 0.0
+    left: float = 0.0
+    """When the turn before ended."""
+    replica: int = 0
+    ticket: int = 0
+    visible: int = 0
+    """First step whose plan can know of it."""
+    restore: Restore | None = None
+    """Of its first admission: what a suspension costs later is not part of its receipt."""
+    missing: deque[Range] = field(default_factory=deque)
+    computed: int = 0
+    """Tokens in the cache when its generation last began or began anew."""
+    begun: int = 0
+    """Step of that."""
+    ends: int = 0
+    """Steps that are over when it leaves; 0: it does not generate."""
+    made: int = 0
+    """Tokens of its answer when it was last suspended."""
+    last_token: float = 0.0
+    """When the last of those came."""
+    first_token: float = 0.0
+
+    @property
+    def prompt(self) -> int:
+        """Context without the answer."""
+        return self.history + self.life.turns[self.index][0]
+
+    @property
+    def output(self) -> int:
+        return self.life.turns[self.index][1]
+
+
+_MANY: Final = 1 << 60
+Ended = tuple[Turn, float]
+"""A turn and when its last token was out. Its chunks are released a step later, when that token is cached too."""
+OnGap = Callable[[float, int, float], None]
+"""Told of (seconds, count, now): so many tokens each came so long after the one before it in its answer."""
+
+
+class Batch:
+    """Queue, running set and clock of one replica. ``stamp``: see ``policies``."""
+
+    def __init__(self, settings: Settings, cache: TurnCache, stamp: Stamp, on_gap: OnGap) -> None:
+        self.cache = cache
+        self._stamp = stamp
+        self._on_gap = on_gap
+        self.now = 0.0
+        """Start of the next step."""
+        self.suspensions = 0
+        self._machine = settings.machine
+        self._max_tokens = settings.max_batch_tokens
+        self._max_running = settings.max_running
+        self._lag = int(settings.machine.overlapped)
+        self._size = settings.cache.chunk_tokens
+        self._step = 0
+        """Steps that are over."""
+        self._latest = 0.0
+        """Seconds of the last of them."""
+        self._waiting: list[tuple[int, Turn]] = []
+        """By ticket."""
+        self._running: dict[int, Turn] = {}
+        """By ticket."""
+        self._restoring: list[Turn] = []
+        """Running turns whose context is not complete, in order of arrival."""
+        self._ends: list[tuple[int, int, Turn]] = []
+        """(steps over by then, ticket, turn) of each generation; of suspended ones too, until they come up."""
+        self._generating = 0
+        self._kv = 0
+        """Contexts that the generations read in the next step."""
+        self._growth = [0] * self._size
+        """How many generations take a chunk in the steps that are so many modulo the size of one."""
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def submit(self, turn: Turn, ticket: int, now: float) -> None:
+        """Queue a turn that arrives now, during the latest step or after it."""
+        if self.has_work:
+            turn.visible = self._step + self._lag
+        else:
+            self.now, turn.visible = max(self.now, now), self._step
+        turn.ticket = ticket
+        heapq.heappush(self._waiting, (ticket, turn))
+
+    def run(self, until: float) -> list[Ended]:
+        """The next step, and those after it that are alike, not beyond the first one that ends after ``until``."""
+        gone = self._make_room()
+        if grown := self._growth[self._step % self._size]:
+            self.cache.grow(grown, self.now)
+        budget = self._max_tokens - self._generating
+        work = self._prefill(budget)
+        budget -= sum(end - start for _, ranges in work for start, end in ranges)
+        self._admit(work, budget)
+        begin, rows = self.now, self._generating
+        steps: tuple[Series, int] | None = None
+        if work or self._restoring:
+            steps = self._mixed_step(work)
+        elif rows:
+            steps = self._decode_steps(until)
+        left = self._leave()
+        if steps is not None:
+            self._tell_gaps(begin, rows, *steps, len(left))
+        gone += left
+        if not self.has_work:
+            self.cache.save_ahead(self.now, self.cache.config.device_chunks)
+            self.cache.complete()
+        return gone
+
+    def clear(self) -> tuple[list[Turn], int]:
+        """The replica is lost: its turns in order of arrival, to begin anew, and how many of them were running."""
+        running = len(self._running)
+        turns = [*self._running.values(), *(turn for _, turn in self._waiting)]
+        for turn in turns:
+            turn.restore, turn.made, turn.ends, turn.first_token = None, 0, 0, 0.0
+            turn.missing.clear()
+        for state in (self._waiting, self._running, self._restoring, self._ends):
+            state.clear()
+        self._generating = self._kv = 0
+        self._growth = [0] * self._size
+        self.cache.clear()
+        return sorted(turns, key=lambda turn: turn.ticket), running
+
+    # -- the plan ----------------------------------------------------------------------------------------------------
+
+    def _make_room(self) -> list[Ended]:
+        """Slots for the tokens of the next step: while there are too few, the youngest gives way."""
+        gone: list[Ended] = []
+        while self._growth[self._step % self._size] > self.cache.unpinned:
+            youngest = self._running[max(self._running)]
+            cached, made = youngest.computed, youngest.made
+            if youngest.ends:
+                self._stop_generating(youngest)
+                cached += self._step - youngest.begun
+                made += 1 + self._step - youngest.begun
+            else:
+                self._restoring.remove(youngest)
+            self._release(youngest, cached)
+            if made >= youngest.output:
+                gone.append((youngest, self.now))
+            else:
+                self._suspend(youngest, made)
+        return gone
+
+    def _suspend(self, turn: Turn, made: int) -> None:
+        """Back to the head of the queue; what it has computed stays in the cache."""
+        self.suspensions += 1
+        self.cache.suspended(turn.life.number, self.now)
+        turn.missing.clear()
+        turn.made, turn.last_token = made, self.now
+        heapq.heappush(self._waiting, (turn.ticket, turn))
+
+    def _release(self, turn: Turn, cached: int) -> None:
+        """Out of the running set; the cache has ``cached`` tokens of it, less what is missing."""
+        del self._running[turn.ticket]
+        turns = turn.index + 1
+        stamp = self._stamp(self.now, turn.life.due(turns, self.now), turns)
+        self.cache.release(turn.life.number, cached, stamp, turn.missing)
+
+    def _prefill(self, budget: int) -> list[tuple[Turn, list[Range]]]:
+        work: list[tuple[Turn, list[Range]]] = []
+        for turn in self._restoring:
+            if budget <= 0:
+                break
+            ranges = _take(turn.missing, budget)
+            budget -= sum(end - start for start, end in ranges)
+            work.append((turn, ranges))
+        return work
+
+    def _admit(self, work: list[tuple[Turn, list[Range]]], budget: int) -> None:
+        """First come, first served; nobody overtakes the head of the queue."""
+        cache = self.cache
+        while self._waiting and budget > 0 and len(self._running) < self._max_running:
+            turn = self._waiting[0][1]
+            context = turn.prompt + turn.made
+            others = bool(self._running)
+            if (others and turn.visible > self._step) or not cache.can_admit(
+                turn.life.number, context, reserve=others
+            ):
+                return
+            heapq.heappop(self._waiting)
+            history = context if turn.made else turn.history
+            restore = cache.admit(turn.life.number, history, context, self.now)
+            turn.restore = turn.restore or restore
+            turn.missing.extend(restore.missing)
+            turn.computed = context
+            self._running[turn.ticket] = turn
+            self._restoring.append(turn)
+            ranges = _take(turn.missing, budget)
+            budget -= sum(end - start for start, end in ranges)
+            work.append((turn, ranges))
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def _mixed_step(self, work: list[tuple[Turn, list[Range]]]) -> tuple[Series, int]:
+        """One step of all generations and of what was chosen of restores and prefills."""
+        tokens, kv, pairs = self._generating, float(self._kv), 0.0
+        for _, ranges in work:
+            for start, end in ranges:
+                tokens += end - start
+                if end - start == 1:
+                    kv += end
+                else:
+                    pairs += (end - start) * (start + end) / 2
+        machine = self._machine
+        rows = self._generating + len(work)
+        compute = machine.step(tokens=tokens, rows=rows, kv_read=kv, pairs=pairs)
+        loaded = self.cache.loading * self._size
+        self._reserve(1, save=not loaded)
+        self._kv += self._generating
+        self._step += 1
+        self._latest = machine.with_copy(compute, machine.copy(loaded))
+        self.now += self._latest
+        for turn, _ in work:
+            if not turn.missing:
+                self._restoring.remove(turn)
+                self._generate(turn)
+        return Series(self._latest), 1
+
+    def _decode_steps(self, until: float) -> tuple[Series, int]:
+        """As many steps as there are until somebody leaves or has to, the queue's head is seen, or ``until``."""
+        rows, machine = self._generating, self._machine
+        most = min(self._steps_to_an_end(), self._steps_to_another_try())
+        first = machine.step(tokens=rows, rows=rows, kv_read=self._kv, pairs=0)
+        series = Series(first, machine.kv_s * rows)
+        steps = series.until(until - self.now, most)
+        while self._chunks_after_first(steps) > self.cache.unpinned:
+            steps -= 1
+        self._reserve(steps, save=True)
+        self._kv += steps * rows
+        self._step += steps
+        self._latest = series.last(steps)
+        self.now += series.total(steps)
+        return series, steps
+
+    def _tell_gaps(self, begin: float, rows: int, series: Series, steps: int, left: int) -> None:
+        """Every generation had a token in each of these steps, but those that left, in the last: it only cached."""
+        done = 0
+        for seconds, count, end in series.parts(steps):
+            done += count
+            self._on_gap(seconds, rows * count - (left if done == steps else 0), begin + end)
+
+    def _steps_to_another_try(self) -> int:
+        """In how many steps the queue's head may be admitted although nobody leaves."""
+        if not self._waiting:
+            return _MANY
+        head = self._waiting[0][1]
+        # What is copied in this step is a reason to wait for the next one, not for slots.
+        return 1 if self.cache.copying(head.life.number) else max(head.visible - self._step, 0) or _MANY
+
+    def _reserve(self, steps: int, *, save: bool) -> None:
+        """The cache's share of so many steps, but for the chunks that generations take in the first of them."""
+        if save:
+            self.cache.save_ahead(self.now, steps * SWAP_OUT_QUANTUM)
+        self.cache.complete()
+        if grown := self._chunks_after_first(steps):
+            self.cache.grow(grown, self.now)
+            self.cache.complete()
+
+    def _chunks_after_first(self, steps: int) -> int:
+        """Chunks that the generations take in the next so many steps without the first."""
+        rounds, rest = divmod(steps - 1, self._size)
+        at = (self._step + 1) % self._size
+        beyond = at + rest - self._size
+        partly = sum(self._growth[at : at + rest]) + (sum(self._growth[:beyond]) if beyond > 0 else 0)
+        return rounds * self._generating + partly
+
+    # -- generations -------------------------------------------------------------------------------------------------
+
+    def _generate(self, turn: Turn) -> None:
+        """The step that has just ended completed the turn's context and gave a token."""
+        turn.first_token = turn.first_token or self.now
+        if turn.made:
+            self._on_gap(self.now - turn.last_token, 1, self.now)
+        turn.begun = self._step
+        turn.ends = self._step + turn.output - turn.made
+        heapq.heappush(self._ends, (turn.ends, turn.ticket, turn))
+        self._generating += 1
+        self._kv += turn.computed + 1
+        self._growth[(turn.begun - turn.computed) % self._size] += 1
+
+    def _stop_generating(self, turn: Turn) -> None:
+        turn.ends = 0  # what ``_ends`` has of it is void
+        self._generating -= 1
+        self._kv -= turn.computed + self._step - turn.begun + 1
+        self._growth[(turn.begun - turn.computed) % self._size] -= 1
+
+    def _steps_to_an_end(self) -> int:
+        while self._ends[0][2].ends != self._ends[0][0]:  # suspended meanwhile
+            heapq.heappop(self._ends)
+        return self._ends[0][0] - self._step
+
+    def _leave(self) -> list[Ended]:
+        """Generations whose last token is cached now."""
+        gone: list[Ended] = []
+        while self._ends and self._ends[0][0] <= self._step:
+            ends, _, turn = heapq.heappop(self._ends)
+            if turn.ends != ends:
+                continue
+            self._stop_generating(turn)
+            self._release(turn, turn.prompt + turn.output)
+            gone.append((turn, self.now - self._latest))
+        return gone
+
+
+def _take(missing: deque[Range], budget: int) -> list[Range]:
+    """Remove up to ``budget`` tokens from the front; the ranges they form."""
+    taken: list[Range] = []
+    while budget > 0 and missing:
+        start, end = missing.popleft()
+        cut = min(end, start + budget)
+        taken.append((start, cut))
+        budget -= cut - start
+        if cut < end:
+            missing.appendleft((cut, end))
+    return taken

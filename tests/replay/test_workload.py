@@ -1,0 +1,171 @@
+"""Datasets, shaping and schedules."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pensieve.replay.load.schedule import Arrivals, scripts
+from pensieve.replay.load.shaping import Shape, shape
+from pensieve.replay.load.workload import Conversation, DatasetError, Turn, load
+
+SHARE_GPT = [
+    {
+        "id": "a",
+        "conversations": [
+            {"from": "gpt", "value": "an answer to nothing"},
+            {"from": "human", "value": "one two"},
+            {"from": "human", "value": "three"},
+            {"from": "gpt", "value": "four five six"},
+            {"from": "human", "value": "seven"},
+        ],
+    },
+    {"id": "empty", "conversations": [{"from": "human", "value": "no answer"}]},
+    {"id": "b", "conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]},
+]
+TRACE = [
+    {"session_id": "s", "turn": 1, "input_tokens": 5, "output_tokens": 6, "timestamp_s": 12.0},
+    {"session_id": "s", "turn": 0, "input_tokens": 3, "output_tokens": 4, "timestamp_s": 10.0},
+    {"session_id": "t", "turn": 0, "input_tokens": 1, "output_tokens": 2, "timestamp_s": 8.0},
+]
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+def lines(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def test_share_gpt_pairs_inputs_with_answers(tmp_path: Path) -> None:
+    plain = tmp_path / "d.json"
+    plain.write_text(json.dumps(SHARE_GPT))
+    packed = tmp_path / "d.json.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    for path in (plain, packed):
+        data = load(path, words)
+        assert data.conversations == (Conversation("a", (Turn(3, 3),)), Conversation("b", (Turn(1, 1),)))
+        assert not data.recorded_arrivals
+    assert [talk.key for talk in load(plain, words, limit=1).conversations] == ["a"]
+
+
+def test_length_trace(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(lines(TRACE))
+    data = load(path)
+    assert data.recorded_arrivals
+    assert data.conversations[0] == Conversation("s", (Turn(3, 4, 10.0), Turn(5, 6, 12.0)))
+    assert data.conversations[0].tokens == 18
+    assert len(load(path, limit=1).conversations) == 1
+
+
+def test_recorded_trace(tmp_path: Path) -> None:
+    kept = {"session_id": "s", "input_tokens": 3, "output_tokens": 4, "timestamp_s": 1.0, "committed": True}
+    path = tmp_path / "t.jsonl"
+    path.write_text(
+        lines(
+            [
+                {"schema": "pensieve.trace/1", "engine": {"chunk_tokens": 32}},
+                kept | {"turn": 0, "context_tokens": 3},
+                kept | {"turn": 1, "output_tokens": 0, "committed": False},
+                kept | {"turn": 2, "output_tokens": 0, "timestamp_s": 2.0},
+                kept | {"turn": 3, "timestamp_s": 3.0},
+            ]
+        )
+    )
+    data = load(path)
+    assert data.conversations == (Conversation("s", (Turn(3, 4, 1.0), Turn(6, 4, 3.0))),)
+    for extra, message in (
+        ({"schema": "pensieve.trace/1"}, "line 6: a second recording"),
+        ({"schema": "x"}, "line 6: schema 'x'"),
+    ):
+        other = tmp_path / "other.jsonl"
+        other.write_text(path.read_text() + lines([extra]))
+        with pytest.raises(DatasetError, match=message):
+            load(other)
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("[1]", "entry 0"),
+        ('[{"conversations": [{"from": "gpt"}]}]', "entry 0"),
+        ("[", "d.json"),
+        ("[]", "no conversation"),
+        ('{"session_id": 1}\n', "line 1"),
+        (lines([*TRACE, TRACE[0] | {"input_tokens": 0}]), "line 4"),
+        ("nonsense", "line 1"),
+        ("7", "line 1"),
+    ],
+)
+def test_bad_datasets_name_the_place(tmp_path: Path, text: str, place: str) -> None:
+    path = tmp_path / "d.json"
+    path.write_text(text)
+    with pytest.raises(DatasetError, match=place):
+        load(path)
+
+
+def test_broken_gzip(tmp_path: Path) -> None:
+    path = tmp_path / "d.json.gz"
+    path.write_bytes(b"no gzip")
+    with pytest.raises(DatasetError):
+        load(path)
+
+
+def test_shape_counts_what_it_cuts() -> None:
+    talks = [
+        Conversation("fits", (Turn(10, 10), Turn(10, 9))),
+        Conversation("cut", (Turn(10, 10), Turn(10, 10), Turn(1, 1))),
+        Conversation("never", (Turn(40, 1),)),
+    ]
+    shaped = shape(talks, Shape(), context_limit=40)
+    assert [len(talk.turns) for talk in shaped.conversations] == [2, 1]
+    assert (shaped.cut_conversations, shaped.dropped_conversations, shaped.dropped_turns) == (1, 1, 3)
+    assert shaped.turns == 3
+    assert all(talk.tokens < 40 for talk in shaped.conversations)
+
+
+def test_shape_limits() -> None:
+    talk = Conversation("a", (Turn(100, 1), Turn(4, 80), Turn(1, 1)))
+    (small,) = shape([talk], Shape(0.5, 2, 20, 30), 1000).conversations
+    assert small.turns == (Turn(20, 1), Turn(2, 30))
+
+
+TALKS = [Conversation(str(i), (Turn(5, 5),) * (1 + i % 4)) for i in range(400)]
+
+
+def test_poisson_starts_offer_the_rate() -> None:
+    script = scripts(TALKS, Arrivals(rate=8.0, think_time_s=3.0, seed=1))
+    starts = np.array([s.due[0].at_s for s in script])
+    gaps = np.diff(starts)
+    assert starts[0] == 0 and (gaps > 0).all()
+    assert 8.0 * 0.8 < sum(len(t.turns) for t in TALKS) / starts[-1] < 8.0 * 1.25
+    assert 0.8 < gaps.std() / gaps.mean() < 1.2, "exponential: deviation equals mean"
+    pauses = np.array([due.after_answer_s for s in script for due in s.due[1:]])
+    assert 2.5 < pauses.mean() < 3.5
+    assert all(s.due[0].after_answer_s == 0 for s in script)
+
+
+def test_a_schedule_is_its_seed() -> None:
+    arrivals = Arrivals(rate=8.0, think_time_s=3.0, seed=1)
+    assert scripts(TALKS, arrivals) == scripts(TALKS, arrivals)
+    assert scripts(TALKS, arrivals) != scripts(TALKS, Arrivals(rate=8.0, think_time_s=3.0, seed=2))
+    (script,) = scripts(TALKS[1:2], Arrivals())
+    first = script.input_ids(0, 100, 7)
+    assert first.dtype == np.int32 and len(first) == 5 and first.max() < 100
+    assert (first == script.input_ids(0, 100, 7)).all()
+    assert (first != script.input_ids(1, 100, 7)).any()
+
+
+def test_recorded_times_are_scaled(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(lines(TRACE))
+    script = scripts(load(path).conversations, Arrivals(recorded=True, time_scale=0.5))
+    assert [s.conversation.key for s in script] == ["t", "s"]
+    assert [due.at_s for due in script[1].due] == [1.0, 2.0]

@@ -1,0 +1,178 @@
+"""A scripted engine without a model: each request gives its tokens one per step. Runs in a thread or a host process.
+
+The script comes as JSON in ``EngineOptions.model`` (a fake has no model), so that it reaches another process too.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from pensieve.config import EngineOptions
+from pensieve.core import FinishReason, Phase, Usage
+from pensieve.debug import failpoint
+from pensieve.engine.messages import (
+    Cancel,
+    Command,
+    Event,
+    Evict,
+    Evicted,
+    Failed,
+    Finished,
+    GetResidency,
+    Output,
+    Progress,
+    Ready,
+    Residency,
+    Started,
+    Stats,
+    Submit,
+)
+from pensieve.errors import InvalidArgument
+
+SCRIPT_FILE = "fake_engine.json"
+"""In a model folder: the script of the fake engine that serves it."""
+BUILDER = "support.engine.fake_engine:build"
+
+
+class Script(msgspec.Struct, frozen=True, kw_only=True):
+    """What the fake does. Steps are counted from 1 in each life of an engine."""
+
+    fail_to_start: str = ""
+    raise_to_start: str = ""
+    exit_to_start: bool = False
+    step_s: float = 0.002
+    raise_at_step: int = 0
+    hang_at_step: int = 0
+    exit_at_step: int = 0
+    only_in_life: str = ""
+    """Path of a marker file: the faults above strike only in the first life, which makes the file."""
+    never_steps: bool = False
+    """Has work and makes no step: heartbeats only."""
+    tokens_per_step: int = 1
+    sleep_to_start_s: float = 0.0
+    chatter: str = ""
+    """Written to stderr at start."""
+
+
+def options(script: Script) -> EngineOptions:
+    return EngineOptions(model=msgspec.json.encode(script).decode())
+
+
+@dataclass
+class _Request:
+    submit: Submit
+    made: int = 0
+    started: bool = False
+
+
+@dataclass
+class FakeEngine:
+    script: Script
+    requests: dict[int, _Request] = field(default_factory=dict)
+    steps: int = 0
+    outputs: int = 0
+    closed: bool = False
+
+    def ready(self) -> Ready:
+        return Ready(
+            context_limit=4096,
+            vocab_size=512,
+            device="fake",
+            dtype="float32",
+            device_capacity_tokens=4096,
+            host_capacity_tokens=2048,
+            chunk_tokens=32,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    def handle(self, command: Command) -> list[Event]:
+        if isinstance(command, Submit):
+            if len(command.tokens) // 4 > 4096:
+                return [Failed(command.request, "CONTEXT_LIMIT_EXCEEDED", "4096 tokens at most")]
+            self.requests[command.request] = _Request(command)
+        elif isinstance(command, Cancel):
+            self.requests.pop(command.request, None)
+        elif isinstance(command, Evict):
+            return [Evicted(call=command.call, tokens=len(command.session) or 77)]
+        elif isinstance(command, GetResidency):
+            return [Residency(call=command.call, device_tokens=1, host_tokens=2)]
+        return []
+
+    def step(self) -> list[Event]:
+        if self.script.never_steps:
+            return []
+        failpoint("engine_mid_step")
+        if self.steps + 1 == self.script.raise_at_step:
+            raise RuntimeError("device-side assert triggered")
+        if self.steps + 1 == self.script.exit_at_step:
+            os._exit(3)
+        if self.steps + 1 == self.script.hang_at_step:
+            time.sleep(1000)
+        time.sleep(self.script.step_s)
+        self.steps += 1
+        events: list[Event] = []
+        for request in list(self.requests.values()):
+            events += self._advance(request)
+        return events
+
+    def _advance(self, request: _Request) -> list[Event]:
+        number = request.submit.request
+        context = len(request.submit.tokens) // 4
+        usage = Usage(
+            context_tokens=context,
+            new_tokens=request.submit.num_new,
+            gpu_cached_tokens=context - request.submit.num_new,
+        )
+        events: list[Event] = []
+        if not request.started:
+            request.started = True
+            events += [Started(number, usage), Progress(number, Phase.DECODE)]
+        limit = request.submit.sampling.max_output_tokens or 4
+        count = min(self.script.tokens_per_step, limit - request.made)
+        events.append(Output(number, tuple(range(request.made, request.made + count))))
+        request.made += count
+        self.outputs += count
+        if request.made == limit:
+            del self.requests[number]
+            finished = msgspec.structs.replace(usage, output_tokens=limit)
+            events.append(Finished(number, FinishReason.LENGTH, finished))
+        return events
+
+    def stats(self) -> Stats:
+        return Stats(steps_total=self.steps, running=len(self.requests), output_total=self.outputs)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def build(engine_options: EngineOptions) -> FakeEngine:
+    folder = Path(engine_options.model)
+    if not engine_options.model.startswith("{"):
+        described = folder / SCRIPT_FILE
+        text = described.read_text() if described.exists() else "{}"
+    else:
+        text = engine_options.model
+    script = msgspec.json.decode(text, type=Script)
+    if script.only_in_life:
+        try:
+            os.close(os.open(script.only_in_life, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return FakeEngine(Script(step_s=script.step_s))
+    if script.chatter:
+        os.write(2, script.chatter.encode())
+    time.sleep(script.sleep_to_start_s)
+    if script.fail_to_start:
+        raise InvalidArgument(script.fail_to_start)
+    if script.raise_to_start:
+        raise RuntimeError(script.raise_to_start)
+    if script.exit_to_start:
+        os._exit(5)
+    return FakeEngine(script)

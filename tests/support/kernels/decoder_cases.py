@@ -1,0 +1,164 @@
+"""Inputs of the decoder's elementwise kernels and the checks of their results, on a GPU or under the interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from pensieve.kernels import reference
+from pensieve.kernels.activation import activate
+from pensieve.kernels.kv_write import kv_write
+from pensieve.kernels.norm import add_norm, norm
+from pensieve.kernels.reference import Activation, HeadPrep
+from support.kernels.attention_cases import relative_error
+
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+"""Of a result as a whole: the norm of its error over its norm, against float64."""
+EACH = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
+"""Of each value of size 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadCase:
+    """Arguments of ``kv_write``."""
+
+    pool: torch.Tensor
+    """NaN everywhere."""
+    qkv: torch.Tensor
+    slots: torch.Tensor
+    prep: HeadPrep
+
+    def run(self, *, fast: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and pool by the kernel or by the reference, from copies."""
+        pool, qkv = self.pool.clone(), self.qkv.clone()
+        op = kv_write if fast else reference.kv_write
+        return op(pool, qkv, self.slots, self.prep), pool
+
+    def to(self, dtype: torch.dtype) -> HeadCase:
+        prep = self.prep
+        given = (prep.cos, prep.sin, prep.query_norm, prep.key_norm)
+        cast = HeadPrep(*(None if tensor is None else tensor.to(dtype) for tensor in given), prep.eps)
+        return replace(self, pool=self.pool.to(dtype), qkv=self.qkv.to(dtype), prep=cast)
+
+
+def head_case(
+    tokens: int,
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 16,
+    page: int = 8,
+    dtype: torch.dtype = torch.float32,
+    norm: bool = False,
+    turn: bool = True,
+    padding: float = 0.2,
+    slot_type: torch.dtype = torch.int64,
+    device: str = "cpu",
+    seed: int = 0,
+) -> HeadCase:
+    """Random heads, about a share ``padding`` of the tokens without a slot, the others in random places."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+    pages = -(-tokens // page) + 2
+    slots = torch.randperm(pages * page, generator=generator, device=device)[:tokens]
+    slots[torch.rand(tokens, generator=generator, device=device) < padding] = -1
+    angles = torch.rand(tokens, dim // 2, generator=generator, device=device) * 6.3
+    prep = HeadPrep(
+        angles.cos().to(dtype) if turn else None,
+        angles.sin().to(dtype) if turn else None,
+        1 + 0.3 * normal(dim) if norm else None,
+        1 + 0.3 * normal(dim) if norm else None,
+        1e-6,
+    )
+    pool = torch.full((pages, 2, kv_heads, page, dim), torch.nan, dtype=dtype, device=device)
+    return HeadCase(pool, normal(tokens, heads + 2 * kv_heads, dim), slots.to(slot_type), prep)
+
+
+def check_heads(case: HeadCase) -> None:
+    """Queries and stored pairs are right, and nothing but the slots is written.
+
+    Without norms every bit agrees with the reference in the same dtype; with them, every value with one in float64.
+    """
+    got, pool = case.run(fast=True)
+    exact = case.prep.query_norm is None
+    want, want_pool = (case if exact else case.to(torch.float64)).run(fast=False)
+    assert torch.equal(pool.isnan(), want_pool.isnan()), "something else was written than the slots"
+    assert got.dtype == pool.dtype == case.qkv.dtype
+    if exact:
+        assert torch.equal(got, want)
+        assert torch.equal(pool.nan_to_num(7.0), want_pool.nan_to_num(7.0))
+    else:
+        close(got, want)
+        close(pool[:, 0].nan_to_num(7.0), want_pool[:, 0].nan_to_num(7.0))
+        assert torch.equal(pool[:, 1].nan_to_num(7.0).double(), want_pool[:, 1].nan_to_num(7.0))
+
+
+def check_norm(
+    tokens: int,
+    width: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    layer: bool = False,
+    add: bool = True,
+    offset: float = 0.0,
+    device: str = "cpu",
+) -> None:
+    """The sum to the bit, its norm against float64; on rows inside a wider tensor, whose rest stays as it is."""
+    generator = torch.Generator(device).manual_seed(width)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+    around = normal(tokens, width + 32) + offset
+    x, before = around[:, 16 : 16 + width], around.clone()
+    delta, weight = normal(tokens, width + 16)[:, :width], normal(width)
+    bias = normal(width) if layer else None
+    total = x + delta if add else x.clone()
+    if add:
+        got_total, got = add_norm(x, delta, weight, bias, 1e-5)
+        assert got_total is x, "the sum is made in place"
+    else:
+        got = norm(x, weight, bias, 1e-5)
+    assert torch.equal(x, total)
+    before[:, 16 : 16 + width] = total
+    assert torch.equal(around, before), "something beside the rows was written"
+    want = reference.norm(total.double(), weight.double(), None if bias is None else bias.double(), 1e-5)
+    assert got.dtype == dtype
+    close(got, want)
+
+
+def check_activation(
+    tokens: int,
+    inner: int,
+    gated: bool,
+    activation: Activation,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> None:
+    """Against float64, with the activation rounded to ``dtype`` before the product; up to the far ends."""
+    generator = torch.Generator(device).manual_seed(inner)
+    width = inner * (1 + gated)
+    up = (torch.randn(tokens, width + 16, generator=generator, device=device) * 3).to(dtype)[:, :width]
+    ends = torch.tensor([0.0, -0.0, 1e3, -1e3, 88.0, -88.0, 1e-4, -1e-4], device=device)[:inner]
+    up[0, : len(ends)] = ends.to(dtype)
+    factor = up[:, inner:].double() if gated else 1.0
+    rounded = reference.activate(up[:, :inner].double(), False, activation).to(dtype).double()
+    got = activate(up, gated, activation)
+    assert got.shape == (tokens, inner) and got.dtype == dtype
+    want = rounded * factor
+    close(got, want)
+    if dtype != torch.float32 and got.numel() >= 64:
+        # Errors of float32 seldom reach the bits of a half; a rounding left out often does.
+        assert float((got == want.to(dtype)).float().mean()) >= 0.9
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    """``got`` is ``want``, which is float64, within the tolerance of its dtype: as a whole, and each value."""
+    assert relative_error(got, want) <= TOLERANCE[got.dtype]
+    each = EACH[got.dtype]
+    torch.testing.assert_close(got.double(), want.double(), rtol=each, atol=each)

@@ -1,0 +1,187 @@
+"""The Triton attention kernel on a CPU, with tiny tiles, against the float64 oracle.
+
+A pytest file that is not collected by itself: Triton's interpreter is chosen when triton is imported, so
+``tests/ops/test_triton_attention.py`` runs it in a process of its own, with TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pensieve.kernels.attention.buffers import AttentionPlan, geometry_of, plan_key
+from pensieve.kernels.attention.kinds import Capacity
+from pensieve.kernels.attention.tiles import Tile, TileSet
+from pensieve.kernels.ragged_paged_attention import ragged_paged_attention
+from pensieve.kernels.span_table import SpanTable
+from support.kernels.attention_cases import Case, make_case, oracle, relative_error
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
+NARROW = Tile(4, 16, 4, 2, None, 1, 16)
+TINY = TileSet(
+    NARROW,
+    NARROW,
+    replace(NARROW, rows=8, resident=3),
+    Tile(8, 16, 4, 2, None, 1, 32, True),
+    Tile(16, 16, 4, 2, None, 1, 32, True),
+)
+MIX = [(0, 40, 1), (1, 33, 1), (2, 3, 30), (3, 0, 1), (4, 60, 3)]
+
+
+def planned(case: Case, processors: int = 4, capacity: Capacity | None = None) -> AttentionPlan:
+    """The plan with tiny tiles for a device of ``processors``, stored where the kernel looks for it."""
+    geometry = replace(geometry_of(case.q, case.pool), multiprocessors=processors)
+    plan = AttentionPlan.of(
+        case.spans.host, len(case.q), geometry, case.q.device, tiles=TINY, capacity=capacity
+    )
+    plan.scratch.partial.fill_(torch.nan)
+    plan.scratch.partial_lse.fill_(torch.nan)
+    case.spans.plans[plan_key(case.q, case.pool)] = plan
+    return plan
+
+
+def check(case: Case, processors: int = 4) -> AttentionPlan:
+    plan = planned(case, processors)
+    before = case.pool.clone()
+    out = torch.full_like(case.q, torch.nan)
+    got, lse = ragged_paged_attention(
+        case.q, case.pool, case.spans, case.page_tables, scale=case.scale, return_lse=True, out=out
+    )
+    want, want_lse = oracle(case)
+    assert got is out
+    assert relative_error(out, want) <= TOLERANCE[case.q.dtype]
+    assert relative_error(lse, want_lse) <= TOLERANCE[case.q.dtype]
+    assert torch.equal(before.nan_to_num(7.0), case.pool.nan_to_num(7.0))
+    return plan
+
+
+def test_contexts_at_page_and_tile_edges() -> None:
+    check(make_case([(row, c - 1, 1) for row, c in enumerate([1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64])]))
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7, 8, 9, 33])
+def test_lengths_at_block_edges(length: int) -> None:
+    check(make_case([(0, 0, length), (1, 21, length)]))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (2, 1), (4, 4), (8, 2), (10, 2), (7, 1), (16, 2), (40, 1)])
+def test_grouped_heads(heads: tuple[int, int]) -> None:
+    check(make_case([(0, 11, 1), (1, 30, 1), (2, 4, 9)], heads=heads[0], kv_heads=heads[1]))
+
+
+@pytest.mark.parametrize("dim", [16, 24, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_head_sizes(dim: int, dtype: torch.dtype) -> None:
+    check(make_case([(0, 40, 1), (1, 3, 20)], heads=2, kv_heads=1, dim=dim, dtype=dtype), processors=9)
+
+
+@pytest.mark.parametrize("page", [1, 3, 8, 16, 32, 64, 256])
+def test_page_sizes(page: int) -> None:
+    check(make_case(MIX, heads=2, kv_heads=1, page=page))
+
+
+@pytest.mark.parametrize("processors", [1, 2, 3, 7, 16, 400])
+def test_cuts_of_any_number(processors: int) -> None:
+    plan = check(
+        make_case([(0, 99, 1), (1, 150, 1), (2, 120, 2), (3, 0, 1)], heads=2, kv_heads=1), processors
+    )
+    assert processors < 16 or plan.capacity.merges > 0
+
+
+def test_spans_of_one_context_and_empty_ones() -> None:
+    check(make_case([(0, 60, 7), (0, 0, 24), (1, 9, 1), (0, 40, 3), (0, 67, 1), (1, 0, 0)]))
+
+
+def test_pages_shared_between_contexts() -> None:
+    case = make_case([(0, 20, 4), (1, 21, 1)])
+    case.page_tables[1, :3] = case.page_tables[0, :3]
+    check(case)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_mixture(seed: int) -> None:
+    dice = random.Random(seed)
+    spans = [
+        (dice.randrange(5), dice.randrange(70), dice.choice([0, 1, 1, 1, 5, dice.randrange(1, 30)]))
+        for _ in range(dice.randrange(1, 9))
+    ]
+    heads, kv_heads = dice.choice([(1, 1), (4, 2), (6, 6), (10, 2)])
+    page = dice.choice([1, 5, 8, 32])
+    check(make_case([*spans, (0, 3, 1)], heads=heads, kv_heads=kv_heads, page=page), dice.choice([1, 4, 60]))
+
+
+@pytest.mark.parametrize("magnitude", [0.0, 100.0])
+def test_equal_and_extreme_scores(magnitude: float) -> None:
+    case = make_case([(0, 40, 1), (1, 0, 30)], magnitude=magnitude)
+    planned(case, 60)
+    out = ragged_paged_attention(case.q, case.pool, case.spans, case.page_tables, scale=case.scale)
+    assert isinstance(out, torch.Tensor)
+    want, _ = oracle(case)
+    torch.testing.assert_close(out.double(), want, rtol=1e-3, atol=1e-3 * max(magnitude, 1e-6))
+
+
+def test_rows_outside_spans_come_out_zero() -> None:
+    case = make_case([(0, 8, 3)])
+    padded = replace(case, q=torch.cat([case.q, torch.full_like(case.q, torch.nan)]))
+    planned(padded)
+    out, lse = ragged_paged_attention(
+        padded.q, case.pool, case.spans, case.page_tables, scale=case.scale, return_lse=True
+    )
+    assert relative_error(out[:3], oracle(case)[0]) <= 1e-5
+    assert (out[3:] == 0).all() and torch.isneginf(lse[3:]).all()
+
+
+def test_strided_tensors() -> None:
+    case = make_case(MIX, heads=6, kv_heads=3)
+    q = torch.full((len(case.q), 11, 16), torch.nan)
+    pool = torch.full((len(case.pool), 2, 2, 3, 8, 16), torch.nan)
+    q[:, 2:8], pool[:, 1] = case.q, case.pool
+    check(replace(case, q=q[:, 2:8], pool=pool[:, 1]))
+
+
+@pytest.mark.parametrize("programs", [1, 2, 5])
+def test_programs_that_are_fewer_than_items(programs: int) -> None:
+    case = make_case([(row, 20 + 13 * row, 1) for row in range(9)], heads=4, kv_heads=2)
+    plan = planned(case, 12)
+    case.spans.plans.clear()
+    planned(case, 12, replace(plan.capacity, narrow_programs=programs))
+    out = torch.full_like(case.q, torch.nan)
+    ragged_paged_attention(case.q, case.pool, case.spans, case.page_tables, scale=case.scale, out=out)
+    assert relative_error(out, oracle(case)[0]) <= 1e-5
+
+
+def test_page_tables_end_to_end() -> None:
+    case = make_case(MIX, heads=4, kv_heads=2)
+    lengths = [int((case.spans.host[row, 1:3]).sum()) for row in range(5)]
+    pages = [-(-length // 8) for length in lengths]
+    starts = [sum(pages[:row]) for row in range(5)]
+    # The last entry ends the memory: behind it lies a page that does not exist.
+    flat = torch.cat([case.page_tables[row, :count] for row, count in enumerate(pages)])
+    memory = torch.cat([flat, torch.full((9,), 2**30, dtype=torch.int32)])[: len(flat)]
+    _, lengths_, positions, _ = case.spans.host.T
+    spans = SpanTable.build(lengths_, positions, starts)
+    ragged = replace(case, page_tables=memory.as_strided((len(flat), 1), (1, 1)), spans=spans)
+    planned(ragged, 60)
+    out = ragged_paged_attention(ragged.q, ragged.pool, spans, ragged.page_tables, scale=ragged.scale)
+    assert isinstance(out, torch.Tensor) and relative_error(out, oracle(case)[0]) <= 1e-5
+
+
+def test_a_plan_serves_other_steps_in_the_same_memory() -> None:
+    case = make_case([(0, 99, 1), (1, 20, 9), (2, 80, 1)], heads=2, kv_heads=1)
+    plan = planned(case, 30, Capacity(narrow=60, wide=60, merges=60, partial_rows=800))
+    words = plan.words.data_ptr()
+    for lengths, positions in (([1, 9, 1], [99, 20, 80]), ([1, 1, 1], [3, 28, 79]), ([0, 7, 2], [0, 1, 50])):
+        spans = SpanTable.build(lengths, positions, [0, 1, 2])
+        plan.refill(spans.host)
+        out = torch.full_like(case.q, torch.nan)
+        ragged_paged_attention(
+            case.q, case.pool, case.spans, case.page_tables, scale=case.scale, out=out
+        )  # the first step's table, as a graph would have it
+        used = spans.num_tokens
+        want, _ = oracle(replace(case, q=case.q[:used], spans=spans))
+        assert relative_error(out[:used], want) <= 1e-5
+        assert (out[used:] == 0).all()
+    assert plan.words.data_ptr() == words

@@ -1,0 +1,42 @@
+"""Runs the Node client of ``tests/interop/node`` against any server."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "tests" / "interop" / "node"
+
+
+def missing_programs() -> list[str]:
+    """What has to be installed first."""
+    return [name for name in ("node", "npm") if shutil.which(name) is None]
+
+
+def install_node_client() -> None:
+    """Fetch its dependencies, exactly those of the lock file; nothing when they are there already."""
+    installed = FOLDER / "node_modules" / ".package-lock.json"
+    if installed.exists() and installed.stat().st_mtime >= (FOLDER / "package-lock.json").stat().st_mtime:
+        return
+    command = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
+    subprocess.run(command, cwd=FOLDER, check=True, capture_output=True, timeout=300)
+
+
+def run_node_client(target: str) -> dict[str, Any]:
+    """Two streamed turns over gRPC from JavaScript; what the program saw. ``target`` is HOST:PORT."""
+    done = subprocess.run(
+        ["node", "client.js", target, str(ROOT / "proto")],
+        cwd=FOLDER,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "no_proxy": "127.0.0.1,localhost"},  # grpc-js obeys http_proxy.
+    )
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
