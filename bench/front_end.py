@@ -40,7 +40,12 @@ START_LIMIT_S = 60.0
 def server(step_ms: float, store: str) -> Iterator[tuple[int, str]]:
     """A server in front of the engine without a model: its process id and address."""
     command = [
-        *(sys.executable, str(Path(__file__).parent / "stand_ins" / "front_end_engine.py"), "--model", "demo"),
+        *(
+            sys.executable,
+            str(Path(__file__).parent / "stand_ins" / "front_end_engine.py"),
+            "--model",
+            "demo",
+        ),
         *("--listen", "127.0.0.1:0", "--store", store),
     ]
     environment = child_environment(failpoints=False) | {STEP_VARIABLE: str(step_ms)}

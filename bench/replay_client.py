@@ -37,7 +37,12 @@ PROTOCOLS = ("openai", "pensieve")
 @contextmanager
 def pump(protocol: str, step_ms: float) -> Iterator[str]:
     """A server of its own process; its URL."""
-    program = [sys.executable, str(Path(__file__).parent / "stand_ins" / "replay_pump.py"), protocol, str(step_ms)]
+    program = [
+        sys.executable,
+        str(Path(__file__).parent / "stand_ins" / "replay_pump.py"),
+        protocol,
+        str(step_ms),
+    ]
     environment = child_environment(failpoints=False)
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:

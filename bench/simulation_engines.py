@@ -98,10 +98,16 @@ def page(report: dict[str, Any]) -> str:
 
 
 @click.command()
-@click.option("--chat", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=True, help="Trace.")
-@click.option("--long", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=True, help="Trace.")
+@click.option(
+    "--chat", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=True, help="Trace."
+)
+@click.option(
+    "--long", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=True, help="Trace."
+)
 @click.option("--name", default="simulation_engines", show_default=True, help="Of the files.")
-@click.option("--results", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, help="Their folder.")
+@click.option(
+    "--results", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, help="Their folder."
+)
 def main(chat: Path, long: Path, name: str, results: Path) -> None:
     """Run all loads under both engines."""
     console = Console(stderr=True)

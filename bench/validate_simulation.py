@@ -117,8 +117,12 @@ def serve_load(
             inside = lone_turns(server.target)
             asyncio.run(play(server.target, found, options))
     _, rows = read_trace(files.trace)
-    outside = [row.ttft_s - seconds for row, seconds in zip(rows, inside, strict=False) if row.ttft_s is not None]
-    machine = msgspec.structs.replace(Machine.from_json(files.machine), turn_s=max(0.0, statistics.median(outside)))
+    outside = [
+        row.ttft_s - seconds for row, seconds in zip(rows, inside, strict=False) if row.ttft_s is not None
+    ]
+    machine = msgspec.structs.replace(
+        Machine.from_json(files.machine), turn_s=max(0.0, statistics.median(outside))
+    )
     files.machine.write_bytes(msgspec.json.format(msgspec.json.encode(machine), indent=1) + b"\n")
 
 
@@ -176,10 +180,17 @@ def simulated(files: Files, header: TraceHeader, engine: EngineName, machine: Ma
     kinds = [kind for kind in found["ttft_s"].values() if kind["count"]]
     ttft = sum(kind["mean"] * kind["count"] for kind in kinds) / sum(kind["count"] for kind in kinds)
     tokens = {name: found["tokens"][name] for name in ("context", *SOURCES)}
-    return {"turns": found["turns"]["completed"], **tokens, "ttft_s": ttft, "answering_s": found["answering_s"]}
+    return {
+        "turns": found["turns"]["completed"],
+        **tokens,
+        "ttft_s": ttft,
+        "answering_s": found["answering_s"],
+    }
 
 
-def rescaled(files: Files, header: TraceHeader, machine: Machine, answering_s: float) -> tuple[Machine, float]:
+def rescaled(
+    files: Files, header: TraceHeader, machine: Machine, answering_s: float
+) -> tuple[Machine, float]:
     """The machine at the speed it had during the load, by how long answers took from their first token on; and how many
     times slower that is. For machines whose cores are shared: there a profile is out of date in a minute."""
     low, high = 0.25, 8.0
@@ -204,7 +215,9 @@ def errors(server: dict[str, Any], simulation: dict[str, Any]) -> dict[str, floa
 
 def within_limits(found: dict[str, float]) -> bool:
     """Whether a simulation is as close as it has to be."""
-    return all(abs(error) <= (TTFT_LIMIT if name == "ttft_s" else TOKENS_LIMIT) for name, error in found.items())
+    return all(
+        abs(error) <= (TTFT_LIMIT if name == "ttft_s" else TOKENS_LIMIT) for name, error in found.items()
+    )
 
 
 def compare(files: Files, *, rescale: bool = False) -> dict[str, Any]:
@@ -237,7 +250,11 @@ def page(report: dict[str, Any]) -> str:
         f"{report['created']}.",
         f"Machine model fitted on it: off by {fitted['mean_error']:.1%} on average, {fitted['worst_error']:.1%} at "
         f"worst over single steps; {fitted['turn_s'] * 1e3:.1f} ms a turn outside of the engine."
-        + (f" Times of steps × {report['slower']:.2f}, from what answers took." if report["slower"] != 1 else ""),
+        + (
+            f" Times of steps × {report['slower']:.2f}, from what answers took."
+            if report["slower"] != 1
+            else ""
+        ),
         "",
         "| | turns | hit | swapped in | recomputed | mean TTFT ms |",
         "|---|---|---|---|---|---|",
@@ -260,20 +277,33 @@ def page(report: dict[str, Any]) -> str:
 
 @click.command()
 @click.option("--model", default="demo", show_default=True, help="What `pensieve serve --model` takes.")
-@click.option("--profile-args", default="", metavar="ARGUMENTS", help="More options for `pensieve profile`, quoted.")
-@click.option("--server-args", default="", metavar="ARGUMENTS", help="More options for `pensieve serve`, quoted.")
+@click.option(
+    "--profile-args", default="", metavar="ARGUMENTS", help="More options for `pensieve profile`, quoted."
+)
+@click.option(
+    "--server-args", default="", metavar="ARGUMENTS", help="More options for `pensieve serve`, quoted."
+)
 @click.option("--rate", type=float, default=2.0, show_default=True, help="Turns per second offered.")
-@click.option("--think-time", type=float, default=10.0, show_default=True, help="Mean pause of users, seconds.")
+@click.option(
+    "--think-time", type=float, default=10.0, show_default=True, help="Mean pause of users, seconds."
+)
 @click.option("--seconds", type=float, default=90.0, show_default=True, help="Length of the load.")
 @click.option("--max-context", type=click.IntRange(min=64), default=2048, show_default=True, metavar="N",
               help="Sessions end before this many tokens.")  # fmt: skip
 @click.option("--clients", type=click.IntRange(1, 64), default=1, show_default=True, help="Client processes.")
-@click.option("--measure/--no-measure", default=True, help="Measure, or take the files of an earlier measurement.")
+@click.option(
+    "--measure/--no-measure", default=True, help="Measure, or take the files of an earlier measurement."
+)
 @click.option("--simulate/--no-simulate", "simulates", default=True, help="Simulate and compare.")
-@click.option("--rescale/--no-rescale", default=False,
-              help="Take the machine's speed from the answers of the load: where its cores are shared with others.")
+@click.option(
+    "--rescale/--no-rescale",
+    default=False,
+    help="Take the machine's speed from the answers of the load: where its cores are shared with others.",
+)
 @click.option("--name", default="validation", show_default=True, help="Of the files.")
-@click.option("--results", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, help="Their folder.")
+@click.option(
+    "--results", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, help="Their folder."
+)
 def main(
     model: str, profile_args: str, server_args: str, rate: float, think_time: float, seconds: float, max_context: int,
     clients: int, measure: bool, simulates: bool, rescale: bool, name: str, results: Path,

@@ -82,11 +82,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
     @property
     def needs_context(self) -> bool:
         """Whether the next token depends on earlier token ids other than through the model."""
-        return (
-            self.repetition_penalty != 1.0
-            or self.frequency_penalty != 0.0
-            or self.presence_penalty != 0.0
-        )
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     @functools.cached_property
     def plain(self) -> bool:

@@ -27,7 +27,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
         if not torch.cuda.is_available():
             for item in gpu:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device (`make test-gpu` on a machine with one)"))
+                item.add_marker(
+                    pytest.mark.skip(reason="needs a CUDA device (`make test-gpu` on a machine with one)")
+                )
     for program, marker in (("redis-server", "redis"), ("chromium", "chromium")):
         variable = f"PENSIEVE_TEST_WITHOUT_{marker.upper()}"
         if os.environ.get(variable) == "1" and shutil.which(program) is None:

@@ -82,11 +82,15 @@ def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """``--json``, ``--html`` and ``--plots``; the command gets them as ``outputs``."""
 
     @click.option("--json", "json_file", type=_OUTPUT, metavar="FILE", help="Write all numbers.")
-    @click.option("--html", "html_file", type=_OUTPUT, metavar="FILE", help="Write one page of plots and tables.")
+    @click.option(
+        "--html", "html_file", type=_OUTPUT, metavar="FILE", help="Write one page of plots and tables."
+    )
     @click.option("--plots", "plots_folder", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER",
                   help="Write the plots as PNG and SVG.")  # fmt: skip
     @wraps(command)
-    def wrapped(json_file: Path | None, html_file: Path | None, plots_folder: Path | None, **others: Any) -> Any:
+    def wrapped(
+        json_file: Path | None, html_file: Path | None, plots_folder: Path | None, **others: Any
+    ) -> Any:
         return command(outputs=Outputs(json_file, html_file, plots_folder), **others)
 
     return wrapped

@@ -95,7 +95,9 @@ class Calibrator:
         cost = CostModel(((0, 0.0), (info.context_limit, 1.0)), 1.0, size)
         cache = CacheManager(CacheConfig(info.device_chunks, 0, size, swap_watermark=0.0), cost)
         config = SchedulerConfig(
-            context_limit=info.context_limit, max_batch_tokens=info.max_batch_tokens, max_running=info.max_running
+            context_limit=info.context_limit,
+            max_batch_tokens=info.max_batch_tokens,
+            max_running=info.max_running,
         )
         scheduler = Scheduler(config, cache)
         ready = Ready(scheduler.context_limit, worker.arch.vocab_size, info.device, info.dtype, 0, 0, size)
@@ -109,7 +111,11 @@ class Calibrator:
         longest = min(longest, info.context_limit - 4 * NEW_TOKENS)
         for batch in (1, 4, 16, 64, 192):
             for context in (16, 64, 256, 1024, 4096, 16384):
-                if batch <= info.max_running and context <= longest and batch * (context + 2 * NEW_TOKENS) <= room:
+                if (
+                    batch <= info.max_running
+                    and context <= longest
+                    and batch * (context + 2 * NEW_TOKENS) <= room
+                ):
                     yield batch, context
 
     def samples(self, batch: int, context: int) -> list[Sample]:
@@ -127,12 +133,12 @@ class Calibrator:
 
         None when there is no host tier to copy from, or when more chunks took no longer than few.
         """
-        few, many = (min(chunks, self._info.host_chunks, self._info.device_chunks - 1) for chunks in SWAP_CHUNKS)
+        few, many = (
+            min(chunks, self._info.host_chunks, self._info.device_chunks - 1) for chunks in SWAP_CHUNKS
+        )
         if many <= few:
             return None
-        seconds = {
-            chunks: min(self._swap(chunks) for _ in range(1 + 2 * REPEATS)) for chunks in (few, many)
-        }
+        seconds = {chunks: min(self._swap(chunks) for _ in range(1 + 2 * REPEATS)) for chunks in (few, many)}
         taken = seconds[many] - seconds[few]
         return (many - few) * chunk_bytes / taken if taken > 0 else None
 
@@ -202,7 +208,9 @@ def fit(machine: Machine, samples: Sequence[Sample]) -> Machine:
     """
     candidates = list(_candidates(machine, samples))
     if not candidates:
-        raise ValueError("steps of more tokens took no longer: time longer contexts, or on a machine that is idle")
+        raise ValueError(
+            "steps of more tokens took no longer: time longer contexts, or on a machine that is idle"
+        )
     best = min(candidates, key=lambda found: float(np.mean(errors(found, samples) ** 2)))
     wrong = np.abs(errors(best, samples))
     return msgspec.structs.replace(best, mean_error=float(wrong.mean()), worst_error=float(wrong.max()))

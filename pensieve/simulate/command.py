@@ -40,24 +40,58 @@ _HISTORY = 1.5
 
 @click.command(context_settings={"show_default": True, "max_content_width": 110})
 @click.argument("trace", type=DatasetName())
-@click.option("--engine", type=click.Choice(["turns", "full"]), default="turns",
-              help="Whole turns as events, or the real engine step by step.")
-@click.option("--policy", "names", multiple=True, type=click.Choice(policies.NAMES),
-              help="Give it again to compare several.  [default: all]")
-@click.option("--sessions", type=_POSITIVE, metavar="N", help="Draw N sessions from the trace; default: each once.")
-@click.option("--rate", type=_ABOVE_ZERO, metavar="R", help="Turns per second offered; default: the recorded times.")
+@click.option(
+    "--engine",
+    type=click.Choice(["turns", "full"]),
+    default="turns",
+    help="Whole turns as events, or the real engine step by step.",
+)
+@click.option(
+    "--policy",
+    "names",
+    multiple=True,
+    type=click.Choice(policies.NAMES),
+    help="Give it again to compare several.  [default: all]",
+)
+@click.option(
+    "--sessions", type=_POSITIVE, metavar="N", help="Draw N sessions from the trace; default: each once."
+)
+@click.option(
+    "--rate", type=_ABOVE_ZERO, metavar="R", help="Turns per second offered; default: the recorded times."
+)
 @click.option("--rates", callback=numbers(float), metavar="R,R,…", help="A run for each of these rates.")
-@click.option("--think-time", type=click.FloatRange(min=0), metavar="S",
-              help="Mean of exponential pauses; default: the recorded gaps.")
-@click.option("--think-from", type=_FILE, metavar="TRACE",
-              help="Draw the pauses from the times between the turns of this trace.")
+@click.option(
+    "--think-time",
+    type=click.FloatRange(min=0),
+    metavar="S",
+    help="Mean of exponential pauses; default: the recorded gaps.",
+)
+@click.option(
+    "--think-from",
+    type=_FILE,
+    metavar="TRACE",
+    help="Draw the pauses from the times between the turns of this trace.",
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, metavar="N")
-@click.option("--seeds", callback=numbers(int), metavar="N,N,…",
-              help="A run for each of these seeds, and 95 % confidence intervals.")
-@click.option("--run-in", type=click.FloatRange(min=0), default=0.0, metavar="S",
-              help="The very turns of `pensieve replay --run-in S` with the same options, each session once.")
-@click.option("--warm-up", type=click.FloatRange(min=0), metavar="S",
-              help="Measure only what ends after S virtual seconds, and before the last session starts.")
+@click.option(
+    "--seeds",
+    callback=numbers(int),
+    metavar="N,N,…",
+    help="A run for each of these seeds, and 95 % confidence intervals.",
+)
+@click.option(
+    "--run-in",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    metavar="S",
+    help="The very turns of `pensieve replay --run-in S` with the same options, each session once.",
+)
+@click.option(
+    "--warm-up",
+    type=click.FloatRange(min=0),
+    metavar="S",
+    help="Measure only what ends after S virtual seconds, and before the last session starts.",
+)
 @click.option("--window", type=_ABOVE_ZERO, metavar="S", help="Measure for S virtual seconds; default: all.")
 @click.option("--device-cache", default="400000tokens", metavar="SIZE", help="Per replica.")
 @click.option("--host-cache", default="1600000tokens", metavar="SIZE", help="Per replica.")
@@ -68,14 +102,27 @@ _HISTORY = 1.5
 @click.option("--max-batch-tokens", type=_POSITIVE, default=2048, metavar="N")
 @click.option("--max-running", type=_POSITIVE, default=256, metavar="N")
 @click.option("--replicas", type=_POSITIVE, default=1, metavar="N")
-@click.option("--routing", type=click.Choice(["affine", "random"]), default="affine",
-              help="A session's turns to one replica, or each turn to any.")
-@click.option("--lose-replica-at", type=click.FloatRange(min=0), metavar="S",
-              help="Replica 0 is gone after S virtual seconds.")
-@click.option("--machine", "machine_file", type=_FILE, metavar="FILE", help="JSON with the fields of a machine.")
+@click.option(
+    "--routing",
+    type=click.Choice(["affine", "random"]),
+    default="affine",
+    help="A session's turns to one replica, or each turn to any.",
+)
+@click.option(
+    "--lose-replica-at",
+    type=click.FloatRange(min=0),
+    metavar="S",
+    help="Replica 0 is gone after S virtual seconds.",
+)
+@click.option(
+    "--machine", "machine_file", type=_FILE, metavar="FILE", help="JSON with the fields of a machine."
+)
 @click.option("--cost-profile", type=_FILE, metavar="FILE", help="Compute rates from `pensieve profile`.")
-@click.option("--exact/--no-exact", default=False,
-              help="turns: rank sessions at every need instead of a little ahead; slower.")
+@click.option(
+    "--exact/--no-exact",
+    default=False,
+    help="turns: rank sessions at every need instead of a little ahead; slower.",
+)
 @click.option("--jobs", type=_POSITIVE, metavar="N", help="Policies at a time; default: one per core.")
 @output_options
 def simulate(
@@ -124,7 +171,9 @@ def simulate(
 
 def _check_run_in(trace: Path | str, sessions: int | None, seeds: Sequence[int], settings: Settings) -> None:
     if isinstance(trace, str) and seeds:
-        raise click.UsageError("--run-in with a built-in workload takes one --seed: a replay draws it anew for each")
+        raise click.UsageError(
+            "--run-in with a built-in workload takes one --seed: a replay draws it anew for each"
+        )
     if isinstance(trace, Path) and sessions is not None:
         raise click.UsageError("--run-in takes each session of a trace once: give no --sessions")
     if sessions is not None and sessions > _MOST_GENERATED:
@@ -149,7 +198,9 @@ def _span(lives: Load, warm_up: float | None, window: float | None) -> Span | No
     start = warm_up or 0.0
     end = max(life.start for life in lives) - lives.zero_s if window is None else start + window
     if end <= start:
-        raise click.UsageError(f"nothing is left of {end:.0f} s, when the last session starts, after {start:g} s")
+        raise click.UsageError(
+            f"nothing is left of {end:.0f} s, when the last session starts, after {start:g} s"
+        )
     return start, end
 
 
@@ -160,7 +211,9 @@ def _run(work: Sequence[Simulation], jobs: int | None) -> list[dict[str, Any]]:
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("sessions", total=sum(one.load.total for one in work))
         return run_all(
-            work, min(jobs or os.cpu_count() or 1, len(work)), lambda done: progress.update(bar, completed=done)
+            work,
+            min(jobs or os.cpu_count() or 1, len(work)),
+            lambda done: progress.update(bar, completed=done),
         )
 
 

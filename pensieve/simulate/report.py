@@ -52,7 +52,10 @@ def document(
             "shape": {},
             "arrivals": _arrivals(first.load),
             "run": {"force_lengths": True},
-            "window": {"start_s": first.window and first.window[0], "end_s": first.window and first.window[1]},
+            "window": {
+                "start_s": first.window and first.window[0],
+                "end_s": first.window and first.window[1],
+            },
         },
         "workload": runs[0]["workload"],
         "runs": runs,
@@ -86,7 +89,11 @@ def _target(one: Simulation, result: Mapping[str, Any], run: int) -> dict[str, A
 
 
 def _run(
-    data: Dataset, shaped: Shaped, targets: Sequence[Mapping[str, Any]], work: Sequence[Simulation], index: int
+    data: Dataset,
+    shaped: Shaped,
+    targets: Sequence[Mapping[str, Any]],
+    work: Sequence[Simulation],
+    index: int,
 ) -> dict[str, Any]:
     first = next(row for row in targets if row["run"] == index)
     workload = {
@@ -149,7 +156,9 @@ def show(report: dict[str, Any], console: Console) -> None:
     for row in report["targets"]:
         if row["least_recomputed_cost_s"] is not None:
             least, offered = row["least_recomputed_cost_s"], _offered(row)
-            console.print(f"No policy can recompute less than {least:.1f} s here ({offered}; space-time bound).")
+            console.print(
+                f"No policy can recompute less than {least:.1f} s here ({offered}; space-time bound)."
+            )
         if row["receipts"]["violations"]:
             console.print(f"{row['target']}: {row['receipts']['violations']} receipts do not add up")
 
@@ -157,14 +166,20 @@ def show(report: dict[str, Any], console: Console) -> None:
 def _line(row: Mapping[str, Any]) -> list[str]:
     tokens, warm, each = row["tokens"], row["ttft_s"]["warm"], row["normalised_latency_s"]
     history = tokens["context"] - tokens["new"]
-    shares = [100 * tokens[name] / history if history else None for name in ("gpu_cached", "swapped_in", "recomputed")]
+    shares = [
+        100 * tokens[name] / history if history else None
+        for name in ("gpu_cached", "swapped_in", "recomputed")
+    ]
     return [
         row["target"],
         _offered(row),
         *(number(share, ".2f") for share in shares),
         f"{row['recomputed_cost_s']:.1f}",
         number(row["over_clairvoyant"], ".3f"),
-        *(f"{number(times['mean'], '.1f', 1e3)} / {number(times['p90'], '.1f', 1e3)}" for times in (warm, each)),
+        *(
+            f"{number(times['mean'], '.1f', 1e3)} / {number(times['p90'], '.1f', 1e3)}"
+            for times in (warm, each)
+        ),
         f"{row['turns']['completed']:,}",
         f"{row['wall_s']:.1f}",
     ]

@@ -41,7 +41,9 @@ class Simulation:
         """
         longest = max(talk.tokens for talk in self.load.conversations)
         if longest > self.settings.context_limit:
-            raise ValueError(f"a session has {longest} tokens, the context limit is {self.settings.context_limit}")
+            raise ValueError(
+                f"a session has {longest} tokens, the context limit is {self.settings.context_limit}"
+            )
         started = time.perf_counter()
         bound: float | None = None
         if self.engine == "turns":
@@ -70,7 +72,9 @@ def run_all(work: Sequence[Simulation], jobs: int, progress: Callable[[int], Non
     context = multiprocessing.get_context("spawn")
     counters = context.Array("q", len(work), lock=False)
     with ProcessPoolExecutor(jobs, context, _share, (counters, os.getpid())) as pool:
-        pending: list[Future[dict[str, Any]]] = [pool.submit(_one, one, index) for index, one in enumerate(work)]
+        pending: list[Future[dict[str, Any]]] = [
+            pool.submit(_one, one, index) for index, one in enumerate(work)
+        ]
         for future in pending:
             while not future.done():
                 time.sleep(0.1)

@@ -115,7 +115,9 @@ ORIGIN = ("python x", "abc", "", "2026-01-01T00:00:00+00:00")
 async def run_one(folder: Path, line: Any) -> Any:
     _, (job,) = make_evaluation(folder, line)
     (cpu,) = program("evaluation.jobs").devices(["cpu"])
-    return await program("evaluation.jobs").run_job(job, cpu, make_site(folder, [line]), lambda text: None, 60)
+    return await program("evaluation.jobs").run_job(
+        job, cpu, make_site(folder, [line]), lambda text: None, 60
+    )
 
 
 async def test_numbers_are_those_of_the_replay(tmp_path: Path) -> None:

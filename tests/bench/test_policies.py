@@ -122,7 +122,10 @@ def test_the_picture_compares_policies_on_the_same_seeds(monkeypatch: pytest.Mon
     ]
     workloads = {"fast": {"rate": 9.0}, "slow": {"rate": 3.0}, "60 s": {"think_s": 60.0}}
     report = {"rows": rows, "workloads": workloads}
-    assert plot.lines(report, "rates", "rate") == {"lru": [(3.0, 5.0), (9.0, 10.0)], "arc": [(3.0, 10.0), (9.0, 15.0)]}
+    assert plot.lines(report, "rates", "rate") == {
+        "lru": [(3.0, 5.0), (9.0, 10.0)],
+        "arc": [(3.0, 10.0), (9.0, 15.0)],
+    }
     rates, think = plot.draw(report).axes
     assert [list(line.get_xdata()) for line in rates.lines] == [[3.0, 9.0], [3.0, 9.0]]
     assert [list(line.get_ydata()) for line in think.lines] == [[20.0]]

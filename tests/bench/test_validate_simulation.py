@@ -25,14 +25,23 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_errors_are_relative_to_what_the_server_counted(bench: Any) -> None:
     server = {"context": 10_000, "gpu_cached": 4000, "swapped_in": 500, "recomputed": 99, "ttft_s": 0.1}
-    found = bench.errors(server, {**server, "gpu_cached": 3800, "swapped_in": 530, "recomputed": 199, "ttft_s": 0.12})
+    found = bench.errors(
+        server, {**server, "gpu_cached": 3800, "swapped_in": 530, "recomputed": 199, "ttft_s": 0.12}
+    )
     # Less than one in a hundred was recomputed: the difference counts against the context.
-    assert found == pytest.approx({"gpu_cached": -0.05, "swapped_in": 0.06, "recomputed": 0.01, "ttft_s": 0.2})
+    assert found == pytest.approx(
+        {"gpu_cached": -0.05, "swapped_in": 0.06, "recomputed": 0.01, "ttft_s": 0.2}
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "error", "good"),
-    [("gpu_cached", -0.05, True), ("swapped_in", 0.06, False), ("ttft_s", -0.15, True), ("ttft_s", 0.16, False)],
+    [
+        ("gpu_cached", -0.05, True),
+        ("swapped_in", 0.06, False),
+        ("ttft_s", -0.15, True),
+        ("ttft_s", 0.16, False),
+    ],
 )
 def test_limits(bench: Any, name: str, error: float, good: bool) -> None:
     none = dict.fromkeys((*bench.SOURCES, "ttft_s"), 0.0)
@@ -52,7 +61,9 @@ def recording(files: Any, machine: Machine) -> None:
     lines = [msgspec.json.encode(row) for row in (TraceHeader("1", told), *rows)]
     files.trace.write_bytes(gzip.compress(b"\n".join(lines)))
     files.machine.write_bytes(msgspec.json.encode(machine))
-    files.cost.write_text('{"format": 1, "attention": [[32, 0.1], [64, 0.2]], "other_seconds": 1, "chunk_tokens": 32}')
+    files.cost.write_text(
+        '{"format": 1, "attention": [[32, 0.1], [64, 0.2]], "other_seconds": 1, "chunk_tokens": 32}'
+    )
 
 
 def test_simulates_what_the_header_says(bench: Any, tmp_path: Path) -> None:
@@ -63,7 +74,9 @@ def test_simulates_what_the_header_says(bench: Any, tmp_path: Path) -> None:
     cache = bench.CacheConfig(50, 50, 32)
     settings = Settings(machine, cache, CostModel.from_json(files.cost), 1600, 512, 64)
     tally = TurnSimulation(settings, "retention").run(Load(bench.load(files.trace).conversations))
-    assert {name: found[name] for name in bench.SOURCES} == {name: tally.sources[name] for name in bench.SOURCES}
+    assert {name: found[name] for name in bench.SOURCES} == {
+        name: tally.sources[name] for name in bench.SOURCES
+    }
     assert min(found[name] for name in bench.SOURCES) > 0
     assert (len(rows), found["turns"]) == (100, 100)
 

@@ -139,7 +139,9 @@ def test_a_word_in_place_of_a_file_is_no_file_name(tmp_path: Path, word: str) ->
 
 
 def test_sizes_of_their_own_accord(tmp_path: Path) -> None:
-    options = resolve({"device-cache": "auto"}, write(tmp_path, 'host-cache = "auto"\nmax-running = 0')).options
+    options = resolve(
+        {"device-cache": "auto"}, write(tmp_path, 'host-cache = "auto"\nmax-running = 0')
+    ).options
     assert (options.device_cache, options.host_cache) == ("auto", "auto")
     assert batch_limits(options, "cpu") == (512, 64)
     assert batch_limits(options, "cuda") == (2048, 256)

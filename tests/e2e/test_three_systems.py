@@ -76,7 +76,9 @@ def sweep(artefacts: Path) -> Sweep:
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert numbers.exists(), done.stderr
-    return Sweep(done.returncode, done.stdout + done.stderr, json.loads(numbers.read_text()), page.read_text())
+    return Sweep(
+        done.returncode, done.stdout + done.stderr, json.loads(numbers.read_text()), page.read_text()
+    )
 
 
 def test_every_turn_of_every_system_is_served(sweep: Sweep) -> None:
@@ -112,7 +114,9 @@ def test_one_page_has_it_all(sweep: Sweep) -> None:
 @pytest.mark.chromium
 def test_a_browser_shows_it(sweep: Sweep, artefacts: Path, tmp_path: Path) -> None:
     shown = measured(sweep.page, tmp_path, f"--window-size={PICTURE[0]},{PICTURE[1]}")
-    assert len(shown["curves"]) == len(SYSTEMS) and all(width > 5 for width in shown["curves"]), shown["curves"]
+    assert len(shown["curves"]) == len(SYSTEMS) and all(width > 5 for width in shown["curves"]), shown[
+        "curves"
+    ]
     assert all(width > 300 and height > 200 for _, width, height in shown["figures"]), shown["figures"]
     assert all(width > 200 and height > 20 for _, width, height in shown["tables"]), shown["tables"]
     assert shown["overflow"] == 0

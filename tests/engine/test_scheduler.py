@@ -38,9 +38,7 @@ class Rig:
     ) -> None:
         self.clock = Clock()
         self.worker = HashWorker(cache.device_chunks, cache.host_chunks, cache.chunk_tokens)
-        self.engine: Engine = make_engine(
-            cache, scheduler, self.worker, self.clock, overlapped=overlapped
-        )
+        self.engine: Engine = make_engine(cache, scheduler, self.worker, self.clock, overlapped=overlapped)
         limit = min(scheduler.context_limit, cache.device_chunks * cache.chunk_tokens)
         self.driver = Driver(self.engine, self.clock, random.Random(0), verify_tokens, VOCABULARY, limit)
 
@@ -240,7 +238,9 @@ def test_a_step_is_launched_before_the_one_before_it_has_answered() -> None:
     turn = rig.turn("a", 5, 3)
     plans = [rig.step(), rig.step()]
     assert sizes(plans[0]) == [(turn, 5)] and sizes(plans[1]) == [(turn, 1)]
-    assert plans[1].spans[0].tokens.tolist() == [rig.driver.turns[turn].output[0]]  # known by now, PENDING then
+    assert plans[1].spans[0].tokens.tolist() == [
+        rig.driver.turns[turn].output[0]
+    ]  # known by now, PENDING then
     assert len(rig.driver.turns[turn].output) == 1  # the second is being sampled
     rig.driver.run_until_idle()
     assert len(rig.worker.plans) == 4  # the last one caches the last token

@@ -21,7 +21,9 @@ def test_a_conversation_is_active_through_its_pauses() -> None:
     found = active_sessions(records)
     assert found["mean"] == pytest.approx((10 + 5) / 10)
     assert found["max"] == 2
-    assert found["bins"] == [] and found["largest_within_limit"] is None, "three turns have no 95th percentile"
+    assert found["bins"] == [] and found["largest_within_limit"] is None, (
+        "three turns have no 95th percentile"
+    )
 
 
 def test_turns_around_the_window_keep_a_conversation_active() -> None:

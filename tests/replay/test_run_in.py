@@ -23,7 +23,10 @@ def test_what_was_said_before_is_played_beforehand() -> None:
     # Turn 0 at 0 s, answered at 1 s; turn 1 at 5 s, answered at 7 s; turn 2 at 17 s.
     (rest,) = run_in([script], 6.0, TOKEN_S)
     # 5 + 100 + 7 + 200 tokens, of which the last one is an answer.
-    assert [(turn.input_tokens, turn.output_tokens) for turn in rest.conversation.turns] == [(311, 1), (9, 300)]
+    assert [(turn.input_tokens, turn.output_tokens) for turn in rest.conversation.turns] == [
+        (311, 1),
+        (9, 300),
+    ]
     assert (rest.number, rest.beforehand, rest.first_turn) == (7, True, 1)
     assert rest.due == (Due(0.0, 0.0), Due(11.0, 0.0)), "the answer at 7 s would still be going on"
     assert rest.begins_s == 11.0

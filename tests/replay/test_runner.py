@@ -196,8 +196,17 @@ async def test_histories_are_played_before_time_0_in_order_of_age() -> None:
     fresh = Script(9, Conversation("9", (Turn(7, 2),)), (Due(0.03, 0.0),))
     target = FakeTarget()
     found = await replay(target, INFO, [begun_talks[0], fresh, begun_talks[1]], RunOptions())
-    assert list(target.contexts.values()) == [10 + 8 + 7, 30 + 6, 9], "the session that was idle longest is the first"
-    assert [(r.conversation, r.turn) for r in found.records] == [(1, 1), (3, 1), (3, 2), (9, 0), (1, 2), (1, 3)]
+    assert list(target.contexts.values()) == [10 + 8 + 7, 30 + 6, 9], (
+        "the session that was idle longest is the first"
+    )
+    assert [(r.conversation, r.turn) for r in found.records] == [
+        (1, 1),
+        (3, 1),
+        (3, 2),
+        (9, 0),
+        (1, 2),
+        (1, 3),
+    ]
     for record in found.records:
         if record.turn == 1:
             assert record.sent_s == record.due_s < record.done_s == 0.0 >= record.arrivals[0][1]

@@ -82,7 +82,14 @@ def test_kept_results_still_compare(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", "{}", '{"schema": "other/1", "targets": []}', '{"schema": "pensieve.replay/1", "targets": []}']
+    "text",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"schema": "other/1", "targets": []}',
+        '{"schema": "pensieve.replay/1", "targets": []}',
+    ],
 )
 def test_what_is_no_report(text: str, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(text)
@@ -94,7 +101,9 @@ def test_what_is_no_report(text: str, tmp_path: Path) -> None:
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     require()
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name)
+    )
     with pytest.raises(PlotsMissing, match=r"pip install 'pensieve\[plots\]'"):
         require()
     result = run_compare(*written(tmp_path, a=first_version()), "--html", tmp_path / "c.html")

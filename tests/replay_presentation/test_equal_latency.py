@@ -28,7 +28,9 @@ def test_what_is_carried_at_a_latency() -> None:
 def test_a_curve_that_folds_back() -> None:
     folding = [(1, 0.1), (3, 0.5), (2.8, 0.3)]
     found = carried(folding, 0.4)
-    assert found is not None and found.turns_per_s == pytest.approx(2.9), "the most that is reached at this latency"
+    assert found is not None and found.turns_per_s == pytest.approx(2.9), (
+        "the most that is reached at this latency"
+    )
     assert found.at_least, "at its highest load it was faster"
     later = carried([(1, 0.5), (2, 0.2)], 0.3)
     assert later is not None and later.turns_per_s == 2, "a later point within the limit counts"
@@ -73,7 +75,9 @@ def test_pairs_at_the_mean_and_at_p90() -> None:
     ]  # fmt: skip
     mean, p90 = found[0].mean, found[0].p90
     assert mean is not None and mean.times == pytest.approx(3) and mean.latency_s == pytest.approx(0.2)
-    assert p90 is not None and p90.times == pytest.approx(3) and p90.latency_s == pytest.approx(math.sqrt(0.5))
+    assert (
+        p90 is not None and p90.times == pytest.approx(3) and p90.latency_s == pytest.approx(math.sqrt(0.5))
+    )
     assert found[1].mean is not None and found[1].p90 is None and found[2].mean is None
 
 

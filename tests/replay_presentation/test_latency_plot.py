@@ -56,14 +56,21 @@ def test_mean_and_p90_of_each_system_in_one_colour() -> None:
     assert ys(lines["mean-0-0"]) == [10, 20] and ys(lines["p90-0-0"]) == [15, 30]
     for index in range(2):
         mean, p90 = lines[f"mean-0-{index}"], lines[f"p90-0-{index}"]
-        assert mean.get_color() == p90.get_color() and (mean.get_linestyle(), p90.get_linestyle()) == ("-", "--")
+        assert mean.get_color() == p90.get_color() and (mean.get_linestyle(), p90.get_linestyle()) == (
+            "-",
+            "--",
+        )
     assert lines["mean-0-0"].get_color() != lines["mean-0-1"].get_color()
-    assert axes.get_xlabel() == "throughput [turns/s]" and axes.get_ylabel() == "normalised latency [ms/token]"
+    assert (
+        axes.get_xlabel() == "throughput [turns/s]" and axes.get_ylabel() == "normalised latency [ms/token]"
+    )
     assert axes.get_ylim()[0] == 0 and axes.get_ylim()[1] > 45, "all is inside"
 
 
 def test_queues_that_only_grow_are_cut_and_marked() -> None:
-    axes, lines = drawn({"A": [(1, 0.010), (3, 0.040), (3.1, 5.0)], "B": [(1, 0.012), (2, 0.030), (2.1, 0.050)]})
+    axes, lines = drawn(
+        {"A": [(1, 0.010), (3, 0.040), (3.1, 5.0)], "B": [(1, 0.012), (2, 0.030), (2.1, 0.050)]}
+    )
     top = axes.get_ylim()[1]
     assert top == pytest.approx(60), "five times the lowest latency of the slower one"
     assert set(lines) - {"mean-0-0", "p90-0-0", "mean-0-1", "p90-0-1"} == {"above-0-0"}
@@ -94,7 +101,13 @@ def test_a_system_has_one_look_in_all_panels() -> None:
     assert figure is not None
     one, two = ({str(line.get_gid()): line for line in axes.get_lines()} for axes in figure.axes)
     assert one["mean-0-1"].get_color() == two["mean-1-0"].get_color() != two["mean-1-1"].get_color()
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["A", "B", "C", "mean", "90th percentile"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "A",
+        "B",
+        "C",
+        "mean",
+        "90th percentile",
+    ]
 
 
 def test_nothing_measured_is_no_picture() -> None:

@@ -43,7 +43,11 @@ def test_a_file_per_system_is_one_picture() -> None:
     ("one", "other", "same"),
     [
         ("pensieve serve --listen 127.0.0.1:50051", "pensieve serve --listen 127.0.0.1:50052", True),
-        ("CUDA_VISIBLE_DEVICES=0 vllm serve m --port 8000", "CUDA_VISIBLE_DEVICES=3 vllm serve m --port 8003", True),
+        (
+            "CUDA_VISIBLE_DEVICES=0 vllm serve m --port 8000",
+            "CUDA_VISIBLE_DEVICES=3 vllm serve m --port 8003",
+            True,
+        ),
         ("vllm serve m --max-num-seqs 64", "vllm serve m --max-num-seqs 128", False),
     ],
 )

@@ -24,7 +24,9 @@ def test_every_plot_and_table_is_laid_out(tmp_path: Path) -> None:
     for name, width, height in light["figures"] + light["tables"]:
         assert width > 200 and height > 20, name
     assert all(width > 200 for width in light["drawn"]), light["drawn"]
-    assert len(light["curves"]) == len(SYSTEMS) and all(width > 50 for width in light["curves"]), light["curves"]
+    assert len(light["curves"]) == len(SYSTEMS) and all(width > 50 for width in light["curves"]), light[
+        "curves"
+    ]
     assert light["overflow"] == 0, "wide tables scroll inside themselves"
     narrow = measured(text, tmp_path, "--window-size=500,900")
     assert narrow["overflow"] == 0

@@ -54,7 +54,10 @@ BAD_TURNS: dict[str, tuple[pb.TurnSpec, tuple[str, str]]] = {
     "negative token id": (pb.TurnSpec(request_id=uid(), input=[tokens(2**32 - 1)]), INVALID),
     "no token ids": (pb.TurnSpec(request_id=uid(), input=[tokens()]), INVALID),
     "too many token ids": (pb.TurnSpec(request_id=uid(), input=[tokens(*[5] * 1000)]), TOO_LONG),
-    "edit after an item that is not there": (spec("x", replace_after_item=99), ("NOT_FOUND", "ITEM_NOT_FOUND")),
+    "edit after an item that is not there": (
+        spec("x", replace_after_item=99),
+        ("NOT_FOUND", "ITEM_NOT_FOUND"),
+    ),
     "future revision": (spec("x", expected_revision=7), ("DATA_LOSS", "HISTORY_REGRESSED")),
     "temperature nan": (with_sampling(temperature=NAN), INVALID),
     "temperature inf": (with_sampling(temperature=INF), INVALID),

@@ -130,7 +130,18 @@ def test_steps_that_cost_nothing_cannot_be_fitted() -> None:
 def test_profile_writes_what_simulate_reads(tmp_path: Path) -> None:
     machine, cost = tmp_path / "machine.json", tmp_path / "cost.json"
     model = tiny_checkpoint("llama", tmp_path)
-    arguments = ["--model", str(model), "--device", "cpu", "--longest", "64", "--repeats", "1", "--threads", "1"]
+    arguments = [
+        "--model",
+        str(model),
+        "--device",
+        "cpu",
+        "--longest",
+        "64",
+        "--repeats",
+        "1",
+        "--threads",
+        "1",
+    ]
     result = CliRunner().invoke(profile, [*arguments, "--output", str(cost), "--machine", str(machine)])
     assert result.exit_code == 0, result.output
     assert f"wrote {machine}: its formula is off by" in result.stderr
@@ -139,5 +150,7 @@ def test_profile_writes_what_simulate_reads(tmp_path: Path) -> None:
     written = json.loads(cost.read_text())
     assert written["format"] == 1
     assert written["model"] == model.name and found.name.startswith(f"{model.name} on "), "not where it lies"
-    result = CliRunner().invoke(profile, [*arguments, "--output", str(cost), "--machine", str(tmp_path / "no" / "m")])
+    result = CliRunner().invoke(
+        profile, [*arguments, "--output", str(cost), "--machine", str(tmp_path / "no" / "m")]
+    )
     assert result.exit_code == 1 and "cannot write" in result.output

@@ -75,7 +75,16 @@ def test_writes_table_and_json(trace: Path, tmp_path: Path) -> None:
 def test_a_sweep_is_drawn_and_compared_like_a_replay(tmp_path: Path) -> None:
     out, page, plots = tmp_path / "out.json", tmp_path / "page.html", tmp_path / "plots"
     arguments = ["sharegpt", "--sessions", "150", "--think-time", "2", "--rates", "4,12", "--seeds", "1,2"]
-    arguments += ["--policy", "lru", "--policy", "clairvoyant", "--warm-up", "5", "--device-cache", "15000tokens"]
+    arguments += [
+        "--policy",
+        "lru",
+        "--policy",
+        "clairvoyant",
+        "--warm-up",
+        "5",
+        "--device-cache",
+        "15000tokens",
+    ]
     arguments += ["--host-cache", "5000tokens", "--jobs", "1", "--json", str(out), "--html", str(page)]
     result = CliRunner().invoke(simulate, [*arguments, "--plots", str(plots)])
     assert result.exit_code == 0, result.output
@@ -87,7 +96,9 @@ def test_a_sweep_is_drawn_and_compared_like_a_replay(tmp_path: Path) -> None:
     ]
     for lru, seer in zip(report["targets"][::2], report["targets"][1::2], strict=True):
         assert lru["over_clairvoyant"] == lru["recomputed_cost_s"] / seer["recomputed_cost_s"] > 1
-        assert seer["least_recomputed_cost_s"] is None, "it is a bound of all turns, not of those in the window"
+        assert seer["least_recomputed_cost_s"] is None, (
+            "it is a bound of all turns, not of those in the window"
+        )
     for row in report["targets"]:
         assert row["window"]["rule"] == "given" and row["window"]["turns_outside"] > 0
         turns = report["runs"][row["run"]]["workload"]["turns"]
@@ -113,7 +124,10 @@ def test_a_sweep_is_drawn_and_compared_like_a_replay(tmp_path: Path) -> None:
         (["--lose-replica-at", "5"], "--replicas 2"),
         (["--policy", "best"], "'best' is not one of"),
         (["--run-in", "5"], "only a load with a rate"),
-        (["--run-in", "5", "--rate", "1", "--think-time", "1", "--sessions", "3"], "each session of a trace once"),
+        (
+            ["--run-in", "5", "--rate", "1", "--think-time", "1", "--sessions", "3"],
+            "each session of a trace once",
+        ),
         (["--run-in", "5", "--rate", "1", "--replicas", "2", "--lose-replica-at", "1"], "give one of them"),
         (["--run-in", "1e6", "--rate", "1", "--think-time", "1"], "ask for more of them"),
     ],
@@ -204,7 +218,9 @@ def test_a_load_in_progress_has_the_turns_of_a_replay_with_run_in(monkeypatch: p
         life.start for life in lives
     )
     of = {life.number: life for life in lives}
-    histories = sorted((script for script in found if script.beforehand), key=lambda script: script.due[0].at_s)
+    histories = sorted(
+        (script for script in found if script.beforehand), key=lambda script: script.due[0].at_s
+    )
     tokens = [script.conversation.turns[0].input_tokens for script in histories]
     assert min(len(histories), sum(script.over for script in found), len(found) - len(histories)) > 5
     assert zero == pytest.approx(1e-3 * sum(tokens)), "one after the other, and all before time 0"
@@ -212,7 +228,9 @@ def test_a_load_in_progress_has_the_turns_of_a_replay_with_run_in(monkeypatch: p
         assert of[script.number].start == pytest.approx(1e-3 * sum(tokens[:place]))
     for script in found:
         life = of[script.number]
-        assert life.turns == tuple((turn.input_tokens, turn.output_tokens) for turn in script.conversation.turns)
+        assert life.turns == tuple(
+            (turn.input_tokens, turn.output_tokens) for turn in script.conversation.turns
+        )
         if not script.beforehand:
             assert life.start == zero + script.begins_s
         for turn, due in enumerate(script.due[1:], 1):
@@ -227,7 +245,19 @@ def test_windows_count_from_the_start_of_a_load_in_progress(
 ) -> None:
     out = tmp_path / "out.json"
     monkeypatch.setattr(command, "_HISTORY", 2000.0)  # histories take minutes, so that it matters
-    load = ["sharegpt", "--sessions", "150", "--rate", "8", "--think-time", "2", "--run-in", "40", "--policy", "lru"]
+    load = [
+        "sharegpt",
+        "--sessions",
+        "150",
+        "--rate",
+        "8",
+        "--think-time",
+        "2",
+        "--run-in",
+        "40",
+        "--policy",
+        "lru",
+    ]
     window = ["--warm-up", "1", "--window", "20", "--engine", engine, "--jobs", "1", "--json", str(out)]
     result = CliRunner().invoke(simulate, [*load, *window])
     assert result.exit_code == 0, result.output
@@ -236,13 +266,17 @@ def test_windows_count_from_the_start_of_a_load_in_progress(
     assert (row["window"]["start_s"], row["window"]["end_s"]) == (1.0, 21.0)
     assert report["options"]["arrivals"]["run_in_s"] == 40.0
     assert row["turns_per_s"] == pytest.approx(8.0, rel=0.35) and 5 < row["active_sessions"]["mean"] < 40
-    assert row["ttft_s"]["warm"]["count"] > 20 and row["hit_rate"] == 1.0, "histories are there when they come back"
+    assert row["ttft_s"]["warm"]["count"] > 20 and row["hit_rate"] == 1.0, (
+        "histories are there when they come back"
+    )
     gaps = row["tokens"]["output"] - row["turns"]["completed"]
     assert row["inter_token_s"]["count"] == pytest.approx(gaps, rel=0.2)
     assert CliRunner().invoke(simulate, [*load, "--warm-up", "1", *window[4:]]).exit_code == 0
     lives = in_the_middle(Load(generate("sharegpt", 150, 0).conversations, None, 8.0, 2.0), 40.0, 0.0)
     (row,) = json.loads(out.read_text())["targets"]
-    assert row["window"]["end_s"] == pytest.approx(max(life.start for life in lives)), "when the last one starts"
+    assert row["window"]["end_s"] == pytest.approx(max(life.start for life in lives)), (
+        "when the last one starts"
+    )
 
 
 def test_pauses_can_be_drawn_from_the_gaps_of_a_trace(trace: Path) -> None:
@@ -278,8 +312,21 @@ def test_think_from(trace: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
 def test_what_works_for_it_ends_with_it(trace: Path) -> None:
-    command = [sys.executable, "-P", "-m", "pensieve", "simulate", str(trace), "--sessions", "10000000", "--rate", "1"]
-    program = subprocess.Popen([*command, "--policy", "lru", "--policy", "retention"], stderr=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pensieve",
+        "simulate",
+        str(trace),
+        "--sessions",
+        "10000000",
+        "--rate",
+        "1",
+    ]
+    program = subprocess.Popen(
+        [*command, "--policy", "lru", "--policy", "retention"], stderr=subprocess.DEVNULL
+    )
     workers: list[int] = []
 
     def busy() -> bool:

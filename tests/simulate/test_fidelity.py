@@ -43,7 +43,9 @@ LOADS = {
 def make(name: str, **more: Any) -> tuple[Settings, Load]:
     workload, scale, count, rate, think_s, device, host = LOADS[name]
     config = settings(device, host, **more)
-    talks = shape(generate(workload, count, 3).conversations, Shape(scale), config.context_limit).conversations
+    talks = shape(
+        generate(workload, count, 3).conversations, Shape(scale), config.context_limit
+    ).conversations
     return config, Load(talks, None, rate, think_s, 3)
 
 
@@ -74,7 +76,9 @@ def test_the_loads_are_what_they_are_said_to_be() -> None:
         config, lives = make(name)
         simulation = TurnSimulation(config, "retention")
         tally = simulation.run(lives)
-        shares = {source: tally.sources[source] / (tally.context - tally.sources["new"]) for source in SOURCES}
+        shares = {
+            source: tally.sources[source] / (tally.context - tally.sources["new"]) for source in SOURCES
+        }
         found[name] = shares, simulation.replicas[0].suspensions
     assert found["light"][0]["gpu_cached"] > 0.5 and found["light"][1] == 0
     assert min(found["moderate"][0].values()) > 0.05
@@ -87,7 +91,10 @@ def test_one_turn_step_by_step(overlapped: bool) -> None:
     """Alone there is nothing to be approximated: the same times to the last bit but those of sums in another order."""
     config = settings(100, 100, overlapped=overlapped)
     lives = Load([Conversation("a", (Turn(3000, 70), Turn(1, 1), Turn(40, 33)))], None, 1.0, 2.0, 1)
-    truth, ours = FullSimulation(config, "retention").run(lives), TurnSimulation(config, "retention").run(lives)
+    truth, ours = (
+        FullSimulation(config, "retention").run(lives),
+        TurnSimulation(config, "retention").run(lives),
+    )
     assert ours.ended == pytest.approx(truth.ended, rel=1e-9)
     assert ours.warm.total + ours.cold.total == pytest.approx(truth.warm.total + truth.cold.total, rel=1e-9)
     assert ours.sources == truth.sources

@@ -78,13 +78,17 @@ def test_receipts_add_up(engine: EngineName, policy: str) -> None:
     tokens = result["tokens"]
     assert result["turns"]["completed"] == sum(len(talk.turns) for talk in load.conversations)
     assert result["receipts"]["violations"] == 0
-    assert tokens["context"] == sum(tokens[name] for name in ("gpu_cached", "swapped_in", "recomputed", "new"))
+    assert tokens["context"] == sum(
+        tokens[name] for name in ("gpu_cached", "swapped_in", "recomputed", "new")
+    )
     assert tokens["new"] == sum(turn.input_tokens for talk in load.conversations for turn in talk.turns)
     assert tokens["output"] == sum(turn.output_tokens for talk in load.conversations for turn in talk.turns)
     assert tokens["recomputed"] > 0 and result["recomputed_cost_s"] > 0
     assert result["inter_token_s"]["count"] == tokens["output"] - result["turns"]["completed"]
     mean = result["answering_s"] / result["inter_token_s"]["count"]
-    assert result["inter_token_s"]["mean"] == pytest.approx(mean, rel=0.02), "gaps make up the time of the answers"
+    assert result["inter_token_s"]["mean"] == pytest.approx(mean, rel=0.02), (
+        "gaps make up the time of the answers"
+    )
     assert sum(row["turns"] for row in result["by_turn"]) == result["turns"]["completed"]
     for name, count in tokens.items():
         assert sum(row["tokens"][name] for row in result["by_turn"]) == count
@@ -124,7 +128,9 @@ def test_numbers_are_those_of_the_turns(engine: EngineName, window: Span | None,
     result = simulate(settings(50, 20), load, engine, "retention", window)
     start, end = window or (0.0, max(turn.ended for turn in seen))
     inside = [turn for turn in seen if window is None or start <= turn.ended < end]
-    assert 20 < len(inside) == result["turns"]["completed"] and (window is None or len(inside) < len(seen) - 20)
+    assert 20 < len(inside) == result["turns"]["completed"] and (
+        window is None or len(inside) < len(seen) - 20
+    )
     assert result["window"]["turns_outside"] == len(seen) - len(inside)
     assert result["turns_per_s"] == pytest.approx(len(inside) / (end - start))
     output = sum(turn.usage.output_tokens for turn in inside)
@@ -141,7 +147,9 @@ def test_numbers_are_those_of_the_turns(engine: EngineName, window: Span | None,
         assert told["p90"] == pytest.approx(rank, rel=0.011) and told["max"] == pytest.approx(max(values))
     quantiles = result["ttft_quantiles_s"]["warm"]
     assert len(quantiles) == 101 and quantiles == sorted(quantiles)
-    assert quantiles[0] == pytest.approx(min(warm), rel=0.011) and quantiles[-1] == pytest.approx(max(warm), rel=0.011)
+    assert quantiles[0] == pytest.approx(min(warm), rel=0.011) and quantiles[-1] == pytest.approx(
+        max(warm), rel=0.011
+    )
     active = result["active_sessions"]
     assert active["bins"][0]["turns"] == len(inside) and active["largest_within_limit"] == active["mean"] > 0
     if window is not None:
@@ -189,8 +197,9 @@ def test_full_engine_makes_the_plans_of_an_engine_with_kv() -> None:
     alone = FullSimulation(config, "retention").run(load)
     assert with_kv.summary() == alone.summary()
     assert with_kv.sources["recomputed"] > 0 and with_kv.sources["swapped_in"] > 0
-    assert sum(plan.num_tokens for plan in workers[0].plans) > with_kv.context - with_kv.sources["gpu_cached"] - (
-        with_kv.sources["swapped_in"]
+    assert (
+        sum(plan.num_tokens for plan in workers[0].plans)
+        > with_kv.context - with_kv.sources["gpu_cached"] - (with_kv.sources["swapped_in"])
     )
 
 
@@ -224,7 +233,9 @@ def test_replicas(engine: EngineName) -> None:
     one = simulate(settings(), load, engine, "retention")
     affine = simulate(settings(replicas=3), load, engine, "retention")
     scattered = simulate(settings(replicas=3, routing="random"), load, engine, "retention")
-    assert affine["tokens"]["recomputed"] < min(one["tokens"]["recomputed"], scattered["tokens"]["recomputed"])
+    assert affine["tokens"]["recomputed"] < min(
+        one["tokens"]["recomputed"], scattered["tokens"]["recomputed"]
+    )
     assert affine["turns"] == scattered["turns"] == one["turns"]
     assert affine["receipts"]["violations"] == scattered["receipts"]["violations"] == 0
 
@@ -233,7 +244,9 @@ def test_replicas(engine: EngineName) -> None:
 def test_a_lost_replica(engine: EngineName) -> None:
     load = Load(talks(3, 10), None, 20.0, 1.0, 3)
     whole = simulate(settings(200, 200, replicas=2), load, engine, "retention")
-    lossy = simulate(settings(200, 200, replicas=2, lose_replica_at=whole["virtual_s"] / 2), load, engine, "retention")
+    lossy = simulate(
+        settings(200, 200, replicas=2, lose_replica_at=whole["virtual_s"] / 2), load, engine, "retention"
+    )
     assert lossy["turns"] == whole["turns"] and lossy["receipts"]["violations"] == 0
     assert lossy["tokens"]["recomputed"] > whole["tokens"]["recomputed"]
 
@@ -256,7 +269,9 @@ def test_memory_follows_sessions_alive_not_sessions_seen() -> None:
 
 
 def test_suspended_turns_keep_their_receipt() -> None:
-    load = Load([Conversation("a", (Turn(100, 250),)), Conversation("b", (Turn(100, 250),))], None, 1e6, 0.0, 1)
+    load = Load(
+        [Conversation("a", (Turn(100, 250),)), Conversation("b", (Turn(100, 250),))], None, 1e6, 0.0, 1
+    )
     simulation = FullSimulation(settings(50, 100), "clairvoyant")
     tally = simulation.run(load)
     assert simulation._replicas[0].scheduler.suspensions > 0

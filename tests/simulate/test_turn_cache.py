@@ -96,7 +96,10 @@ class Both:
         assert self.twin.can_admit(key, total, reserve=True) == admits
         if not admits:
             return
-        ours, theirs = self.twin.admit(key, history, total, self.now), self.manager.admit(key, history, total, self.now)
+        ours, theirs = (
+            self.twin.admit(key, history, total, self.now),
+            self.manager.admit(key, history, total, self.now),
+        )
         assert ours == theirs
         self.lost += ours.recomputed
         self.turns[key] += 1
@@ -148,7 +151,9 @@ def test_decides_as_the_manager(name: str, host: int) -> None:
         assert (both.twin.device_free, both.twin.host_free) == (tiers.device.free, tiers.host.free)
         for give in Give:
             assert both.twin.index.total(give) == both.manager.cache.index.total(give)
-    assert both.lost > 0 and both.suspended > 10, "nothing was ever evicted or suspended: the test shows nothing"
+    assert both.lost > 0 and both.suspended > 10, (
+        "nothing was ever evicted or suspended: the test shows nothing"
+    )
 
 
 def test_waits_for_its_own_copies() -> None:
@@ -173,7 +178,9 @@ def test_waits_for_its_own_copies() -> None:
 
 def test_ranked_ahead_it_loses_no_more() -> None:
     """With ``slack`` the order is a little stale, no more than that."""
-    exact, ahead = (TurnCache(CacheConfig(600, 600, SIZE), COST, policies.make("retention")[0], n) for n in (0, 24))
+    exact, ahead = (
+        TurnCache(CacheConfig(600, 600, SIZE), COST, policies.make("retention")[0], n) for n in (0, 24)
+    )
     rng = random.Random(1)
     lost = {exact: 0, ahead: 0}
     context = dict.fromkeys(range(360), 0)

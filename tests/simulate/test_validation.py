@@ -70,9 +70,13 @@ def test_counts_of_a_server(bench: Any, tmp_path: Path) -> None:
         report = measured(bench, folder)
         server = report["server"]
         assert server["turns"] > 200
-        assert min(server[name] for name in bench.SOURCES) > 0.05 * server["context"], f"no pressure: {server}"
+        assert min(server[name] for name in bench.SOURCES) > 0.05 * server["context"], (
+            f"no pressure: {server}"
+        )
         for engine in bench.ENGINES:
-            assert report[engine]["turns"] == server["turns"] and report[engine]["context"] == server["context"]
+            assert (
+                report[engine]["turns"] == server["turns"] and report[engine]["context"] == server["context"]
+            )
         if is_close(bench, report):
             return
         seen.append(report["errors"])

@@ -19,7 +19,6 @@ from pensieve.kernels.chunk_copy import ChunkCopy, runs_of
 log = logging.getLogger(__name__)
 
 
-
 class CudaLanes:
     """``swap_queue.Lanes`` on one GPU. The host pool must be pinned."""
 
@@ -39,7 +38,9 @@ class CudaLanes:
         self._in = self._choose(Lane.IN, mechanism, self._inside, outside)
         self._out = self._choose(Lane.OUT, mechanism, outside, self._inside)
         self._on_device = ChunkCopy(
-            self._inside, self._inside, programs=multiprocessors_of(device)  # no link limits these
+            self._inside,
+            self._inside,
+            programs=multiprocessors_of(device),  # no link limits these
         )
         nothing = self.prepare(np.zeros((1, 2), np.int32))
         for copy in (self._in, self._out, self._on_device):

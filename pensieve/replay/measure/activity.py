@@ -115,8 +115,6 @@ def _most_open(spans: Sequence[tuple[float, float]], start: float, stop: float) 
 
 def _p95(records: Sequence[TurnRecord]) -> float | None:
     """By nearest rank; null where it is a turn without a first token."""
-    late = sorted(
-        math.inf if record.error or record.ttft_s is None else record.ttft_s for record in records
-    )
+    late = sorted(math.inf if record.error or record.ttft_s is None else record.ttft_s for record in records)
     value = late[math.ceil(0.95 * len(late)) - 1]
     return None if math.isinf(value) else value

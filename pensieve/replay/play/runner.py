@@ -243,9 +243,7 @@ class Player:
     async def _turn(self, talk: _Talk, record: TurnRecord) -> None:
         """The next turn of the conversation; if it fails, those after it are never sent."""
         turn, due = talk.script.conversation.turns[talk.place], record.due_s
-        ids = talk.script.input_ids(
-            talk.place, self._info.vocab_size, self._options.seed, self._options.ids
-        )
+        ids = talk.script.input_ids(talk.place, self._info.vocab_size, self._options.seed, self._options.ids)
         forced = self._options.force_lengths and self._info.forces_lengths
         try:
             if talk.opening is None:

@@ -45,7 +45,9 @@ def write_html(
 def page(reports: Sequence[Report], names: Sequence[str] = (), latency_s: float | None = None) -> str:
     """The page. Raises PlotsMissing."""
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("pensieve.replay.presentation"), autoescape=True, undefined=jinja2.StrictUndefined
+        loader=jinja2.PackageLoader("pensieve.replay.presentation"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
     )
     names = list(names) or report_numbers(reports)
     shown = panels(reports, names)
@@ -53,7 +55,9 @@ def page(reports: Sequence[Report], names: Sequence[str] = (), latency_s: float 
     pictures = {key: (key, *_CAPTIONS[key], svg) for key, svg in inline_svgs(shown, latency_s).items()}
     return environment.get_template("report.html.jinja").render(
         kind="Simulation" if all("simulation" in report for report in reports) else "Replay",
-        title=", ".join(dict.fromkeys(str(at(report, "dataset.name")) for report in reports if report["targets"])),
+        title=", ".join(
+            dict.fromkeys(str(at(report, "dataset.name")) for report in reports if report["targets"])
+        ),
         headline=pictures.pop("latency", None),
         headline_tables=list(headline_tables(shown, latency_s)),
         wide=pictures.pop("sources", None),

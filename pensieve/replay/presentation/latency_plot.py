@@ -116,4 +116,3 @@ def _scale(axes: Axes, points: Mapping[str, Sequence[Point]], top: float | None)
         plain_numbers(axes.yaxis)
     else:
         axes.set_ylim(0, top)
-

@@ -63,7 +63,11 @@ def tables(panels: Sequence[Panel]) -> Iterator[Table]:
     found = [entry for panel in panels for curve in panel.curves.values() for entry in curve]
     yield _grid("speed", "Throughput and latency", "", panels, SPEED)
     swap = _swap_columns(found)
-    note = "" if swap else "No target told its swap traffic in bytes; host tokens are those that were swapped in."
+    note = (
+        ""
+        if swap
+        else "No target told its swap traffic in bytes; host tokens are those that were swapped in."
+    )
     yield _grid("tokens", "Tokens by source, and swap traffic", note, panels, (*TOKENS, *swap))
     yield _grid("sessions", "Active conversations", RULE, panels, SESSIONS)
     yield _grid("failures", "Failures, receipts and the client's own lateness", "", panels, FAILURES)
@@ -102,7 +106,13 @@ def _system(name: str, curve: Sequence[Entry]) -> Row:
 
 def _ratios(panels: Sequence[Panel], latency_s: float | None) -> Table:
     rows = [
-        (panel, tuple(Cell(text) for text in (pair.ours, pair.other, *ratio_texts(pair.mean), *ratio_texts(pair.p90))))
+        (
+            panel,
+            tuple(
+                Cell(text)
+                for text in (pair.ours, pair.other, *ratio_texts(pair.mean), *ratio_texts(pair.p90))
+            ),
+        )
         for panel in panels
         for pair in comparisons(panel.points, latency_s)
     ]

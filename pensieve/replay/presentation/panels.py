@@ -66,7 +66,11 @@ def _groups(reports: Sequence[Report]) -> list[list[int]]:
             continue
         work, models = json.dumps(_work(report), sort_keys=True), _models(report)
         same = [group for group in groups if group[0] == work and group[1] & models]
-        merged = (work, models.union(*(group[1] for group in same)), [n for g in same for n in g[2]] + [number])
+        merged = (
+            work,
+            models.union(*(group[1] for group in same)),
+            [n for g in same for n in g[2]] + [number],
+        )
         groups = [group for group in groups if group not in same] + [merged]
     return sorted(group[2] for group in groups)
 

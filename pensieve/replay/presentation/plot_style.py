@@ -57,7 +57,9 @@ def grid(count: int, columns: int, width_in: float, height_in: float) -> tuple[F
 
     columns = min(columns, count)
     rows = -(-count // columns)
-    figure = Figure(figsize=(width_in, height_in * rows), layout=ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.08))
+    figure = Figure(
+        figsize=(width_in, height_in * rows), layout=ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.08)
+    )
     found = [figure.add_subplot(rows, columns, number + 1) for number in range(count)]
     for axes in found:
         axes.set_facecolor("none")

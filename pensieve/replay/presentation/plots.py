@@ -34,7 +34,12 @@ from pensieve.replay.presentation.plot_style import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_SOURCE_COLOURS = {"gpu_cached": "#25a17f", "swapped_in": "#3b8bd0", "recomputed": "#e0662a", "new": "#9a9a9a"}
+_SOURCE_COLOURS = {
+    "gpu_cached": "#25a17f",
+    "swapped_in": "#3b8bd0",
+    "recomputed": "#e0662a",
+    "new": "#9a9a9a",
+}
 _TTFT_STYLES: Mapping[str, LineStyle] = {"cold": ":", "warm": "-"}
 _OLD_QUANTILES = (("p50", 50), ("p90", 90), ("p95", 95), ("p99", 99), ("max", 100))
 

@@ -99,9 +99,7 @@ def _overview(summaries: Sequence[dict[str, Any]], title: str) -> Table:
         return [number(at(summary, path), digits) for summary in summaries]
 
     def milliseconds(name: str, path: str, *keys: str) -> None:
-        cells = (
-            " / ".join(number(at(s, f"{path}.{key}"), ",.1f", 1000) for key in keys) for s in summaries
-        )
+        cells = (" / ".join(number(at(s, f"{path}.{key}"), ",.1f", 1000) for key in keys) for s in summaries)
         row(f"{name} ms, {' / '.join(keys)}", *cells)
 
     row("turns completed", *each("turns.completed", ",d"))

@@ -68,9 +68,7 @@ class EngineLink(Protocol):
         """Bring the engine up; returns when it is ready. Raises Internal with the engine's own words if it cannot."""
         ...
 
-    def submit(
-        self, session: SessionKey, tokens: TokenArray, num_new: int, sampling: Sampling
-    ) -> Generation:
+    def submit(self, session: SessionKey, tokens: TokenArray, num_new: int, sampling: Sampling) -> Generation:
         """Raises Unavailable (STARTING, ENGINE_RESTARTING, DRAINING) when no engine takes work."""
         ...
 

@@ -53,11 +53,15 @@ class InProgress:
         found = run_in(scripts(conversations, arrivals), arrivals.run_in_s)
         if all(script.over for script in found):
             raise ValueError("all sessions have ended before the start: ask for more of them")
-        before = sorted((script for script in found if script.beforehand), key=lambda script: script.due[0].at_s)
+        before = sorted(
+            (script for script in found if script.beforehand), key=lambda script: script.due[0].at_s
+        )
         starts = np.cumsum([0.0, *(token_s * script.conversation.turns[0].input_tokens for script in before)])
         zero = float(starts[-1])
         lives = [_scripted(script, float(start), zero) for script, start in zip(before, starts, strict=False)]
-        lives += [_scripted(script, zero + script.begins_s, zero) for script in found if not script.beforehand]
+        lives += [
+            _scripted(script, zero + script.begins_s, zero) for script in found if not script.beforehand
+        ]
         return cls(tuple(sorted(lives, key=lambda life: life.start)), zero, arrivals.run_in_s)
 
 
@@ -127,7 +131,9 @@ class Load:
             count = min(_BLOCK, self.total - first)
             gaps = rng.exponential(1.0 / self.starts_per_s, count).tolist()
             numbers = range(first, first + count)
-            drawn = numbers if self.sessions is None else rng.integers(0, len(self.conversations), count).tolist()
+            drawn = (
+                numbers if self.sessions is None else rng.integers(0, len(self.conversations), count).tolist()
+            )
             for number, which, gap in zip(numbers, drawn, gaps, strict=True):
                 now += gap
                 yield self._life(number, now, self.conversations[which], rng)

@@ -52,7 +52,13 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def __post_init__(self) -> None:
         numbers = (self.weights_s, self.kv_s, self.pair_s, self.row_s, self.fixed_s, self.turn_s)
-        if min(numbers) < 0 or self.token_s <= 0 or self.kv_bytes < 1 or self.layers < 1 or self.swap_bytes_per_s <= 0:
+        if (
+            min(numbers) < 0
+            or self.token_s <= 0
+            or self.kv_bytes < 1
+            or self.layers < 1
+            or self.swap_bytes_per_s <= 0
+        ):
             raise MachineError(f"impossible machine: {self}")
 
     def step(self, *, tokens: float, rows: float, kv_read: float, pairs: float) -> float:

@@ -85,7 +85,9 @@ class ChunkPrices:
 
     def of(self, missing: tuple[tuple[int, int], ...], history: int) -> float:
         """Seconds to recompute what is missing of a history."""
-        return sum(self.upto(min(end, history)) - self.upto(start) for start, end in missing if start < history)
+        return sum(
+            self.upto(min(end, history)) - self.upto(start) for start, end in missing if start < history
+        )
 
 
 @dataclass(slots=True)
@@ -129,7 +131,14 @@ class Tally:
     ended: float = 0.0
 
     def add(
-        self, turn: int, usage: Usage, expected_context: int, cost: float, ttft: float, answering: float, now: float
+        self,
+        turn: int,
+        usage: Usage,
+        expected_context: int,
+        cost: float,
+        ttft: float,
+        answering: float,
+        now: float,
     ) -> None:
         """One completed turn, ended ``now``; ``answering``: seconds since its first token."""
         values = (usage.gpu_cached_tokens, usage.swapped_in_tokens, usage.recomputed_tokens, usage.new_tokens)

@@ -261,7 +261,9 @@ class TurnCache:
             return Round(self.index, give, now, count)
         ranking = self._rankings.get(give)
         if not self._slack or ranking is None or not ranking.serves(now, count):
-            ranking = self._rankings[give] = Ranking(self.index, self._cost, give, now, max(count, self._slack))
+            ranking = self._rankings[give] = Ranking(
+                self.index, self._cost, give, now, max(count, self._slack)
+            )
         return ranking
 
     def _reserve(self, slots: int, now: float) -> None:
@@ -291,7 +293,9 @@ class TurnCache:
         """Off the device: the most valuable are saved first, what the host has no room for is dropped."""
         self.device_free += len(chosen)
         room = self._victims(Give.HOST_COPY, now, len(chosen))
-        while chosen and (rooms := self._make_host_room(room, chosen[-1][0], len(chosen), ceiling=chosen[0][0])):
+        while chosen and (
+            rooms := self._make_host_room(room, chosen[-1][0], len(chosen), ceiling=chosen[0][0])
+        ):
             saved = chosen[-rooms:]
             del chosen[-rooms:]
             self._put(saved, HOST_SAVING)
@@ -343,4 +347,3 @@ class TurnCache:
             if session.cached == 0:
                 self._in_flight.pop(session, None)
                 self._forget(session)
-

@@ -86,7 +86,9 @@ class TurnSimulation:
         """Until when nothing that another replica does can matter to ``first``: with ``affine``, for ever."""
         if self._settings.routing == "affine":
             return _NEVER
-        return min((other.now for other in self._live if other is not first and other.has_work), default=_NEVER)
+        return min(
+            (other.now for other in self._live if other is not first and other.has_work), default=_NEVER
+        )
 
     def _later(self, turn: Turn, at: float) -> None:
         self._tickets += 1
@@ -95,7 +97,9 @@ class TurnSimulation:
         self.most_alive = max(self.most_alive, len(self._due))
 
     def _submit(self, turn: Turn, now: float) -> None:
-        turn.replica = self._settings.route(turn.life.number, turn.index, lost=self._live is not self.replicas)
+        turn.replica = self._settings.route(
+            turn.life.number, turn.index, lost=self._live is not self.replicas
+        )
         self._tickets += 1
         self.replicas[turn.replica].submit(turn, self._tickets, now)
 

@@ -153,7 +153,9 @@ class PlacesIndex:
         self._kinds[rows] = [resident.kind for resident in residents]
         for give, place in GIVES.items():
             firsts = [-1 if resident.running else resident.places.find(place) for resident in residents]
-            self._first_cost[give, rows] = [self.chunk_cost(first) if first >= 0 else np.inf for first in firsts]
+            self._first_cost[give, rows] = [
+                self.chunk_cost(first) if first >= 0 else np.inf for first in firsts
+            ]
             self._candidates[give, rows] = [
                 resident.places.count(place) if first >= 0 else 0
                 for resident, first in zip(residents, firsts, strict=True)

@@ -37,6 +37,8 @@ class Victims(Protocol):
         A group that its policy takes together is not cut.
         """
         ...
+
+
 _FEW: Final = 8
 """Of the sessions that may have to give chunks a ranking looks at one in so many first."""
 
@@ -118,7 +120,9 @@ class Ranking:
 class _Chunks:
     """All chunks at one place of some sessions, given by row, with their values."""
 
-    def __init__(self, index: PlacesIndex, cost: CostModel, place: int, now: float, rows: Sequence[int]) -> None:
+    def __init__(
+        self, index: PlacesIndex, cost: CostModel, place: int, now: float, rows: Sequence[int]
+    ) -> None:
         self.sessions = [session for row in sorted(rows) if (session := index.resident_at(row)) is not None]
         lengths = np.array([len(session.places) for session in self.sessions], dtype=np.intp)
         places = np.frombuffer(b"".join([session.places for session in self.sessions]), np.uint8)

@@ -144,7 +144,9 @@ class Driver:
 
     def _sampling(self) -> Sampling:
         """Mostly plain; at times with stop tokens, or looking at its own output in a way that changes nothing."""
-        stops = self.rng.sample(range(self.vocabulary), self.vocabulary // 12) if self.rng.random() < 0.25 else ()
+        stops = (
+            self.rng.sample(range(self.vocabulary), self.vocabulary // 12) if self.rng.random() < 0.25 else ()
+        )
         penalty = -1e-30 if self.rng.random() < 0.15 else 0.0
         return Sampling(stop_token_ids=tuple(stops), presence_penalty=penalty)
 

@@ -65,8 +65,11 @@ def sweep(
         "dataset": {"name": "chat<b>.json", "sha256": "00ff"},
         "options": {"shape": {"max_turns": None}, "arrivals": arrivals, "run": {"concurrency": None}},
         "workload": {
-            "conversations": CONVERSATIONS, "turns": CONVERSATIONS * TURNS, "cut_conversations": 0,
-            "dropped_conversations": 0, "context_limit": 4096,
+            "conversations": CONVERSATIONS,
+            "turns": CONVERSATIONS * TURNS,
+            "cut_conversations": 0,
+            "dropped_conversations": 0,
+            "context_limit": 4096,
         },
         "targets": targets,
         "intervals": [
@@ -75,7 +78,9 @@ def sweep(
                 "rate": rate,
                 "clients": None,
                 "seeds": list(seeds),
-                "metrics": {"normalised_latency_s.mean": {"mean": 0.05, "low": 0.01, "high": 0.09, "n": len(seeds)}},
+                "metrics": {
+                    "normalised_latency_s.mean": {"mean": 0.05, "low": 0.01, "high": 0.09, "n": len(seeds)}
+                },
             }
             for name in systems
             for rate in rates
