@@ -63,8 +63,9 @@ test-gpu: ## Tests that need a GPU (PYTHON_GPU=a Python whose torch has CUDA, GP
 	@$(FIND_GPU); "$$python" -P -m pytest -c /dev/null --rootdir . --import-mode=importlib -p no:cacheprovider -q \
 	  -W ignore::pytest.PytestUnknownMarkWarning tests/gpu $(GPU_ARGS)
 
-lint: setup ## Style and common mistakes
+lint: setup ## Style, formatting and common mistakes
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet . || { echo "not formatted; run: $(BIN)/ruff format ." >&2; exit 1; }
 
 types: setup ## Static types
 	$(BIN)/mypy

@@ -13,6 +13,8 @@ can never append. Time is the store's own.
 Methods raise ``pensieve.errors``: NotFound (SESSION_NOT_FOUND, SESSION_DELETED, SESSION_EXPIRED), AlreadyExists,
 RevisionMismatch, TurnInProgress, TurnFenced, FailedPrecondition, DataLoss, Unavailable (STORE_UNAVAILABLE, STORE_FULL,
 STORE_REPLACED). Expired sessions behave as absent. A foreign tenant's session is simply not in this tenant's keys.
+
+May import: core, errors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Imports point one way, and the parts that promise to need no torch need none."""
+"""Imports point one way, as each package's docstring says, and the parts that promise to need no torch need none."""
 
 from __future__ import annotations
 
+import ast
 import graphlib
 import importlib.metadata
 import itertools
@@ -10,37 +11,36 @@ import subprocess
 import sys
 import textwrap
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from support.sources import Import, imports, module_name, python_files
+from support.sources import Import, imports, module_name, python_files, tree
 
 SOURCES = python_files("pensieve", "kernels", "store")
 MODULES = {module_name(path): path for path in SOURCES}
-
-MAY_IMPORT: dict[str, set[str]] = {
-    "errors": set(),
+PACKAGES = {name for name, path in MODULES.items() if path.name == "__init__.py"} | {"pensieve.kernels"}
+LEAVES: dict[str, set[str]] = {
+    "__main__": {"cli"},
+    "config": set(),
     "core": set(),
-    "config": {"core", "errors"},
-    "debug": {"core", "errors"},
+    "debug": set(),
+    "errors": set(),
+    "kernels": set(),
     "lifeline": set(),
     "logs": set(),
     "machine": set(),
     "rpc_status": {"errors"},
-    "kernels": set(),
-    "store": {"core", "errors"},
-    "model": {"core", "errors", "kernels", "machine"},
-    "tokenizer": {"core", "errors"},
-    "client": {"core", "errors", "rpc_status", "v1"},
-    "engine": {"core", "errors", "config", "debug", "lifeline", "logs", "kernels", "machine", "model"},
+    "spawn": {"debug"},
 }
-"""Part of the package → other parts that it may import. Parts without an entry are only held to have no cycles."""
+"""What the modules beside the packages may import, and ``kernels``, which has no ``__init__`` to say it in."""
 
 NO_TORCH = (
-    "pensieve.cli.main", "pensieve.client", "pensieve.config", "pensieve.core", "pensieve.engine.cache",
-    "pensieve.engine.cost.model", "pensieve.engine.messages", "pensieve.engine.plan", "pensieve.engine.scheduler",
-    "pensieve.errors", "pensieve.machine", "pensieve.options.serve", "pensieve.server", "pensieve.store",
+    "pensieve.cli", "pensieve.client", "pensieve.config", "pensieve.core", "pensieve.engine.cache",
+    "pensieve.engine.cost", "pensieve.engine.messages", "pensieve.engine.plan", "pensieve.engine.process",
+    "pensieve.engine.scheduler", "pensieve.errors", "pensieve.machine", "pensieve.options", "pensieve.replay",
+    "pensieve.server", "pensieve.simulate", "pensieve.store",
 )  # fmt: skip
 """Importable where torch and triton do not exist; packages with all their modules."""
 
@@ -51,43 +51,136 @@ def target(found: Import) -> str:
     return longer if longer in MODULES else found.module
 
 
-def part(module: str) -> str:
-    """``pensieve.engine.cache.pool`` → ``engine``; ``pensieve`` itself → ``""``."""
-    return module.split(".")[1] if "." in module else ""
+def package(module: str) -> str:
+    """The innermost package that a module lies in; a package lies in itself."""
+    return module if module in PACKAGES else module.rpartition(".")[0]
 
 
-def project_imports() -> dict[str, dict[str, str]]:
-    """Part → imported part → one place where it does so. Lazy imports count: they hide cycles, not dependencies."""
+def room(module: str) -> str:
+    """A package without packages inside is a room; where there are some, each module beside them is one of its own."""
+    inside = package(module)
+    return module if any(other.startswith(f"{inside}.") for other in PACKAGES) else inside
+
+
+def within(name: str, parent: str) -> bool:
+    return name == parent or name.startswith(f"{parent}.")
+
+
+def ours(path: Path) -> Iterator[Import]:
+    """Imports of modules of this package. Lazy ones count: they hide circles, not dependencies."""
+    return (found for found in imports(path) if within(found.module, "pensieve"))
+
+
+def may_import(name: str) -> set[str]:
+    """What the docstring of a package allows it, in full: ``May import: core, engine.plan.``"""
+    short = name.removeprefix("pensieve.")
+    if short in LEAVES:
+        allowed = LEAVES[short]
+    else:
+        text = " ".join((ast.get_docstring(tree(MODULES[name])) or "").split())
+        line = re.search(r"May import: ([^;]*?)\.(?= |$)", text)
+        assert line is not None, f"the docstring of {name} must say what it may import"
+        words = line[1].split(", ")
+        allowed = set() if words == ["nothing else of Pensieve"] else set(words)
+    return {"pensieve" if word == "pensieve" else f"pensieve.{word}" for word in allowed}
+
+
+def owners(module: str) -> Iterator[str]:
+    """The packages around a module, or the module itself where it lies beside the packages."""
+    short = module.removeprefix("pensieve.")
+    if short in LEAVES:
+        yield module
+        return
+    around = package(module)
+    while around != "pensieve":
+        yield around
+        around = around.rpartition(".")[0]
+
+
+def test_every_package_imports_what_it_says() -> None:
+    wrong, used = [], defaultdict(set)
+    for name, path in MODULES.items():
+        for found in ours(path):
+            to = target(found)
+            for owner in owners(name):
+                if within(to, owner):
+                    break
+                matching = {
+                    entry
+                    for entry in may_import(owner)
+                    if to == entry or (entry != "pensieve" and within(to, entry))
+                }
+                used[owner] |= matching
+                if not matching:
+                    wrong.append(f"{path}:{found.line}: {owner} must not import {to}")
+    assert wrong == []
+    unused = {name: left for name in {*PACKAGES, *MODULES} for left in [_declared(name) - used[name]] if left}
+    assert unused == {}, "a docstring allows what nobody imports"
+
+
+def _declared(name: str) -> set[str]:
+    short = name.removeprefix("pensieve.")
+    said = name in PACKAGES - {"pensieve", "pensieve.v1"} or short in LEAVES
+    return may_import(name) if said else set()
+
+
+def test_packages_have_a_purpose() -> None:
+    for name in PACKAGES - {"pensieve.kernels", "pensieve.v1"}:
+        assert ast.get_docstring(tree(MODULES[name])), f"{name} does not say what it is for"
+
+
+def test_no_circle_among_rooms() -> None:
     edges: dict[str, dict[str, str]] = defaultdict(dict)
     for name, path in MODULES.items():
-        for found in imports(path):
-            if found.module.split(".")[0] == "pensieve" and part(target(found)) != part(name):
-                edges[part(name)].setdefault(part(target(found)), f"{path}:{found.line}")
-    return edges
+        for found in ours(path):
+            if room(target(found)) != room(name) and target(found) != "pensieve":
+                edges[room(name)].setdefault(room(target(found)), f"{path}:{found.line}")
+    _check_one_way(edges)
 
 
-def test_no_cycles_between_parts() -> None:
-    edges = project_imports()
+def test_no_circle_among_modules() -> None:
+    edges = {
+        name: {
+            target(found): f"{path}:{found.line}"
+            for found in ours(path)
+            if target(found) in MODULES and target(found) != name
+        }
+        for name, path in MODULES.items()
+    }
+    _check_one_way(edges)
+
+
+def test_no_circle_among_programs() -> None:
+    """``bench/`` runs as scripts with that folder on the path."""
+    programs = {".".join(path.with_suffix("").parts[1:]): path for path in python_files("bench")}
+    edges = {}
+    for name, path in programs.items():
+        found = {f"{one.module}.{one.name}": one for one in imports(path)} | {
+            one.module: one for one in imports(path)
+        }
+        edges[name] = {to: f"{path}:{one.line}" for to, one in found.items() if to in programs}
+    assert any(edges.values())
+    _check_one_way(edges)
+
+
+def _check_one_way(edges: dict[str, dict[str, str]]) -> None:
     try:
         graphlib.TopologicalSorter({name: set(to) for name, to in edges.items()}).prepare()
     except graphlib.CycleError as error:
-        cycle = error.args[1]
-        places = [edges[b][a] for a, b in itertools.pairwise(cycle)]
-        pytest.fail(f"imports go round: {' <- '.join(cycle)}; at {', '.join(places)}")
+        circle = error.args[1]
+        places = [edges[b][a] for a, b in itertools.pairwise(circle)]
+        pytest.fail(f"imports go round: {' <- '.join(circle)}; at {', '.join(places)}")
 
 
-@pytest.mark.parametrize("name", sorted(MAY_IMPORT))
-def test_imports_point_down(name: str) -> None:
-    wrong = {to: place for to, place in project_imports()[name].items() if to not in MAY_IMPORT[name]}
-    assert not wrong, f"pensieve.{name} must not import these"
-
-
-def test_modules_have_no_import_cycles() -> None:
-    graph: dict[str, set[str]] = {}
-    for name, path in MODULES.items():
-        ours = {target(found) for found in imports(path) if not found.lazy and target(found) in MODULES}
-        graph[name] = ours - {name}
-    graphlib.TopologicalSorter(graph).prepare()
+def test_nothing_private_crosses_a_package() -> None:
+    for path in python_files("pensieve", "kernels", "store", "bench"):
+        inside = package(module_name(path)) if path.parts[0] != "bench" else "bench"
+        for found in imports(path):
+            parts = f"{found.module}.{found.name}".split(".")
+            private = next((at for at, part in enumerate(parts) if re.match(r"_[^_]", part)), None)
+            if private is not None and parts[0] == "pensieve":
+                owner = package(".".join(parts[:private]))
+                assert within(inside, owner), f"{path}:{found.line}: {'.'.join(parts)} is private to {owner}"
 
 
 def test_nobody_imports_our_links_by_their_root_names() -> None:
@@ -99,7 +192,7 @@ def test_nobody_imports_our_links_by_their_root_names() -> None:
 def test_only_the_edges_know_the_wire_format() -> None:
     for name, path in MODULES.items():
         if any(target(found).startswith("pensieve.v1") for found in imports(path)):
-            assert part(name) in ("server", "client", "chat", "replay", "demo"), path
+            assert any(within(name, f"pensieve.{edge}") for edge in ("server", "client", "replay")), path
 
 
 def test_importable_without_torch() -> None:

@@ -1,7 +1,9 @@
-"""The demo model: what ``--model demo`` serves, and the scripts that made it.
+"""The demo model: what ``--model demo`` serves, and the demonstration that it remembers.
 
-``words`` and ``facts`` say what dialogues are about, ``dialogues`` turns them into training text, ``scenario`` into
-scripted conversations with names and values that training never saw. None of these imports torch.
+``talk`` says what is spoken about, ``run`` is ``pensieve demo``, ``training`` made the model (and stays in the
+repository: it is no part of an installed package).
+
+May import: client, pensieve, spawn.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Multi-turn replay: the same conversations, at the same times, against several systems.
+"""Multi-turn replay: the same conversations, at the same times, against several systems. No torch.
 
-``workload`` reads or makes conversations as lengths, ``shaping`` cuts them to what every target can hold, ``schedule``
-says when each turn is due, ``runner`` sends them to a ``Target`` (``crew``: from several processes at once), ``report``
-condenses what came back. No torch.
+``load`` says what is sent and when, ``targets`` what is measured, ``play`` sends it, ``measure`` condenses what came
+back, ``presentation`` shows it. ``session`` is one whole replay, ``command`` its command line.
+
+May import: client, core, debug, engine.process, pensieve, spawn, tokenizer, v1.
 """

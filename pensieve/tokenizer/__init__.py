@@ -8,6 +8,8 @@ A new turn is rendered and tokenised once, as a delta behind what the session al
     rendered.generation_prompt
 
 Every method may be called from several threads at once.
+
+May import: core, errors.
 """
 
 from pensieve.tokenizer.chat import (

@@ -14,7 +14,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 
 
 def start_wrapped(log: Path, code: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, str(BENCH / "evaluate_server.py"), str(log), sys.executable, "-c", code]
+    command = [sys.executable, str(BENCH / "evaluation" / "server.py"), str(log), sys.executable, "-c", code]
     return subprocess.Popen(command, stdout=subprocess.PIPE)
 
 
@@ -29,7 +29,12 @@ def test_the_log_keeper_passes_output_and_status_on(tmp_path: Path) -> None:
 
 
 def test_the_log_keeper_says_when_there_is_no_such_program(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCH / "evaluate_server.py"), str(tmp_path / "log"), "no-such-program"]
+    command = [
+        sys.executable,
+        str(BENCH / "evaluation" / "server.py"),
+        str(tmp_path / "log"),
+        "no-such-program",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     assert done.returncode == 127 and "no-such-program" in done.stdout and not done.stderr
     assert "no-such-program" in (tmp_path / "log").read_text(encoding="utf-8")

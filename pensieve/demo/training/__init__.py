@@ -1,0 +1,4 @@
+"""Makes the demo model from nothing: dialogues, tokenizer, decoder, training, evaluation. Not in the wheel.
+
+May import: demo.
+"""

@@ -1,1 +1,4 @@
-"""``EngineLink``s: to an engine in a process of its own, and to one in a thread for tests."""
+"""Links to an engine: in a process of its own, which is supervised, or in a thread for tests.
+
+May import: config, core, debug, engine.messages, engine.process, errors.
+"""

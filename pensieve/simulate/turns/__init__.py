@@ -1,0 +1,4 @@
+"""The ``turns`` engine: runs of like steps as one event, on a cache of one byte per chunk.
+
+May import: config, core, engine.cache, engine.cost, engine.scheduler, simulate.scenario.
+"""
