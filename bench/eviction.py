@@ -21,7 +21,7 @@ from rich.table import Table
 
 from pensieve.config import CacheConfig, PolicyName
 from pensieve.core import SessionKey
-from pensieve.engine.cache.index import Give
+from pensieve.engine.cache.index import Reclaim
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost.model import CostModel
 
@@ -40,7 +40,7 @@ def filled_cache(sessions: int, chunks_each: int, policy: PolicyName) -> CacheMa
         for start, end in restore.missing:
             cache.computed(key, start, end)
         cache.release(key, float(rng.random() * 1000))
-    cache.index.round(Give.SAVED_SLOT, 1000.0, 1)  # bring the rows up to date once
+    cache.index.round(Reclaim.SAVED_PAGE, 1000.0, 1)  # bring the rows up to date once
     return cache
 
 
@@ -50,7 +50,7 @@ def measure(cache: CacheManager, victims: int, repeats: int = 30) -> tuple[float
     for repeat in range(repeats):
         taken = []
         started = time.perf_counter()
-        order = cache.index.round(Give.SAVED_SLOT, 1000.0 + repeat, victims)
+        order = cache.index.round(Reclaim.SAVED_PAGE, 1000.0 + repeat, victims)
         for _ in range(victims):
             taken.append(order.take()[0])
             taken[-1].saving = True

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pensieve.config import CacheConfig, PolicyName
 from pensieve.core import SessionKey, TokenArray
 from pensieve.engine.cache.chunk import Place
-from pensieve.engine.cache.index import Give, lowest
+from pensieve.engine.cache.index import Reclaim, lowest
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cache.restore import Restore, TierTokens
 from pensieve.engine.cost.model import CostModel
@@ -62,9 +62,9 @@ def places(cache: CacheManager, name: str) -> str:
     return "".join(letters[chunk.place] for chunk in session.chunks) if session else ""
 
 
-def victims(cache: CacheManager, give: Give, now: float, count: int) -> list[tuple[str, int]]:
+def victims(cache: CacheManager, reclaim: Reclaim, now: float, count: int) -> list[tuple[str, int]]:
     """The next victims, without evicting them: (session, chunk index)."""
-    order = cache.index.round(give, now, count)
+    order = cache.index.round(reclaim, now, count)
     found: list[tuple[str, int]] = []
     while len(found) < count and (group := order.take()):
         for chunk in group:
@@ -80,14 +80,14 @@ def test_retention_weighs_cost_against_idle_time() -> None:
     serve(cache, "new", 8, now=8.0)  # costs 8, 12; idle 2
     # V: old .8 1.2 1.6, new 4 6
     expected = [("old", 0), ("old", 1), ("old", 2), ("new", 0), ("new", 1)]
-    assert victims(cache, Give.SAVED_SLOT, 10.0, 5) == expected
+    assert victims(cache, Reclaim.SAVED_PAGE, 10.0, 5) == expected
 
 
 def test_retention_spares_trailing_chunks_for_leading_ones_of_younger_sessions() -> None:
     cache = make(20, 20)
     serve(cache, "old", 16, now=0.0)  # costs 8, 12, 16, 20; idle 10: V .8 1.2 1.6 2.0
     serve(cache, "new", 8, now=5.0)  # costs 8, 12; idle 5: V 1.6 2.4
-    order = victims(cache, Give.SAVED_SLOT, 10.0, 6)
+    order = victims(cache, Reclaim.SAVED_PAGE, 10.0, 6)
     assert order[:2] == [("old", 0), ("old", 1)]
     assert set(order[2:4]) == {("old", 2), ("new", 0)}
     assert order[4:] == [("old", 3), ("new", 1)]
@@ -106,7 +106,7 @@ def test_other_policies(policy: PolicyName, expected: list[tuple[str, int]]) -> 
     cache = make(20, 20, policy)
     serve(cache, "old", 16, now=0.0)
     serve(cache, "new", 8, now=5.0)
-    assert victims(cache, Give.SAVED_SLOT, 10.0, len(expected)) == expected
+    assert victims(cache, Reclaim.SAVED_PAGE, 10.0, len(expected)) == expected
 
 
 def test_swap_out_ahead_keeps_the_device_copy_and_reclaims_it_lazily() -> None:
@@ -269,4 +269,4 @@ def test_many_sessions_keep_their_order_under_a_partial_ranking() -> None:
         for chunk in session.chunks
     ]
     expected = [(name, index) for _, name, index in sorted(chunks)][:25]
-    assert victims(cache, Give.SAVED_SLOT, 100.0, 25) == expected
+    assert victims(cache, Reclaim.SAVED_PAGE, 100.0, 25) == expected

@@ -9,7 +9,7 @@ import numpy as np
 
 from pensieve.config import CacheConfig, SchedulerConfig
 from pensieve.core import SessionKey
-from pensieve.engine.cache.index import Give
+from pensieve.engine.cache.index import Reclaim
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cache.policy import UNKNOWN, Retention
 from pensieve.engine.cost.model import CostModel
@@ -99,7 +99,7 @@ def test_sessions_that_will_not_come_back_give_way_first() -> None:
         turn(cache, f"question{number}", 0, 10, now)
         if number >= 30:
             turn(cache, f"question{number - 30}", 10, 8, now)
-    order = cache.index.round(Give.SAVED_SLOT, now + 0.5, 50)
+    order = cache.index.round(Reclaim.SAVED_PAGE, now + 0.5, 50)
     names = []
     while len(names) < 50 and (group := order.take()):
         names.append(str(group[0].owners[0].key))

@@ -10,7 +10,7 @@ import pytest
 
 from pensieve.config import CacheConfig
 from pensieve.core import SessionKey
-from pensieve.engine.cache.index import Give
+from pensieve.engine.cache.index import Reclaim
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cache.restore import Range, Restore
 from pensieve.simulate.scenario import policies
@@ -149,8 +149,8 @@ def test_decides_as_the_manager(name: str, host: int) -> None:
         both.step()
         tiers = both.manager.cache.tiers
         assert (both.twin.device_free, both.twin.host_free) == (tiers.device.free, tiers.host.free)
-        for give in Give:
-            assert both.twin.index.total(give) == both.manager.cache.index.total(give)
+        for reclaim in Reclaim:
+            assert both.twin.index.total(reclaim) == both.manager.cache.index.total(reclaim)
     assert both.lost > 0 and both.suspended > 10, (
         "nothing was ever evicted or suspended: the test shows nothing"
     )

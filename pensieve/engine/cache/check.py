@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pensieve.core import SessionKey
 from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, Place
-from pensieve.engine.cache.pool import SlotPool
+from pensieve.engine.cache.pool import PagePool
 
 if TYPE_CHECKING:
     from pensieve.engine.cache.manager import CacheManager
@@ -35,7 +35,7 @@ def check_manager(
     manager.index.check()
 
 
-def _check_pool(name: str, pool: SlotPool, held: list[int]) -> None:
+def _check_pool(name: str, pool: PagePool, held: list[int]) -> None:
     twice = [slot for slot, count in Counter(held).items() if count > 1]
     assert not twice, f"{name} slots {twice} have two owners"
     assert len(held) + pool.free == pool.capacity, (

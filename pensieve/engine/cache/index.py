@@ -20,25 +20,25 @@ from pensieve.engine.cache.returns import Floats
 from pensieve.engine.cost.model import CostModel
 
 
-class Give(enum.IntEnum):
-    """What a chunk can give up. Pinned chunks and chunks with a copy in flight give nothing."""
+class Reclaim(enum.IntEnum):
+    """What an eviction takes from a chunk. Nothing is taken from pinned chunks and chunks with a copy in flight."""
 
-    SLOT = 0
+    PAGE = 0
     """Its device slot at once: it has a clean host copy."""
-    SAVED_SLOT = 1
+    SAVED_PAGE = 1
     """Its device slot after a copy to the host (or at the price of recomputing it)."""
     HOST_COPY = 2
     """Its host slot, at the price of recomputing it: the device no longer has it."""
 
 
-def can_give(chunk: Chunk, give: Give) -> bool:
+def can_reclaim(chunk: Chunk, reclaim: Reclaim) -> bool:
     """Whether a chunk is a candidate."""
     if chunk.pins or chunk.saving or chunk.loading:
         return False
     place = chunk.place
-    if give is Give.SLOT:
+    if reclaim is Reclaim.PAGE:
         return place is Place.BOTH
-    if give is Give.SAVED_SLOT:
+    if reclaim is Reclaim.SAVED_PAGE:
         return place is Place.DEVICE
     return place is Place.HOST
 
@@ -73,8 +73,8 @@ class EvictionIndex:
         self._sessions: list[CachedSession | None] = []
         self._free_rows: list[int] = []
         self._dirty: dict[int, CachedSession] = {}
-        self._first_cost = np.full((len(Give), 64), np.inf)
-        self._candidates = np.zeros((len(Give), 64))
+        self._first_cost = np.full((len(Reclaim), 64), np.inf)
+        self._candidates = np.zeros((len(Reclaim), 64))
         self._last_active = np.zeros(64)
         self._kinds = np.full(64, UNKNOWN, np.int64)
 
@@ -139,35 +139,35 @@ class EvictionIndex:
         )
         return float(values[0])
 
-    def round(self, give: Give, now: float, expected: int) -> EvictionRound:
+    def round(self, reclaim: Reclaim, now: float, expected: int) -> EvictionRound:
         """Victims in ascending value, as the cache is now. ``expected``: how many will likely be taken."""
         self._refresh()
         used = len(self._sessions)
-        first_cost = self._first_cost[give, :used]
+        first_cost = self._first_cost[reclaim, :used]
         idle = now - self._last_active[:used]
-        values = self.policy.values(first_cost, self._candidates[give, :used], idle, self._kinds[:used])
+        values = self.policy.values(first_cost, self._candidates[reclaim, :used], idle, self._kinds[:used])
         values[np.isinf(first_cost)] = np.inf
         rows = lowest(values, expected)
         rows = rows[np.isfinite(values[rows])]
-        return EvictionRound(self, give, now, rows.tolist(), values[rows].tolist())
+        return EvictionRound(self, reclaim, now, rows.tolist(), values[rows].tolist())
 
     def session_at(self, row: int) -> CachedSession | None:
         """The session of a row; None when it was forgotten since the round began."""
         return self._sessions[row]
 
-    def total(self, give: Give) -> int:
-        """How many chunks could give this now."""
+    def total(self, reclaim: Reclaim) -> int:
+        """How many chunks could be reclaimed this way now."""
         self._refresh()
-        return int(self._candidates[give].sum())
+        return int(self._candidates[reclaim].sum())
 
     def _refresh(self) -> None:
         for row, session in self._dirty.items():
             self._last_active[row] = session.last_active
             self._kinds[row] = session.kind
-            for give in Give:
-                indices = [chunk.index for chunk in session.chunks if can_give(chunk, give)]
-                self._candidates[give, row] = len(indices)
-                self._first_cost[give, row] = self.chunk_cost(indices[0]) if indices else np.inf
+            for reclaim in Reclaim:
+                indices = [chunk.index for chunk in session.chunks if can_reclaim(chunk, reclaim)]
+                self._candidates[reclaim, row] = len(indices)
+                self._first_cost[reclaim, row] = self.chunk_cost(indices[0]) if indices else np.inf
         self._dirty.clear()
 
     def check(self) -> None:
@@ -178,19 +178,21 @@ class EvictionIndex:
                 assert not np.isfinite(self._first_cost[:, row]).any(), f"row {row} outlived its session"
                 continue
             assert self._kinds[row] == session.kind, f"{session.key}: kind is stale"
-            for give in Give:
-                count = sum(can_give(chunk, give) for chunk in session.chunks)
-                assert self._candidates[give, row] == count, f"{session.key}: {give.name} count is stale"
+            for reclaim in Reclaim:
+                count = sum(can_reclaim(chunk, reclaim) for chunk in session.chunks)
+                assert self._candidates[reclaim, row] == count, (
+                    f"{session.key}: {reclaim.name} count is stale"
+                )
 
 
 class EvictionRound:
     """Hands out groups of victims, lowest value first. Valid until the cache changes in another way."""
 
     def __init__(
-        self, index: EvictionIndex, give: Give, now: float, rows: list[int], values: list[float]
+        self, index: EvictionIndex, reclaim: Reclaim, now: float, rows: list[int], values: list[float]
     ) -> None:
         self._index = index
-        self._give = give
+        self._reclaim = reclaim
         self._now = now
         self._heap = list(zip(values, rows, strict=True))
         heapq.heapify(self._heap)
@@ -205,7 +207,7 @@ class EvictionRound:
             _, row = self._heap[0]
             session = self._index.session_at(row)
             if session is not None:
-                indices = [chunk.index for chunk in session.chunks if can_give(chunk, self._give)]
+                indices = [chunk.index for chunk in session.chunks if can_reclaim(chunk, self._reclaim)]
                 if indices:
                     return [session.chunks[i] for i in self._index.policy.group(indices)]
             heapq.heappop(self._heap)
@@ -217,7 +219,7 @@ class EvictionRound:
         session = self._index.session_at(row)
         if session is None:
             return
-        indices = [chunk.index for chunk in session.chunks if can_give(chunk, self._give)]
+        indices = [chunk.index for chunk in session.chunks if can_reclaim(chunk, self._reclaim)]
         if indices:
             value = self._index.value(session, indices[0], len(indices), self._now)
             heapq.heappush(self._heap, (value, row))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 
 
-class SlotPool:
+class PagePool:
     """Free list over slots ``0 … capacity-1``."""
 
     def __init__(self, capacity: int) -> None:
@@ -27,7 +27,7 @@ class SlotPool:
         self._free.remove(slot)
         return slot
 
-    def give(self, slot: int) -> None:
+    def put_back(self, slot: int) -> None:
         """Return a slot. Returning a free slot is a bug and raises."""
         if slot in self._free or not 0 <= slot < self.capacity:
             raise ValueError(f"slot {slot} of {self.capacity} is not taken")

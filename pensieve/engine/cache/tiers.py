@@ -19,8 +19,8 @@ from collections.abc import Callable
 
 from pensieve.config import CacheConfig
 from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, Place
-from pensieve.engine.cache.index import EvictionIndex, EvictionRound, Give
-from pensieve.engine.cache.pool import SlotPool
+from pensieve.engine.cache.index import EvictionIndex, EvictionRound, Reclaim
+from pensieve.engine.cache.pool import PagePool
 from pensieve.engine.plan import Copy
 
 
@@ -30,8 +30,8 @@ class Tiers:
     def __init__(
         self, config: CacheConfig, index: EvictionIndex, forget: Callable[[CachedSession], None]
     ) -> None:
-        self.device = SlotPool(config.device_chunks)
-        self.host = SlotPool(config.host_chunks)
+        self.device = PagePool(config.device_chunks)
+        self.host = PagePool(config.host_chunks)
         self._watermark = config.swap_watermark * config.device_chunks
         self._index = index
         self._forget = forget
@@ -50,9 +50,9 @@ class Tiers:
 
         First chunks with a clean host copy, which cost nothing; then chunks that must be copied or dropped.
         """
-        for give in (Give.SLOT, Give.SAVED_SLOT):
+        for reclaim in (Reclaim.PAGE, Reclaim.SAVED_PAGE):
             while (need := slots - self.device.free) > 0:
-                victims = self._index.round(give, now, need)
+                victims = self._index.round(reclaim, now, need)
                 if not self._evict_round(victims, slots, now):
                     break
         assert self.device.free >= slots, (
@@ -77,7 +77,7 @@ class Tiers:
 
     def reclaimable(self) -> int:
         """Device slots of unpinned chunks with a clean host copy."""
-        return self._index.total(Give.SLOT)
+        return self._index.total(Reclaim.PAGE)
 
     def save_ahead(self, now: float, limit: int) -> None:
         """Plan copies of up to ``limit`` victims while too few device slots are free or reclaimable.
@@ -89,7 +89,7 @@ class Tiers:
         need = min(limit, self._shortfall())
         if need <= 0 or not (self.host.free or self.spare):
             return
-        victims = self._index.round(Give.SAVED_SLOT, now, need)
+        victims = self._index.round(Reclaim.SAVED_PAGE, now, need)
         while need > 0 and (group := victims.take()):
             for chunk in group:
                 if not self._host_slot_for_nothing():
@@ -121,7 +121,7 @@ class Tiers:
         for value, chunk in reversed(chosen):
             chunk.saving = False
             if chunk.host == NOWHERE:
-                room = room or self._index.round(Give.HOST_COPY, now, len(chosen))
+                room = room or self._index.round(Reclaim.HOST_COPY, now, len(chosen))
                 if self._make_host_room(room, value):
                     self._save(chunk)
             self._leave_device(chunk)
@@ -173,13 +173,13 @@ class Tiers:
         self._touch(chunk)
 
     def _leave_device(self, chunk: Chunk) -> None:
-        self.device.give(chunk.device)
+        self.device.put_back(chunk.device)
         chunk.device = NOWHERE
         self._after_loss(chunk)
 
     def discard_host(self, chunk: Chunk) -> None:
         """Free a chunk's host slot; what the device still has stays."""
-        self.host.give(chunk.host)
+        self.host.put_back(chunk.host)
         chunk.host = NOWHERE
         self.spare.pop(chunk, None)
         self._after_loss(chunk)

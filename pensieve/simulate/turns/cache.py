@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pensieve.config import CacheConfig
-from pensieve.engine.cache.index import Give
+from pensieve.engine.cache.index import Reclaim
 from pensieve.engine.cache.policy import UNKNOWN, Policy
 from pensieve.engine.cache.restore import Range, Restore
 from pensieve.engine.cost.model import CostModel
@@ -53,7 +53,7 @@ class TurnCache:
         self._slack = slack
         self._batch = slack // 8
         self._can_rank = can_rank(self.index)
-        self._rankings: dict[Give, Ranking] = {}
+        self._rankings: dict[Reclaim, Ranking] = {}
         self._watermark = config.swap_watermark * config.device_chunks
         self._sessions: dict[int, Resident] = {}
         self._running: dict[int, Resident] = {}
@@ -107,7 +107,7 @@ class TurnCache:
         if loading or places.count(BOTH):
             self._spares[session] = None
         absent = places.count(DROPPED) + loading
-        self._give(absent, now)
+        self._reclaim(absent, now)
         self.loading += loading
         session.places = places.translate(ADMITTED)
         session.cached = len(places)
@@ -115,9 +115,9 @@ class TurnCache:
         return restore
 
     def grow(self, chunks: int, now: float) -> None:
-        """Give running turns so many more slots, all together; at most ``unpinned``."""
+        """Reclaim running turns so many more slots, all together; at most ``unpinned``."""
         self._pinned += chunks
-        self._give(chunks, now)
+        self._reclaim(chunks, now)
 
     def save_ahead(self, now: float, limit: int) -> None:
         """As ``CacheManager.swap_out_ahead``."""
@@ -128,7 +128,7 @@ class TurnCache:
         # Nothing is dropped for it: what the host has no room for stays where it is.
         room = self.host_free + sum(session.places.count(BOTH) for session in self._spares)
         while (count := min(need, room)) > 0:
-            chosen = self._victims(Give.SAVED_SLOT, now, need).move(count, BOTH_SAVING)
+            chosen = self._victims(Reclaim.SAVED_PAGE, now, need).move(count, BOTH_SAVING)
             if not chosen:
                 return
             saved, kept = chosen[:room], chosen[room:]  # a group may be larger than the room
@@ -249,20 +249,20 @@ class TurnCache:
 
     # -- room --------------------------------------------------------------------------------------------------------
 
-    def _give(self, slots: int, now: float) -> None:
+    def _reclaim(self, slots: int, now: float) -> None:
         """Take device slots, after making them free."""
         if self.device_free < slots:
             self._reserve(slots, now)
         self.device_free -= slots
 
-    def _victims(self, give: Give, now: float, count: int) -> Victims:
+    def _victims(self, reclaim: Reclaim, now: float, count: int) -> Victims:
         """Who gives way next: ranked now, or with ``slack`` not long ago."""
         if not self._can_rank:
-            return Round(self.index, give, now, count)
-        ranking = self._rankings.get(give)
+            return Round(self.index, reclaim, now, count)
+        ranking = self._rankings.get(reclaim)
         if not self._slack or ranking is None or not ranking.serves(now, count):
-            ranking = self._rankings[give] = Ranking(
-                self.index, self._cost, give, now, max(count, self._slack)
+            ranking = self._rankings[reclaim] = Ranking(
+                self.index, self._cost, reclaim, now, max(count, self._slack)
             )
         return ranking
 
@@ -271,12 +271,12 @@ class TurnCache:
         if 0 < self._reclaimable <= slots + self._batch - self.device_free:
             self._reclaim_all()
         while (need := slots + self._batch - self.device_free) > 0 and self._reclaimable:
-            reclaimed = len(self._victims(Give.SLOT, now, need).move(need, HOST))
+            reclaimed = len(self._victims(Reclaim.PAGE, now, need).move(need, HOST))
             self.device_free += reclaimed
             self._reclaimable -= reclaimed
         while self.device_free < slots:
             need = slots + self._batch - self.device_free
-            chosen = self._victims(Give.SAVED_SLOT, now, need).move(need, CHOSEN)
+            chosen = self._victims(Reclaim.SAVED_PAGE, now, need).move(need, CHOSEN)
             assert chosen, f"{slots} slots asked for, {self.device_free} could be had"
             self._evict(chosen, now)
 
@@ -292,7 +292,7 @@ class TurnCache:
     def _evict(self, chosen: list[Victim], now: float) -> None:
         """Off the device: the most valuable are saved first, what the host has no room for is dropped."""
         self.device_free += len(chosen)
-        room = self._victims(Give.HOST_COPY, now, len(chosen))
+        room = self._victims(Reclaim.HOST_COPY, now, len(chosen))
         while chosen and (
             rooms := self._make_host_room(room, chosen[-1][0], len(chosen), ceiling=chosen[0][0])
         ):

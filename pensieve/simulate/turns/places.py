@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from pensieve.engine.cache.index import Give, lowest
+from pensieve.engine.cache.index import Reclaim, lowest
 from pensieve.engine.cache.policy import UNKNOWN, Policy
 from pensieve.engine.cost.model import CostModel
 
@@ -29,7 +29,7 @@ RECLAIMED: Final = bytes((DROPPED, HOST, DEVICE, HOST, *range(4, 256)))
 """Place of a chunk of an idle session that gave up its device slot if it could do so for nothing."""
 ADMITTED: Final = bytes((DEVICE, BOTH_LOADING, *range(2, 256)))
 """Place of a chunk that was given a device slot if it had none."""
-GIVES: Final = {Give.SLOT: BOTH, Give.SAVED_SLOT: DEVICE, Give.HOST_COPY: HOST}
+RECLAIMS: Final = {Reclaim.PAGE: BOTH, Reclaim.SAVED_PAGE: DEVICE, Reclaim.HOST_COPY: HOST}
 """Which place makes a chunk of an idle session a candidate."""
 
 
@@ -62,8 +62,8 @@ class PlacesIndex:
         self._residents: list[Resident | None] = []
         self._free_rows: list[int] = []
         self._dirty: dict[int, Resident] = {}
-        self._first_cost = np.full((len(Give), 64), np.inf)
-        self._candidates = np.zeros((len(Give), 64))
+        self._first_cost = np.full((len(Reclaim), 64), np.inf)
+        self._candidates = np.zeros((len(Reclaim), 64))
         self._last_active = np.zeros(64)
         self._kinds = np.full(64, UNKNOWN, np.int64)
         self._one = np.zeros((3, 1))
@@ -120,10 +120,10 @@ class PlacesIndex:
             self._chunk_costs = self._cost.chunk_costs(2 * index + 1).tolist()
         return float(self._chunk_costs[index])
 
-    def total(self, give: Give) -> int:
-        """How many chunks could give this now."""
+    def total(self, reclaim: Reclaim) -> int:
+        """How many chunks could be reclaimed this way now."""
         self._refresh()
-        return int(self._candidates[give].sum())
+        return int(self._candidates[reclaim].sum())
 
     def value(self, resident: Resident, first: int, candidates: int, now: float) -> float:
         """Retention value of one session's next victim."""
@@ -132,17 +132,17 @@ class PlacesIndex:
         self._one_kind[0] = resident.kind
         return float(self.policy.values(cost, count, idle, self._one_kind)[0])
 
-    def round(self, give: Give, now: float, expected: int) -> PlacesRound:
+    def round(self, reclaim: Reclaim, now: float, expected: int) -> PlacesRound:
         """Victims in ascending value, as the cache is now."""
         self._refresh()
         used = len(self._residents)
-        first_cost = self._first_cost[give, :used]
+        first_cost = self._first_cost[reclaim, :used]
         idle = now - self._last_active[:used]
-        values = self.policy.values(first_cost, self._candidates[give, :used], idle, self._kinds[:used])
+        values = self.policy.values(first_cost, self._candidates[reclaim, :used], idle, self._kinds[:used])
         values[np.isinf(first_cost)] = np.inf
         rows = lowest(values, expected)
         rows = rows[np.isfinite(values[rows])]
-        return PlacesRound(self, give, now, rows.tolist(), values[rows].tolist())
+        return PlacesRound(self, reclaim, now, rows.tolist(), values[rows].tolist())
 
     def _refresh(self) -> None:
         """Row by row would be simpler, and a tenth of a simulation's time."""
@@ -151,12 +151,12 @@ class PlacesIndex:
         rows, residents = list(self._dirty), self._dirty.values()
         self._last_active[rows] = [resident.last_active for resident in residents]
         self._kinds[rows] = [resident.kind for resident in residents]
-        for give, place in GIVES.items():
+        for reclaim, place in RECLAIMS.items():
             firsts = [-1 if resident.running else resident.places.find(place) for resident in residents]
-            self._first_cost[give, rows] = [
+            self._first_cost[reclaim, rows] = [
                 self.chunk_cost(first) if first >= 0 else np.inf for first in firsts
             ]
-            self._candidates[give, rows] = [
+            self._candidates[reclaim, rows] = [
                 resident.places.count(place) if first >= 0 else 0
                 for resident, first in zip(residents, firsts, strict=True)
             ]
@@ -167,10 +167,10 @@ class PlacesRound:
     """Hands out (session, chunk indices), lowest value first. Valid until the cache changes in another way."""
 
     def __init__(
-        self, index: PlacesIndex, give: Give, now: float, rows: list[int], values: list[float]
+        self, index: PlacesIndex, reclaim: Reclaim, now: float, rows: list[int], values: list[float]
     ) -> None:
         self._index = index
-        self._place = GIVES[give]
+        self._place = RECLAIMS[reclaim]
         self._now = now
         self._heap = list(zip(values, rows, strict=True))
         heapq.heapify(self._heap)

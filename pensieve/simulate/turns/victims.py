@@ -11,10 +11,10 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from pensieve.engine.cache.index import Give
+from pensieve.engine.cache.index import Reclaim
 from pensieve.engine.cost.model import CostModel
 from pensieve.simulate.scenario.policies import Arc
-from pensieve.simulate.turns.places import GIVES, PlacesIndex, Resident
+from pensieve.simulate.turns.places import RECLAIMS, PlacesIndex, Resident
 
 FRESH_S: Final = 8.0
 """For so many virtual seconds a ranking is used before it is made anew: sessions are idle for minutes."""
@@ -55,17 +55,17 @@ class Ranking:
     Later on it leaves out what has changed since, and what has become a candidate since is not in it.
     """
 
-    def __init__(self, index: PlacesIndex, cost: CostModel, give: Give, now: float, count: int) -> None:
+    def __init__(self, index: PlacesIndex, cost: CostModel, reclaim: Reclaim, now: float, count: int) -> None:
         self._made = now
         self._all = True
         """Whether all candidates are in it."""
         self._index = index
-        self._place = GIVES[give]
+        self._place = RECLAIMS[reclaim]
         self._next = 0
         self._victims: list[Victim] = []
         self._active: list[float] = []
         """When each victim's session was last active."""
-        self._rank(index, cost, give, now, count)
+        self._rank(index, cost, reclaim, now, count)
 
     def serves(self, now: float, count: int) -> bool:
         """Whether it is still good for ``count`` victims, or for as many as there are."""
@@ -102,12 +102,12 @@ class Ranking:
         unchanged = not session.running and session.last_active == self._active[position]
         return unchanged and session.places[chunk] == self._place
 
-    def _rank(self, index: PlacesIndex, cost: CostModel, give: Give, now: float, count: int) -> None:
+    def _rank(self, index: PlacesIndex, cost: CostModel, reclaim: Reclaim, now: float, count: int) -> None:
         """Chunks of the ``count`` sessions whose first chunks are lowest: no other session's can be among them.
 
         Of these sessions, again, only those matter whose first chunk is below the last victim that a few of them give.
         """
-        firsts = sorted(index.round(give, now, count)._heap)
+        firsts = sorted(index.round(reclaim, now, count)._heap)
         few = _Chunks(index, cost, self._place, now, [row for _, row in firsts[: count // _FEW + 1]])
         limit = few.value_of(count)
         rows = sorted(row for value, row in firsts if value <= limit)
@@ -151,8 +151,8 @@ class _Chunks:
 class Round:
     """The victims of one ``PlacesRound``, as it gives them. Valid until the cache changes in another way."""
 
-    def __init__(self, index: PlacesIndex, give: Give, now: float, count: int) -> None:
-        self._round = index.round(give, now, count)
+    def __init__(self, index: PlacesIndex, reclaim: Reclaim, now: float, count: int) -> None:
+        self._round = index.round(reclaim, now, count)
         self._index = index
         self.peek = self._round.peek
 
