@@ -17,11 +17,11 @@ import pytest
 import pensieve
 from pensieve.cli import main as cli
 from pensieve.options.table import OPTIONS
+from support import structure
 from support.sources import LINKS, ROOT, files, python_files, tree
 
 TOP_FOLDERS = {"proto", "pensieve", "kernels", "store", "tests", "bench", "deploy"}
 TOP_FILES = {"pyproject.toml", "README.md", "Makefile", "LICENSE", "constraints.txt"}
-MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 80
 ENVIRONMENT_READERS = {
     "pensieve/debug.py",  # debug switches
@@ -83,9 +83,18 @@ def test_our_names_do_not_shadow_others() -> None:
     )
 
 
+def test_folders_are_small_enough_to_look_into() -> None:
+    crowded = {
+        str(folder.path): len(folder.modules)
+        for folder in structure.folders()
+        if len(folder.modules) > structure.MOST_MODULES
+    }
+    assert crowded == {}
+
+
 def test_file_lengths() -> None:
     lengths = {str(path): len((ROOT / path).read_text().splitlines()) for path in python_files()}
-    assert {path: count for path, count in lengths.items() if count > MAX_FILE_LINES} == {}
+    assert {path: count for path, count in lengths.items() if count > structure.MOST_LINES} == {}
     package = sorted(lengths[str(path)] for path in python_files("pensieve", "kernels", "store"))
     assert package[len(package) // 2] <= 150, "the median file has grown too long"
 
