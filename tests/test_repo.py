@@ -20,7 +20,7 @@ from pensieve.options.table import OPTIONS
 from support import structure
 from support.sources import LINKS, ROOT, files, python_files, tree
 
-TOP_FOLDERS = {"proto", "pensieve", "kernels", "store", "tests", "bench", "deploy"}
+TOP_FOLDERS = {"proto", "pensieve", "kernels", "store", "tests", "bench", "deploy", "docs"}
 TOP_FILES = {"pyproject.toml", "README.md", "Makefile", "LICENSE", "constraints.txt"}
 MAX_FUNCTION_LINES = 80
 ENVIRONMENT_READERS = {
