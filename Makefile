@@ -65,7 +65,7 @@ test-gpu: ## Tests that need a GPU (PYTHON_GPU=a Python whose torch has CUDA, GP
 
 lint: setup ## Style, formatting and common mistakes
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check --quiet . || { echo "not formatted; run: $(BIN)/ruff format ." >&2; exit 1; }
+	@$(BIN)/ruff format --check --quiet . || { echo "not formatted; run: $(BIN)/ruff format ." >&2; exit 1; }
 
 structure: setup ## Every package with its purpose, modules and lines
 	@$(BIN)/python -P tests/support/structure.py
