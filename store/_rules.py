@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from pensieve.store import Began, BeginOutcome, BeginRequest, Counts, Key, Replay, RunningElsewhere, _refusals
+from pensieve.store import _refusals
+from pensieve.store.contract import Began, BeginOutcome, BeginRequest, Counts, Key, Replay, RunningElsewhere
 from pensieve.store.records import Kind, Record, RunningTurn, SessionConfig, SessionRow, State
 
 TOMBSTONE_MS = 30 * 24 * 3600 * 1000

@@ -15,7 +15,7 @@ import redis
 
 from pensieve.core import FinishReason, Role, pack_tokens
 from pensieve.store import BeginRequest, Counts, HistoryStore, Key
-from pensieve.store._redis_rows import session_keys
+from pensieve.store._redis.rows import session_keys
 from pensieve.store.memory_store import MemoryStore
 from pensieve.store.records import Item, Kind, Record, SessionConfig, SessionRow, TurnResult
 from pensieve.store.redis_store import RedisStore

@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from pensieve.store import Key, Page
 from pensieve.store._listing import Position, decode_cursor, encode_cursor, has_labels, position
-from pensieve.store._redis_link import RedisLink
-from pensieve.store._redis_rows import as_fields, index_key, parse_row, parse_time, session_keys
+from pensieve.store._redis.link import RedisLink
+from pensieve.store._redis.rows import as_fields, index_key, parse_row, parse_time, session_keys
+from pensieve.store.contract import Key, Page
 from pensieve.store.records import SessionRow
 
 BATCH = 64
