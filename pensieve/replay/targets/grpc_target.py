@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from pensieve.client._decode import usage
+from pensieve.client.decode import usage
 from pensieve.core import Usage
 from pensieve.replay.targets.base import Address, OnTokens, TargetInfo, TurnFailed, TurnSpec
 from pensieve.v1 import pensieve_pb2 as pb
