@@ -29,7 +29,7 @@ from pensieve.replay.load.schedule import Script
 from pensieve.replay.load.workload import Turn
 from pensieve.replay.measure.report import summarise
 from pensieve.replay.play import crew
-from pensieve.replay.play.runner import Outcome, RunOptions
+from pensieve.replay.records import Outcome, RunOptions
 from pensieve.replay.targets.grpc_target import PensieveTarget
 from pensieve.spawn import wait_ready
 

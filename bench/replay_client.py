@@ -27,7 +27,8 @@ from pensieve.debug import child_environment
 from pensieve.replay.load.schedule import Due, Script
 from pensieve.replay.load.workload import Conversation, Turn
 from pensieve.replay.measure.report import statistics
-from pensieve.replay.play.runner import Outcome, RunOptions, replay
+from pensieve.replay.play.runner import replay
+from pensieve.replay.records import Outcome, RunOptions
 from pensieve.replay.targets.options import parse_target
 
 RAMP_S = 1.0

@@ -43,7 +43,7 @@ from pensieve.replay.load.workload import load
 from pensieve.replay.measure.report import environment
 from pensieve.replay.play import crew
 from pensieve.replay.play.crew import ClientFailed
-from pensieve.replay.play.runner import RunOptions
+from pensieve.replay.records import RunOptions
 from pensieve.replay.targets.base import TurnFailed
 from pensieve.replay.targets.grpc_target import PensieveTarget
 from pensieve.server.operations.recording import TraceHeader, TraceRow

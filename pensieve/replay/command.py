@@ -23,8 +23,8 @@ from pensieve.replay.measure.windows import Window
 from pensieve.replay.parameters import DatasetName, Outputs, numbers, output_options
 from pensieve.replay.play.crew import ClientFailed
 from pensieve.replay.play.progress import LiveProgress
-from pensieve.replay.play.runner import MAX_LAG_S, RunOptions
 from pensieve.replay.presentation.table import show
+from pensieve.replay.records import MAX_LAG_S, RunOptions
 from pensieve.replay.session import Plan, run_all
 from pensieve.replay.targets.base import Target, TurnFailed
 from pensieve.replay.targets.options import target_options

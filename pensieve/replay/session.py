@@ -17,8 +17,8 @@ from pensieve.replay.measure.report import SCHEMA, environment, summarise
 from pensieve.replay.measure.validity import client_lag, intervals
 from pensieve.replay.measure.windows import Window, cut, running_turns, sent_turns
 from pensieve.replay.play import crew, runner
-from pensieve.replay.play.runner import Outcome, RunOptions
 from pensieve.replay.play.watching import Watcher
+from pensieve.replay.records import Outcome, RunOptions
 from pensieve.replay.targets import server_counters
 from pensieve.replay.targets.base import Remote, Target, TargetInfo, TurnFailed
 from pensieve.replay.targets.server_counters import Counters

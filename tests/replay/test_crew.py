@@ -27,7 +27,7 @@ from pensieve.replay.load.workload import Conversation, Dataset, Turn
 from pensieve.replay.play import crew
 from pensieve.replay.play import player_process as wire
 from pensieve.replay.play.crew import ClientFailed, deal
-from pensieve.replay.play.runner import Outcome, RunOptions, TurnRecord
+from pensieve.replay.records import Outcome, RunOptions, TurnRecord
 from pensieve.replay.session import Plan, run
 from pensieve.replay.targets.base import Address, Remote, TargetInfo, TurnFailed
 from pensieve.replay.targets.options import parse_target

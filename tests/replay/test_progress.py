@@ -11,7 +11,7 @@ from pensieve.replay.load.schedule import Arrivals
 from pensieve.replay.load.shaping import Shape
 from pensieve.replay.load.workload import Conversation, Dataset, Turn
 from pensieve.replay.play.progress import LiveProgress
-from pensieve.replay.play.runner import RunOptions, TurnRecord
+from pensieve.replay.records import RunOptions, TurnRecord
 from pensieve.replay.session import Plan, run
 from pensieve.replay.targets.base import OnTokens, TargetInfo, TurnSpec
 

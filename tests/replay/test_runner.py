@@ -17,8 +17,9 @@ from pensieve.replay.measure.receipts import violations
 from pensieve.replay.measure.report import is_clean, statistics, summarise
 from pensieve.replay.measure.validity import client_lag
 from pensieve.replay.measure.windows import Window, cut
-from pensieve.replay.play.runner import Outcome, Played, RunOptions, TurnRecord, outcome, replay
+from pensieve.replay.play.runner import replay
 from pensieve.replay.play.watching import RunWatcher, Watcher
+from pensieve.replay.records import Outcome, Played, RunOptions, TurnRecord, outcome
 from pensieve.replay.session import Plan, run
 from pensieve.replay.targets.base import OnTokens, TargetInfo, TurnFailed, TurnSpec
 

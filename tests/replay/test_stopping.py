@@ -18,7 +18,8 @@ from pensieve.replay.measure.activity import active_sessions
 from pensieve.replay.measure.report import is_clean, summarise
 from pensieve.replay.measure.validity import client_lag
 from pensieve.replay.measure.windows import Window, cut
-from pensieve.replay.play.runner import Outcome, RunOptions, TurnRecord, replay
+from pensieve.replay.play.runner import replay
+from pensieve.replay.records import Outcome, RunOptions, TurnRecord
 from pensieve.replay.targets.base import OnTokens, TargetInfo, TurnSpec
 from support.service.paced_server import PacedConversations, in_thread
 

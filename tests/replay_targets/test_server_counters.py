@@ -15,8 +15,8 @@ from pensieve.engine.messages import Stats
 from pensieve.replay.load.schedule import Arrivals
 from pensieve.replay.load.shaping import Shape
 from pensieve.replay.load.workload import Conversation, Dataset, Turn
-from pensieve.replay.play.runner import RunOptions
 from pensieve.replay.presentation.table import show
+from pensieve.replay.records import RunOptions
 from pensieve.replay.session import Plan, run
 from pensieve.replay.targets import server_counters
 from pensieve.replay.targets.base import OnTokens, TargetInfo, TurnSpec

@@ -22,8 +22,8 @@ from pensieve.replay.command import replay
 from pensieve.replay.load.schedule import Arrivals
 from pensieve.replay.load.shaping import Shape
 from pensieve.replay.load.workload import Conversation, Dataset, Turn
-from pensieve.replay.play.runner import RunOptions
 from pensieve.replay.play.watching import Watcher
+from pensieve.replay.records import RunOptions
 from pensieve.replay.session import Plan, run
 from pensieve.replay.targets.base import Target, TurnFailed
 from pensieve.replay.targets.options import parse_start

@@ -21,7 +21,8 @@ from pensieve.core import Usage
 from pensieve.errors import PensieveError
 from pensieve.replay.load.schedule import Arrivals, Script, scripts
 from pensieve.replay.load.workload import load
-from pensieve.replay.play.runner import RunOptions, TurnRecord, replay
+from pensieve.replay.play.runner import replay
+from pensieve.replay.records import RunOptions, TurnRecord
 from pensieve.replay.targets.base import OnTokens, TurnSpec
 from pensieve.replay.targets.grpc_target import PensieveTarget
 from pensieve.server.conversations import Conversations

@@ -10,7 +10,7 @@ import pytest
 
 from pensieve.replay.load.schedule import Due, Script
 from pensieve.replay.load.workload import Conversation, Turn
-from pensieve.replay.play.runner import RunOptions
+from pensieve.replay.records import RunOptions
 from support.replay.benches import load_bench
 
 SECONDS = 36.0

@@ -15,7 +15,7 @@ import numpy as np
 from pensieve import __version__
 from pensieve.replay.measure.activity import active_sessions
 from pensieve.replay.measure.receipts import violations
-from pensieve.replay.play.runner import Outcome, TurnRecord
+from pensieve.replay.records import Outcome, TurnRecord
 
 SCHEMA = "pensieve.replay/1"
 SOURCES = ("gpu_cached", "swapped_in", "recomputed", "new")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pensieve.replay.measure.report import statistics
-from pensieve.replay.play.runner import Outcome
+from pensieve.replay.records import Outcome
 
 METRICS = (
     "turns_per_s", "output_tokens_per_s", "normalised_latency_s.mean", "normalised_latency_s.p90",

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pensieve.replay.play.runner import Outcome, TurnRecord
+from pensieve.replay.records import Outcome, TurnRecord
 
 BINS = 10
 _PARTS = 100

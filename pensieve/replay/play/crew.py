@@ -15,7 +15,8 @@ from typing import Any, TypeVar, cast
 from pensieve.debug import child_environment
 from pensieve.replay.load.schedule import Script
 from pensieve.replay.play import player_process as wire
-from pensieve.replay.play.runner import OnSend, OnTurn, Outcome, Played, RunOptions, TurnRecord, outcome
+from pensieve.replay.play.runner import OnSend, OnTurn
+from pensieve.replay.records import Outcome, Played, RunOptions, TurnRecord, outcome
 from pensieve.replay.targets.base import Address, TargetInfo, TurnFailed
 
 _HEAD_START_S = 0.05

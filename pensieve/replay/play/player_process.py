@@ -24,7 +24,8 @@ import msgspec
 
 from pensieve.engine.process.frames import HEADER, decode, decoder_for, encode_frame, frame_length
 from pensieve.replay.load.schedule import Script
-from pensieve.replay.play.runner import Played, Player, RunOptions, TurnRecord
+from pensieve.replay.play.runner import Player
+from pensieve.replay.records import Played, RunOptions, TurnRecord
 from pensieve.replay.targets.base import Address, TargetInfo, TurnFailed
 from pensieve.replay.targets.options import parse_target
 

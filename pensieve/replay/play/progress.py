@@ -20,8 +20,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from pensieve.replay.play.runner import TurnRecord
 from pensieve.replay.play.watching import RunWatcher, Watcher
+from pensieve.replay.records import TurnRecord
 
 _RECENT_S = 10.0
 """Tokens per second are those of turns that ended in this time."""
