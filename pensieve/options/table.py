@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pensieve.config import BATCH_LIMITS
 from pensieve.options import values
 
 
@@ -46,6 +47,7 @@ class Option:
 _NO_FILE = "none needed"
 _OFF_TO_MEASURE = "off only to measure its worth"
 _PAPER = "the paper's value (EuroSys §4.3)"
+(_CPU_TOKENS, _CPU_RUNNING), (_GPU_TOKENS, _GPU_RUNNING) = BATCH_LIMITS["cpu"], BATCH_LIMITS["cuda"]
 
 OPTIONS: tuple[Option, ...] = (
     Option(
@@ -134,7 +136,7 @@ OPTIONS: tuple[Option, ...] = (
         "max-batch-tokens",
         values.integer(0),
         "Tokens computed in one step, at most; 0: auto.",
-        "auto: 512 on a CPU, where steps must stay short; 2048 on a GPU",
+        f"auto: {_CPU_TOKENS} on a CPU, where steps must stay short; {_GPU_TOKENS} on a GPU",
         "N",
         shown="auto",
     ),
@@ -142,7 +144,7 @@ OPTIONS: tuple[Option, ...] = (
         "max-running",
         values.integer(0),
         "Generations in one batch, at most; 0: auto.",
-        "auto: 64 on a CPU, 256 on a GPU",
+        f"auto: {_CPU_RUNNING} on a CPU, {_GPU_RUNNING} on a GPU",
         "N",
         shown="auto",
     ),
