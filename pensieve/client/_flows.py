@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from pensieve.client import _requests, decode
 from pensieve.client._requests import InputLike
 from pensieve.client._retry import Backoff, Verdict, verdict
-from pensieve.client._transport import Settings
+from pensieve.client._transport import ClientSettings
 from pensieve.client._turn_machine import TurnMachine
 from pensieve.client._values import Item, ServerInfo, SessionInfo, TokenCount, Turn, TurnState
 from pensieve.core import Role
@@ -50,7 +50,7 @@ ABANDONED_KEPT = 16
 
 
 def call(
-    settings: Settings, method: str, request: Message, *, session: str = "", replay: bool = True
+    settings: ClientSettings, method: str, request: Message, *, session: str = "", replay: bool = True
 ) -> Flow[Any]:
     """One unary call, sent again while that is safe and worth it. ``replay=False``: at most once."""
     backoff = Backoff(settings.retry)
@@ -67,13 +67,13 @@ def call(
         yield Sleep(delay)
 
 
-def server_info(settings: Settings) -> Flow[ServerInfo]:
+def server_info(settings: ClientSettings) -> Flow[ServerInfo]:
     response = yield from call(settings, "GetServerInfo", pb.GetServerInfoRequest())
     return decode.server_info(response)
 
 
 def list_sessions(
-    settings: Settings, labels: Mapping[str, str] | None, limit: int | None
+    settings: ClientSettings, labels: Mapping[str, str] | None, limit: int | None
 ) -> Flow[list[SessionInfo]]:
     found: list[SessionInfo] = []
     request = pb.ListSessionsRequest(label_selector=",".join(f"{k}={v}" for k, v in (labels or {}).items()))
@@ -88,7 +88,7 @@ def list_sessions(
 
 
 def create_session(
-    settings: Settings,
+    settings: ClientSettings,
     *,
     session_id: str | None,
     config: pb.SessionConfig,
@@ -110,7 +110,7 @@ def create_session(
 class SessionCore:
     """What a session handle knows, and what it can do, as flows."""
 
-    def __init__(self, settings: Settings, name: str, info: SessionInfo | None = None) -> None:
+    def __init__(self, settings: ClientSettings, name: str, info: SessionInfo | None = None) -> None:
         self.settings = settings
         self.name = name
         self.info = info

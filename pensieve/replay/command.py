@@ -16,7 +16,7 @@ from rich.console import Console
 
 from pensieve.replay.load.generators import generate
 from pensieve.replay.load.schedule import Arrivals, Gaps
-from pensieve.replay.load.shaping import Shape
+from pensieve.replay.load.shaping import Shaping
 from pensieve.replay.load.workload import CountTokens, Dataset, DatasetError, estimate_tokens, load
 from pensieve.replay.measure.report import is_clean
 from pensieve.replay.measure.windows import Window
@@ -25,7 +25,7 @@ from pensieve.replay.play.crew import ClientFailed
 from pensieve.replay.play.progress import LiveProgress
 from pensieve.replay.presentation.table import show
 from pensieve.replay.records import MAX_LAG_S, RunOptions
-from pensieve.replay.session import Plan, run_all
+from pensieve.replay.session import ReplayPlan, run_all
 from pensieve.replay.targets.base import Target, TurnFailed
 from pensieve.replay.targets.options import target_options
 
@@ -99,7 +99,7 @@ def make_plan(
     max_lag: float, time_scale: float, seed: int, max_turns: int | None, max_input_tokens: int | None,
     max_output_tokens: int | None, scale_lengths: float, concurrency: int | None, force_lengths: bool,
     tokenizer: Path | None,
-) -> Plan:  # fmt: skip
+) -> ReplayPlan:  # fmt: skip
     """From the values of ``workload_options``. Raises click exceptions."""
     if clients and (rate is not None or concurrency):
         raise click.UsageError("--clients goes without --rate and --concurrency")
@@ -130,9 +130,9 @@ def make_plan(
         raise click.UsageError(
             "pauses need --rate or --clients: this dataset says itself when turns are sent"
         )
-    return Plan(
+    return ReplayPlan(
         data,
-        Shape(scale_lengths, max_turns, max_input_tokens, max_output_tokens),
+        Shaping(scale_lengths, max_turns, max_input_tokens, max_output_tokens),
         Arrivals(rate or None, think_time, recorded, time_scale, seed, clients, think_per_token,
                  think_minimum if think_per_token else 0.0, gaps, run_in),
         RunOptions(force_lengths, concurrency or clients, seed, max_lag_s=max_lag, processes=processes,
@@ -148,12 +148,12 @@ def _loaded(path: Path, tokenizer: Path | None, limit: int | None) -> Dataset:
 
 
 def run_with_progress(
-    plan: Plan | Sequence[Plan], targets: Sequence[Target], console: Console
+    plan: ReplayPlan | Sequence[ReplayPlan], targets: Sequence[Target], console: Console
 ) -> dict[str, Any]:
     """Like ``session.run`` or ``run_all``, with a line per run on the terminal. Raises ClickException."""
     with LiveProgress(console) as live:
         try:
-            plans = [plan] if isinstance(plan, Plan) else plan
+            plans = [plan] if isinstance(plan, ReplayPlan) else plan
             return asyncio.run(_until_terminated(run_all(plans, targets, live)))
         except asyncio.CancelledError:
             sys.exit(128 + signal.SIGTERM)
@@ -236,11 +236,11 @@ def _plans(
     seeds: tuple[int, ...],
     vocab_size: int,
     context_limit: int,
-) -> list[Plan]:
+) -> list[ReplayPlan]:
     """One for each rate and seed, with inputs of its own."""
     if rates and (workload["rate"] is not None or workload["clients"]):
         raise click.UsageError("--rates goes without --rate and --clients")
-    found: list[Plan] = []
+    found: list[ReplayPlan] = []
     for rate in rates or (workload["rate"],):
         for seed in seeds or (workload["seed"],):
             plan = make_plan(**(workload | {"rate": rate, "seed": seed}))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pensieve.replay.load.workload import Conversation, Dataset, Turn
+from pensieve.replay.load.workload import Conversation, Dataset, TurnLengths
 
 Floats = NDArray[np.float64]
 
@@ -83,11 +83,11 @@ def _conversations(shape: ChatShape, number: int, generator: np.random.Generator
     return found
 
 
-def _turns(inputs: Floats, outputs: Floats) -> list[Turn]:
+def _turns(inputs: Floats, outputs: Floats) -> list[TurnLengths]:
     def whole(values: Floats) -> list[int]:
         return [int(value) for value in np.maximum(1, np.round(values))]
 
-    return [Turn(*lengths) for lengths in zip(whole(inputs), whole(outputs), strict=True)]
+    return [TurnLengths(*lengths) for lengths in zip(whole(inputs), whole(outputs), strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class LongContext:
             total += turn.input_tokens + turn.output_tokens
             if total > self.context_limit:
                 break
-            kept.append(Turn(turn.input_tokens, turn.output_tokens, float(time)))
+            kept.append(TurnLengths(turn.input_tokens, turn.output_tokens, float(time)))
         return Conversation(str(index), tuple(kept))
 
 

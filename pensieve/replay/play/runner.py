@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from pensieve.replay.load.schedule import Script
 from pensieve.replay.records import Outcome, Played, RunOptions, TurnRecord, outcome
-from pensieve.replay.targets.base import Target, TargetInfo, TurnFailed, TurnSpec
+from pensieve.replay.targets.base import AskedTurn, Target, TargetInfo, TurnFailed
 
 _TICK_S = 0.02
 _ENDING = 32
@@ -163,7 +163,7 @@ class Player:
                 # Opening a conversation is no part of its first turn's latency.
                 record.due_s = max(due, self._now())
             await self._sleep_until(due)
-            await self._send(talk.opening.result(), TurnSpec(ids, turn.output_tokens, forced), record)
+            await self._send(talk.opening.result(), AskedTurn(ids, turn.output_tokens, forced), record)
         except TurnFailed as failure:
             record.error, record.message = failure.code, str(failure)
         except asyncio.CancelledError:
@@ -175,7 +175,7 @@ class Player:
             talk.failed = True
             self._skipped += len(talk.script.due) - talk.place
 
-    async def _send(self, session: str, spec: TurnSpec, record: TurnRecord) -> None:
+    async def _send(self, session: str, spec: AskedTurn, record: TurnRecord) -> None:
         start, arrivals = self._start, record.arrivals
         self._on_send()
         record.sent_s = self._now()

@@ -10,7 +10,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from pensieve.replay.presentation.curves import Point, Report
+from pensieve.replay.presentation.curves import CurvePoint, Report
 from pensieve.replay.presentation.equal_latency import Comparison, Ratio, comparisons
 from pensieve.replay.presentation.html import write_html
 from pensieve.replay.presentation.panels import Panel, panels
@@ -77,7 +77,7 @@ def _panel(panel: Panel, names: Sequence[str], latency_s: float | None) -> dict[
     return {"workload": panel.title, "systems": systems, "ratios": pairs}
 
 
-def _point(point: Point) -> dict[str, Any]:
+def _point(point: CurvePoint) -> dict[str, Any]:
     low, high = point.interval_s or (None, None)
     return {
         "load": point.load,

@@ -12,7 +12,7 @@ import jinja2
 
 from pensieve.replay.measure.activity import RULE
 from pensieve.replay.presentation.columns import NOTHING
-from pensieve.replay.presentation.curves import Entry, Report, at
+from pensieve.replay.presentation.curves import CurveEntry, Report, at
 from pensieve.replay.presentation.latency_plot import CAPTION
 from pensieve.replay.presentation.page_tables import headline_tables, tables
 from pensieve.replay.presentation.panels import panels, report_numbers
@@ -73,7 +73,7 @@ def page(reports: Sequence[Report], names: Sequence[str] = (), latency_s: float 
     )
 
 
-def _problems(reports: Sequence[Report], names: Sequence[str], found: Sequence[Entry]) -> Iterator[str]:
+def _problems(reports: Sequence[Report], names: Sequence[str], found: Sequence[CurveEntry]) -> Iterator[str]:
     """What a reader must know before believing a number."""
     for name, report in zip(names, reports, strict=True):
         where = f"{name}: " if len(reports) > 1 else ""

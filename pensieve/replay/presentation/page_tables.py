@@ -19,7 +19,7 @@ from pensieve.replay.presentation.columns import (
     number,
     ratio_texts,
 )
-from pensieve.replay.presentation.curves import Entry, at, curve_points
+from pensieve.replay.presentation.curves import CurveEntry, at, curve_points
 from pensieve.replay.presentation.equal_latency import RULE as RATIO_RULE
 from pensieve.replay.presentation.equal_latency import comparisons
 from pensieve.replay.presentation.panels import Panel
@@ -87,7 +87,7 @@ def _systems(panels: Sequence[Panel]) -> Table:
     return _with_work(Table("systems", "At a glance", note, heads, 1, ()), panels, rows)
 
 
-def _system(name: str, curve: Sequence[Entry]) -> Row:
+def _system(name: str, curve: Sequence[CurveEntry]) -> Row:
     points = curve_points(curve)
     best = max(points, key=lambda point: point.throughput, default=None)
     bins = [row for entry in curve for row in at(entry.summary, "active_sessions.bins") or []]
@@ -145,14 +145,14 @@ def _with_work(table: Table, panels: Sequence[Panel], rows: Sequence[tuple[Panel
     )
 
 
-def _labels(entry: Entry, seeds: bool) -> Row:
+def _labels(entry: CurveEntry, seeds: bool) -> Row:
     texts = [entry.system, entry.load]
     if seeds:
         texts.append(NOTHING if entry.seed is None else str(entry.seed))
     return tuple(Cell(text) for text in texts)
 
 
-def _cells(entry: Entry, columns: Sequence[Column]) -> Iterator[Cell]:
+def _cells(entry: CurveEntry, columns: Sequence[Column]) -> Iterator[Cell]:
     for column in columns:
         path = f"{entry.report}.{entry.path}.{column.path}"
         text = column.text(entry.summary)
@@ -161,7 +161,7 @@ def _cells(entry: Entry, columns: Sequence[Column]) -> Iterator[Cell]:
         yield Cell(text, path, at(entry.summary, column.path))
 
 
-def _swap_columns(found: Sequence[Entry]) -> list[Column]:
+def _swap_columns(found: Sequence[CurveEntry]) -> list[Column]:
     """Whatever numbers the targets gave under ``swap``."""
     names = dict.fromkeys(
         name
@@ -176,7 +176,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _by_turn(panel: Panel, entry: Entry) -> Table:
+def _by_turn(panel: Panel, entry: CurveEntry) -> Table:
     rows = []
     for index, row in enumerate(entry.summary["by_turn"]):
         base = f"{entry.report}.{entry.path}.by_turn.{index}"

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from pensieve.replay.measure.report import SOURCES
 from pensieve.replay.presentation.columns import SESSIONS, SPEED, limit_text, number, ratio_texts
-from pensieve.replay.presentation.curves import Entry, Report, at, busiest
+from pensieve.replay.presentation.curves import CurveEntry, Report, at, busiest
 from pensieve.replay.presentation.equal_latency import comparisons
 from pensieve.replay.presentation.panels import Panel, panels
 
@@ -71,7 +71,7 @@ def show_curves(
         _warnings(report, console)
 
 
-def _in_order(panel: Panel) -> list[Entry]:
+def _in_order(panel: Panel) -> list[CurveEntry]:
     return [entry for curve in panel.curves.values() for entry in curve]
 
 
@@ -128,7 +128,7 @@ def _overview(summaries: Sequence[dict[str, Any]], title: str) -> Table:
     return table
 
 
-def _curves(found: Sequence[Entry], title: str) -> Table:
+def _curves(found: Sequence[CurveEntry], title: str) -> Table:
     table = Table(title=Text(title), title_justify="left")
     table.add_column("system", overflow="fold", min_width=24)
     for name in ("offered", "seed", *_LINE.values(), "TTFT p95 ≤ 2 s"):
@@ -155,7 +155,7 @@ def _ratios(panel: Panel, latency_s: float | None, console: Console) -> None:
     console.print(table)
 
 
-def _by_turn(entry: Entry) -> Table:
+def _by_turn(entry: CurveEntry) -> Table:
     table = Table(title=Text(f"By turn: {entry.system}, {entry.load}"), title_justify="left")
     heads = ("turn", "turns", "TTFT p50 ms", "TTFT p99 ms", "context")
     for name in (*heads, *(source.replace("_", " ") for source in SOURCES), "output"):

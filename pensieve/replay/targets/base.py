@@ -35,7 +35,7 @@ class TargetInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnSpec:
+class AskedTurn:
     """One turn to be answered, greedily."""
 
     input_ids: TokenArray
@@ -58,7 +58,7 @@ class Target(Protocol):
         """A new, empty conversation; returns what names it."""
         ...
 
-    async def turn(self, session: str, spec: TurnSpec, on_tokens: OnTokens) -> Usage | None:
+    async def turn(self, session: str, spec: AskedTurn, on_tokens: OnTokens) -> Usage | None:
         """Answer one turn and keep it; returns the receipt, None from targets that give none. Raises TurnFailed."""
         ...
 
