@@ -13,6 +13,10 @@ from typing import Literal
 import msgspec
 
 PolicyName = Literal["gittins", "retention", "lru", "trailing-half", "whole-session"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+SwapMechanism = Literal["auto", "batch", "kernel"]
 
 BATCH_LIMITS = {"cpu": (512, 64), "cuda": (2048, 256)}
 """Tokens and generations of one step: a CPU step has to stay short, a GPU step has to fill the device."""
@@ -60,9 +64,9 @@ class SchedulerConfig:
 class EngineTuning(msgspec.Struct, frozen=True, kw_only=True):
     """Options that the server only hands on to its engine: their names, types and defaults, in one place."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    device: DeviceName = "auto"
+    dtype: DtypeName = "auto"
+    load_format: LoadFormat = "auto"
     """``dummy``: random weights made on the device; the folder then needs no weight files."""
     device_cache: str = "auto"
     """``40GiB``, ``512MiB``, ``4096tokens`` or ``auto``: see ``pensieve.engine.worker.sizing``."""
@@ -87,7 +91,7 @@ class EngineTuning(msgspec.Struct, frozen=True, kw_only=True):
     """Schedule the next step while this one runs. GPU only: a CPU has nothing to overlap with."""
     cuda_graphs: bool = True
     """Replay whole steps as CUDA graphs. GPU only."""
-    swap_mechanism: Literal["auto", "batch", "kernel"] = "auto"
+    swap_mechanism: SwapMechanism = "auto"
     """How chunks cross the bus. GPU only; ``auto`` measures both at start-up."""
     verify_swap: bool = False
     """Check every restored chunk against a checksum taken when it left. GPU only; costs time."""

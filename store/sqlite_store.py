@@ -163,9 +163,10 @@ class SqliteStore:
             now, before = self._clock(), rows.meta(key)
             known = rows.known(key, record.request_id)
             meta = _rules.commit(before, known, token, fingerprint, record, counts, now)
-            if meta is None:
-                return _rules.view(_rules.present(before, now), now)
-            return _rules.view(rows.append(key, meta, record, fingerprint), now)
+            after = (
+                _rules.present(before, now) if meta is None else rows.append(key, meta, record, fingerprint)
+            )
+            return _rules.view(after, now)
 
         return await self._write(work)
 
@@ -190,9 +191,10 @@ class SqliteStore:
             now, before = self._clock(), rows.meta(key)
             known = rows.known(key, record.request_id)
             meta = _rules.apply(before, known, fingerprint, record, counts, expected_revision, now)
-            if meta is None:
-                return _rules.view(_rules.present(before, now), now)
-            return _rules.view(rows.append(key, meta, record, fingerprint), now)
+            after = (
+                _rules.present(before, now) if meta is None else rows.append(key, meta, record, fingerprint)
+            )
+            return _rules.view(after, now)
 
         return await self._write(work)
 

@@ -6,8 +6,9 @@ Types and defaults are those of ``pensieve.options.serve.ServeOptions``; a test 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
-from pensieve.config import BATCH_LIMITS
+from pensieve.config import BATCH_LIMITS, DeviceName, DtypeName, LoadFormat, PolicyName, SwapMechanism
 from pensieve.options import values
 
 
@@ -77,21 +78,21 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "device",
-        values.choice("auto", "cpu", "cuda"),
+        values.choice(*get_args(DeviceName)),
         "Where the model runs: auto, cpu or cuda.",
         "CUDA when there is a GPU, else the CPU",
         "NAME",
     ),
     Option(
         "dtype",
-        values.choice("auto", "float32", "bfloat16", "float16"),
+        values.choice(*get_args(DtypeName)),
         "Of weights and KV: auto, float32, bfloat16 or float16.",
         "the checkpoint's own on a GPU, float32 on the CPU",
         "NAME",
     ),
     Option(
         "load-format",
-        values.choice("auto", "safetensors", "dummy"),
+        values.choice(*get_args(LoadFormat)),
         "Where weights come from: auto, safetensors, or dummy: random ones, for benchmarks.",
         "the model's own weights",
         "NAME",
@@ -113,7 +114,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("chunk-tokens", values.power_of_two(256), "Tokens per chunk and KV page.", _PAPER, "N"),
     Option(
         "policy",
-        values.choice("gittins", "retention", "lru", "trailing-half", "whole-session"),
+        values.choice(*get_args(PolicyName)),
         "What is evicted first: gittins, retention (the paper's), lru, trailing-half or whole-session.",
         "what costs least and comes back least often, as learned while serving, goes first",
         "NAME",
@@ -198,7 +199,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "swap-mechanism",
-        values.choice("auto", "batch", "kernel"),
+        values.choice(*get_args(SwapMechanism)),
         "How chunks cross the bus: auto, batch (copy engine) or kernel; GPU only.",
         "auto: both are measured at start-up, per direction",
         "NAME",

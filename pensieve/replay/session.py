@@ -20,7 +20,7 @@ from pensieve.replay.play import crew, runner
 from pensieve.replay.play.watching import Watcher
 from pensieve.replay.records import Outcome, RunOptions
 from pensieve.replay.targets import server_counters
-from pensieve.replay.targets.base import Remote, Target, TargetInfo, TurnFailed
+from pensieve.replay.targets.base import Remote, Target, TargetInfo, TurnFailed, empty_cache
 from pensieve.replay.targets.server_counters import Counters
 from pensieve.replay.targets.started_target import StartedTarget
 
@@ -183,9 +183,8 @@ async def _play(
     """The ``targets`` entry of a run. Raises TurnFailed when a started server ends before the run does."""
     cache = "as found"
     if index:
-        evict = getattr(target, "evict", None)
         try:
-            cache = "sessions deleted" if evict is None else await evict()
+            cache = await empty_cache(target)
         except TurnFailed as failure:
             cache = f"not emptied: {failure}"
     plan = work.plan

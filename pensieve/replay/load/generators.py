@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from pensieve.replay.load.workload import Conversation, Dataset, TurnLengths
 
-Floats = NDArray[np.float64]
-
 
 @dataclass(frozen=True, slots=True)
 class Published:
@@ -83,8 +81,8 @@ def _conversations(shape: ChatShape, number: int, generator: np.random.Generator
     return found
 
 
-def _turns(inputs: Floats, outputs: Floats) -> list[TurnLengths]:
-    def whole(values: Floats) -> list[int]:
+def _turns(inputs: NDArray[np.float64], outputs: NDArray[np.float64]) -> list[TurnLengths]:
+    def whole(values: NDArray[np.float64]) -> list[int]:
         return [int(value) for value in np.maximum(1, np.round(values))]
 
     return [TurnLengths(*lengths) for lengths in zip(whole(inputs), whole(outputs), strict=True)]
@@ -98,7 +96,7 @@ class Quantiles:
     at: tuple[float, ...] = (0, 5, 25, 50, 75, 95, 99, 100)
     """Per cent."""
 
-    def draw(self, generator: np.random.Generator, count: int) -> Floats:
+    def draw(self, generator: np.random.Generator, count: int) -> NDArray[np.float64]:
         logs = np.interp(generator.uniform(0, 100, count), self.at, np.log(self.values))
         return np.asarray(np.exp(logs), dtype=np.float64)
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pensieve.replay.measure.report import at
+
 Report = Mapping[str, Any]
 
 
@@ -44,16 +46,6 @@ class CurvePoint:
     """The same, 90th percentile."""
     interval_s: tuple[float, float] | None
     """95 % interval of ``mean_s``, where several seeds were run."""
-
-
-def at(summary: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path; None where an older report has no such field."""
-    value: Any = summary
-    for key in path.split("."):
-        if not isinstance(value, Mapping) or key not in value:
-            return None
-        value = value[key]
-    return value
 
 
 def entries(reports: Sequence[Report]) -> list[CurveEntry]:

@@ -11,11 +11,11 @@ from pathlib import PurePath
 from typing import Any
 
 from pensieve.replay.load.generators import NAMES
+from pensieve.replay.measure.report import at
 from pensieve.replay.presentation.curves import (
     CurveEntry,
     CurvePoint,
     Report,
-    at,
     by_system,
     curve_points,
     entries,
@@ -38,6 +38,11 @@ class Panel:
     @property
     def points(self) -> dict[str, list[CurvePoint]]:
         return {name: curve_points(curve) for name, curve in self.curves.items()}
+
+    @property
+    def entries(self) -> list[CurveEntry]:
+        """The entries of all systems, system by system."""
+        return [entry for curve in self.curves.values() for entry in curve]
 
 
 def panels(reports: Sequence[Report], names: Sequence[str] = ()) -> list[Panel]:

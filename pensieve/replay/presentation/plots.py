@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pensieve.replay.measure.activity import TTFT_LIMIT_S
-from pensieve.replay.measure.report import SOURCES
+from pensieve.replay.measure.report import SOURCES, at
 from pensieve.replay.presentation.columns import SOURCE_NAMES
-from pensieve.replay.presentation.curves import CurveEntry, Report, at, busiest
+from pensieve.replay.presentation.curves import CurveEntry, Report, busiest
 from pensieve.replay.presentation.latency_plot import latency_figure
 from pensieve.replay.presentation.panels import Panel, panels
 from pensieve.replay.presentation.plot_style import (

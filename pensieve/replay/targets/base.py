@@ -85,3 +85,17 @@ class Remote(Protocol):
     def address(self) -> Address:
         """The target is open."""
         ...
+
+
+@runtime_checkable
+class Evicts(Protocol):
+    """A target that can be asked to empty its prefix cache."""
+
+    async def evict(self) -> str:
+        """Says, for the report, what was done. Raises TurnFailed."""
+        ...
+
+
+async def empty_cache(target: Target) -> str:
+    """Ask for an empty cache where a target can be asked; elsewhere the end of its sessions has to do."""
+    return await target.evict() if isinstance(target, Evicts) else "sessions deleted"

@@ -14,7 +14,16 @@ from typing import Any, TypeVar
 
 from pensieve.core import Usage
 from pensieve.replay.targets import server_counters
-from pensieve.replay.targets.base import Address, AskedTurn, OnTokens, Remote, Target, TargetInfo, TurnFailed
+from pensieve.replay.targets.base import (
+    Address,
+    AskedTurn,
+    OnTokens,
+    Remote,
+    Target,
+    TargetInfo,
+    TurnFailed,
+    empty_cache,
+)
 from pensieve.replay.targets.server_counters import Counters
 from pensieve.spawn import READY, STOP_GRACE_S
 
@@ -122,8 +131,7 @@ class StartedTarget:
         await self._running.end_session(session)
 
     async def evict(self) -> str:
-        evict = getattr(self._running, "evict", None)
-        return "sessions deleted" if evict is None else str(await evict())
+        return await empty_cache(self._running)
 
     async def counters(self) -> Counters | None:
         """Since the server started; None of a server whose metrics cannot be read."""
