@@ -28,6 +28,14 @@ ENVIRONMENT_READERS = {
     "pensieve/machine.py",  # XDG_STATE_HOME and XDG_CACHE_HOME, where a user's data goes
 }
 SERVE_FLAGS = {option.name.removeprefix("no-") for option in OPTIONS} | {"config", "print-config", "help"}
+FORBIDDEN = {
+    "kernels/__init__.py": "a root package `kernels` shadows the PyPI package that transformers imports",
+    "proto/__init__.py": "a root package `proto` shadows proto-plus",
+    "tests/__init__.py": "it would put the root on sys.path",
+    "conftest.py": "it would put the root on sys.path",
+}
+OLD_DOCUMENTS = ("CHANGELOG.md", "bench/results/")
+"""They name files as they were called at the time."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -53,18 +61,7 @@ def test_top_level_entries() -> None:
     assert {path.parts[0] for path in files()} >= TOP_FOLDERS | TOP_FILES
 
 
-@pytest.mark.parametrize(
-    ("forbidden", "why"),
-    [
-        (
-            "kernels/__init__.py",
-            "a root package `kernels` shadows the PyPI package that transformers imports",
-        ),
-        ("proto/__init__.py", "a root package `proto` shadows proto-plus"),
-        ("tests/__init__.py", "it would put the root on sys.path"),
-        ("conftest.py", "it would put the root on sys.path"),
-    ],
-)
+@pytest.mark.parametrize(("forbidden", "why"), FORBIDDEN.items())
 def test_files_that_must_not_exist(forbidden: str, why: str) -> None:
     assert not (ROOT / forbidden).exists(), why
 
@@ -187,6 +184,20 @@ def test_documents_name_what_exists(document: Path) -> None:
             assert flag in SERVE_FLAGS, f"{document}: `pensieve serve` has no --{flag}"
     for link in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", text):
         assert (ROOT / document.parent / link).exists(), f"{document}: dead link {link}"
+    if not str(document).startswith(OLD_DOCUMENTS):
+        _check_source_names(document, text)
+
+
+def _check_source_names(document: Path, text: str) -> None:
+    """Sources by their paths, and in backticks by their names alone; those "of commit X" are gone on purpose."""
+    named = re.findall(
+        r"(?<![\w./-])(?:bench|kernels|pensieve|store|tests)/[\w./-]+\.py\b(?!` of commit)", text
+    )
+    for path in set(named) - FORBIDDEN.keys():
+        assert (ROOT / path).exists(), f"{document}: no {path}"
+    known = {path.name for path in python_files()}
+    for name in re.findall(r"`(\w+\.py)`(?! of commit)", text):
+        assert name in known, f"{document}: no source is called {name}"
 
 
 def test_makefile_help_names_the_public_targets() -> None:

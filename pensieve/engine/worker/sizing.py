@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from pensieve.config import EngineOptions, batch_limits, parse_cache_size
+from pensieve.config import BATCH_LIMITS, EngineOptions, batch_limits, parse_cache_size
 from pensieve.engine.sampling.sampler import workspace_bytes as sampler_bytes
 from pensieve.machine import memory
 from pensieve.model.arch import DTYPE_BYTES, Arch
@@ -58,8 +58,8 @@ class WorkerInfo:
     host_chunks: int
     chunk_tokens: int
     context_limit: int
-    max_batch_tokens: int = 512
-    max_running: int = 64
+    max_batch_tokens: int = BATCH_LIMITS["cpu"][0]
+    max_running: int = BATCH_LIMITS["cpu"][1]
     device_source: str = ""
     """Where the size of the device tier came from, in words."""
     host_source: str = ""
