@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pensieve.kernels.reference import Activation
+from pensieve.kernels.arguments import Activation
 
 FEW_COLUMNS, MANY_COLUMNS = 256, 1024
 """Columns per program: 8 values, a 16-byte piece of a 2-byte type, per thread of 1 or 4 warps."""

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from pensieve.kernels.arguments import HeadPrep
 from pensieve.kernels.attention.tiles import width_of
-from pensieve.kernels.reference import HeadPrep
 
 PER_WARP = 256
 """Columns of either half that a warp takes: a 16-byte piece of a 2-byte type per thread."""

@@ -7,16 +7,15 @@ R page-table rows. A layer's KV pool is ``[P, 2, Hkv, N, D]``: keys and values o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, overload
 
 import torch
 import torch.nn.functional as F
 
+from pensieve.kernels.arguments import Activation, HeadPrep
 from pensieve.kernels.reference_plan import AttentionPlan, Group, make_plan
 from pensieve.kernels.span_table import SpanTable
 
-Activation = Literal["silu", "relu", "gelu"]
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "relu": F.relu,
@@ -128,19 +127,6 @@ def _unfold(part: torch.Tensor, groups: int, length: int) -> torch.Tensor:
     batch, kv_heads, _, width = part.shape
     split = part.view(batch, kv_heads, groups, length, width)
     return split.permute(0, 3, 1, 2, 4).reshape(batch * length, kv_heads * groups, width)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HeadPrep:
-    """What happens to the query and key heads of T tokens before they are attended: first the norms, then the turn."""
-
-    cos: torch.Tensor | None = None
-    """[T, D/2]: cosines of each token's angles; pair i of a head is its values i and i + D/2. None: nothing turns."""
-    sin: torch.Tensor | None = None
-    query_norm: torch.Tensor | None = None
-    """[D]: weights of an RMS norm over each query head; set together with ``key_norm``."""
-    key_norm: torch.Tensor | None = None
-    eps: float = 0.0
 
 
 def kv_write(

@@ -16,11 +16,11 @@ import torch
 
 from pensieve.engine.sampling.sampler import clean, largest
 from pensieve.engine.worker.host_batch import NO_SLOT, HostBatch
+from pensieve.kernels.arguments import HeadPrep
 from pensieve.kernels.attention.buffers import AttentionPlan, DoesNotFit, Scratch, plan_key, words_of
 from pensieve.kernels.attention.kinds import Capacity, Geometry, Kind
 from pensieve.kernels.kv_write import kv_write
 from pensieve.kernels.ragged_paged_attention import ragged_paged_attention
-from pensieve.kernels.reference import HeadPrep
 from pensieve.kernels.span_table import SpanTable
 from pensieve.kernels.upload import upload
 from pensieve.model.transformer import Transformer

@@ -20,7 +20,7 @@ from pensieve.engine.sampling.sampler import sample
 from pensieve.engine.worker.batch import StepBatch, make_batch
 from pensieve.engine.worker.sizing import DTYPES, WorkerInfo, resolve_device, worker_info
 from pensieve.kernels import reference
-from pensieve.kernels.reference import HeadPrep
+from pensieve.kernels.arguments import HeadPrep
 from pensieve.model.arch import Arch, load_arch
 from pensieve.model.ops import triton_ops
 from pensieve.model.transformer import Transformer

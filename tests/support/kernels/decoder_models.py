@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from pensieve.kernels.reference import HeadPrep
+from pensieve.kernels.arguments import HeadPrep
 from pensieve.model.arch import Arch, Rope
 from pensieve.model.weights import LayerWeights, Linear, Norm, Weights
 
