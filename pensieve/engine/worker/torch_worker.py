@@ -21,7 +21,8 @@ from pensieve.engine.worker.batch import StepBatch, make_batch
 from pensieve.engine.worker.sizing import DTYPES, WorkerInfo, resolve_device, worker_info
 from pensieve.kernels import reference
 from pensieve.kernels.arguments import HeadPrep
-from pensieve.model.arch import Arch, load_arch
+from pensieve.model.arch import Arch
+from pensieve.model.folder import load_arch
 from pensieve.model.ops import triton_ops
 from pensieve.model.transformer import Transformer
 from pensieve.model.weights import load_weights, weight_bytes
