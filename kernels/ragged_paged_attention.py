@@ -14,15 +14,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pensieve.kernels.attention import plan as attention_plan
-from pensieve.kernels.attention.buffers import HEADER, AttentionPlan, geometry_of, plan_key
+from pensieve.kernels.attention import work_lists
 from pensieve.kernels.attention.check import check_attention
-from pensieve.kernels.attention.hopper import launch as attention_hopper
+from pensieve.kernels.attention.hopper import launch as hopper
 from pensieve.kernels.attention.kinds import Geometry
+from pensieve.kernels.attention.plan import HEADER, AttentionPlan, geometry_of, plan_key
 from pensieve.kernels.attention.tiles import Tile, width_of
 from pensieve.kernels.span_table import SpanTable
 
-ITEM, MERGE = tl.constexpr(attention_plan.ITEM), tl.constexpr(attention_plan.MERGE)
+ITEM, MERGE = tl.constexpr(work_lists.ITEM), tl.constexpr(work_lists.MERGE)
 LISTS_AT = tl.constexpr(3)
 NARROW, WIDE, MERGES = 0, 1, 2
 """Lists of a plan: the word of a list's length, and from ``LISTS_AT`` that of its place."""
@@ -317,9 +317,9 @@ def _launch(
         )  # fmt: skip
 
     if capacity.wide and plan.wide.hopper:
-        if not attention_hopper.addressable(q, pool):
+        if not hopper.addressable(q, pool):
             raise ValueError("the plan is for tensors that bulk copies can address, and these are not such")
-        attention_hopper.attend_wide(
+        hopper.attend_wide(
             q, pool, tables, out, lse, plan.words, scratch.partial, scratch.partial_lse, scale=scale,
             return_lse=return_lse, count_at=WIDE, items_at=HEADER, partial_rows=scratch.rows,
             programs=plan.geometry.multiprocessors, beside=beside,

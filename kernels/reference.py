@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from pensieve.kernels.arguments import Activation, HeadPrep
-from pensieve.kernels.reference_plan import AttentionPlan, Group, make_plan
+from pensieve.kernels.reference_plan import ReferencePlan, SpanGroup, make_plan
 from pensieve.kernels.span_table import SpanTable
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -99,14 +99,14 @@ def ragged_paged_attention(
 
 def _plan_for(
     q: torch.Tensor, pool: torch.Tensor, spans: SpanTable, page_tables: torch.Tensor
-) -> AttentionPlan:
+) -> ReferencePlan:
     """The plan of this step: made by its first layer, shared by the others."""
     key = f"reference/{q.shape[1]}/{tuple(pool.shape[2:4])}/{q.dtype}/{page_tables.data_ptr()}"
     return spans.plan(key, lambda: make_plan(q, pool, spans, page_tables))
 
 
 def _gather(
-    pages: torch.Tensor, group: Group, scratch: torch.Tensor, pool_shape: torch.Size
+    pages: torch.Tensor, group: SpanGroup, scratch: torch.Tensor, pool_shape: torch.Size
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of a group, each [B, Hkv, K, D] with K a multiple of the page; unseen slots are 0.
 

@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-HostSpans = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.int64]
+HostSpans = Ints
+"""[S, 4]: the columns of ``SpanTable.host``."""
 T = TypeVar("T")
 
 

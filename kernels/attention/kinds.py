@@ -48,7 +48,7 @@ class Geometry:
         return self.heads // self.kv_heads
 
 
-class Kind(Enum):
+class StepKind(Enum):
     """Which launches a step takes, and with which tiles. All but MIXED are one launch."""
 
     NARROW = "narrow"
@@ -65,25 +65,25 @@ class Kind(Enum):
     @property
     def has_wide(self) -> bool:
         """Whether there is a list of wide items: for a launch with the large tile."""
-        return self in (Kind.WIDE, Kind.MIXED)
+        return self in (StepKind.WIDE, StepKind.MIXED)
 
     @property
     def has_narrow(self) -> bool:
         """Whether there is a list of narrow items: all that are not wide."""
-        return self is not Kind.WIDE
+        return self is not StepKind.WIDE
 
     @property
     def is_mixed(self) -> bool:
         """Both launches, side by side."""
-        return self is Kind.MIXED
+        return self is StepKind.MIXED
 
     @property
     def merged_rows(self) -> int:
         """Rows of a cut item that are merged together: one where few items are cut, and time is short."""
-        return 1 if self is Kind.NARROW else 4
+        return 1 if self is StepKind.NARROW else 4
 
     def narrow_tile(self, tiles: TileSet) -> Tile:
-        of = {Kind.SHORT: tiles.short, Kind.FEW: tiles.few, Kind.MIXED: tiles.narrow_beside}
+        of = {StepKind.SHORT: tiles.short, StepKind.FEW: tiles.few, StepKind.MIXED: tiles.narrow_beside}
         return of.get(self, tiles.narrow)
 
 
@@ -106,23 +106,25 @@ def is_wide(host: HostSpans, geometry: Geometry, narrow: Tile) -> npt.NDArray[np
     return wide
 
 
-def classify(host: HostSpans, geometry: Geometry, tiles: TileSet | None = None) -> Kind:
+def classify(host: HostSpans, geometry: Geometry, tiles: TileSet | None = None) -> StepKind:
     """The kind of a step with spans ``host`` int64 [S, 4]; spans of no tokens do not count."""
     tiles = tiles or geometry.tiles
     lengths = host[:, 1]
     most = int(lengths.max(initial=0)) * geometry.groups
     if most <= tiles.narrow.rows:
-        return Kind.NARROW
+        return StepKind.NARROW
     if most <= tiles.few.rows:
-        return Kind.SHORT if most <= tiles.short.rows and _is_short(host, geometry, tiles) else Kind.FEW
+        return (
+            StepKind.SHORT if most <= tiles.short.rows and _is_short(host, geometry, tiles) else StepKind.FEW
+        )
     large = is_wide(host, geometry, tiles.narrow)
     if (lengths[~large] > 0).any():
-        return Kind.MIXED
+        return StepKind.MIXED
     if not tiles.wide.hopper:  # smaller tiles while the device can start all of the large ones at once
         blocks = int((-(-lengths[large] * geometry.groups // tiles.wide.rows)).sum())
         if blocks <= programs_per_head(tiles.wide, geometry):
-            return Kind.FEW
-    return Kind.WIDE
+            return StepKind.FEW
+    return StepKind.WIDE
 
 
 def _is_short(host: HostSpans, geometry: Geometry, tiles: TileSet) -> bool:
@@ -162,7 +164,7 @@ def guided(total: int, tile: Tile, geometry: Geometry) -> tuple[int, float]:
 
 
 def capacity_for(
-    kind: Kind,
+    kind: StepKind,
     max_tokens: int,
     max_spans: int,
     max_context: int,
@@ -177,7 +179,7 @@ def capacity_for(
     narrow = wide = _Most()
     if kind.has_narrow:
         spans = blocks = min(max_spans, max_tokens)
-        if kind is Kind.FEW and not wide_tile.hopper:
+        if kind is StepKind.FEW and not wide_tile.hopper:
             blocks = _most_blocks(spans + 1, rows, narrow_tile)
         elif not kind.has_wide:  # padding, for few spans or for many
             blocks = max(n - (n - max_tokens) * groups // narrow_tile.rows for n in (0, spans))

@@ -29,11 +29,11 @@ from pensieve.engine.kv.swap import SwapEngine
 from pensieve.engine.plan import PendingStep, Plan, Sampled, StepResult
 from pensieve.engine.sampling.rows import prepare
 from pensieve.engine.sampling.sampler import Chosen, Fetched, choose
+from pensieve.engine.worker.cuda_batch import CudaBatch, make_cuda_batch
 from pensieve.engine.worker.graphs import Programs
-from pensieve.engine.worker.host_batch import HostBatch, make_host_batch
 from pensieve.engine.worker.program import Shared, StepProgram
 from pensieve.engine.worker.sizing import DTYPES, WorkerInfo
-from pensieve.kernels.attention.buffers import Scratch, geometry_of
+from pensieve.kernels.attention.plan import Scratch, geometry_of
 from pensieve.model.transformer import Transformer
 
 STAGINGS = 3
@@ -119,13 +119,13 @@ class CudaWorker:
     @torch.inference_mode()
     def launch(self, plan: Plan) -> PendingStep:
         """See ``StepWorker.launch``."""
-        batch: HostBatch | None = None
+        batch: CudaBatch | None = None
         program: StepProgram | None = None
         staging = self._stagings[0]
         with torch.cuda.stream(self._compute):
             if plan.spans:
                 # The host's work comes first, so that what is queued is queued at once.
-                batch = make_host_batch(plan, self.info.chunk_tokens, self._sampled)
+                batch = make_cuda_batch(plan, self.info.chunk_tokens, self._sampled)
                 staging.uploaded.synchronize()
                 program, words = self._programs.pack(batch, staging.array)
             self._swap.before_step(plan)
@@ -144,7 +144,7 @@ class CudaWorker:
         before, self._last_end = self._last_end, end
         return _CudaStep(self, batch, fetched, before, begin, end)
 
-    def _sample(self, batch: HostBatch) -> Fetched | None:
+    def _sample(self, batch: CudaBatch) -> Fetched | None:
         """Queue what the graph did not do for the samples, and their way to the host."""
         rows = len(batch.specs)
         self._sampled = {request: row for row, request in enumerate(batch.requests)}
@@ -180,7 +180,7 @@ class _CudaStep:
     """``PendingStep`` of a ``CudaWorker``."""
 
     worker: CudaWorker
-    batch: HostBatch | None
+    batch: CudaBatch | None
     fetched: Fetched | None
     before: torch.cuda.Event | None
     """End of the step before on the device."""

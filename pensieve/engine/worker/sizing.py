@@ -75,7 +75,7 @@ class FreeMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Tiers:
+class TierSizes:
     """Chunks of both tiers and where each number came from."""
 
     device_chunks: int
@@ -150,7 +150,7 @@ def workspace_bytes(arch: Arch, placement: Placement, *, cuda_graphs: bool) -> i
     return activations + logits + ATTENTION_BYTES + (GRAPHS_BYTES if cuda_graphs else 0)
 
 
-def tier_sizes(options: EngineOptions, arch: Arch, placement: Placement, free: FreeMemory) -> Tiers:
+def tier_sizes(options: EngineOptions, arch: Arch, placement: Placement, free: FreeMemory) -> TierSizes:
     """Chunks of both tiers, from the options or from free memory. Raises ValueError."""
     chunk_bytes = arch.kv_bytes_per_token(placement.dtype) * options.chunk_tokens
     on_gpu = placement.device == "cuda"
@@ -158,7 +158,7 @@ def tier_sizes(options: EngineOptions, arch: Arch, placement: Placement, free: F
     device_chunks, device_source = _device_tier(options, chunk_bytes, on_gpu, free.device, kept)
     host_free = free.host if on_gpu else free.host - device_chunks * chunk_bytes
     host_chunks, host_source = _host_tier(options, chunk_bytes, on_gpu, host_free, device_chunks)
-    return Tiers(device_chunks, host_chunks, device_source, host_source)
+    return TierSizes(device_chunks, host_chunks, device_source, host_source)
 
 
 def _device_tier(

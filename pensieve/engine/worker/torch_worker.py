@@ -17,8 +17,8 @@ from pensieve.core import RequestKey
 from pensieve.engine.kv.pools import KvPools, LayerTransfers
 from pensieve.engine.plan import Plan, Sampled, StepResult, StepWorker, SynchronousWorker
 from pensieve.engine.sampling.sampler import sample
-from pensieve.engine.worker.batch import StepBatch, make_batch
 from pensieve.engine.worker.sizing import DTYPES, WorkerInfo, resolve_device, worker_info
+from pensieve.engine.worker.torch_batch import TorchBatch, make_torch_batch
 from pensieve.kernels import reference
 from pensieve.kernels.arguments import HeadPrep
 from pensieve.model.arch import Arch
@@ -99,7 +99,7 @@ class TorchWorker(SynchronousWorker):
 
     def _compute(self, plan: Plan, swap_in: LayerTransfers, timings: dict[str, float]) -> tuple[Sampled, ...]:
         started = time.perf_counter()
-        batch = make_batch(
+        batch = make_torch_batch(
             plan,
             page_tokens=self.info.chunk_tokens,
             padding_page=self._pools.padding_page,
@@ -128,7 +128,7 @@ class TorchWorker(SynchronousWorker):
 class _StepAttention:
     """Attention of one step over the paged pool (``pensieve.model.transformer.Attend``)."""
 
-    def __init__(self, pools: KvPools, batch: StepBatch, swap_in: LayerTransfers, scale: float) -> None:
+    def __init__(self, pools: KvPools, batch: TorchBatch, swap_in: LayerTransfers, scale: float) -> None:
         self.pools, self.batch, self.swap_in, self.scale = pools, batch, swap_in, scale
         self.seconds = 0.0
 
