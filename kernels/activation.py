@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from pensieve.kernels.arguments import Activation
+from pensieve.kernels.checks import FLOAT_DTYPES
 
 FEW_COLUMNS, MANY_COLUMNS = 256, 1024
 """Columns per program: 8 values, a 16-byte piece of a 2-byte type, per thread of 1 or 4 warps."""
@@ -52,7 +53,7 @@ def activate(up: torch.Tensor, gated: bool, activation: Activation) -> torch.Ten
     """
     if up.dim() != 2 or up.shape[1] == 0 or (gated and up.shape[1] % 2):
         raise ValueError(f"up is {tuple(up.shape)}, not {'[T, 2 * I]' if gated else '[T, I]'}")
-    if up.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    if up.dtype not in FLOAT_DTYPES:
         raise ValueError(f"up is {up.dtype}: it must be float16, bfloat16 or float32")
     if up.stride(1) != 1 and up.shape[1] > 1:
         raise ValueError("the last dimension of up must be contiguous")

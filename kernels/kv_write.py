@@ -13,6 +13,7 @@ import triton.language as tl
 
 from pensieve.kernels.arguments import HeadPrep
 from pensieve.kernels.attention.tiles import width_of
+from pensieve.kernels.checks import FLOAT_DTYPES, check_device, check_given, check_layout
 
 PER_WARP = 256
 """Columns of either half that a warp takes: a 16-byte piece of a 2-byte type per thread."""
@@ -159,7 +160,7 @@ def _check(pool: torch.Tensor, qkv: torch.Tensor, slots: torch.Tensor, prep: Hea
     heads, kv_heads = all_heads - 2 * pool.shape[2], pool.shape[2]
     if pool.shape[4] != dim or dim % 2 or heads < 1 or heads % kv_heads:
         raise ValueError(f"{all_heads} heads of {dim} values do not fit a pool of {tuple(pool.shape)}")
-    if qkv.dtype != pool.dtype or qkv.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    if qkv.dtype != pool.dtype or qkv.dtype not in FLOAT_DTYPES:
         raise ValueError(
             f"qkv is {qkv.dtype} and the pool {pool.dtype}: both must be float16, bfloat16 or float32"
         )
@@ -173,13 +174,6 @@ def _check(pool: torch.Tensor, qkv: torch.Tensor, slots: torch.Tensor, prep: Hea
         ("cos", prep.cos, (tokens, dim // 2)), ("sin", prep.sin, (tokens, dim // 2)),
         ("query_norm", prep.query_norm, (dim,)), ("key_norm", prep.key_norm, (dim,)),
     ]  # fmt: skip
-    tensors = [qkv, pool]
-    for name, tensor, shape in expected:
-        if tensor is not None:
-            tensors.append(tensor)
-            if tensor.shape != shape or tensor.dtype != qkv.dtype:
-                raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {qkv.dtype} {shape}")
-    if any(tensor.stride(-1) != 1 for tensor in tensors):
-        raise ValueError("the last dimension of every tensor must be contiguous")
-    if any(tensor.device != qkv.device for tensor in (*tensors, slots)):
-        raise ValueError("all tensors must be on one device")
+    tensors = [qkv, pool, *check_given(expected, qkv.dtype)]
+    check_layout(tensors)
+    check_device([*tensors, slots])

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from pensieve.kernels.checks import FLOAT_DTYPES, check_device, check_given, check_layout
+
 WIDEST = 16384
 PER_THREAD = 32
 """Values of a row that a thread holds: four 16-byte pieces of a 2-byte type, all in flight at once."""
@@ -95,7 +97,7 @@ def _check(
 ) -> None:
     if x.dim() != 2 or not 0 < x.shape[1] <= WIDEST:
         raise ValueError(f"x is {tuple(x.shape)}, not [T, W] with W from 1 to {WIDEST}")
-    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    if x.dtype not in FLOAT_DTYPES:
         raise ValueError(f"x is {x.dtype}: it must be float16, bfloat16 or float32")
     if delta is not None and (len(x) > 1 and x.stride(0) < x.shape[1]):
         raise ValueError("the rows of x overlap")
@@ -104,13 +106,6 @@ def _check(
         ("weight", weight, (x.shape[1],)),
         ("bias", bias, (x.shape[1],)),
     ]
-    tensors = [x]
-    for name, tensor, shape in expected:
-        if tensor is not None:
-            tensors.append(tensor)
-            if tensor.shape != shape or tensor.dtype != x.dtype:
-                raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {x.dtype} {shape}")
-    if any(tensor.stride(-1) != 1 and tensor.shape[-1] > 1 for tensor in tensors):
-        raise ValueError("the last dimension of every tensor must be contiguous")
-    if any(tensor.device != x.device for tensor in tensors):
-        raise ValueError("all tensors must be on one device")
+    tensors = [x, *check_given(expected, x.dtype)]
+    check_layout(tensors)
+    check_device(tensors)

@@ -32,7 +32,7 @@ from pensieve.engine.sampling.sampler import Chosen, Fetched, choose
 from pensieve.engine.worker.cuda_batch import CudaBatch, make_cuda_batch
 from pensieve.engine.worker.graphs import Programs
 from pensieve.engine.worker.program import Shared, StepProgram
-from pensieve.engine.worker.sizing import DTYPES, WorkerInfo
+from pensieve.engine.worker.sizing import DTYPES, WorkerInfo, allocate_pools
 from pensieve.kernels.attention.plan import Scratch, geometry_of
 from pensieve.model.transformer import Transformer
 
@@ -52,20 +52,7 @@ class CudaWorker:
         self.arch, self.info = model.arch, info
         self._device = torch.device(info.device)
         self._compute = torch.cuda.Stream(self._device)
-        try:
-            self._pools = KvPools(
-                model.arch,
-                device_chunks=info.device_chunks,
-                host_chunks=info.host_chunks,
-                chunk_tokens=info.chunk_tokens,
-                dtype=DTYPES[info.dtype],
-                device=self._device,
-            )
-        except RuntimeError as error:
-            raise ValueError(
-                f"no memory for {info.device_chunks} device and {info.host_chunks} host chunks of "
-                f"{info.chunk_tokens} tokens: give smaller cache sizes ({error})"
-            ) from error
+        self._pools = allocate_pools(model.arch, info)
         self._swap = SwapEngine(
             self._pools,
             self._compute,

@@ -17,7 +17,7 @@ from pensieve.core import RequestKey
 from pensieve.engine.kv.pools import KvPools, LayerTransfers
 from pensieve.engine.plan import Plan, Sampled, StepResult, StepWorker, SynchronousWorker
 from pensieve.engine.sampling.sampler import sample
-from pensieve.engine.worker.sizing import DTYPES, WorkerInfo, resolve_device, worker_info
+from pensieve.engine.worker.sizing import DTYPES, WorkerInfo, allocate_pools, resolve_device, worker_info
 from pensieve.engine.worker.torch_batch import TorchBatch, make_torch_batch
 from pensieve.kernels import reference
 from pensieve.kernels.arguments import HeadPrep
@@ -53,20 +53,7 @@ class TorchWorker(SynchronousWorker):
         self._pipelined = pipelined_swap_in
         self._sampled: dict[RequestKey, int] = {}
         self._device = torch.device(info.device)
-        try:
-            self._pools = KvPools(
-                model.arch,
-                device_chunks=info.device_chunks,
-                host_chunks=info.host_chunks,
-                chunk_tokens=info.chunk_tokens,
-                dtype=DTYPES[info.dtype],
-                device=self._device,
-            )
-        except RuntimeError as error:  # torch has no narrower class for this on a CPU
-            raise ValueError(
-                f"no memory for {info.device_chunks} device and {info.host_chunks} host chunks of "
-                f"{info.chunk_tokens} tokens: give smaller cache sizes"
-            ) from error
+        self._pools = allocate_pools(model.arch, info)
 
     @property
     def pools(self) -> KvPools:
