@@ -1,6 +1,6 @@
 """RMS norm and LayerNorm of whole rows, alone or fused with the residual sum before them, in Triton.
 
-Same promises as ``norm`` and ``add_norm`` of ``pensieve.kernels.reference``. The sum is rounded to the tensor's dtype
+They keep the promises of their namesakes in ``pensieve.kernels.reference``. The sum is rounded to the tensor's dtype
 before it is normed, as torch does; inside the norm everything is float32, and its result is rounded once.
 """
 
@@ -22,7 +22,7 @@ def _norm_rows(  # type: ignore[no-untyped-def]
     x, delta, out, weight, bias, eps, x_stride, delta_stride, out_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, LAYER: tl.constexpr,
 ):  # fmt: skip
-    """One row, all at once. ADD: ``x += delta`` first; LAYER: LayerNorm with ``bias``, else RMS norm."""
+    """One program norms one row. ADD: ``x += delta`` first; LAYER: LayerNorm with ``bias``, else RMS norm."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -67,7 +67,7 @@ def constants(width: int, *, add: bool, layer: bool) -> dict[str, int | bool]:
 
 
 def options(width: int) -> dict[str, int]:
-    """How it is compiled."""
+    """How ``_norm_rows`` is compiled."""
     warps = triton.next_power_of_2(width) // (32 * PER_THREAD)
     return {"num_warps": min(16, max(1, warps)), "enable_fp_fusion": True}
 

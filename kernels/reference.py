@@ -1,4 +1,5 @@
-"""Plain torch versions of every kernel: exact, the oracle of the fast ones, and fast enough to serve from a CPU.
+"""The oracle: what the kernels compute, in plain torch. It is exact, so that they can be tested against it, and fast
+enough to serve from a CPU, where nothing else runs. No kernel imports it.
 
 Shapes: T query tokens, Hq query heads, Hkv KV heads (Hq a multiple of it), D head size, P pages of N tokens,
 R page-table rows. A layer's KV pool is ``[P, 2, Hkv, N, D]``: keys and values of one page lie side by side.
@@ -63,9 +64,9 @@ def ragged_paged_attention(
 
     ``q`` [T, Hq, D]; ``kv_pool_of_layer`` [P, 2, Hkv, N, D], already holding the keys and values of the queries
     themselves; ``page_tables`` int32 [R, pages]. The query at position ``p`` sees positions ``0..p`` of its row.
-    Returns ``out`` [T, Hq, D] and, if asked for, the natural log of the softmax denominator, float32 [T, Hq].
-    Slots that no query sees may hold anything, NaN included. Page-table entries past a row's last visible page may name
-    any page of the pool. Rows of ``q`` outside every span come out as 0 (lse: -inf).
+    Returns ``out`` [T, Hq, D] and, if asked for, the natural log of the softmax denominator, float32 [T, Hq]. Slots
+    (places of tokens in pages) that no query sees may hold anything, NaN included. Page-table entries past a row's last
+    visible page may name any page of the pool. Rows of ``q`` outside every span come out as 0 (lse: -inf).
     """
     groups, num_heads, head_dim = q.shape[1] // kv_pool_of_layer.shape[2], q.shape[1], q.shape[2]
     if groups * kv_pool_of_layer.shape[2] != num_heads:

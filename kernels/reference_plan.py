@@ -1,4 +1,4 @@
-"""How the reference attention walks through a step: computed once per step, shared by all layers.
+"""How the reference attention walks through a step; the first layer of a step computes it, all layers share it.
 
 Single-token spans are attended in padded batches of similar context length; a longer span stands alone and is cut
 into blocks of queries, so that a block reads only the keys that its last query sees and its mask stays small.
@@ -24,13 +24,13 @@ GROUP_FILL = 0.75
 
 @dataclass(frozen=True, slots=True)
 class QueryBlock:
-    """Queries attended by one call: ``rows`` of q in order of (span, token), and the keys that they see."""
+    """Queries that one call attends: ``rows`` of q in order of (span, token), and the keys that they see."""
 
     rows: torch.Tensor | slice
     seen: int
     """Leading keys that some query sees."""
     mask: torch.Tensor | None
-    """Added to the scores: 0 or -inf, broadcastable to [B, Hkv, G*q, seen]; None: all are seen."""
+    """What is added to the scores: 0 or -inf, broadcastable to [B, Hkv, G*q, seen]; None: every query sees all keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,13 @@ class SpanGroup:
 
 @dataclass(frozen=True, slots=True)
 class ReferencePlan:
+    """The walk through one step."""
+
     groups: tuple[SpanGroup, ...]
     scratch_rows: int
     """Longest ``page_rows`` of a group."""
     page_tables: torch.Tensor
-    """Kept alive: the plan is found by the address of this tensor."""
+    """Kept alive, because the plan is found by the address of this tensor."""
 
 
 def make_plan(

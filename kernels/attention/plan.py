@@ -1,4 +1,4 @@
-"""A step's work list in device memory, with the scratch that its pieces write; shared by all layers."""
+"""A step's work lists in device memory, with the scratch that its pieces write; all layers share them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from pensieve.kernels.attention.work_lists import ITEM, MERGE, WorkLists, make_w
 from pensieve.kernels.span_table import HostSpans
 
 HEADER = 8
-"""First words: how many narrow items, wide items and merges; where each of these lists begins; how many programs take
-wide items; one is unused. The wide items come first, then the narrow ones, then the merges."""
+"""Words of the header: how many narrow items, wide items and merges there are; where each of these lists begins; how
+many programs take wide items; the last is unused. Behind it come the wide items, then the narrow ones, then the
+merges."""
 
 
 class Scratch:
-    """Results of pieces before they are merged: overwritten by each layer, so all plans of a stream may share one."""
+    """Results of pieces before they are merged. Each layer overwrites them, so all plans of a stream may share one."""
 
     def __init__(self, rows: int, geometry: Geometry, device: torch.device) -> None:
         """``rows``: the most ``partial_rows`` of the capacities it serves."""
@@ -54,8 +55,9 @@ class AttentionPlan:
         words: torch.Tensor | None = None,
         scratch: Scratch | None = None,
     ) -> None:
-        """``num_rows``: rows of q. ``words``: int32 [at least ``words_of(capacity)``] on ``device`` to be used, zeroed
-        by the caller; otherwise the plan takes its own. Raises ValueError when words or scratch are too small."""
+        """``num_rows``: rows of q. ``words``: int32 [at least ``words_of(capacity)``] on ``device``, zeroed by the
+        caller, for the plan to lie in; without them the plan takes memory of its own. Raises ValueError when words or
+        scratch are too small."""
         self.num_rows, self.geometry, self.kind, self.capacity = num_rows, geometry, kind, capacity
         self.tiles = tiles or geometry.tiles
         self.narrow, self.wide = kind.narrow_tile(self.tiles), self.tiles.wide
@@ -91,8 +93,8 @@ class AttentionPlan:
         return plan
 
     def pack(self, host: HostSpans) -> npt.NDArray[np.int32]:
-        """The words of a step with spans ``host`` int64 [S, 4], to be put at the beginning of ``words``; no longer than
-        the step's own work. Raises DoesNotFit when the step needs more than the capacity."""
+        """The words of a step with spans ``host`` int64 [S, 4], to be put at the beginning of ``words``: only as many
+        as the step's own work takes. Raises DoesNotFit when the step needs more than the capacity."""
         return self._packed(make_work_lists(host, self.num_rows, self.geometry, self.tiles, self.kind))
 
     def refill(self, host: HostSpans) -> None:
@@ -133,15 +135,15 @@ def plan_key(q: torch.Tensor, pool: torch.Tensor) -> str:
 
 
 def geometry_of(q: torch.Tensor, pool: torch.Tensor) -> Geometry:
-    """Geometry of a call; a CPU, where only the interpreter runs, counts as 4 multiprocessors."""
+    """The geometry of a call. A CPU, where only the interpreter runs, counts as 4 multiprocessors."""
     geometry = Geometry(q.shape[1], pool.shape[2], q.shape[2], q.element_size(), multiprocessors_of(q.device))
     fits = hopper.supports(geometry, q.dtype, pool.shape[3], q.device)
     return replace(geometry, hopper=fits and hopper.addressable(q, pool))
 
 
 def geometry_for(heads: int, pool: torch.Tensor) -> Geometry:
-    """Geometry of all calls with so many query heads, in contiguous memory or beside keys and values, and one layer's
-    ``pool`` [P, 2, Hkv, N, D]."""
+    """The geometry of all calls with ``heads`` query heads and one layer's ``pool`` [P, 2, Hkv, N, D], whether the
+    queries lie in memory of their own or beside keys and values."""
     return geometry_of(pool.new_empty(1, heads, pool.shape[4]), pool)
 
 

@@ -1,9 +1,9 @@
-"""Work lists of the ragged paged attention kernel: made on the CPU once per step.
+"""Work lists of the ragged paged attention kernel, which are made on the CPU once per step.
 
-A span's query tokens times the G query heads of one KV head are its rows; a block of rows is an item, and an item with
-many keys may be cut into pieces that are merged afterwards. Spans with few rows are *narrow* and wait for memory all
-the time; *wide* ones compute. Either kind gets a launch with tiles of its own. The lists hold no heads: a launch takes
-every item once per KV head.
+A span's query tokens times the G query heads of one KV head are its *rows*. A block of rows is an *item*, and an item
+with many keys may be cut into *pieces*, whose results are merged afterwards. Spans with few rows are *narrow* and wait
+for memory all the time; *wide* ones compute. Either gets a launch with tiles of its own. The lists hold no heads: a
+launch takes every item once per KV head.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from pensieve.kernels.attention.tiles import Tile, TileSet
 from pensieve.kernels.span_table import HostSpans, Ints
 
 ITEM = 8
-"""Words of an item: first row of q, rows of the span, position, page-table row, first row of the block, first key,
-end of keys, first partial row (-1: the item is whole and writes its result itself)."""
+"""An item has these words: first row of q, rows of the span, position, page-table row, first row of the block, first
+key, end of keys, first partial row (-1: the item is whole and writes its result itself)."""
 MERGE = 6
-"""Words of a merge of some rows of a cut item: first row of q of the span, first row of these in the span, their end,
-partial row of the first in the first piece, pieces, partial rows from piece to piece."""
+"""A merge of some rows of a cut item has these words: first row of q of the span, first row of these in the span, their
+end, partial row of the first in the first piece, pieces, partial rows from piece to piece."""
 
 WIDE_STEP, UNSHARED_STEP, NARROW_STEP = 1.75, 1.8, 1.03
 """Measured on an H200, heads of 128: microseconds that 128 rows and 128 keys take a multiprocessor; that it waits in
 addition for keys which no other block has brought into the L2 cache, while narrow items use all of the memory's rate;
 and that 64 keys would take a narrow item's multiprocessor at its share of that rate."""
 ENOUGH_TO_READ = 0.6
-"""Share of the multiprocessors that reads as fast as all of them."""
+"""This share of the multiprocessors reads as fast as all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkLists:
-    """One step: items [n, 8] of both launches, merges [m, 6]."""
+    """The work of one step: items [n, 8] of both launches, and merges [m, 6]."""
 
     narrow: Ints
     wide: Ints
@@ -92,8 +92,8 @@ def _parted(host: HostSpans, narrow: Tile, geometry: Geometry, kind: StepKind) -
 
 
 def _share_of_wide(narrow: Ints, wide: Ints, small: Tile, large: Tile, geometry: Geometry) -> int:
-    """Multiprocessors that wide items get for themselves, so that they end with the narrow ones: these read as fast as
-    the memory can, or on fewer multiprocessors than ENOUGH_TO_READ more slowly."""
+    """How many multiprocessors wide items get for themselves, so that they end when the narrow ones do. Narrow items
+    read as fast as the memory can, unless fewer multiprocessors than ENOUGH_TO_READ are left to them."""
     everything = geometry.multiprocessors
     wide_steps, narrow_steps = (
         int((-(-(items[:, 6] - items[:, 5]) // tile.keys)).sum())
@@ -111,7 +111,7 @@ def _share_of_wide(narrow: Ints, wide: Ints, small: Tile, large: Tile, geometry:
 
 
 def _padding(start: int, tokens: int, tile: Tile, groups: int) -> Ints:
-    """Items for rows outside every span: blocks without keys, which come out as 0."""
+    """Items for the rows outside every span: blocks without keys, whose results are 0."""
     first = np.arange(0, tokens * groups, tile.rows)
     items = np.zeros((len(first), ITEM), np.int64)
     items[:, 0], items[:, 1], items[:, 4], items[:, 7] = start, tokens * groups, first, -1
@@ -119,7 +119,7 @@ def _padding(start: int, tokens: int, tile: Tile, groups: int) -> Ints:
 
 
 def _blocks(host: HostSpans, tile: Tile, geometry: Geometry) -> Ints:
-    """Uncut items of spans [n, 4]: longest contexts first, and the blocks of a span together, for the L2 cache."""
+    """The items of spans [n, 4] before any cut: longest contexts first, blocks of a span together for the L2 cache."""
     end = host[:, 1] + host[:, 2]
     order = np.argsort(-end, kind="stable")
     host, end = host[order], end[order]
@@ -131,7 +131,7 @@ def _blocks(host: HostSpans, tile: Tile, geometry: Geometry) -> Ints:
     if len(host) and int(blocks.max()) > 1:
         span, block = _ranges(blocks)
         items = items[span]
-        first = (blocks[span] - 1 - block) * tile.rows  # those that see most first
+        first = (blocks[span] - 1 - block) * tile.rows  # the blocks that see most keys come first
         last_token = (np.minimum(first + tile.rows, rows[span]) - 1) // geometry.groups
         items[:, 4], items[:, 6] = first, items[:, 2] + last_token + 1
     return items
@@ -141,6 +141,7 @@ def _cut(items: Ints, tile: Tile, geometry: Geometry, used: int, merged_rows: in
     """Items cut into pieces, the merges that this takes, and the partial rows in use after ``used``."""
     steps = -(-items[:, 6] // tile.keys)
     pieces = _pieces(items, steps, tile, geometry)
+    # Items that are cut, whole until here: each piece gets a tile's rows of the scratch for itself.
     whole = np.flatnonzero(pieces > 1)
     if not len(whole):
         return items, np.empty((0, MERGE), np.int64), used
@@ -149,10 +150,12 @@ def _cut(items: Ints, tile: Tile, geometry: Geometry, used: int, merged_rows: in
     first_partial[whole] = used + np.cumsum(held) - held
     item, piece = _ranges(pieces)
     parts = items[item]
+    # Piece i of n takes key tiles [i * steps / n, (i + 1) * steps / n): rounded down, so that they join without a gap.
     steps, count, scratch = steps[item], pieces[item], first_partial[item]
     parts[:, 5] = piece * steps // count * tile.keys
     parts[:, 6] = np.minimum((piece + 1) * steps // count * tile.keys, parts[:, 6])
     parts[:, 7] = np.where(scratch >= 0, scratch + piece * tile.rows, -1)
+    # The last block of a span has fewer rows than its tile, and only rows that exist are merged.
     rows = np.minimum(tile.rows, items[whole, 1] - items[whole, 4])
     owner, group = _ranges(-(-rows // merged_rows))
     offset, owner = group * merged_rows, whole[owner]
@@ -165,7 +168,7 @@ def _cut(items: Ints, tile: Tile, geometry: Geometry, used: int, merged_rows: in
 
 
 def _pieces(items: Ints, steps: Ints, tile: Tile, geometry: Geometry) -> Ints:
-    """Into how many pieces, at least 1, each item is cut: see ``attention_kinds`` for the rules and their bounds."""
+    """Into how many pieces, at least 1, each item is cut: see ``kinds`` for the rules and their bounds."""
     total = int(steps.sum())
     if not total:
         return np.ones(len(items), np.int64)
@@ -175,6 +178,7 @@ def _pieces(items: Ints, steps: Ints, tile: Tile, geometry: Geometry) -> Ints:
     if share is not None:
         even: Ints = np.maximum(1, steps / share).astype(np.int64)
         return even
+    # Guided: while much work remains pieces may be long, towards the end they get shorter, so that all end together.
     remaining = total - np.cumsum(steps) + steps
     least, per_step = guided(total, tile, geometry)
     pieces: Ints = np.maximum(1, np.rint(steps / np.maximum(least, remaining * per_step))).astype(np.int64)
