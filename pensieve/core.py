@@ -22,6 +22,8 @@ RequestKey = NewType("RequestKey", int)
 """Made by the server for one generation attempt. Never a client's request id: those may repeat."""
 
 TokenArray = npt.NDArray[np.int32]
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 
 class Role(enum.IntEnum):

@@ -126,7 +126,8 @@ def profile(
     """
     from pensieve.engine.cost.profiles import device_name, profile_path, write_profile
     from pensieve.engine.worker.torch_worker import build_worker
-    from pensieve.model.arch import ModelError, load_arch
+    from pensieve.model.arch import ModelError
+    from pensieve.model.folder import load_arch
     from pensieve.model.resolve import display_name, resolve_model
 
     try:
