@@ -6,7 +6,7 @@ token ids. The engine compares them with what it has cached and keeps the longes
 never disagree with the history: edits, rewinds, turns on other replicas and engine restarts need no message of
 their own (4 bytes a token: a context of 32k tokens is 128 KiB on a local socket).
 
-Frames on a socket: 4-byte little-endian length, then msgpack; longer than ``MAX_FRAME`` is refused.
+On a socket they travel as ``pensieve.frames``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from __future__ import annotations
 import msgspec
 
 from pensieve.core import FinishReason, Phase, Sampling, TokenLogprob, Usage
-
-MAX_FRAME = 64 * 1024 * 1024
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):

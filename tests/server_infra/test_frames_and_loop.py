@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pensieve import frames
 from pensieve.core import Sampling
 from pensieve.engine.messages import (
-    MAX_FRAME,
     Cancel,
     Command,
     Evict,
@@ -28,8 +28,9 @@ from pensieve.engine.messages import (
     Stop,
     Submit,
 )
-from pensieve.engine.process import frames
-from pensieve.engine.process.frames import (
+from pensieve.engine.process.loop import run_engine
+from pensieve.frames import (
+    MAX_FRAME,
     FrameError,
     FrameSocket,
     PeerClosed,
@@ -37,7 +38,6 @@ from pensieve.engine.process.frames import (
     encode_frame,
     frame_length,
 )
-from pensieve.engine.process.loop import run_engine
 from support.engine.fake_engine import FakeEngine, Script
 
 COMMANDS = decoder_for(Command)

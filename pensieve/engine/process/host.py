@@ -22,9 +22,9 @@ import click
 
 from pensieve.config import EngineOptions
 from pensieve.engine.messages import Command, Report
-from pensieve.engine.process.frames import FrameSocket, PeerClosed, decoder_for
 from pensieve.engine.process.loop import Engine, run_engine
 from pensieve.errors import PensieveError
+from pensieve.frames import FrameSocket, PeerClosed, decoder_for
 from pensieve.lifeline import die_with_parent
 from pensieve.logs import configure_logging
 

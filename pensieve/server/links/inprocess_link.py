@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 
 from pensieve.engine.messages import Command, Report, Stop
-from pensieve.engine.process.frames import PeerClosed
 from pensieve.engine.process.loop import Engine, run_engine
 from pensieve.errors import Internal, PensieveError
+from pensieve.frames import PeerClosed
 from pensieve.server.links.base import DEFAULT_STALL_LIMIT_S, BaseLink
 from pensieve.server.links.generations import GenerationObserver
 
