@@ -37,6 +37,7 @@ from pensieve.debug import debug_enabled, failpoint
 from pensieve.engine.messages import (
     Cancel,
     Command,
+    EngineReady,
     Event,
     Evict,
     Evicted,
@@ -44,9 +45,8 @@ from pensieve.engine.messages import (
     Finished,
     GetResidency,
     Output,
-    Progress,
-    Ready,
-    Residency,
+    RequestProgress,
+    ResidentTokens,
     Started,
     Stats,
     Stop,
@@ -93,7 +93,7 @@ class Engine:
         self,
         scheduler: Scheduler,
         worker: StepWorker,
-        ready: Ready,
+        ready: EngineReady,
         clock: Callable[[], float] = time.monotonic,
         *,
         overlapped: bool = False,
@@ -112,7 +112,7 @@ class Engine:
         self._last_commit = -math.inf
         self._checks = debug_enabled()
 
-    def ready(self) -> Ready:
+    def ready(self) -> EngineReady:
         """What this engine can do."""
         return self._ready
 
@@ -135,7 +135,7 @@ class Engine:
                 return [Evicted(call, self._cache.evict(key))]
             case GetResidency(call, session):
                 tiers = self._cache.residency(SessionKey(session))
-                return [Residency(call, tiers.device, tiers.host)]
+                return [ResidentTokens(call, tiers.device, tiers.host)]
             case Stop():
                 pass  # the loop leaves; nothing here outlives it
         return []
@@ -246,7 +246,7 @@ class Engine:
         )
         self._requests[key] = request
         position = len(self._scheduler.waiting) - 1
-        return [Progress(submit.request, Phase.QUEUED, position, 0, len(tokens))]
+        return [RequestProgress(submit.request, Phase.QUEUED, position, 0, len(tokens))]
 
     def _started(self, request: Request) -> Started:
         usage = request.usage(self._clock())
@@ -284,7 +284,7 @@ class Engine:
                 continue
             self._phases[request.key] = phase
             total = request.length
-            events.append(Progress(request.key, phase, 0, total - request.num_missing, total))
+            events.append(RequestProgress(request.key, phase, 0, total - request.num_missing, total))
         return events
 
     def _count(self, plan: Plan, result: StepResult, seconds: float) -> None:

@@ -41,7 +41,7 @@ class Evict(msgspec.Struct, frozen=True, tag="evict"):
 
 
 class GetResidency(msgspec.Struct, frozen=True, tag="residency"):
-    """Where a session's KV-tokens lie. Answered by ``Residency``."""
+    """Where a session's KV-tokens lie. Answered by ``ResidentTokens``."""
 
     call: int
     session: str
@@ -62,7 +62,7 @@ class Output(msgspec.Struct, frozen=True, tag="output"):
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-class Progress(msgspec.Struct, frozen=True, tag="progress"):
+class RequestProgress(msgspec.Struct, frozen=True, tag="progress"):
     """A request changed its phase, or moved on inside a long one."""
 
     request: int
@@ -100,13 +100,13 @@ class Evicted(msgspec.Struct, frozen=True, tag="evicted"):
     tokens: int
 
 
-class Residency(msgspec.Struct, frozen=True, tag="resident"):
+class ResidentTokens(msgspec.Struct, frozen=True, tag="resident"):
     call: int
     device_tokens: int
     host_tokens: int
 
 
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
+class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     """First report of an engine."""
 
     context_limit: int
@@ -149,7 +149,7 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
     worker, whatever it measures (on a GPU ``device``, and ``gap`` between two steps)."""
 
 
-Event = Started | Output | Progress | Finished | Failed | Evicted | Residency | Ready
+Event = Started | Output | RequestProgress | Finished | Failed | Evicted | ResidentTokens | EngineReady
 
 
 class Report(msgspec.Struct, frozen=True):

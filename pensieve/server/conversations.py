@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pensieve
-from pensieve.engine.messages import Residency
+from pensieve.engine.messages import ResidentTokens
 from pensieve.errors import PensieveError, Unavailable
 from pensieve.server import ids
 from pensieve.server.history.cache import Histories
@@ -104,7 +104,7 @@ class Conversations:
         new = sum(len(item.tokens) // 4 for item in items) + len(prompt)
         return TokenCount(new, past + new, limit)
 
-    async def residency(self, key: Key) -> Residency | None:
+    async def residency(self, key: Key) -> ResidentTokens | None:
         """Where the session's attention state lies; None when no engine can tell."""
         try:
             return await self._link.residency(ids.session_key(key))

@@ -17,12 +17,12 @@ from pensieve.core import Sampling
 from pensieve.engine.messages import (
     Cancel,
     Command,
+    EngineReady,
     Evict,
     Evicted,
     Failed,
     Finished,
     Output,
-    Ready,
     Report,
     Stats,
     Stop,
@@ -139,7 +139,7 @@ def engine() -> FakeEngine:
 def test_the_first_report_is_ready_and_each_iteration_sends_one() -> None:
     channel = ScriptedChannel([submit(1), submit(2), Evict(call=7)], [], [], [])
     run_engine(engine(), channel)
-    assert isinstance(channel.reports[0].events[0], Ready)
+    assert isinstance(channel.reports[0].events[0], EngineReady)
     assert len(channel.reports) == 1 + 4
     first_step = channel.reports[1].events
     assert Evicted(call=7, tokens=77) in first_step

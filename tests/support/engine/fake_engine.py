@@ -18,6 +18,7 @@ from pensieve.debug import failpoint
 from pensieve.engine.messages import (
     Cancel,
     Command,
+    EngineReady,
     Event,
     Evict,
     Evicted,
@@ -25,9 +26,8 @@ from pensieve.engine.messages import (
     Finished,
     GetResidency,
     Output,
-    Progress,
-    Ready,
-    Residency,
+    RequestProgress,
+    ResidentTokens,
     Started,
     Stats,
     Submit,
@@ -78,8 +78,8 @@ class FakeEngine:
     outputs: int = 0
     closed: bool = False
 
-    def ready(self) -> Ready:
-        return Ready(
+    def ready(self) -> EngineReady:
+        return EngineReady(
             context_limit=4096,
             vocab_size=512,
             device="fake",
@@ -103,7 +103,7 @@ class FakeEngine:
         elif isinstance(command, Evict):
             return [Evicted(call=command.call, tokens=len(command.session) or 77)]
         elif isinstance(command, GetResidency):
-            return [Residency(call=command.call, device_tokens=1, host_tokens=2)]
+            return [ResidentTokens(call=command.call, device_tokens=1, host_tokens=2)]
         return []
 
     def step(self) -> list[Event]:
@@ -134,7 +134,7 @@ class FakeEngine:
         events: list[Event] = []
         if not request.started:
             request.started = True
-            events += [Started(number, usage), Progress(number, Phase.DECODE)]
+            events += [Started(number, usage), RequestProgress(number, Phase.DECODE)]
         limit = request.submit.sampling.max_output_tokens or 4
         count = min(self.script.tokens_per_step, limit - request.made)
         events.append(Output(number, tuple(range(request.made, request.made + count))))
