@@ -16,7 +16,7 @@ import click
 import numpy as np
 
 from pensieve.config import EngineOptions
-from pensieve.core import FinishReason, Phase, Usage
+from pensieve.core import FinishReason, Phase, Usage, packed_length
 from pensieve.engine.messages import (
     Cancel,
     Command,
@@ -69,7 +69,7 @@ class PacedEngine:
     def handle(self, command: Command) -> list[Event]:
         match command:
             case Submit(request=request):
-                total = len(command.tokens) // 4  # packed uint32
+                total = packed_length(command.tokens)
                 usage = Usage(
                     context_tokens=total,
                     new_tokens=command.num_new,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pensieve
+from pensieve.core import packed_length
 from pensieve.engine.messages import ResidentTokens
 from pensieve.errors import PensieveError, Unavailable
 from pensieve.server import ids
@@ -101,7 +102,7 @@ class Conversations:
         items, prompt = await self._tools.renderer.items(
             history, entries, Stamp(history.head_item + 1, "", 0), generation_prompt=True
         )
-        new = sum(len(item.tokens) // 4 for item in items) + len(prompt)
+        new = sum(packed_length(item.tokens) for item in items) + len(prompt)
         return TokenCount(new, past + new, limit)
 
     async def residency(self, key: Key) -> ResidentTokens | None:

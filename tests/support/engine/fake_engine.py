@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from pensieve.config import EngineOptions
-from pensieve.core import FinishReason, Phase, Usage
+from pensieve.core import FinishReason, Phase, Usage, packed_length
 from pensieve.debug import failpoint
 from pensieve.engine.messages import (
     Cancel,
@@ -95,7 +95,7 @@ class FakeEngine:
 
     def handle(self, command: Command) -> list[Event]:
         if isinstance(command, Submit):
-            if len(command.tokens) // 4 > 4096:
+            if packed_length(command.tokens) > 4096:
                 return [Failed(command.request, "CONTEXT_LIMIT_EXCEEDED", "4096 tokens at most")]
             self.requests[command.request] = _Request(command)
         elif isinstance(command, Cancel):
@@ -125,7 +125,7 @@ class FakeEngine:
 
     def _advance(self, request: _Request) -> list[Event]:
         number = request.submit.request
-        context = len(request.submit.tokens) // 4
+        context = packed_length(request.submit.tokens)
         usage = Usage(
             context_tokens=context,
             new_tokens=request.submit.num_new,
