@@ -186,25 +186,24 @@ class Engine:
 
     def stats(self) -> Stats:
         """Counters and gauges as of now."""
-        tiers = self._cache.tiers
-        size = self._cache.config.chunk_tokens
+        tiers = self._cache.occupancy()
         totals = self._totals
         return Stats(
             steps_total=totals.steps,
             running=len(self._scheduler.running),
             queued=len(self._scheduler.waiting),
-            device_free=tiers.device.free * size,
-            device_reclaimable=tiers.reclaimable() * size,
-            device_used=tiers.device.used * size,
-            host_free=tiers.host.free * size,
-            host_used=tiers.host.used * size,
+            device_free=tiers.device_free,
+            device_reclaimable=tiers.device_reclaimable,
+            device_used=tiers.device_used,
+            host_free=tiers.host_free,
+            host_used=tiers.host_used,
             cached_sessions=self._cache.cached_sessions,
             gpu_cached_total=totals.gpu_cached,
             swapped_in_total=totals.swapped_in,
             recomputed_total=totals.recomputed,
             new_total=totals.new,
             output_total=totals.output,
-            dropped_total=tiers.dropped_tokens,
+            dropped_total=tiers.dropped,
             suspensions_total=self._scheduler.suspensions,
             swap_in_bytes_total=totals.swap_in_bytes,
             swap_out_bytes_total=totals.swap_out_bytes,

@@ -105,7 +105,7 @@ def test_dropped_range_and_new_input_are_two_spans_of_one_step() -> None:
     rig = Rig(CacheConfig(device_chunks=10, host_chunks=0, chunk_tokens=4, swap_watermark=0.0))
     rig.turn("a", 14, 2)
     rig.driver.run_until_idle()
-    rig.turn("b", 27, 1)  # takes seven of ten slots: drops a's first chunk
+    rig.turn("b", 27, 1)  # takes seven of ten pages: drops a's first chunk
     rig.driver.run_until_idle()
     rig.driver.start_turn("a", [1, 2, 3], 1)
     plan = rig.step()
@@ -131,7 +131,7 @@ def test_the_youngest_is_suspended_and_returns_first() -> None:
 
 
 def ahead_of_time(plan: Plan) -> bool:
-    """Whether a plan saves a chunk whose slot it does not itself give to another."""
+    """Whether a plan saves a chunk whose page it does not itself hand to another."""
     reused = {copy.dst for copy in plan.swap_in + plan.copies}.union(
         *(set(t.tolist()) for t in plan.page_tables)
     )
