@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pensieve.config import CacheConfig, DeviceName, DtypeName, EngineOptions, LoadFormat
-from pensieve.engine.cost.probe import LONGEST, Point, Prober, describe, prober
+from pensieve.engine.cost.probe import LONGEST, CostPoint, Prober, describe, prober
 from pensieve.simulate.calibrate import SWAP_CHUNKS, calibrated
 
 if TYPE_CHECKING:  # the module brings torch with it
@@ -24,9 +24,9 @@ MACHINE_TOKENS: Final = 32768
 """Device tier, in tokens, to time steps in: enough for large batches."""
 
 
-def _measure_with_progress(running: Prober, longest: int, chunk_tokens: int, repeats: int) -> list[Point]:
+def _measure_with_progress(running: Prober, longest: int, chunk_tokens: int, repeats: int) -> list[CostPoint]:
     steps = (longest // chunk_tokens).bit_length()
-    points: list[Point] = []
+    points: list[CostPoint] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("context", total=steps)

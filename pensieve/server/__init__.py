@@ -3,6 +3,6 @@
 ``app`` puts it together. ``rpc`` translates between messages and values, ``conversations`` is the service without gRPC:
 ``turns`` and ``sessions`` over ``history``, with an engine behind ``links``. ``operations`` is what runs beside.
 
-May import: config, core, debug, engine.messages, engine.process, errors, logs, model, options, pensieve,
+May import: config, core, debug, engine.messages, engine.process, errors, frames, logs, model, options, pensieve,
 rpc_status, store, tokenizer, v1.
 """

@@ -7,7 +7,16 @@ import asyncio
 import pytest
 
 from pensieve.core import FinishReason, Phase, RequestKey, TokenLogprob, Usage
-from pensieve.engine.messages import Evicted, Failed, Finished, Output, Progress, Residency, Started, Stats
+from pensieve.engine.messages import (
+    Evicted,
+    Failed,
+    Finished,
+    Output,
+    RequestProgress,
+    ResidentTokens,
+    Started,
+    Stats,
+)
 from pensieve.errors import ContextLimitExceeded, Internal, PensieveError, ResourceExhausted, Unavailable
 from pensieve.server.links.base import Watchdog, restarting
 from pensieve.server.links.generations import BufferedGeneration, Generations
@@ -42,18 +51,18 @@ async def test_a_reader_that_never_read_gets_everything_in_four_events() -> None
     generations = Generations()
     generation = generations.open(lambda request: None)
     number = generation.request
-    generations.deal([Started(number, Usage(context_tokens=7)), Progress(number, Phase.PREFILL)])
+    generations.deal([Started(number, Usage(context_tokens=7)), RequestProgress(number, Phase.PREFILL)])
     for token in range(5000):
         generations.deal(
             [
                 Output(number, (token,), (TokenLogprob(token, -1.0),)),
-                Progress(number, Phase.DECODE, tokens_done=token),
+                RequestProgress(number, Phase.DECODE, tokens_done=token),
             ]
         )
     generations.deal([Finished(number, FinishReason.EOS, Usage(context_tokens=7))])
     events = await read(generation)
-    assert [type(event) for event in events] == [Started, Progress, Output, Finished]
-    assert isinstance(events[1], Progress) and events[1].tokens_done == 4999
+    assert [type(event) for event in events] == [Started, RequestProgress, Output, Finished]
+    assert isinstance(events[1], RequestProgress) and events[1].tokens_done == 4999
     assert isinstance(events[2], Output)
     assert events[2].token_ids == tuple(range(5000)) and len(events[2].logprobs) == 5000
     assert len(generations) == 0
@@ -63,9 +72,9 @@ async def test_undelivered_events_do_not_pile_up() -> None:
     generations = Generations()
     generation = generations.open(lambda request: None)
     for number in range(1000):
-        generations.deal([Progress(generation.request, Phase.QUEUED, queue_position=number)])
+        generations.deal([RequestProgress(generation.request, Phase.QUEUED, queue_position=number)])
     first = await anext(generation)
-    assert isinstance(first, Progress) and first.queue_position == 999
+    assert isinstance(first, RequestProgress) and first.queue_position == 999
     waiting = asyncio.ensure_future(anext(generation))
     await asyncio.sleep(0)
     assert not waiting.done()
@@ -149,8 +158,8 @@ async def test_calls_are_matched_and_forgotten() -> None:
     generations = Generations()
     one, first = generations.open_call()
     two, second = generations.open_call()
-    generations.deal([Evicted(two, 5), Residency(one, 1, 2), Evicted(77, 1)])
-    assert (await first, await second) == (Residency(one, 1, 2), Evicted(two, 5))
+    generations.deal([Evicted(two, 5), ResidentTokens(one, 1, 2), Evicted(77, 1)])
+    assert (await first, await second) == (ResidentTokens(one, 1, 2), Evicted(two, 5))
     await asyncio.sleep(0)
     assert not generations.has_calls
 

@@ -7,7 +7,7 @@
     crew  → process   Leave    all processes have finished: sessions may be deleted now
     crew  ← process   Left     the last one
 
-Frames as between front end and engine (``pensieve.engine.process.frames``) on a socket; its descriptor is the argument.
+Frames as between front end and engine (``pensieve.frames``) on a socket; its descriptor is the argument.
 When the socket closes early the crew is gone, and so is the process.
 """
 
@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pensieve.engine.process.frames import HEADER, decode, decoder_for, encode_frame, frame_length
+from pensieve.frames import HEADER, decode, decoder_for, encode_frame, frame_length
 from pensieve.replay.load.schedule import Script
 from pensieve.replay.play.runner import Player
 from pensieve.replay.records import Played, RunOptions, TurnRecord

@@ -11,7 +11,15 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from pensieve.core import RequestKey, Sampling, SessionKey, TokenArray
-from pensieve.engine.messages import Finished, Output, Progress, Ready, Residency, Started, Stats
+from pensieve.engine.messages import (
+    EngineReady,
+    Finished,
+    Output,
+    RequestProgress,
+    ResidentTokens,
+    Started,
+    Stats,
+)
 
 
 class LinkState(enum.StrEnum):
@@ -21,7 +29,7 @@ class LinkState(enum.StrEnum):
     STOPPED = "stopped"
 
 
-GenerationEvent = Started | Output | Progress | Finished
+GenerationEvent = Started | Output | RequestProgress | Finished
 
 
 class Generation(Protocol):
@@ -47,7 +55,7 @@ class EngineLink(Protocol):
     """One engine."""
 
     @property
-    def info(self) -> Ready:
+    def info(self) -> EngineReady:
         """What the engine said when it came up. Raises Unavailable (STARTING) before that."""
         ...
 
@@ -76,7 +84,7 @@ class EngineLink(Protocol):
         """Drop cached KV of one session or of all idle ones; returns the number of tokens dropped."""
         ...
 
-    async def residency(self, session: SessionKey) -> Residency: ...
+    async def residency(self, session: SessionKey) -> ResidentTokens: ...
 
     async def stop(self) -> None:
         """End the engine; running generations end with Unavailable (DRAINING)."""

@@ -16,14 +16,14 @@ from typing import Final, Protocol
 
 from pensieve.core import FinishReason, RequestKey, TokenLogprob, Usage
 from pensieve.engine.messages import (
+    EngineReady,
     Event,
     Evicted,
     Failed,
     Finished,
     Output,
-    Progress,
-    Ready,
-    Residency,
+    RequestProgress,
+    ResidentTokens,
     Started,
 )
 from pensieve.errors import (
@@ -37,7 +37,7 @@ from pensieve.server.links.engine_link import GenerationEvent
 
 log = logging.getLogger(__name__)
 
-Answer = Evicted | Residency
+Answer = Evicted | ResidentTokens
 OVERLOAD_RETRY_S: Final = 1.0
 """When to try again after the engine's queue was full."""
 
@@ -81,7 +81,7 @@ class BufferedGeneration:
         self._request = request
         self._cancel = cancel
         self._started: Started | None = None
-        self._progress: Progress | None = None
+        self._progress: RequestProgress | None = None
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._finished: Finished | None = None
@@ -128,7 +128,7 @@ class BufferedGeneration:
         if isinstance(event, Output):
             self._token_ids += event.token_ids
             self._logprobs += event.logprobs
-        elif isinstance(event, Progress):
+        elif isinstance(event, RequestProgress):
             self._progress = event
         elif isinstance(event, Started):
             self._started = event
@@ -224,9 +224,9 @@ class Generations:
         """Hand out one report. What belongs to nobody any more (just cancelled) is dropped."""
         now = self._clock()
         for event in events:
-            if isinstance(event, Ready):
+            if isinstance(event, EngineReady):
                 continue
-            if isinstance(event, Evicted | Residency):
+            if isinstance(event, Evicted | ResidentTokens):
                 future = self._calls.get(event.call)
                 if future is not None and not future.done():
                     future.set_result(event)

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 
 from pensieve.engine.messages import Command, Report, Stop
-from pensieve.engine.process.frames import PeerClosed
-from pensieve.engine.process.loop import Engine, run_engine
+from pensieve.engine.process.loop import HostedEngine, run_engine
 from pensieve.errors import Internal, PensieveError
+from pensieve.frames import PeerClosed
 from pensieve.server.links.base import DEFAULT_STALL_LIMIT_S, BaseLink
 from pensieve.server.links.generations import GenerationObserver
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class _ThreadChannel:
-    """``loop.Channel`` between a thread and the event loop that made it. One per life of an engine."""
+    """``loop.CommandChannel`` between a thread and the event loop that made it. One per life of an engine."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Report], None]) -> None:
         self._loop = loop
@@ -54,7 +54,7 @@ class InProcessLink(BaseLink):
 
     def __init__(
         self,
-        build: Callable[[], Engine],
+        build: Callable[[], HostedEngine],
         *,
         observer: GenerationObserver | None = None,
         stall_limit_s: float = DEFAULT_STALL_LIMIT_S,

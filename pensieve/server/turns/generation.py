@@ -6,7 +6,7 @@ import asyncio
 
 from pensieve.core import FinishReason, Sampling, SessionKey, Usage
 from pensieve.debug import async_failpoint
-from pensieve.engine.messages import Finished, Output, Progress, Started
+from pensieve.engine.messages import Finished, Output, RequestProgress, Started
 from pensieve.errors import Internal
 from pensieve.server.history.rendering import Prepared
 from pensieve.server.links.engine_link import EngineLink, Generation
@@ -62,7 +62,7 @@ class TurnGeneration:
                         self._take(event)
                     case Started():
                         self._started, self._started_at = event, loop.time()
-                    case Progress():
+                    case RequestProgress():
                         self._buffer.report(
                             ProgressView(
                                 event.phase, event.queue_position, event.tokens_done, event.tokens_total

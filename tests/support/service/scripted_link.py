@@ -15,7 +15,15 @@ from pensieve.core import (
     TokenLogprob,
     Usage,
 )
-from pensieve.engine.messages import Finished, Output, Progress, Ready, Residency, Started, Stats
+from pensieve.engine.messages import (
+    EngineReady,
+    Finished,
+    Output,
+    RequestProgress,
+    ResidentTokens,
+    Started,
+    Stats,
+)
 from pensieve.errors import PensieveError
 from pensieve.server.links.engine_link import GenerationEvent, LinkState
 
@@ -51,10 +59,10 @@ class ScriptedGeneration:
 
     def admit(self) -> None:
         self._events.put_nowait(Started(self._request, self.usage()))
-        self._events.put_nowait(Progress(self._request, Phase.DECODE))
+        self._events.put_nowait(RequestProgress(self._request, Phase.DECODE))
 
     def progress(self, phase: Phase, **fields: int) -> None:
-        self._events.put_nowait(Progress(self._request, phase, **fields))
+        self._events.put_nowait(RequestProgress(self._request, phase, **fields))
 
     def emit(self, *tokens: int) -> None:
         logprobs: tuple[TokenLogprob, ...] = ()
@@ -101,7 +109,7 @@ class ScriptedLink:
         self.submitted = asyncio.Event()
         self.refuse: PensieveError | None = None
         self.evicted: list[SessionKey | None] = []
-        self.info = Ready(context_limit, vocab_size, "cpu", "float32", 1 << 20, 1 << 20, 32)
+        self.info = EngineReady(context_limit, vocab_size, "cpu", "float32", 1 << 20, 1 << 20, 32)
         self.state = LinkState.SERVING
         self.stats = Stats(steps_total=1, device_used=7)
         self.stalled = False
@@ -138,5 +146,5 @@ class ScriptedLink:
         self.evicted.append(session)
         return 11
 
-    async def residency(self, session: SessionKey) -> Residency:
-        return Residency(0, device_tokens=3, host_tokens=2)
+    async def residency(self, session: SessionKey) -> ResidentTokens:
+        return ResidentTokens(0, device_tokens=3, host_tokens=2)
