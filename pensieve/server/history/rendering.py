@@ -26,7 +26,7 @@ class Stamp:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedTurn:
     """A turn that is ready for the engine."""
 
     history: History
@@ -64,7 +64,9 @@ class Renderer:
         """Items for ``entries`` behind ``history``, and the generation prompt behind them (int32 [n], maybe empty)."""
         return await asyncio.to_thread(self._render, history, tuple(entries), stamp, generation_prompt)
 
-    async def prepare(self, history: History, entries: Sequence[Entry], stamp: Stamp, room: Room) -> Prepared:
+    async def prepare(
+        self, history: History, entries: Sequence[Entry], stamp: Stamp, room: Room
+    ) -> PreparedTurn:
         """Render a turn and see that it fits.
 
         Raises ContextLimitExceeded (metadata ``context_tokens``, ``limit``) when it does not, or could not whatever
@@ -123,7 +125,9 @@ class Renderer:
         )
         return items, rendered.generation_prompt
 
-    def _prepare(self, history: History, entries: tuple[Entry, ...], stamp: Stamp, room: Room) -> Prepared:
+    def _prepare(
+        self, history: History, entries: tuple[Entry, ...], stamp: Stamp, room: Room
+    ) -> PreparedTurn:
         prepared = self._assemble(history, entries, stamp)
         if len(prepared.context) < room.limit:
             return prepared
@@ -135,15 +139,15 @@ class Renderer:
                     return prepared
         raise too_long(len(prepared.context), room.limit)
 
-    def _assemble(self, history: History, entries: tuple[Entry, ...], stamp: Stamp) -> Prepared:
+    def _assemble(self, history: History, entries: tuple[Entry, ...], stamp: Stamp) -> PreparedTurn:
         items, prompt = self._render(history, entries, stamp, True)
         new = [*(unpack_tokens(item.tokens) for item in items), prompt]
         context = np.concatenate([self.context(history), *new])
         if not len(context):
             raise InvalidArgument.field("turn.input", "gives the model no token to start from")
-        return Prepared(history, items, prompt, context, sum(map(len, new)))
+        return PreparedTurn(history, items, prompt, context, sum(map(len, new)))
 
-    def _shorter(self, prepared: Prepared, room: Room, *, keep_last: bool) -> list[History]:
+    def _shorter(self, prepared: PreparedTurn, room: Room, *, keep_last: bool) -> list[History]:
         """Views that drop ever more of the oldest turns, best first.
 
         Best is the first that leaves room for the wanted output (at most a quarter of the limit, an eighth when the

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from pensieve.core import FinishReason, Role, TokenArray, Usage, pack_tokens, unpack_tokens
-from pensieve.server.history.rendering import Prepared
+from pensieve.server.history.rendering import PreparedTurn
 from pensieve.server.values import TurnSpec, TurnState, TurnView
 from pensieve.store import Key
 from pensieve.store.records import History, Item, Kind, Record, TurnResult
@@ -28,7 +28,7 @@ class Answer:
 def build(
     spec: TurnSpec,
     base: History,
-    prepared: Prepared,
+    prepared: PreparedTurn,
     answer: Answer,
     *,
     keep_items: int | None,

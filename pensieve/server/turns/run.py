@@ -21,7 +21,7 @@ from pensieve.errors import NotFound, PensieveError, TurnFenced, Unavailable
 from pensieve.server import ids
 from pensieve.server.bugs import bug
 from pensieve.server.history.cache import Histories, kept, system_item
-from pensieve.server.history.rendering import Prepared, Renderer, Room, Stamp
+from pensieve.server.history.rendering import PreparedTurn, Renderer, Room, Stamp
 from pensieve.server.links.engine_link import EngineLink
 from pensieve.server.settings import TurnSettings
 from pensieve.server.turns import record as turn_record
@@ -109,13 +109,13 @@ class TurnRun:
         self.arrived_at = asyncio.get_running_loop().time()
         self._task = asyncio.create_task(self._run(), name=f"turn {self.attempt}")
 
-    def give(self, order: Order) -> bool:
+    def end_early(self, order: Order) -> bool:
         """End early. The first order counts; False when it is too late for any."""
         if self._committing or self.buffer.ended:
             return False
         if self._order is None:
             self._order = order
-            self.generation.interrupt(mute=order.error is not None)
+            self.generation.interrupt()
         return True
 
     @property
@@ -190,7 +190,7 @@ class TurnRun:
             await lease.stop()
 
     def _lease_lost(self) -> None:
-        self.give(Order(error=TurnFenced("the turn lost its lease")))
+        self.end_early(Order(error=TurnFenced("the turn lost its lease")))
 
     async def _abort(self) -> None:
         try:
@@ -249,7 +249,7 @@ class TurnRun:
     # ---- the end
 
     async def _finish(
-        self, base: History, keep: int | None, prepared: Prepared, output: OutputText
+        self, base: History, keep: int | None, prepared: PreparedTurn, output: OutputText
     ) -> TurnView:
         order = self._order
         if order is not None and order.error is not None:

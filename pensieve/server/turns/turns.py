@@ -51,7 +51,7 @@ class _Audience:
             self._timer = None
 
     def _abandon(self) -> None:
-        self.abandoned = self._run.give(
+        self.abandoned = self._run.end_early(
             Order(error=Cancelled("nobody listened to the turn any more", reason="CLIENT_DISCONNECTED"))
         )
 
@@ -139,7 +139,7 @@ class Turns:
             order = Order(keep_tokens=keep_tokens)
         else:
             order = Order(error=Cancelled("the turn was cancelled and discarded"))
-        run.give(order)
+        run.end_early(order)
         try:
             return await run.buffer.outcome()
         except Cancelled:
@@ -149,7 +149,7 @@ class Turns:
         """The session is gone: its turns here end with ``error``. Returns when they have."""
         runs = [run for (session, _), (run, _) in self._runs.items() if session == key]
         for run in runs:
-            run.give(Order(error=error))
+            run.end_early(Order(error=error))
         for run in runs:
             await run.buffer.wait_for_end()
 
@@ -165,7 +165,7 @@ class Turns:
             await self._wait_for_end(until - loop.time())
         left = [run for run, _ in self._runs.values()]
         for run in left:
-            run.give(Order(error=draining()))
+            run.end_early(Order(error=draining()))
         while self._runs:
             await self._wait_for_end(1.0)
         return len(left)
