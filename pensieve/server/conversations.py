@@ -16,14 +16,14 @@ from pensieve.server.sessions.sessions import Sessions
 from pensieve.server.settings import TurnSettings
 from pensieve.server.turns.run import TurnTools
 from pensieve.server.turns.turns import Turns
-from pensieve.server.values import Entry, TurnEnd
+from pensieve.server.values import InputEntry, TurnEnd
 from pensieve.store import HistoryStore, Key
 from pensieve.store.records import History
 from pensieve.tokenizer import ChatTokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class TokenCount:
+class ContextSize:
     """Answer to CountTokens."""
 
     input_tokens: int
@@ -89,7 +89,7 @@ class Conversations:
         """Token ids of clients must be below this. Raises Unavailable (STARTING)."""
         return min(self._link.info.vocab_size, self._tokenizer.vocab_size)
 
-    async def count_tokens(self, key: Key | None, entries: Sequence[Entry]) -> TokenCount:
+    async def count_tokens(self, key: Key | None, entries: Sequence[InputEntry]) -> ContextSize:
         """What a turn with this input would start from, generation prompt included; ``key`` None: without history."""
         history = History()
         if key is not None:
@@ -97,12 +97,12 @@ class Conversations:
         limit = self.context_limit
         past = self._tools.renderer.length(history)
         if not entries:
-            return TokenCount(0, past, limit)
+            return ContextSize(0, past, limit)
         items, prompt = await self._tools.renderer.items(
             history, entries, Stamp(history.head_item + 1, "", 0), generation_prompt=True
         )
         new = sum(len(item.tokens) // 4 for item in items) + len(prompt)
-        return TokenCount(new, past + new, limit)
+        return ContextSize(new, past + new, limit)
 
     async def residency(self, key: Key) -> Residency | None:
         """Where the session's attention state lies; None when no engine can tell."""

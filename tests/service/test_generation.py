@@ -24,7 +24,7 @@ from pensieve.server.values import (
     OutputChoice,
     ProgressView,
     StreamEvent,
-    TurnState,
+    TurnStatus,
     TurnView,
 )
 from pensieve.store.records import History
@@ -72,7 +72,7 @@ async def test_a_reader_that_never_read_gets_everything_in_one_delta() -> None:
         engine.progress(Phase.DECODE, tokens_done=number)
     engine.finish()
     await task
-    turn.buffer.end(TurnView("s", "r", TurnState.COMMITTED))
+    turn.buffer.end(TurnView("s", "r", TurnStatus.COMMITTED))
     accepted, delta, last = await read(turn.buffer)
     assert isinstance(accepted, Accepted) and isinstance(last, TurnView)
     assert isinstance(delta, Delta)

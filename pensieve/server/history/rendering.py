@@ -11,7 +11,7 @@ import numpy as np
 
 from pensieve.core import Role, TokenArray, pack_tokens, unpack_tokens
 from pensieve.errors import ContextLimitExceeded, InvalidArgument
-from pensieve.server.values import Entry
+from pensieve.server.values import InputEntry
 from pensieve.store.records import History, Item, Overflow
 from pensieve.tokenizer import ChatTokenizer, HistoryItem, TextMessage, TokenMessage
 
@@ -59,13 +59,18 @@ class Renderer:
         self._tokenizer = tokenizer
 
     async def items(
-        self, history: History, entries: Sequence[Entry], stamp: Stamp, *, generation_prompt: bool = False
+        self,
+        history: History,
+        entries: Sequence[InputEntry],
+        stamp: Stamp,
+        *,
+        generation_prompt: bool = False,
     ) -> tuple[tuple[Item, ...], TokenArray]:
         """Items for ``entries`` behind ``history``, and the generation prompt behind them (int32 [n], maybe empty)."""
         return await asyncio.to_thread(self._render, history, tuple(entries), stamp, generation_prompt)
 
     async def prepare(
-        self, history: History, entries: Sequence[Entry], stamp: Stamp, room: Room
+        self, history: History, entries: Sequence[InputEntry], stamp: Stamp, room: Room
     ) -> PreparedTurn:
         """Render a turn and see that it fits.
 
@@ -75,7 +80,7 @@ class Renderer:
         self.check_size(entries, room.limit)
         return await asyncio.to_thread(self._prepare, history, tuple(entries), stamp, room)
 
-    def check_size(self, entries: Sequence[Entry], limit: int) -> None:
+    def check_size(self, entries: Sequence[InputEntry], limit: int) -> None:
         """Raises ContextLimitExceeded for input that is too long whatever it tokenises to. Costs nothing."""
         chars = sum(len(entry.text) for entry in entries if entry.tokens is None)
         verbatim = sum(len(entry.tokens) // 4 for entry in entries if entry.tokens is not None)
@@ -104,7 +109,7 @@ class Renderer:
         return np.empty(0, dtype=np.int32)
 
     def _render(
-        self, history: History, entries: tuple[Entry, ...], stamp: Stamp, generation_prompt: bool
+        self, history: History, entries: tuple[InputEntry, ...], stamp: Stamp, generation_prompt: bool
     ) -> tuple[tuple[Item, ...], TokenArray]:
         rendered = self._tokenizer.render(
             [self._seen(item) for item in history.visible()],
@@ -126,7 +131,7 @@ class Renderer:
         return items, rendered.generation_prompt
 
     def _prepare(
-        self, history: History, entries: tuple[Entry, ...], stamp: Stamp, room: Room
+        self, history: History, entries: tuple[InputEntry, ...], stamp: Stamp, room: Room
     ) -> PreparedTurn:
         prepared = self._assemble(history, entries, stamp)
         if len(prepared.context) < room.limit:
@@ -139,7 +144,7 @@ class Renderer:
                     return prepared
         raise too_long(len(prepared.context), room.limit)
 
-    def _assemble(self, history: History, entries: tuple[Entry, ...], stamp: Stamp) -> PreparedTurn:
+    def _assemble(self, history: History, entries: tuple[InputEntry, ...], stamp: Stamp) -> PreparedTurn:
         items, prompt = self._render(history, entries, stamp, True)
         new = [*(unpack_tokens(item.tokens) for item in items), prompt]
         context = np.concatenate([self.context(history), *new])
@@ -192,7 +197,7 @@ def too_long(context_tokens: int, limit: int) -> ContextLimitExceeded:
     )
 
 
-def _message(entry: Entry) -> TextMessage | TokenMessage:
+def _message(entry: InputEntry) -> TextMessage | TokenMessage:
     if entry.tokens is None:
         return TextMessage(entry.role, entry.text)
     return TokenMessage(entry.role, unpack_tokens(entry.tokens))

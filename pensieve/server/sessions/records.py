@@ -11,7 +11,7 @@ from pensieve.core import Role
 from pensieve.errors import NotFound
 from pensieve.server.history.cache import kept, system_item
 from pensieve.server.history.rendering import Renderer, Stamp
-from pensieve.server.values import Entry
+from pensieve.server.values import InputEntry
 from pensieve.store import Counts
 from pensieve.store.records import History, Item, Kind, Overflow, Record, SamplingDefaults, SessionConfig
 
@@ -24,7 +24,7 @@ class NewSession:
     session_id: str = ""
     config: SessionConfig = field(default_factory=SessionConfig)
     labels: tuple[tuple[str, str], ...] = ()
-    items: tuple[Entry, ...] = ()
+    items: tuple[InputEntry, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def counts(renderer: Renderer, history: History) -> Counts:
 
 async def create(renderer: Renderer, new: NewSession) -> Record:
     """First record of a session: system prompt and imported items, rendered and numbered from 1."""
-    prompt = (Entry(Role.SYSTEM, new.config.system_prompt),) if new.config.system_prompt else ()
+    prompt = (InputEntry(Role.SYSTEM, new.config.system_prompt),) if new.config.system_prompt else ()
     now = _now_ms()
     items, _ = await renderer.items(History(), (*prompt, *new.items), Stamp(1, new.request_id, now))
     return Record(
@@ -139,12 +139,14 @@ async def _behind_prompt(
     rest = _without_prompt(base)
     head: tuple[Item, ...] = ()
     if prompt:
-        head, _ = await renderer.items(History(), (Entry(Role.SYSTEM, prompt),), Stamp(number, "", now_ms))
+        head, _ = await renderer.items(
+            History(), (InputEntry(Role.SYSTEM, prompt),), Stamp(number, "", now_ms)
+        )
         number += 1
     moved = [msgspec.structs.replace(item, number=number + i) for i, item in enumerate(rest)]
     if moved and not moved[0].verbatim:
         first, old = moved[0], replace(base, items=base.items[: len(base.items) - len(rest)], hidden_before=0)
-        entry = (Entry(first.role, first.text),)
+        entry = (InputEntry(first.role, first.text),)
         stamp = Stamp(first.number, first.request_id, first.create_ms)
         (again,), _ = await renderer.items(old, entry, stamp)
         if again.tokens == first.tokens:

@@ -15,7 +15,7 @@ from pensieve.server.sessions.paging import PageTokens
 from pensieve.server.sessions.records import NewSession, SessionChange
 from pensieve.server.turns.run import TurnTools
 from pensieve.server.turns.turns import Turns
-from pensieve.server.values import Entry, fingerprint
+from pensieve.server.values import InputEntry, fingerprint
 from pensieve.store import Counts, Key
 from pensieve.store.records import History, Item, Overflow, Record, SessionRow
 
@@ -56,7 +56,7 @@ class Sessions:
         session_id = new.session_id or ids.derived_session_id("create", tenant, new.request_id)
         key = Key(tenant, session_id)
         limit = self._tools.context_limit()
-        prompt = Entry(Role.SYSTEM, new.config.system_prompt)
+        prompt = InputEntry(Role.SYSTEM, new.config.system_prompt)
         rejects = new.config.overflow is Overflow.REJECT
         self._tools.renderer.check_size((prompt, *new.items) if rejects else (prompt,), limit)
         record = await session_records.create(self._tools.renderer, new)
@@ -100,7 +100,7 @@ class Sessions:
     async def update(self, key: Key, change: SessionChange, expected_revision: int | None) -> SessionRow:
         """Set fields; a changed system prompt renumbers all live items (``session_records.update``)."""
         if change.system_prompt is not None:
-            prompt = Entry(Role.SYSTEM, change.system_prompt)
+            prompt = InputEntry(Role.SYSTEM, change.system_prompt)
             self._tools.renderer.check_size((prompt,), self._tools.context_limit())
 
         async def record(base: History) -> Record:

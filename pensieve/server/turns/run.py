@@ -30,7 +30,7 @@ from pensieve.server.turns.buffer import TurnBuffer
 from pensieve.server.turns.generation import TurnGeneration
 from pensieve.server.turns.lease import LeaseKeeper
 from pensieve.server.turns.text import OutputText, replayed_text
-from pensieve.server.values import Accepted, ProgressView, TurnSpec, TurnState, TurnView
+from pensieve.server.values import Accepted, NewTurn, ProgressView, TurnStatus, TurnView
 from pensieve.store import (
     Began,
     BeginRequest,
@@ -76,7 +76,7 @@ class TurnRun:
         self,
         tools: TurnTools,
         key: Key,
-        spec: TurnSpec,
+        spec: NewTurn,
         fingerprint: str,
         retire: Callable[[TurnRun, TurnView | PensieveError], None],
         committed_at: int | None = None,
@@ -124,7 +124,7 @@ class TurnRun:
         return TurnView(
             session_id=self.key.session_id,
             request_id=self.spec.request_id,
-            state=TurnState.RUNNING,
+            state=TurnStatus.RUNNING,
             base_revision=self.base_revision,
             seed=self.seed,
         )
@@ -257,7 +257,7 @@ class TurnRun:
         self._committing = True
         text = output.finish(order.keep_tokens if order is not None else None)
         self.buffer.report(ProgressView(Phase.COMMIT))
-        answer = turn_record.Answer(
+        answer = turn_record.KeptAnswer(
             tokens=tuple(output.tokens),
             text=text,
             finish_reason=FinishReason.CANCELLED if order is not None else self.generation.finish_reason,

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from pensieve.errors import AlreadyExists, Cancelled, NotFound, PensieveError, Unavailable
 from pensieve.server.turns import record as turn_record
 from pensieve.server.turns.run import Order, TurnRun, TurnTools, committed_turn, running_elsewhere
-from pensieve.server.values import OnDisconnect, TurnEnd, TurnSpec, TurnState, TurnView
+from pensieve.server.values import NewTurn, OnDisconnect, TurnEnd, TurnStatus, TurnView
 from pensieve.store import Key
 
 TurnKey = tuple[Key, str]
@@ -84,7 +84,7 @@ class Turns:
     async def attached(
         self,
         key: Key,
-        spec: TurnSpec,
+        spec: NewTurn,
         *,
         policy: OnDisconnect,
         attach_only: bool,
@@ -118,7 +118,7 @@ class Turns:
             return TurnView(
                 session_id=key.session_id,
                 request_id=request_id,
-                state=TurnState.RUNNING,
+                state=TurnStatus.RUNNING,
                 base_revision=row.revision,
             )
         return self._remembered(key, request_id)
@@ -131,7 +131,7 @@ class Turns:
         held = self._runs.get((key, request_id))
         if held is None:
             view = await self.get(key, request_id)
-            if view.state is TurnState.RUNNING:
+            if view.state is TurnStatus.RUNNING:
                 raise running_elsewhere()
             return view
         run = held[0]
@@ -172,7 +172,7 @@ class Turns:
 
     # ---- parts
 
-    async def _find_or_start(self, key: Key, spec: TurnSpec, attach_only: bool) -> tuple[_Held, bool]:
+    async def _find_or_start(self, key: Key, spec: NewTurn, attach_only: bool) -> tuple[_Held, bool]:
         turn = (key, spec.request_id)
         while (held := self._runs.get(turn)) is not None and held[1].abandoned:
             # Who comes back too late starts again: the end of the old attempt is not theirs to hear.
@@ -196,7 +196,7 @@ class Turns:
             )
         return held, True
 
-    async def _replay(self, key: Key, spec: TurnSpec, revision: int | None) -> _Held:
+    async def _replay(self, key: Key, spec: NewTurn, revision: int | None) -> _Held:
         """A committed turn, for somebody who may not know its text. Not registered: a real retry must not meet it."""
         if revision is None:
             row = await self._tools.store.load(key)
@@ -238,7 +238,7 @@ class Turns:
         return TurnView(
             session_id=key.session_id,
             request_id=request_id,
-            state=TurnState.DISCARDED,
+            state=TurnStatus.DISCARDED,
             discard_reason=reason,
         )
 
