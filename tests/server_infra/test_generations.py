@@ -19,8 +19,9 @@ from pensieve.engine.messages import (
     Stats,
 )
 from pensieve.errors import ContextLimitExceeded, Internal, PensieveError, ResourceExhausted, Unavailable
-from pensieve.server.links.base import Watchdog, restarting
+from pensieve.server.links.base import Watchdog
 from pensieve.server.links.generations import Generations
+from pensieve.server.unavailable import restarting
 from support.service.listener import Listener
 
 

@@ -21,29 +21,13 @@ from pensieve.engine.messages import (
     Stats,
     Submit,
 )
-from pensieve.errors import Internal, PensieveError, Unavailable
+from pensieve.errors import Internal, PensieveError
 from pensieve.server.links.engine_link import GenerationSink, LinkState
 from pensieve.server.links.generations import CallAnswer, GenerationObserver, Generations, OpenGeneration
+from pensieve.server.unavailable import draining, restarting, starting
 
 DEFAULT_STALL_LIMIT_S: Final = 60.0
-RETRY_AFTER_S: Final = 1.0
 T = TypeVar("T", bound=CallAnswer)
-
-
-def restarting() -> Unavailable:
-    return Unavailable(
-        "the engine is restarting; nothing of this turn was committed",
-        reason="ENGINE_RESTARTING",
-        retry_after_s=RETRY_AFTER_S,
-    )
-
-
-def draining() -> Unavailable:
-    return Unavailable("the server is shutting down", reason="DRAINING", retry_after_s=RETRY_AFTER_S)
-
-
-def starting() -> Unavailable:
-    return Unavailable("the engine is starting", reason="STARTING", retry_after_s=RETRY_AFTER_S)
 
 
 class Watchdog:

@@ -103,3 +103,8 @@ class EngineLink(Protocol):
     async def stop(self) -> None:
         """End the engine; running generations fail with Unavailable (DRAINING)."""
         ...
+
+
+def context_limit(info: Ready) -> int:
+    """A context must be shorter than this, in tokens: the model's limit, or what the device tier holds if less."""
+    return min(info.context_limit, info.device_capacity_tokens or info.context_limit)
