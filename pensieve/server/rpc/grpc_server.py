@@ -7,8 +7,8 @@ Why the options of both servers are what they are, with what was measured where 
   before. Hostile messages grow in memory: 4 MB of empty sub-messages decode to over 100 MB, which is why the
   interceptor also bounds how many bodies are read at once.
 * *Streams per connection.* One connection is one client. Calls beyond the limit wait inside that client, so it keeps
-  one client from taking the whole server. The bound on calls of all clients is the interceptor's, which lets health checks
-  through; gRPC's ``maximum_concurrent_rpcs`` knows no methods and would refuse them under load.
+  one client from taking the whole server. The bound on calls of all clients is the interceptor's, which lets
+  health checks through; gRPC's ``maximum_concurrent_rpcs`` knows no methods and would refuse them under load.
 * *Keepalive.* A dead peer is noticed after the keepalive time plus the ping timeout. Of the two timeouts
   ``http2.ping_timeout_ms`` is the one that counts: without it, noticing took a minute more. Clients may ping every 20 s
   (the SDK does every 30 s), also between calls; a server that allows less would close their connections for it.
