@@ -21,7 +21,8 @@
     ├── Cancelled              CANCELLED            the turn was cancelled and discarded
     └── Internal               INTERNAL             engine failed in this turn, or a bug
 
-``code`` is the name of the gRPC status code, ``reason`` the ``google.rpc.ErrorInfo.reason`` of api.md a.4.
+``code`` is the name of the gRPC status code, ``reason`` the ``google.rpc.ErrorInfo.reason``: ``docs/errors.md`` lists
+them, with what each means and whether to try again.
 Imports nothing of the project; usable from the store, the engine, the server and the client.
 """
 

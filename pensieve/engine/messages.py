@@ -81,7 +81,7 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """A request cannot be served. ``reason`` as in api.md a.4 (CONTEXT_LIMIT_EXCEEDED, ENGINE_FAILED)."""
+    """A request cannot be served. ``reason``: see docs/errors.md (CONTEXT_LIMIT_EXCEEDED, ENGINE_FAILED and so on)."""
 
     request: int
     reason: str

@@ -12,19 +12,19 @@ from pensieve.errors import PensieveError, Unavailable
 from pensieve.server import ids
 from pensieve.server.history.cache import Histories
 from pensieve.server.history.rendering import Renderer, Stamp
-from pensieve.server.links.engine_link import EngineLink
+from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.sessions.sessions import Sessions
 from pensieve.server.settings import TurnSettings
-from pensieve.server.turns.run import TurnTools
+from pensieve.server.turns.runner import TurnRunner
 from pensieve.server.turns.turns import Turns
-from pensieve.server.values import Entry, TurnEnd
+from pensieve.server.values import InputEntry, TurnEnd
 from pensieve.store import HistoryStore, Key
 from pensieve.store.records import History
 from pensieve.tokenizer import ChatTokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class TokenCount:
+class ContextSize:
     """Answer to CountTokens."""
 
     input_tokens: int
@@ -63,47 +63,36 @@ class Conversations:
         self._store = store
         self._link = link
         self._tokenizer = tokenizer
-        tools = TurnTools(
-            store=store,
-            link=link,
-            tokenizer=tokenizer,
-            renderer=Renderer(tokenizer),
-            histories=Histories(store, settings.history_cache_bytes),
-            settings=settings,
-            context_limit=lambda: self.context_limit,
-        )
-        self._tools = tools
-        self.turns = Turns(tools, on_turn_ended)
-        self.sessions = Sessions(tools, self.turns)
+        self._renderer = renderer = Renderer(tokenizer)
+        self._histories = histories = Histories(store, settings.history_cache_bytes)
+        runner = TurnRunner(store, link, histories, renderer, tokenizer, settings)
+        self.turns = Turns(store, runner, settings, on_turn_ended)
+        self.sessions = Sessions(store, link, histories, renderer, self.turns, settings)
 
     @property
     def context_limit(self) -> int:
-        """A context must be shorter than this, in tokens: the model's limit, or what the device tier holds.
-
-        Raises Unavailable (STARTING) before the engine is up.
-        """
-        info = self._link.info
-        return min(info.context_limit, info.device_capacity_tokens or info.context_limit)
+        """A context must be shorter than this, in tokens. Raises Unavailable (STARTING) before the engine is up."""
+        return context_limit(self._link.info)
 
     @property
     def vocab_size(self) -> int:
         """Token ids of clients must be below this. Raises Unavailable (STARTING)."""
         return min(self._link.info.vocab_size, self._tokenizer.vocab_size)
 
-    async def count_tokens(self, key: Key | None, entries: Sequence[Entry]) -> TokenCount:
+    async def count_tokens(self, key: Key | None, entries: Sequence[InputEntry]) -> ContextSize:
         """What a turn with this input would start from, generation prompt included; ``key`` None: without history."""
         history = History()
         if key is not None:
-            history = await self._tools.histories.at(key, await self._store.load(key))
+            history = await self._histories.at(key, await self._store.load(key))
         limit = self.context_limit
-        past = self._tools.renderer.length(history)
+        past = self._renderer.length(history)
         if not entries:
-            return TokenCount(0, past, limit)
-        items, prompt = await self._tools.renderer.items(
+            return ContextSize(0, past, limit)
+        items, prompt = await self._renderer.items(
             history, entries, Stamp(history.head_item + 1, "", 0), generation_prompt=True
         )
         new = sum(packed_length(item.tokens) for item in items) + len(prompt)
-        return TokenCount(new, past + new, limit)
+        return ContextSize(new, past + new, limit)
 
     async def residency(self, key: Key) -> ResidentTokens | None:
         """Where the session's attention state lies; None when no engine can tell."""

@@ -10,7 +10,7 @@ from pensieve.store.records import SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     """Bounds on what one request may hold. Checked before anything is tokenised or looked up."""
 
     max_request_bytes: int = 4 * 1024 * 1024
@@ -41,7 +41,7 @@ class TurnSettings:
     """Names this front end in leases and answers."""
     model: str = ""
     """Name shown to clients; a session may name it or none."""
-    limits: Limits = Limits()
+    limits: RequestLimits = RequestLimits()
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     """Sampling values where neither turn nor session says otherwise; what is unset here too is ``core.Sampling``'s."""
     lease_s: float = LEASE_S

@@ -13,7 +13,7 @@ from pensieve.store import Key
 from pensieve.store.records import Item, SamplingDefaults
 
 
-class Entry(msgspec.Struct, frozen=True):
+class InputEntry(msgspec.Struct, frozen=True):
     """One input item: text for the chat template, or token ids (packed uint32) taken verbatim."""
 
     role: Role
@@ -31,11 +31,11 @@ class OutputChoice(msgspec.Struct, frozen=True):
     pad_chunks: bool = False
 
 
-class TurnSpec(msgspec.Struct, frozen=True):
+class NewTurn(msgspec.Struct, frozen=True):
     """What a turn is."""
 
     request_id: str
-    input: tuple[Entry, ...] = ()
+    input: tuple[InputEntry, ...] = ()
     expected_revision: int | None = None
     replace_after_item: int | None = None
     sampling: SamplingDefaults = SamplingDefaults()
@@ -72,7 +72,7 @@ class OnDisconnect(enum.IntEnum):
     FINISH = 2
 
 
-class TurnState(enum.IntEnum):
+class TurnStatus(enum.IntEnum):
     """The numbers are those of ``pensieve.v1.Turn.State``."""
 
     RUNNING = 1
@@ -86,7 +86,7 @@ class TurnView:
 
     session_id: str
     request_id: str
-    state: TurnState
+    state: TurnStatus
     base_revision: int = 0
     revision: int = 0
     input: tuple[Item, ...] = ()

@@ -1,4 +1,4 @@
-"""Errors survive the wire, and the trailer for the gRPC library says what api.md a.4 says."""
+"""Errors survive the wire, and the trailer for the gRPC library allows a replay only where it helps."""
 
 from __future__ import annotations
 

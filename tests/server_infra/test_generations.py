@@ -1,4 +1,4 @@
-"""Merging for slow readers, dealing to the right reader, observers."""
+"""Dealing to the right sink, what ends a generation and what cannot, observers; the watchdog."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from pensieve.core import FinishReason, Phase, RequestKey, TokenLogprob, Usage
 from pensieve.engine.messages import (
+    Event,
     Evicted,
     Failed,
     Finished,
@@ -18,8 +19,10 @@ from pensieve.engine.messages import (
     Stats,
 )
 from pensieve.errors import ContextLimitExceeded, Internal, PensieveError, ResourceExhausted, Unavailable
-from pensieve.server.links.base import Watchdog, restarting
-from pensieve.server.links.generations import BufferedGeneration, Generations
+from pensieve.server.links.base import Watchdog
+from pensieve.server.links.generations import Generations
+from pensieve.server.unavailable import restarting
+from support.service.listener import Listener
 
 
 class Recorder:
@@ -43,78 +46,119 @@ class Clock:
         return self.now
 
 
-async def read(generation: BufferedGeneration) -> list[object]:
-    return [event async for event in generation]
+def opened(
+    observer: Recorder | None = None, clock: Clock | None = None
+) -> tuple[Generations, list[RequestKey]]:
+    """Generations of an engine that is told what to cancel, and what it was told."""
+    told: list[RequestKey] = []
+    return Generations(told.append, observer, clock or Clock()), told
 
 
-async def test_a_reader_that_never_read_gets_everything_in_four_events() -> None:
-    generations = Generations()
-    generation = generations.open(lambda request: None)
-    number = generation.request
-    generations.deal([Started(number, Usage(context_tokens=7)), RequestProgress(number, Phase.PREFILL)])
-    for token in range(5000):
-        generations.deal(
-            [
-                Output(number, (token,), (TokenLogprob(token, -1.0),)),
-                RequestProgress(number, Phase.DECODE, tokens_done=token),
-            ]
-        )
-    generations.deal([Finished(number, FinishReason.EOS, Usage(context_tokens=7))])
-    events = await read(generation)
-    assert [type(event) for event in events] == [Started, RequestProgress, Output, Finished]
-    assert isinstance(events[1], RequestProgress) and events[1].tokens_done == 4999
-    assert isinstance(events[2], Output)
-    assert events[2].token_ids == tuple(range(5000)) and len(events[2].logprobs) == 5000
+async def test_every_event_goes_on_at_once_and_in_order() -> None:
+    generations, _ = opened()
+    heard = Listener()
+    number = generations.open(heard).request
+    events: list[Event] = [Started(number, Usage(context_tokens=7)), RequestProgress(number, Phase.PREFILL)]
+    events += [Output(number, (token,), (TokenLogprob(token, -1.0),)) for token in range(50)]
+    events += [
+        RequestProgress(number, Phase.DECODE),
+        Finished(number, FinishReason.EOS, Usage(context_tokens=7)),
+    ]
+    for upto, event in enumerate(events, 1):
+        generations.deal([event])
+        assert heard.events == events[:upto]
+    assert heard.ends == 1 and heard.error is None
     assert len(generations) == 0
 
 
-async def test_undelivered_events_do_not_pile_up() -> None:
-    generations = Generations()
-    generation = generations.open(lambda request: None)
-    for number in range(1000):
-        generations.deal([RequestProgress(generation.request, Phase.QUEUED, queue_position=number)])
-    first = await anext(generation)
-    assert isinstance(first, RequestProgress) and first.queue_position == 999
-    waiting = asyncio.ensure_future(anext(generation))
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    generations.deal([Output(generation.request, (1,))])
-    assert await waiting == Output(generation.request, (1,))
+async def test_events_reach_their_own_sink_only() -> None:
+    generations, _ = opened()
+    one, two = Listener(), Listener()
+    first, second = generations.open(one).request, generations.open(two).request
+    assert first != second
+    generations.deal([Output(second, (2,)), Output(first, (1,)), Output(RequestKey(999), (9,))])
+    assert one.events == [Output(first, (1,))]
+    assert two.events == [Output(second, (2,))]
 
 
-async def test_events_reach_their_own_reader_only() -> None:
-    generations = Generations()
-    one, two = generations.open(lambda request: None), generations.open(lambda request: None)
-    assert one.request != two.request
-    generations.deal([Output(two.request, (2,)), Output(one.request, (1,)), Output(999, (9,))])
-    assert await anext(one) == Output(one.request, (1,))
-    assert await anext(two) == Output(two.request, (2,))
-
-
-async def test_a_cancelled_reader_stops_at_once_and_the_engine_is_told_once() -> None:
-    told: list[RequestKey] = []
-    recorder = Recorder()
-    generations = Generations(recorder)
-    generation = generations.open(told.append)
+async def test_a_cancelled_sink_hears_no_more_and_the_engine_is_told_once() -> None:
+    recorder, heard = Recorder(), Listener()
+    generations, told = opened(recorder)
+    generation = generations.open(heard)
     generations.deal([Output(generation.request, (1, 2))])
-    waiting = asyncio.ensure_future(read(generation))
-    await asyncio.sleep(0)
     generation.cancel()
     generation.cancel()
-    generations.deal([Output(generation.request, (3,))])
-    assert [event for event in await waiting if isinstance(event, Output) and 3 in event.token_ids] == []
+    generations.deal(
+        [Output(generation.request, (3,)), Finished(generation.request, FinishReason.EOS, Usage())]
+    )
+    generations.fail_all(restarting)
+    assert heard.token_ids == [1, 2] and heard.ends == 0
     assert told == [generation.request]
     assert recorder.calls[-1] == ("ended", "cancelled")
     assert len(generations) == 0
 
 
+async def test_a_sink_that_cancels_amid_a_report_hears_nothing_more_of_it() -> None:
+    """As at a stop string: what the same report still has for this generation is dropped."""
+
+    class Stopping(Listener):
+        def tokens(self, event: Output) -> None:
+            super().tokens(event)
+            generation.cancel()
+
+    recorder, heard, other = Recorder(), Stopping(), Listener()
+    generations, told = opened(recorder)
+    generation, second = generations.open(heard), generations.open(other).request
+    number = generation.request
+    generations.deal(
+        [
+            *(Output(number, (1,)), Output(number, (2,)), Output(second, (3,))),
+            Finished(number, FinishReason.LENGTH, Usage()),
+        ]
+    )
+    assert heard.token_ids == [1] and heard.ends == 0
+    assert other.token_ids == [3]
+    assert told == [number] and ("ended", "length") not in recorder.calls
+
+
+@pytest.mark.parametrize("place", ["started", "progress", "tokens", "finished"])
+async def test_a_sink_that_raises_loses_its_own_generation_only(place: str) -> None:
+    def broken(event: object) -> None:
+        raise KeyError("a bug")
+
+    bad, good = Listener(), Listener()
+    setattr(bad, place, broken)
+    generations, told = opened()
+    first, second = generations.open(bad).request, generations.open(good).request
+    for event in (
+        *(Started(first, Usage()), Started(second, Usage())),
+        *(RequestProgress(first, Phase.DECODE), RequestProgress(second, Phase.DECODE)),
+        *(Output(first, (1,)), Output(second, (1,))),
+    ):
+        generations.deal([event])
+    generations.deal([Finished(number, FinishReason.EOS, Usage()) for number in (first, second)])
+    assert isinstance(bad.error, KeyError) and bad.ends == 1
+    assert good.error is None and len(good.events) == 4
+    assert told == ([] if place == "finished" else [first])
+    assert len(generations) == 0
+
+
 async def test_cancel_after_the_end_says_nothing_to_the_engine() -> None:
-    told: list[RequestKey] = []
-    generations = Generations()
-    generation = generations.open(told.append)
+    generations, told = opened()
+    generation = generations.open(Listener())
     generations.deal([Finished(generation.request, FinishReason.EOS, Usage())])
     generation.cancel()
     assert told == []
+
+
+async def test_a_generation_that_never_reached_the_engine_is_forgotten() -> None:
+    recorder, heard = Recorder(), Listener()
+    generations, told = opened(recorder)
+    generation = generations.open(heard)
+    generations.drop(generation)
+    generation.cancel()
+    generations.fail_all(restarting)
+    assert len(generations) == 0 and not told and not recorder.calls and heard.ends == 0
 
 
 @pytest.mark.parametrize(
@@ -126,36 +170,36 @@ async def test_cancel_after_the_end_says_nothing_to_the_engine() -> None:
     ],
 )
 async def test_failures_keep_reason_and_come_after_the_output(reason: str, kind: type[PensieveError]) -> None:
-    generations = Generations()
-    generation = generations.open(lambda request: None)
-    generations.deal([Output(generation.request, (1,)), Failed(generation.request, reason, "why")])
-    assert await anext(generation) == Output(generation.request, (1,))
+    generations, told = opened()
+    heard = Listener()
+    number = generations.open(heard).request
+    generations.deal([Output(number, (1,)), Failed(number, reason, "why")])
+    assert await anext(heard) == Output(number, (1,))
     with pytest.raises(kind) as caught:
-        await anext(generation)
+        await anext(heard)
     assert caught.value.reason == reason and caught.value.message == "why"
     assert (caught.value.retry_after_s is not None) == (reason == "SERVER_OVERLOADED")
-    assert await read(generation) == []
+    generations.deal([Output(number, (2,))])
+    assert heard.ends == 1 and heard.token_ids == [1] and not told
 
 
 async def test_when_the_engine_is_lost_everyone_gets_an_error_of_its_own() -> None:
-    generations = Generations()
-    one, two = generations.open(lambda request: None), generations.open(lambda request: None)
+    generations, told = opened()
+    one, two = Listener(), Listener()
+    generations.open(one)
+    generations.open(two)
     _, call = generations.open_call()
     generations.fail_all(restarting)
-    errors = []
-    for generation in (one, two):
-        with pytest.raises(Unavailable) as caught:
-            await anext(generation)
-        errors.append(caught.value)
-    assert errors[0] is not errors[1]
+    assert isinstance(one.error, Unavailable) and isinstance(two.error, Unavailable)
+    assert one.error is not two.error and one.ends == two.ends == 1
     with pytest.raises(Unavailable):
         await call
     await asyncio.sleep(0)
-    assert len(generations) == 0 and not generations.has_calls
+    assert len(generations) == 0 and not generations.has_calls and not told
 
 
 async def test_calls_are_matched_and_forgotten() -> None:
-    generations = Generations()
+    generations = opened()[0]
     one, first = generations.open_call()
     two, second = generations.open_call()
     generations.deal([Evicted(two, 5), ResidentTokens(one, 1, 2), Evicted(77, 1)])
@@ -165,7 +209,7 @@ async def test_calls_are_matched_and_forgotten() -> None:
 
 
 async def test_an_abandoned_call_is_forgotten() -> None:
-    generations = Generations()
+    generations = opened()[0]
     number, call = generations.open_call()
     call.cancel()
     await asyncio.sleep(0)
@@ -173,17 +217,15 @@ async def test_an_abandoned_call_is_forgotten() -> None:
     generations.deal([Evicted(number, 5)])
 
 
-async def test_observers_hear_of_arrival_not_of_reading() -> None:
+async def test_observers_hear_of_arrival() -> None:
     recorder, clock = Recorder(), Clock()
-    generations = Generations(recorder, clock)
-    generation = generations.open(lambda request: None)
+    generations, _ = opened(recorder, clock)
+    number = generations.open(Listener()).request
     clock.now = 102.0
-    generations.deal(
-        [Started(generation.request, Usage(gpu_cached_tokens=64)), Output(generation.request, (1,))]
-    )
+    generations.deal([Started(number, Usage(gpu_cached_tokens=64)), Output(number, (1,))])
     clock.now = 103.0
-    generations.deal([Output(generation.request, (2, 3))])
-    generations.deal([Finished(generation.request, FinishReason.STOP_TOKEN, Usage())])
+    generations.deal([Output(number, (2, 3))])
+    generations.deal([Finished(number, FinishReason.STOP_TOKEN, Usage())])
     assert recorder.calls == [("first", 2.0, 64), ("next", 1.0, 2), ("ended", "stop_token")]
 
 

@@ -14,6 +14,7 @@ from pensieve.errors import Internal, Unavailable
 from pensieve.server.links.engine_link import LinkState
 from pensieve.server.links.inprocess_link import InProcessLink
 from support.engine.fake_engine import FakeEngine, Script, build, options
+from support.service.listener import Listened
 
 SESSION = SessionKey("default/abc")
 TOKENS = np.arange(8, dtype=np.int32)
@@ -28,14 +29,14 @@ async def test_generations_calls_and_stop() -> None:
 
     link = InProcessLink(make)
     with pytest.raises(Unavailable, match="STARTING"):
-        link.submit(SESSION, TOKENS, 3, Sampling())
+        Listened(link, SESSION, TOKENS, Sampling())
     await link.start()
     assert link.state is LinkState.SERVING and link.info.vocab_size == 512
-    events = [event async for event in link.submit(SESSION, TOKENS, 3, Sampling(max_output_tokens=9))]
+    events = [event async for event in Listened(link, SESSION, TOKENS, Sampling(max_output_tokens=9))]
     assert sum(len(event.token_ids) for event in events if isinstance(event, Output)) == 9
     assert isinstance(events[-1], Finished)
     assert await link.evict() == 77
-    running = link.submit(SESSION, TOKENS, 3, Sampling(max_output_tokens=10**6))
+    running = Listened(link, SESSION, TOKENS, Sampling(max_output_tokens=10**6))
     await anext(running)
     await link.stop()
     with pytest.raises(Unavailable, match="DRAINING"):
@@ -49,13 +50,13 @@ async def test_a_failed_engine_is_replaced(tmp_path: Path) -> None:
     link = InProcessLink(lambda: build(script), restart_delay_s=0.01)
     await link.start()
     with pytest.raises(Unavailable, match="ENGINE_RESTARTING"):
-        async for _ in link.submit(SESSION, TOKENS, 3, Sampling()):
+        async for _ in Listened(link, SESSION, TOKENS, Sampling()):
             pass
     async with asyncio.timeout(10):
         while link.state is not LinkState.SERVING:
             await asyncio.sleep(0.005)
     assert link.restarts_total == 1
-    assert [event async for event in link.submit(SESSION, TOKENS, 3, Sampling())]
+    assert [event async for event in Listened(link, SESSION, TOKENS, Sampling())]
     await link.stop()
 
 
@@ -69,7 +70,7 @@ async def test_a_failed_start_is_told_in_the_engines_words() -> None:
 async def test_a_stall_is_reported() -> None:
     link = InProcessLink(lambda: FakeEngine(Script(never_steps=True)), stall_limit_s=0.2)
     await link.start()
-    generation = link.submit(SESSION, TOKENS, 3, Sampling())
+    generation = Listened(link, SESSION, TOKENS, Sampling())
     async with asyncio.timeout(10):
         while not link.stalled:
             await asyncio.sleep(0.01)

@@ -21,9 +21,9 @@ from pensieve.debug import child_environment
 from pensieve.engine.messages import Finished, Output, RequestProgress, Started
 from pensieve.errors import ContextLimitExceeded, Internal, Unavailable
 from pensieve.server.links.engine_link import LinkState
-from pensieve.server.links.generations import BufferedGeneration
 from pensieve.server.links.process_link import ProcessLink
 from support.engine.fake_engine import BUILDER, Script, options
+from support.service.listener import Listened, Listener
 
 SESSION = SessionKey("default/abc")
 LONG = Sampling(max_output_tokens=100_000)
@@ -39,14 +39,8 @@ async def running(script: Script, *, stall_limit_s: float = 30.0) -> AsyncIterat
         await link.stop()
 
 
-def submit(link: ProcessLink, sampling: Sampling | None = None, length: int = 8) -> BufferedGeneration:
-    return link.submit(SESSION, np.arange(length, dtype=np.int32), 3, sampling or Sampling())
-
-
-async def first_output(generation: BufferedGeneration) -> None:
-    async for event in generation:
-        if isinstance(event, Output):
-            return
+def submit(link: ProcessLink, sampling: Sampling | None = None, length: int = 8) -> Listened:
+    return Listened(link, SESSION, np.arange(length, dtype=np.int32), sampling or Sampling())
 
 
 async def until(condition: object, *, seconds: float = 20.0) -> None:
@@ -96,20 +90,49 @@ async def test_calls_are_answered() -> None:
         assert (await link.residency(SESSION)).host_tokens == 2
 
 
-async def test_cancel_ends_iteration_and_frees_the_engine() -> None:
+async def test_cancel_ends_the_events_and_frees_the_engine() -> None:
     async with running(Script()) as link:
         generation = submit(link, LONG)
-        await first_output(generation)
+        await generation.first_output()
         generation.cancel()
+        heard = len(generation.events)
         generation.cancel()
-        assert [event async for event in generation] == []
         await until(lambda: link.stats.running == 0)
+        assert len(generation.events) == heard and generation.ends == 0
+
+
+async def test_cancel_before_the_first_event() -> None:
+    async with running(Script()) as link:
+        generation = submit(link, LONG)
+        generation.cancel()
+        assert [event async for event in submit(link)]
+        await until(lambda: link.stats.running == 0)
+        assert generation.events == [] and generation.ends == 0
+
+
+async def test_a_bug_in_a_sink_costs_its_own_generation_only() -> None:
+    class Broken(Listener):
+        def tokens(self, event: Output) -> None:
+            raise KeyError("a bug")
+
+    async with running(Script()) as link:
+        pid, broken, others = link.pid, Broken(), [submit(link) for _ in range(3)]
+        link.submit(SESSION, np.arange(8, dtype=np.int32), 3, LONG, broken)
+        others += [submit(link) for _ in range(3)]
+        with pytest.raises(KeyError, match="a bug"):
+            async for _ in broken:
+                pass
+        for generation in others:
+            assert [event async for event in generation][-1] == generation.events[-1]
+            assert generation.token_ids == [0, 1, 2, 3]
+        await until(lambda: link.stats.running == 0)
+        assert link.pid == pid and link.restarts_total == 0 and broken.ends == 1
 
 
 async def test_a_context_that_can_never_fit_is_the_callers_error() -> None:
     async with running(Script()) as link:
         with pytest.raises(ContextLimitExceeded):
-            await first_output(submit(link, length=5000))
+            await submit(link, length=5000).first_output()
         with pytest.raises(ContextLimitExceeded):
             submit(link, length=17 * 1024 * 1024)  # over MAX_FRAME: never leaves the front end
         assert [event async for event in submit(link)]
@@ -118,7 +141,7 @@ async def test_a_context_that_can_never_fit_is_the_callers_error() -> None:
 async def test_kill_9_ends_running_generations_and_a_new_engine_serves() -> None:
     async with running(Script()) as link:
         generation, call = submit(link, LONG), asyncio.ensure_future(link.residency(SESSION))
-        await first_output(generation)
+        await generation.first_output()
         await call
         first_pid = link.pid
         assert first_pid is not None
@@ -169,7 +192,7 @@ async def test_heartbeats_without_steps_are_a_stall_when_work_waits() -> None:
         first_pid = link.pid
         generation = submit(link)
         with pytest.raises(Unavailable, match="ENGINE_RESTARTING"):
-            await first_output(generation)
+            await generation.first_output()
         await until(lambda: link.pid not in (None, first_pid))
 
 
@@ -217,7 +240,7 @@ async def test_stop_ends_generations_and_the_process() -> None:
         pid = link.pid
         assert pid is not None
         generation = submit(link, LONG)
-        await first_output(generation)
+        await generation.first_output()
     with pytest.raises(Unavailable) as caught:
         async for _ in generation:
             pass
@@ -253,11 +276,12 @@ def test_the_engine_dies_with_the_front_end_even_when_stuck() -> None:
         from support.engine.fake_engine import BUILDER, Script, options
         from pensieve.core import Sampling, SessionKey
         from pensieve.server.links.process_link import ProcessLink
+        from support.service.listener import Listener
 
         async def main():
             link = ProcessLink(options(Script(hang_at_step=1)), builder=BUILDER)
             await link.start()
-            link.submit(SessionKey("t/s"), np.arange(3, dtype=np.int32), 3, Sampling())
+            link.submit(SessionKey("t/s"), np.arange(3, dtype=np.int32), 3, Sampling(), Listener())
             await asyncio.sleep(0.2)
             print(link.pid, flush=True)
             os._exit(137)

@@ -15,7 +15,7 @@ from pensieve.errors import InvalidArgument
 from pensieve.server.rpc.checks import Bounds
 from pensieve.server.rpc.decode import decode
 from pensieve.server.rpc.validation import RULES, validate
-from pensieve.server.settings import Limits
+from pensieve.server.settings import RequestLimits
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service.service_rig import Rig, refusal, serving, spec, tokenizer, uid, user
 
@@ -236,7 +236,7 @@ async def test_page_tokens_are_bound_to_tenant_and_query() -> None:
         assert (await refusal(rig.api.ListSessions(again))).code == "INVALID_ARGUMENT"
 
 
-BOUNDS = Bounds(Limits(), lambda: tokenizer().vocab_size)
+BOUNDS = Bounds(RequestLimits(), lambda: tokenizer().vocab_size)
 
 
 @given(st.sampled_from([kind for kind in RULES if kind.__name__.endswith("Request")]), st.binary(max_size=64))

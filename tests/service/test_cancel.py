@@ -1,4 +1,4 @@
-"""Every way a turn can end early, and what the history says afterwards (the table of api.md, a.3 rule 8)."""
+"""Every way a turn can end early, and what the history says afterwards: cancelled, abandoned, out of time, failed."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 from pensieve.client import TokenCount
 from pensieve.core import Role
 from pensieve.server.history.rendering import Renderer, Stamp
-from pensieve.server.values import Entry
+from pensieve.server.values import InputEntry
 from pensieve.store.records import History
 from pensieve.tokenizer import ChatTokenizer
 from pensieve.v1 import pensieve_pb2 as pb
@@ -116,7 +116,7 @@ async def test_the_start_token_stays_when_its_item_is_hidden(tmp_path: Path) -> 
     folder = write_folder(tmp_path / "m", byte_level(), LLAMA3, bos="<|begin_of_text|>", eos="<|eot_id|>")
     chat = ChatTokenizer.from_folder(folder)
     renderer = Renderer(chat)
-    entries = [Entry(role, "hello") for role in (Role.USER, Role.ASSISTANT) * 3]
+    entries = [InputEntry(role, "hello") for role in (Role.USER, Role.ASSISTANT) * 3]
     items, _ = await renderer.items(History(), entries, Stamp(1, "", 0))
     whole = History(revision=1, items=items, head_item=6)
     assert renderer.context(whole).tolist().count(chat.bos_token_id or -1) == 1

@@ -12,10 +12,10 @@ from pensieve.server.turns.buffer import TurnBuffer
 from pensieve.server.turns.pace import LONGEST_S, Pace
 from pensieve.server.turns.stream import StreamOptions, events
 from pensieve.server.turns.text import OutputText
-from pensieve.server.values import Accepted, Delta, OutputChoice, ProgressView, TurnState, TurnView
+from pensieve.server.values import Accepted, Delta, OutputChoice, ProgressView, TurnStatus, TurnView
 from support.service.service_rig import says, tokenizer
 
-TURN = TurnView("s", "r", TurnState.COMMITTED)
+TURN = TurnView("s", "r", TurnStatus.COMMITTED)
 
 
 def crowd(streams: int) -> Pace:

@@ -11,7 +11,7 @@ import numpy as np
 
 from pensieve.core import Role, TokenArray, pack_tokens, packed_length, unpack_tokens
 from pensieve.errors import ContextLimitExceeded, InvalidArgument
-from pensieve.server.values import Entry
+from pensieve.server.values import InputEntry
 from pensieve.store.records import History, Item, Overflow
 from pensieve.tokenizer import ChatTokenizer, HistoryItem, TextMessage, TokenMessage
 
@@ -26,7 +26,7 @@ class Stamp:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedTurn:
     """A turn that is ready for the engine."""
 
     history: History
@@ -59,12 +59,19 @@ class Renderer:
         self._tokenizer = tokenizer
 
     async def items(
-        self, history: History, entries: Sequence[Entry], stamp: Stamp, *, generation_prompt: bool = False
+        self,
+        history: History,
+        entries: Sequence[InputEntry],
+        stamp: Stamp,
+        *,
+        generation_prompt: bool = False,
     ) -> tuple[tuple[Item, ...], TokenArray]:
         """Items for ``entries`` behind ``history``, and the generation prompt behind them (int32 [n], maybe empty)."""
         return await asyncio.to_thread(self._render, history, tuple(entries), stamp, generation_prompt)
 
-    async def prepare(self, history: History, entries: Sequence[Entry], stamp: Stamp, room: Room) -> Prepared:
+    async def prepare(
+        self, history: History, entries: Sequence[InputEntry], stamp: Stamp, room: Room
+    ) -> PreparedTurn:
         """Render a turn and see that it fits.
 
         Raises ContextLimitExceeded (metadata ``context_tokens``, ``limit``) when it does not, or could not whatever
@@ -73,7 +80,7 @@ class Renderer:
         self.check_size(entries, room.limit)
         return await asyncio.to_thread(self._prepare, history, tuple(entries), stamp, room)
 
-    def check_size(self, entries: Sequence[Entry], limit: int) -> None:
+    def check_size(self, entries: Sequence[InputEntry], limit: int) -> None:
         """Raises ContextLimitExceeded for input that is too long whatever it tokenises to. Costs nothing."""
         chars = sum(len(entry.text) for entry in entries if entry.tokens is None)
         verbatim = sum(packed_length(entry.tokens) for entry in entries if entry.tokens is not None)
@@ -102,7 +109,7 @@ class Renderer:
         return np.empty(0, dtype=np.int32)
 
     def _render(
-        self, history: History, entries: tuple[Entry, ...], stamp: Stamp, generation_prompt: bool
+        self, history: History, entries: tuple[InputEntry, ...], stamp: Stamp, generation_prompt: bool
     ) -> tuple[tuple[Item, ...], TokenArray]:
         rendered = self._tokenizer.render(
             [self._seen(item) for item in history.visible()],
@@ -123,7 +130,9 @@ class Renderer:
         )
         return items, rendered.generation_prompt
 
-    def _prepare(self, history: History, entries: tuple[Entry, ...], stamp: Stamp, room: Room) -> Prepared:
+    def _prepare(
+        self, history: History, entries: tuple[InputEntry, ...], stamp: Stamp, room: Room
+    ) -> PreparedTurn:
         prepared = self._assemble(history, entries, stamp)
         if len(prepared.context) < room.limit:
             return prepared
@@ -135,15 +144,15 @@ class Renderer:
                     return prepared
         raise too_long(len(prepared.context), room.limit)
 
-    def _assemble(self, history: History, entries: tuple[Entry, ...], stamp: Stamp) -> Prepared:
+    def _assemble(self, history: History, entries: tuple[InputEntry, ...], stamp: Stamp) -> PreparedTurn:
         items, prompt = self._render(history, entries, stamp, True)
         new = [*(unpack_tokens(item.tokens) for item in items), prompt]
         context = np.concatenate([self.context(history), *new])
         if not len(context):
             raise InvalidArgument.field("turn.input", "gives the model no token to start from")
-        return Prepared(history, items, prompt, context, sum(map(len, new)))
+        return PreparedTurn(history, items, prompt, context, sum(map(len, new)))
 
-    def _shorter(self, prepared: Prepared, room: Room, *, keep_last: bool) -> list[History]:
+    def _shorter(self, prepared: PreparedTurn, room: Room, *, keep_last: bool) -> list[History]:
         """Views that drop ever more of the oldest turns, best first.
 
         Best is the first that leaves room for the wanted output (at most a quarter of the limit, an eighth when the
@@ -188,7 +197,7 @@ def too_long(context_tokens: int, limit: int) -> ContextLimitExceeded:
     )
 
 
-def _message(entry: Entry) -> TextMessage | TokenMessage:
+def _message(entry: InputEntry) -> TextMessage | TokenMessage:
     if entry.tokens is None:
         return TextMessage(entry.role, entry.text)
     return TokenMessage(entry.role, unpack_tokens(entry.tokens))

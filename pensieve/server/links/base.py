@@ -21,29 +21,13 @@ from pensieve.engine.messages import (
     Stats,
     Submit,
 )
-from pensieve.errors import Internal, PensieveError, Unavailable
-from pensieve.server.links.engine_link import LinkState
-from pensieve.server.links.generations import Answer, BufferedGeneration, GenerationObserver, Generations
+from pensieve.errors import Internal, PensieveError
+from pensieve.server.links.engine_link import GenerationSink, LinkState
+from pensieve.server.links.generations import CallAnswer, GenerationObserver, Generations, OpenGeneration
+from pensieve.server.unavailable import draining, restarting, starting
 
 DEFAULT_STALL_LIMIT_S: Final = 60.0
-RETRY_AFTER_S: Final = 1.0
-T = TypeVar("T", bound=Answer)
-
-
-def restarting() -> Unavailable:
-    return Unavailable(
-        "the engine is restarting; nothing of this turn was committed",
-        reason="ENGINE_RESTARTING",
-        retry_after_s=RETRY_AFTER_S,
-    )
-
-
-def draining() -> Unavailable:
-    return Unavailable("the server is shutting down", reason="DRAINING", retry_after_s=RETRY_AFTER_S)
-
-
-def starting() -> Unavailable:
-    return Unavailable("the engine is starting", reason="STARTING", retry_after_s=RETRY_AFTER_S)
+T = TypeVar("T", bound=CallAnswer)
 
 
 class Watchdog:
@@ -83,7 +67,7 @@ class BaseLink(abc.ABC):
     """``EngineLink`` without the transport. A subclass moves commands, and calls ``_receive`` and ``_engine_lost``."""
 
     def __init__(self, observer: GenerationObserver | None, stall_limit_s: float) -> None:
-        self._generations = Generations(observer)
+        self._generations = Generations(self._cancel, observer)
         self._watchdog = Watchdog(stall_limit_s)
         self._state = LinkState.STARTING
         self._ready: EngineReady | None = None
@@ -112,10 +96,10 @@ class BaseLink(abc.ABC):
         return self._state is LinkState.SERVING and self._watchdog.stalled
 
     def submit(
-        self, session: SessionKey, tokens: TokenArray, num_new: int, sampling: Sampling
-    ) -> BufferedGeneration:
+        self, session: SessionKey, tokens: TokenArray, num_new: int, sampling: Sampling, sink: GenerationSink
+    ) -> OpenGeneration:
         self._check_serving()
-        generation = self._generations.open(self._cancel)
+        generation = self._generations.open(sink)
         command = Submit(
             request=generation.request,
             session=session,

@@ -1,13 +1,13 @@
 """The front end's view of an engine, the same for an engine in this process and one in another.
 
-``EngineLink`` hands commands over and deals reports out to the generations they belong to. It never blocks the event
-loop and has no queue that a slow reader could fill: a generation's undelivered events are merged by its reader.
+``EngineLink`` hands commands over and deals reports out: every event of a generation goes at once, on the event loop,
+to the sink that was submitted with it. A link never blocks the event loop and keeps no events: what a slow reader has
+not read yet is merged behind the sink, in the turn's buffer.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator
 from typing import Protocol
 
 from pensieve.core import RequestKey, Sampling, SessionKey, TokenArray
@@ -29,25 +29,41 @@ class LinkState(enum.StrEnum):
     STOPPED = "stopped"
 
 
-GenerationEvent = Started | Output | RequestProgress | Finished
+class GenerationSink(Protocol):
+    """Takes what one generation brings, in the order in which the engine reported it.
+
+    The link calls these methods on the event loop, from the moment ``submit`` has returned until one call of
+    ``finished`` or ``failed``, which is the last; after ``Generation.cancel`` it calls none any more. A sink may cancel
+    its generation from within a call. One that raises loses its generation, which ends with ``failed``: the other
+    generations in the same report get their events all the same. ``failed`` itself must not raise.
+    """
+
+    def started(self, event: Started) -> None: ...
+
+    def progress(self, event: RequestProgress) -> None: ...
+
+    def tokens(self, event: Output) -> None: ...
+
+    def finished(self, event: Finished) -> None: ...
+
+    def failed(self, error: Exception) -> None:
+        """The generation ended without a result.
+
+        Unavailable (ENGINE_RESTARTING) says that the engine died, Unavailable (DRAINING) that the link was stopped,
+        Internal (ENGINE_FAILED) that the engine could not serve this request, ContextLimitExceeded that the context can
+        never fit, ResourceExhausted that the engine's queue is full. Anything else was raised by this sink.
+        """
+        ...
 
 
 class Generation(Protocol):
-    """One running generation. Iteration ends after ``Finished``.
-
-    Raises Unavailable (ENGINE_RESTARTING) when the engine died, Internal (ENGINE_FAILED) when it could not serve
-    this request, ContextLimitExceeded when the context can never fit, ResourceExhausted when its queue is full.
-    """
+    """One running generation, as a handle to stop it."""
 
     @property
     def request(self) -> RequestKey: ...
 
-    def __aiter__(self) -> AsyncIterator[GenerationEvent]: ...
-
-    async def __anext__(self) -> GenerationEvent: ...
-
     def cancel(self) -> None:
-        """Stop within one step. Idempotent; iteration ends."""
+        """Stop within one step; the sink hears nothing more. Idempotent, and harmless after the end."""
         ...
 
 
@@ -64,7 +80,7 @@ class EngineLink(Protocol):
 
     @property
     def stats(self) -> Stats:
-        """Of the latest report."""
+        """The counters in the engine's latest report."""
         ...
 
     @property
@@ -76,8 +92,14 @@ class EngineLink(Protocol):
         """Bring the engine up; returns when it is ready. Raises Internal with the engine's own words if it cannot."""
         ...
 
-    def submit(self, session: SessionKey, tokens: TokenArray, num_new: int, sampling: Sampling) -> Generation:
-        """Raises Unavailable (STARTING, ENGINE_RESTARTING, DRAINING) when no engine takes work."""
+    def submit(
+        self, session: SessionKey, tokens: TokenArray, num_new: int, sampling: Sampling, sink: GenerationSink
+    ) -> Generation:
+        """Start a generation for ``tokens``, the whole context, whose last ``num_new`` are this turn's.
+
+        Raises Unavailable (STARTING, ENGINE_RESTARTING, DRAINING) when no engine takes work. Then
+        ``sink`` is never called.
+        """
         ...
 
     async def evict(self, session: SessionKey | None = None) -> int:
@@ -87,5 +109,10 @@ class EngineLink(Protocol):
     async def residency(self, session: SessionKey) -> ResidentTokens: ...
 
     async def stop(self) -> None:
-        """End the engine; running generations end with Unavailable (DRAINING)."""
+        """End the engine; running generations fail with Unavailable (DRAINING)."""
         ...
+
+
+def context_limit(info: EngineReady) -> int:
+    """A context must be shorter than this, in tokens: the model's limit, or what the device tier holds if less."""
+    return min(info.context_limit, info.device_capacity_tokens or info.context_limit)

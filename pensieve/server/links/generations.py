@@ -1,20 +1,18 @@
 """Generations and calls that wait for an engine: the common half of every link. Used on one event loop only.
 
-A generation needs no task and no queue. Events are merged where they arrive: token ids are appended to one list, of
-progress and receipt only the latest is kept. So a reader that has fallen behind costs as much memory as its answer has
-tokens, gets everything in one event when it returns, and never holds up the engine or another reader.
+Every event goes straight on to the sink of its generation. Nothing is kept here, no task waits and none is woken: what
+a reader has not read yet is merged where it is read from, in the turn's buffer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
-from pensieve.core import FinishReason, RequestKey, TokenLogprob, Usage
+from pensieve.core import FinishReason, RequestKey, Usage
 from pensieve.engine.messages import (
     EngineReady,
     Event,
@@ -33,20 +31,19 @@ from pensieve.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from pensieve.server.links.engine_link import GenerationEvent
+from pensieve.server.links.engine_link import GenerationSink
 
-log = logging.getLogger(__name__)
-
-Answer = Evicted | ResidentTokens
+CallAnswer = Evicted | ResidentTokens
+GenerationEvent = Started | RequestProgress | Output | Finished | Failed
 OVERLOAD_RETRY_S: Final = 1.0
 """When to try again after the engine's queue was full."""
 
 
 class GenerationObserver(Protocol):
-    """Is told what metrics want to know, when it arrives from the engine (not when a reader takes it)."""
+    """Is told what metrics want to know, at the moment it arrives from the engine."""
 
     def first_token(self, seconds: float, usage: Usage) -> None:
-        """``seconds`` since submission."""
+        """The first token came ``seconds`` after submission; ``usage`` is the engine's receipt at admission."""
         ...
 
     def next_tokens(self, seconds: float, tokens: int) -> None:
@@ -71,202 +68,130 @@ class NullObserver:
         return
 
 
-class BufferedGeneration:
-    """``engine_link.Generation``: what came and was not read yet, at most one event of each kind.
+class OpenGeneration:
+    """``engine_link.Generation``: the handle, beside the sink it was opened with and what its metrics need."""
 
-    Read in the order receipt, progress, output, finish. One reader.
-    """
+    __slots__ = ("_owner", "request", "sink", "submitted_at", "token_at", "usage")
 
-    def __init__(self, request: RequestKey, cancel: Callable[[RequestKey], None]) -> None:
-        self._request = request
-        self._cancel = cancel
-        self._started: Started | None = None
-        self._progress: RequestProgress | None = None
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprob] = []
-        self._finished: Finished | None = None
-        self._error: PensieveError | None = None
-        self._over = False
-        self._reader: asyncio.Future[None] | None = None
-
-    @property
-    def request(self) -> RequestKey:
-        return self._request
-
-    def __aiter__(self) -> BufferedGeneration:
-        return self
-
-    async def __anext__(self) -> GenerationEvent:
-        while True:
-            event = self._take()
-            if event is not None:
-                return event
-            if self._over:
-                raise StopAsyncIteration
-            if self._error is not None:
-                self._over = True
-                raise self._error
-            self._reader = asyncio.get_running_loop().create_future()
-            try:
-                await self._reader
-            finally:
-                self._reader = None
-
-    def cancel(self) -> None:
-        if self._over:
-            return
-        self._over = True
-        self._started = self._progress = self._finished = None
-        self._token_ids, self._logprobs = [], []
-        self._cancel(self._request)
-        self._wake()
-
-    def put(self, event: GenerationEvent) -> None:
-        """Merge ``event`` into what waits to be read."""
-        if self._over:
-            return
-        if isinstance(event, Output):
-            self._token_ids += event.token_ids
-            self._logprobs += event.logprobs
-        elif isinstance(event, RequestProgress):
-            self._progress = event
-        elif isinstance(event, Started):
-            self._started = event
-        else:
-            self._finished = event
-        self._wake()
-
-    def fail(self, error: PensieveError) -> None:
-        """Raise ``error`` to the reader once it has read what came before."""
-        self._error = error
-        self._wake()
-
-    def _take(self) -> GenerationEvent | None:
-        if self._started is not None:
-            started, self._started = self._started, None
-            return started
-        if self._progress is not None:
-            progress, self._progress = self._progress, None
-            return progress
-        if self._token_ids:
-            output = Output(self._request, tuple(self._token_ids), tuple(self._logprobs))
-            self._token_ids, self._logprobs = [], []
-            return output
-        if self._finished is not None:
-            finished, self._finished = self._finished, None
-            self._over = True
-            return finished
-        return None
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-
-class _Running:
-    """A generation and what its metrics need."""
-
-    __slots__ = ("generation", "submitted_at", "token_at", "usage")
-
-    def __init__(self, generation: BufferedGeneration, now: float) -> None:
-        self.generation = generation
+    def __init__(self, owner: Generations, request: RequestKey, sink: GenerationSink, now: float) -> None:
+        self._owner = owner
+        self.request = request
+        self.sink = sink
         self.submitted_at = now
         self.token_at: float | None = None
         self.usage = Usage()
 
+    def cancel(self) -> None:
+        self._owner.cancel(self)
+
 
 class Generations:
-    """Deals an engine's events to the generations and calls they belong to."""
+    """Deals an engine's events to the sinks and calls they belong to."""
 
     def __init__(
-        self, observer: GenerationObserver | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        cancel: Callable[[RequestKey], None],
+        observer: GenerationObserver | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``cancel`` tells the engine that nobody wants a generation any more."""
+        self._tell_engine = cancel
         self._observer = observer or NullObserver()
         self._clock = clock
         self._ids = itertools.count(1)
-        self._running: dict[int, _Running] = {}
-        self._calls: dict[int, asyncio.Future[Answer]] = {}
+        self._open: dict[int, OpenGeneration] = {}
+        self._calls: dict[int, asyncio.Future[CallAnswer]] = {}
 
     def __len__(self) -> int:
-        """Generations the engine still works on, read to the end or not."""
-        return len(self._running)
+        """Number of generations that the engine still works on."""
+        return len(self._open)
 
     @property
     def has_calls(self) -> bool:
         return bool(self._calls)
 
-    def open(self, cancel: Callable[[RequestKey], None]) -> BufferedGeneration:
-        """A new generation; ``cancel`` is called with its key when its reader gives up before the end."""
-
-        def give_up(request: RequestKey) -> None:
-            if self._running.pop(request, None) is not None:
-                self._observer.ended("cancelled")
-                cancel(request)
-
-        request = RequestKey(next(self._ids))
-        generation = BufferedGeneration(request, give_up)
-        self._running[request] = _Running(generation, self._clock())
+    def open(self, sink: GenerationSink) -> OpenGeneration:
+        """A new generation, whose events go to ``sink``."""
+        generation = OpenGeneration(self, RequestKey(next(self._ids)), sink, self._clock())
+        self._open[generation.request] = generation
         return generation
 
-    def drop(self, generation: BufferedGeneration) -> None:
+    def drop(self, generation: OpenGeneration) -> None:
         """Forget a generation that never reached the engine."""
-        self._running.pop(generation.request, None)
+        self._open.pop(generation.request, None)
 
-    def open_call(self) -> tuple[int, asyncio.Future[Answer]]:
+    def cancel(self, generation: OpenGeneration) -> None:
+        """Forget a generation and tell the engine. Does nothing when it has ended."""
+        if self._open.pop(generation.request, None) is not None:
+            self._observer.ended("cancelled")
+            self._tell_engine(generation.request)
+
+    def fail(self, generation: OpenGeneration, error: PensieveError) -> None:
+        """End a generation with ``error``. Does nothing when it has ended."""
+        if self._open.pop(generation.request, None) is not None:
+            self._observer.ended(error.reason.lower())
+            generation.sink.failed(error)
+
+    def fail_all(self, make_error: Callable[[], PensieveError]) -> None:
+        """Every generation and call ends with an error of its own: the engine that worked on them is gone."""
+        for generation in list(self._open.values()):
+            self.fail(generation, make_error())
+        for future in list(self._calls.values()):
+            if not future.done():
+                future.set_exception(make_error())
+
+    def open_call(self) -> tuple[int, asyncio.Future[CallAnswer]]:
         """Number of a new call, and where its answer will be."""
         call = next(self._ids)
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[CallAnswer] = asyncio.get_running_loop().create_future()
         self._calls[call] = future
         future.add_done_callback(lambda _: self._calls.pop(call, None))
         return call, future
 
     def deal(self, events: Iterable[Event]) -> None:
-        """Hand out one report. What belongs to nobody any more (just cancelled) is dropped."""
+        """Hand out the events of one report. An event of a generation or call that was just cancelled is dropped."""
         now = self._clock()
         for event in events:
-            if isinstance(event, EngineReady):
-                continue
-            if isinstance(event, Evicted | ResidentTokens):
-                future = self._calls.get(event.call)
-                if future is not None and not future.done():
-                    future.set_result(event)
-                continue
-            running = self._running.get(event.request)
-            if running is not None:
-                self._deal_one(running, event, now)
+            match event:
+                case Output() | RequestProgress() | Started() | Finished() | Failed():
+                    generation = self._open.get(event.request)
+                    if generation is not None:
+                        self._deal_one(generation, event, now)
+                case Evicted() | ResidentTokens():
+                    future = self._calls.get(event.call)
+                    if future is not None and not future.done():
+                        future.set_result(event)
+                case EngineReady():
+                    """The link itself takes it."""
 
-    def fail_all(self, make_error: Callable[[], PensieveError]) -> None:
-        """Every generation and call ends with an error of its own: the engine that worked on them is gone."""
-        running, self._running = self._running, {}
-        for entry in running.values():
-            error = make_error()
-            self._observer.ended(error.reason.lower())
-            entry.generation.fail(error)
-        for future in list(self._calls.values()):
-            if not future.done():
-                future.set_exception(make_error())
+    def _deal_one(self, generation: OpenGeneration, event: GenerationEvent, now: float) -> None:
+        try:
+            match event:
+                case Output():
+                    self._observe_tokens(generation, len(event.token_ids), now)
+                    generation.sink.tokens(event)
+                case RequestProgress():
+                    generation.sink.progress(event)
+                case Started():
+                    generation.usage = event.usage
+                    generation.sink.started(event)
+                case Finished():
+                    del self._open[event.request]
+                    self._observer.ended(FinishReason(event.reason).name.lower())
+                    generation.sink.finished(event)
+                case Failed():
+                    self.fail(generation, _failure(event))
+        except Exception as error:
+            # A bug in one sink must cost one turn, not the rest of this report and with it the engine's life.
+            self.cancel(generation)
+            generation.sink.failed(error)
 
-    def _deal_one(self, running: _Running, event: GenerationEvent | Failed, now: float) -> None:
-        if isinstance(event, Failed):
-            del self._running[event.request]
-            self._observer.ended(event.reason.lower())
-            running.generation.fail(_failure(event))
-            return
-        if isinstance(event, Started):
-            running.usage = event.usage
-        elif isinstance(event, Output):
-            self._observe_tokens(running, len(event.token_ids), now)
-        elif isinstance(event, Finished):
-            del self._running[event.request]
-            self._observer.ended(FinishReason(event.reason).name.lower())
-        running.generation.put(event)
-
-    def _observe_tokens(self, running: _Running, tokens: int, now: float) -> None:
-        if running.token_at is None:
-            self._observer.first_token(now - running.submitted_at, running.usage)
+    def _observe_tokens(self, generation: OpenGeneration, tokens: int, now: float) -> None:
+        if generation.token_at is None:
+            self._observer.first_token(now - generation.submitted_at, generation.usage)
         else:
-            self._observer.next_tokens(now - running.token_at, tokens)
-        running.token_at = now
+            self._observer.next_tokens(now - generation.token_at, tokens)
+        generation.token_at = now
 
 
 def _failure(event: Failed) -> PensieveError:

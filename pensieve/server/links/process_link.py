@@ -17,10 +17,11 @@ from pensieve.engine.messages import Command, Stop
 from pensieve.engine.process.host import DEFAULT_BUILDER
 from pensieve.errors import Internal, PensieveError
 from pensieve.frames import FrameError
-from pensieve.server.links.base import DEFAULT_STALL_LIMIT_S, BaseLink, restarting
+from pensieve.server.links.base import DEFAULT_STALL_LIMIT_S, BaseLink
 from pensieve.server.links.engine_link import LinkState
 from pensieve.server.links.generations import GenerationObserver
 from pensieve.server.links.process import EngineProcess, HostCommand
+from pensieve.server.unavailable import restarting
 
 log = logging.getLogger(__name__)
 

@@ -40,7 +40,7 @@ FLUSH_S: Final = 1.0
 QUEUED_ROWS: Final = 1 << 16
 """A disk that is so many rows behind will not catch up; recording ends instead of taking ever more memory."""
 SESSIONS: Final = 1 << 18
-"""Sessions that are followed; one that comes back after so many others is a new one in the trace."""
+"""Number of sessions that are followed; one that comes back after so many others is a new one in the trace."""
 CLOSE_S: Final = 5.0
 """How long the end of a server waits for the disk."""
 
@@ -123,7 +123,7 @@ class _Followed:
         """Length of its history."""
 
 
-class Sessions:
+class FollowedSessions:
     """Gives each turn its session's hash, its number and its input length: see ``TraceRow``."""
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ class TraceRecorder:
         """``file``: unbuffered, for appending. ``compressed``: rows are gzipped."""
         self._file = file
         self._compressed = compressed
-        self._sessions = Sessions()
+        self._sessions = FollowedSessions()
         self._started_at = 0.0
         self._lines: queue.Queue[bytes | None] = queue.Queue(QUEUED_ROWS)
         self._stopped = False

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
+from pensieve.server.clock import now_ms
 from pensieve.server.conversations import Conversations
 from pensieve.server.links.engine_link import EngineLink
 from pensieve.server.rpc import answers
@@ -32,7 +32,7 @@ class AdminService(pensieve_pb2_grpc.AdminServiceServicer):
         validate(request, self._bounds)
         info, stats = self._link.info, self._link.stats
         if stats.steps_total != self._steps:
-            self._steps, self._step_seen_ms = stats.steps_total, time.time_ns() // 1_000_000
+            self._steps, self._step_seen_ms = stats.steps_total, now_ms()
         message = pb.GetStatsResponse(
             replica=self._conversations.settings.replica,
             running_turns=stats.running,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pensieve.server import ids
-from pensieve.server.settings import Limits
+from pensieve.server.settings import RequestLimits
 
 Problems = list[tuple[str, str]]
 """(field path, what is wrong) pairs."""
@@ -31,7 +31,7 @@ UPDATABLE = frozenset(
 class Bounds:
     """What requests are measured by."""
 
-    limits: Limits
+    limits: RequestLimits
     vocab: Callable[[], int]
     """Number of token ids. Asked only when a request holds some; may raise Unavailable (STARTING)."""
 

@@ -8,7 +8,7 @@ from typing import Any
 from pensieve.core import Role, pack_tokens
 from pensieve.server.rpc.checks import seconds
 from pensieve.server.sessions.records import NewSession, SessionChange
-from pensieve.server.values import Entry, OnDisconnect, OutputChoice, TurnSpec
+from pensieve.server.values import InputEntry, NewTurn, OnDisconnect, OutputChoice
 from pensieve.store.records import Overflow, SamplingDefaults, SessionConfig
 from pensieve.v1 import pensieve_pb2 as pb
 
@@ -27,11 +27,11 @@ _SCALARS = (
 )
 
 
-def entries(items: Iterable[pb.InputItem]) -> tuple[Entry, ...]:
+def entries(items: Iterable[pb.InputItem]) -> tuple[InputEntry, ...]:
     return tuple(
-        Entry(Role(item.role), item.text)
+        InputEntry(Role(item.role), item.text)
         if item.WhichOneof("content") == "text"
-        else Entry(Role(item.role), tokens=pack_tokens(item.tokens.ids))
+        else InputEntry(Role(item.role), tokens=pack_tokens(item.tokens.ids))
         for item in items
     )
 
@@ -94,9 +94,9 @@ def _populated(session: pb.Session) -> set[str]:
     return {path for path, is_set in given.items() if is_set}
 
 
-def turn_spec(turn: pb.TurnSpec) -> TurnSpec:
+def turn_spec(turn: pb.TurnSpec) -> NewTurn:
     out = turn.output
-    return TurnSpec(
+    return NewTurn(
         request_id=turn.request_id,
         input=entries(turn.input),
         expected_revision=optional(turn, "expected_revision"),

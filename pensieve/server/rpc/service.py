@@ -5,13 +5,13 @@ Every method validates and converts before it first waits for anything.
 
 from __future__ import annotations
 
-import time
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
 from pensieve.server import ids
+from pensieve.server.clock import now_ms
 from pensieve.server.conversations import Conversations
 from pensieve.server.rpc import answers, convert
 from pensieve.server.rpc.checks import Bounds
@@ -59,8 +59,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
             found = await self._conversations.residency(key)
             if found is not None:
                 replica = self._conversations.settings.replica
-                now_ms = time.time_ns() // 1_000_000
-                message.residency.CopyFrom(answers.residency(found, row, replica, now_ms))
+                message.residency.CopyFrom(answers.residency(found, row, replica, now_ms()))
         return pb.GetSessionResponse(session=message)
 
     async def ListSessions(self, request: pb.ListSessionsRequest, _context: Any) -> pb.ListSessionsResponse:

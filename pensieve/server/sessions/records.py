@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from pensieve.core import Role
 from pensieve.errors import NotFound
+from pensieve.server.clock import now_ms
 from pensieve.server.history.cache import kept, system_item
 from pensieve.server.history.rendering import Renderer, Stamp
-from pensieve.server.values import Entry
+from pensieve.server.values import InputEntry
 from pensieve.store import Counts
 from pensieve.store.records import (
     History,
@@ -32,7 +32,7 @@ class NewSession:
     session_id: str = ""
     config: SessionConfig = field(default_factory=SessionConfig)
     labels: tuple[tuple[str, str], ...] = ()
-    items: tuple[Entry, ...] = ()
+    items: tuple[InputEntry, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ def counts(renderer: Renderer, history: History) -> Counts:
 
 async def create(renderer: Renderer, new: NewSession) -> Record:
     """First record of a session: system prompt and imported items, rendered and numbered from 1."""
-    prompt = (Entry(Role.SYSTEM, new.config.system_prompt),) if new.config.system_prompt else ()
-    now = _now_ms()
+    prompt = (InputEntry(Role.SYSTEM, new.config.system_prompt),) if new.config.system_prompt else ()
+    now = now_ms()
     items, _ = await renderer.items(History(), (*prompt, *new.items), Stamp(1, new.request_id, now))
     return Record(
         revision=1,
@@ -83,7 +83,7 @@ def fork(source: History, item: int | None, request_id: str) -> Record:
     return Record(
         revision=1,
         kind=RecordKind.CREATE,
-        time_ms=_now_ms(),
+        time_ms=now_ms(),
         request_id=request_id,
         items=base.items,
         config=source.config,
@@ -97,7 +97,7 @@ def rewind(base: History, item: int, request_id: str) -> Record:
     return Record(
         revision=base.revision + 1,
         kind=RecordKind.REWIND,
-        time_ms=_now_ms(),
+        time_ms=now_ms(),
         request_id=request_id,
         keep_items=max(item, system_item(base)),
         hidden_before=0 if base.hidden_before else None,
@@ -111,7 +111,7 @@ async def update(renderer: Renderer, base: History, change: SessionChange) -> Re
     record = Record(
         revision=base.revision + 1,
         kind=RecordKind.UPDATE,
-        time_ms=_now_ms(),
+        time_ms=now_ms(),
         config=config if config != base.config else None,
         labels=change.labels,
     )
@@ -136,7 +136,7 @@ def check_item(history: History, item: int) -> None:
 
 
 async def _behind_prompt(
-    renderer: Renderer, base: History, prompt: str, now_ms: int
+    renderer: Renderer, base: History, prompt: str, time_ms: int
 ) -> tuple[tuple[Item, ...], list[Item]]:
     """A new system prompt (nothing if "") and the other live items, renumbered behind it.
 
@@ -147,12 +147,14 @@ async def _behind_prompt(
     rest = _without_prompt(base)
     head: tuple[Item, ...] = ()
     if prompt:
-        head, _ = await renderer.items(History(), (Entry(Role.SYSTEM, prompt),), Stamp(number, "", now_ms))
+        head, _ = await renderer.items(
+            History(), (InputEntry(Role.SYSTEM, prompt),), Stamp(number, "", time_ms)
+        )
         number += 1
     moved = [msgspec.structs.replace(item, number=number + i) for i, item in enumerate(rest)]
     if moved and not moved[0].verbatim:
         first, old = moved[0], replace(base, items=base.items[: len(base.items) - len(rest)], hidden_before=0)
-        entry = (Entry(first.role, first.text),)
+        entry = (InputEntry(first.role, first.text),)
         stamp = Stamp(first.number, first.request_id, first.create_ms)
         (again,), _ = await renderer.items(old, entry, stamp)
         if again.tokens == first.tokens:
@@ -163,7 +165,3 @@ async def _behind_prompt(
 
 def _without_prompt(history: History) -> tuple[Item, ...]:
     return history.items[1:] if system_item(history) else history.items
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from pensieve.core import Role
 from pensieve.errors import AlreadyExists, DataLoss, InvalidArgument, NotFound, RevisionMismatch, Unavailable
 from pensieve.server import ids
-from pensieve.server.history.rendering import too_long
+from pensieve.server.history.cache import Histories
+from pensieve.server.history.rendering import Renderer, too_long
+from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.sessions import records as session_records
 from pensieve.server.sessions.paging import PageTokens
 from pensieve.server.sessions.records import NewSession, SessionChange
-from pensieve.server.turns.run import TurnTools
+from pensieve.server.settings import TurnSettings
 from pensieve.server.turns.turns import Turns
-from pensieve.server.values import Entry, fingerprint
-from pensieve.store import Counts, Key
+from pensieve.server.values import InputEntry, fingerprint
+from pensieve.store import Counts, HistoryStore, Key
 from pensieve.store.records import History, Item, Overflow, Record, SessionRow
 
 log = logging.getLogger(__name__)
@@ -43,29 +45,42 @@ class SessionsPage:
 class Sessions:
     """See the module docstring."""
 
-    def __init__(self, tools: TurnTools, turns: Turns) -> None:
-        self._tools = tools
+    def __init__(
+        self,
+        store: HistoryStore,
+        link: EngineLink,
+        histories: Histories,
+        renderer: Renderer,
+        turns: Turns,
+        settings: TurnSettings,
+    ) -> None:
+        """``turns``: where the running turns of a deleted session are ended."""
+        self._store = store
+        self._link = link
+        self._histories = histories
+        self._renderer = renderer
         self._turns = turns
-        self._pages = PageTokens(tools.settings.page_secret, tools.settings.page_token_s)
+        self._settings = settings
+        self._pages = PageTokens(settings.page_secret, settings.page_token_s)
 
     async def create(self, tenant: str, new: NewSession) -> SessionRow:
         """Make a session. The same request, or the same id with the same content, again gives the session there is."""
-        model = self._tools.settings.model
+        model = self._settings.model
         if new.config.model not in ("", model):
             raise InvalidArgument.field("config.model", f"is not served here; this server runs {model!r}")
         session_id = new.session_id or ids.derived_session_id("create", tenant, new.request_id)
         key = Key(tenant, session_id)
-        limit = self._tools.context_limit()
-        prompt = Entry(Role.SYSTEM, new.config.system_prompt)
+        limit = context_limit(self._link.info)
+        prompt = InputEntry(Role.SYSTEM, new.config.system_prompt)
         rejects = new.config.overflow is Overflow.REJECT
-        self._tools.renderer.check_size((prompt, *new.items) if rejects else (prompt,), limit)
-        record = await session_records.create(self._tools.renderer, new)
+        self._renderer.check_size((prompt, *new.items) if rejects else (prompt,), limit)
+        record = await session_records.create(self._renderer, new)
         counts = self._fitting_counts(History().apply(record, ""), limit)
         mark = fingerprint("create", new.config, new.labels, new.items)
         return await self._create(key, record, counts, mark, derived=not new.session_id)
 
     async def get(self, key: Key) -> SessionRow:
-        return await self._tools.store.load(key)
+        return await self._store.load(key)
 
     async def list(
         self, tenant: str, *, page_size: int, page_token: str, labels: dict[str, str]
@@ -73,7 +88,7 @@ class Sessions:
         """Newest update first."""
         query = ("sessions", *(f"{name}={value}" for name, value in sorted(labels.items())))
         cursor = self._pages.open(tenant, query, page_token, str) if page_token else ""
-        page = await self._tools.store.list_sessions(
+        page = await self._store.list_sessions(
             tenant, limit=self._page_size(page_size), cursor=cursor, labels=labels or None
         )
         token = self._pages.seal(tenant, query, page.cursor) if page.cursor else ""
@@ -82,13 +97,13 @@ class Sessions:
     async def items(self, key: Key, *, page_size: int, page_token: str, after_item: int) -> ItemsPage:
         """Live items, oldest first. All pages of one listing show the revision of the first."""
         query = ("items", key.session_id, str(after_item))
-        row = await self._tools.store.load(key)
+        row = await self._store.load(key)
         revision, after = row.revision, after_item
         if page_token:
             revision, after = self._pages.open(key.tenant, query, page_token, tuple[int, int])
-            history = await self._tools.histories.at_revision(key, row, revision)
+            history = await self._histories.at_revision(key, row, revision)
         else:
-            history = await self._tools.histories.at(key, row)
+            history = await self._histories.at(key, row)
             revision = history.revision
         size = self._page_size(page_size)
         rest = [item for item in history.items if item.number > after]
@@ -100,17 +115,17 @@ class Sessions:
     async def update(self, key: Key, change: SessionChange, expected_revision: int | None) -> SessionRow:
         """Set fields; a changed system prompt renumbers all live items (``session_records.update``)."""
         if change.system_prompt is not None:
-            prompt = Entry(Role.SYSTEM, change.system_prompt)
-            self._tools.renderer.check_size((prompt,), self._tools.context_limit())
+            prompt = InputEntry(Role.SYSTEM, change.system_prompt)
+            self._renderer.check_size((prompt,), context_limit(self._link.info))
 
         async def record(base: History) -> Record:
-            return await session_records.update(self._tools.renderer, base, change)
+            return await session_records.update(self._renderer, base, change)
 
         return await self._apply(key, record, "", expected_revision)
 
     async def rewind(self, key: Key, item: int, request_id: str, expected_revision: int | None) -> SessionRow:
         """Supersede the items after ``item``. Idempotent by request id."""
-        known = bool(request_id) and await self._tools.store.find_request(key, request_id) is not None
+        known = bool(request_id) and await self._store.find_request(key, request_id) is not None
 
         async def record(base: History) -> Record:
             if not known:
@@ -127,8 +142,8 @@ class Sessions:
         """A new session with the live items up to ``item``. The same request again gives the same session."""
         target_id = session_id or ids.derived_session_id("fork", key.tenant, request_id)
         target = Key(key.tenant, target_id)
-        row = await self._tools.store.load(key)
-        history = await self._tools.histories.at(key, row)
+        row = await self._store.load(key)
+        history = await self._histories.at(key, row)
         if not await self._exists(target):
             _check_revision(history.revision, expected_revision)
             if item is not None:
@@ -137,7 +152,7 @@ class Sessions:
         copy = History().apply(record, "")
         mark = fingerprint("fork", key.session_id, item, expected_revision)
         source = (ids.session_name(key.session_id), copy.items[-1].number if copy.items else 0)
-        counts = session_records.counts(self._tools.renderer, copy)
+        counts = session_records.counts(self._renderer, copy)
         return await self._create(target, record, counts, mark, derived=not session_id, source=source)
 
     async def delete(self, key: Key, *, expected_revision: int | None, allow_missing: bool) -> None:
@@ -146,13 +161,13 @@ class Sessions:
         Of a session that was deleted before, only ``allow_missing`` makes it none of an error.
         """
         if not allow_missing:
-            await self._tools.store.load(key)
-        await self._tools.store.delete(key, expected_revision=expected_revision, allow_missing=allow_missing)
-        self._tools.histories.forget(key)
+            await self._store.load(key)
+        await self._store.delete(key, expected_revision=expected_revision, allow_missing=allow_missing)
+        self._histories.forget(key)
         await self._turns.end_session(key, NotFound("the session was deleted", reason="SESSION_DELETED"))
-        self._tools.histories.forget(key)
+        self._histories.forget(key)
         try:
-            await self._tools.link.evict(ids.session_key(key))
+            await self._link.evict(ids.session_key(key))
         except Unavailable as error:
             log.info("no cached state to drop: %s", error.reason)
 
@@ -181,7 +196,7 @@ class Sessions:
             forked_from_item=source[1],
         )
         try:
-            return await self._tools.store.create(row, record, mark)
+            return await self._store.create(row, record, mark)
         except AlreadyExists as error:
             if derived:
                 raise AlreadyExists(
@@ -198,37 +213,37 @@ class Sessions:
         expected_revision: int | None,
     ) -> SessionRow:
         for attempt in range(_RACES):
-            row = await self._tools.store.load(key)
-            base = await self._tools.histories.at(key, row)
+            row = await self._store.load(key)
+            base = await self._histories.at(key, row)
             record = await build(base)
-            counts = session_records.counts(self._tools.renderer, base.apply(record, ""))
+            counts = session_records.counts(self._renderer, base.apply(record, ""))
             try:
-                after = await self._tools.store.apply(
+                after = await self._store.apply(
                     key, mark, record, counts, expected_revision=expected_revision
                 )
             except RevisionMismatch:
                 if expected_revision is not None or attempt + 1 == _RACES:
                     raise
             else:
-                self._tools.histories.committed(key, base, record, after)
+                self._histories.committed(key, base, record, after)
                 return after
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def _exists(self, key: Key) -> bool:
         try:
-            await self._tools.store.load(key)
+            await self._store.load(key)
         except NotFound:
             return False
         return True
 
     def _fitting_counts(self, history: History, limit: int) -> Counts:
-        counts = session_records.counts(self._tools.renderer, history)
+        counts = session_records.counts(self._renderer, history)
         if counts.context_tokens >= limit and history.config.overflow is Overflow.REJECT:
             raise too_long(counts.context_tokens, limit)
         return counts
 
     def _page_size(self, asked: int) -> int:
-        limits = self._tools.settings.limits
+        limits = self._settings.limits
         return min(asked or limits.default_page, limits.max_page)
 
 

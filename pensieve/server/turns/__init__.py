@@ -1,5 +1,5 @@
 """Turns: begin in the store, generate, stream to any number of callers, commit.
 
-May import: core, debug, engine.messages, errors, server.bugs, server.history, server.ids, server.links,
-server.settings, server.values, store, tokenizer.
+May import: core, debug, engine.messages, errors, server.bugs, server.clock, server.history, server.ids, server.links,
+server.settings, server.unavailable, server.values, store, tokenizer.
 """

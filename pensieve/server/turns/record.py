@@ -8,14 +8,14 @@ import msgspec
 import numpy as np
 
 from pensieve.core import FinishReason, Role, TokenArray, Usage, pack_tokens, unpack_tokens
-from pensieve.server.history.rendering import Prepared
-from pensieve.server.values import TurnSpec, TurnState, TurnView
+from pensieve.server.history.rendering import PreparedTurn
+from pensieve.server.values import NewTurn, TurnStatus, TurnView
 from pensieve.store import Key
 from pensieve.store.records import History, Item, Record, RecordKind, TurnResult
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class KeptAnswer:
     """What the model produced, cut to what is kept."""
 
     tokens: tuple[int, ...]
@@ -26,10 +26,10 @@ class Answer:
 
 
 def build(
-    spec: TurnSpec,
+    spec: NewTurn,
     base: History,
-    prepared: Prepared,
-    answer: Answer,
+    prepared: PreparedTurn,
+    answer: KeptAnswer,
     *,
     keep_items: int | None,
     seed: int,
@@ -79,7 +79,7 @@ def committed_view(key: Key, record: Record) -> TurnView:
     return TurnView(
         session_id=key.session_id,
         request_id=record.request_id,
-        state=TurnState.COMMITTED,
+        state=TurnStatus.COMMITTED,
         base_revision=record.turn.base_revision,
         revision=record.revision,
         input=record.items[:count],

@@ -12,10 +12,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from pensieve.errors import AlreadyExists, Cancelled, NotFound, PensieveError, Unavailable
+from pensieve.server.bugs import bug
+from pensieve.server.settings import TurnSettings
 from pensieve.server.turns import record as turn_record
-from pensieve.server.turns.run import Order, TurnRun, TurnTools, committed_turn, running_elsewhere
-from pensieve.server.values import OnDisconnect, TurnEnd, TurnSpec, TurnState, TurnView
-from pensieve.store import Key
+from pensieve.server.turns.run import Order, TurnRun
+from pensieve.server.turns.runner import TurnRunner
+from pensieve.server.unavailable import draining, running_elsewhere
+from pensieve.server.values import NewTurn, OnDisconnect, TurnEnd, TurnStatus, TurnView
+from pensieve.store import HistoryStore, Key
 
 TurnKey = tuple[Key, str]
 
@@ -51,7 +55,7 @@ class _Audience:
             self._timer = None
 
     def _abandon(self) -> None:
-        self.abandoned = self._run.give(
+        self.abandoned = self._run.end_early(
             Order(error=Cancelled("nobody listened to the turn any more", reason="CLIENT_DISCONNECTED"))
         )
 
@@ -62,9 +66,17 @@ _Held = tuple[TurnRun, _Audience]
 class Turns:
     """See the module docstring. One event loop."""
 
-    def __init__(self, tools: TurnTools, on_ended: Callable[[TurnEnd], None] | None = None) -> None:
+    def __init__(
+        self,
+        store: HistoryStore,
+        runner: TurnRunner,
+        settings: TurnSettings,
+        on_ended: Callable[[TurnEnd], None] | None = None,
+    ) -> None:
         """``on_ended`` hears how each turn ended, before any caller does."""
-        self._tools = tools
+        self._store = store
+        self._runner = runner
+        self._settings = settings
         self._on_ended = on_ended
         self._runs: dict[TurnKey, _Held] = {}
         self._discarded: OrderedDict[TurnKey, str] = OrderedDict()
@@ -84,7 +96,7 @@ class Turns:
     async def attached(
         self,
         key: Key,
-        spec: TurnSpec,
+        spec: NewTurn,
         *,
         policy: OnDisconnect,
         attach_only: bool,
@@ -103,7 +115,7 @@ class Turns:
         finally:
             # The caller's own clock may be a little ahead of its deadline as seen from here.
             late = deadline is not None and loop.time() >= deadline - 0.1
-            audience.leave(0.0 if late else self._tools.settings.disconnect_grace_s)
+            audience.leave(0.0 if late else self._settings.disconnect_grace_s)
 
     async def get(self, key: Key, request_id: str) -> TurnView:
         """State and result. Raises NotFound (TURN_NOT_FOUND) for a turn that nobody here has heard of."""
@@ -113,12 +125,12 @@ class Turns:
         committed = await self._committed(key, request_id)
         if committed is not None:
             return committed
-        row = await self._tools.store.load(key)
+        row = await self._store.load(key)
         if row.running is not None and row.running.request_id == request_id:
             return TurnView(
                 session_id=key.session_id,
                 request_id=request_id,
-                state=TurnState.RUNNING,
+                state=TurnStatus.RUNNING,
                 base_revision=row.revision,
             )
         return self._remembered(key, request_id)
@@ -131,7 +143,7 @@ class Turns:
         held = self._runs.get((key, request_id))
         if held is None:
             view = await self.get(key, request_id)
-            if view.state is TurnState.RUNNING:
+            if view.state is TurnStatus.RUNNING:
                 raise running_elsewhere()
             return view
         run = held[0]
@@ -139,7 +151,7 @@ class Turns:
             order = Order(keep_tokens=keep_tokens)
         else:
             order = Order(error=Cancelled("the turn was cancelled and discarded"))
-        run.give(order)
+        run.end_early(order)
         try:
             return await run.buffer.outcome()
         except Cancelled:
@@ -149,7 +161,7 @@ class Turns:
         """The session is gone: its turns here end with ``error``. Returns when they have."""
         runs = [run for (session, _), (run, _) in self._runs.items() if session == key]
         for run in runs:
-            run.give(Order(error=error))
+            run.end_early(Order(error=error))
         for run in runs:
             await run.buffer.wait_for_end()
 
@@ -165,20 +177,20 @@ class Turns:
             await self._wait_for_end(until - loop.time())
         left = [run for run, _ in self._runs.values()]
         for run in left:
-            run.give(Order(error=draining()))
+            run.end_early(Order(error=draining()))
         while self._runs:
             await self._wait_for_end(1.0)
         return len(left)
 
     # ---- parts
 
-    async def _find_or_start(self, key: Key, spec: TurnSpec, attach_only: bool) -> tuple[_Held, bool]:
+    async def _find_or_start(self, key: Key, spec: NewTurn, attach_only: bool) -> tuple[_Held, bool]:
         turn = (key, spec.request_id)
         while (held := self._runs.get(turn)) is not None and held[1].abandoned:
             # Who comes back too late starts again: the end of the old attempt is not theirs to hear.
             await held[0].buffer.wait_for_end()
         if held is None and (attach_only or self._draining):
-            revision = await self._tools.store.find_request(key, spec.request_id)
+            revision = await self._store.find_request(key, spec.request_id)
             held = self._runs.get(turn)  # somebody may have started it during the look-up
             if held is None and attach_only:
                 return await self._replay(key, spec, revision), True
@@ -186,9 +198,9 @@ class Turns:
                 raise draining()
         fingerprint = spec.fingerprint()
         if held is None:
-            run = TurnRun(self._tools, key, spec, fingerprint, self._retire)
+            run = TurnRun(key, spec, fingerprint)
             held = self._runs[turn] = (run, _Audience(run))
-            run.start()
+            self._start(run)
             return held, False
         if not attach_only and held[0].fingerprint != fingerprint:
             raise AlreadyExists(
@@ -196,16 +208,33 @@ class Turns:
             )
         return held, True
 
-    async def _replay(self, key: Key, spec: TurnSpec, revision: int | None) -> _Held:
+    async def _replay(self, key: Key, spec: NewTurn, revision: int | None) -> _Held:
         """A committed turn, for somebody who may not know its text. Not registered: a real retry must not meet it."""
         if revision is None:
-            row = await self._tools.store.load(key)
+            row = await self._store.load(key)
             if row.running is not None and row.running.request_id == spec.request_id:
                 raise running_elsewhere()
             raise _unknown()
-        run = TurnRun(self._tools, key, spec, "", self._retire, committed_at=revision)
-        run.start()
+        run = TurnRun(key, spec, "", committed_at=revision)
+        self._start(run)
         return run, _Audience(run)
+
+    def _start(self, run: TurnRun) -> None:
+        run.task = asyncio.create_task(self._play(run), name=f"turn {run.attempt}")
+
+    async def _play(self, run: TurnRun) -> None:
+        """A run's task: whatever becomes of the run, its callers get an outcome."""
+        outcome: TurnView | PensieveError = Unavailable("the server is stopping", reason="DRAINING")
+        try:
+            outcome = await self._runner.play(run)
+        except PensieveError as error:
+            outcome = error
+        except Exception as error:
+            outcome = bug(error, "a turn")
+        finally:
+            # Out of the registry first: who hears the outcome and tries again must not meet this run.
+            self._retire(run, outcome)
+            run.buffer.end(outcome)
 
     def _retire(self, run: TurnRun, outcome: TurnView | PensieveError) -> None:
         turn = (run.key, run.spec.request_id)
@@ -221,14 +250,14 @@ class Turns:
         if discarded:
             self._discarded[turn] = discarded
             self._discarded.move_to_end(turn)
-            while len(self._discarded) > self._tools.settings.discarded_turns:
+            while len(self._discarded) > self._settings.discarded_turns:
                 self._discarded.popitem(last=False)
         if self._on_ended is not None:
             self._on_ended(_end(run, outcome))
 
     async def _committed(self, key: Key, request_id: str) -> TurnView | None:
-        revision = await self._tools.store.find_request(key, request_id)
-        record = None if revision is None else await committed_turn(self._tools.store, key, revision)
+        revision = await self._store.find_request(key, request_id)
+        record = None if revision is None else await self._runner.committed_turn(key, revision)
         return None if record is None else turn_record.committed_view(key, record)
 
     def _remembered(self, key: Key, request_id: str) -> TurnView:
@@ -238,7 +267,7 @@ class Turns:
         return TurnView(
             session_id=key.session_id,
             request_id=request_id,
-            state=TurnState.DISCARDED,
+            state=TurnStatus.DISCARDED,
             discard_reason=reason,
         )
 
@@ -269,10 +298,6 @@ def _end(run: TurnRun, outcome: TurnView | PensieveError) -> TurnEnd:
         first_token_at=run.generation.first_token_at,
         ended_at=asyncio.get_running_loop().time(),
     )
-
-
-def draining() -> Unavailable:
-    return Unavailable("the server is shutting down", reason="DRAINING", retry_after_s=1.0)
 
 
 def _unknown() -> NotFound:

@@ -17,6 +17,7 @@ from pensieve.core import (
 )
 from pensieve.engine.messages import (
     EngineReady,
+    Event,
     Finished,
     Output,
     RequestProgress,
@@ -25,27 +26,34 @@ from pensieve.engine.messages import (
     Stats,
 )
 from pensieve.errors import PensieveError
-from pensieve.server.links.engine_link import GenerationEvent, LinkState
+from pensieve.server.links.engine_link import GenerationSink, LinkState
+from pensieve.server.links.generations import Generations
 
 
 class ScriptedGeneration:
-    """What one turn asked for, and the levers to answer it."""
+    """What one turn asked for, and the levers to answer it: its events are dealt out as those of every link are."""
 
     def __init__(
-        self, request: int, session: SessionKey, tokens: TokenArray, num_new: int, sampling: Sampling
+        self,
+        generations: Generations,
+        sink: GenerationSink,
+        session: SessionKey,
+        tokens: TokenArray,
+        num_new: int,
+        sampling: Sampling,
     ) -> None:
-        self._request = RequestKey(request)
+        self._generations = generations
+        self._open = generations.open(sink)
         self.session = session
         self.tokens = tokens.tolist()
         self.num_new = num_new
         self.sampling = sampling
         self.cancelled = False
-        self._events: asyncio.Queue[GenerationEvent | PensieveError | None] = asyncio.Queue()
-        self._over = False
+        """The engine was told to stop."""
 
     @property
     def request(self) -> RequestKey:
-        return self._request
+        return self._open.request
 
     def usage(self, output: int = 0) -> Usage:
         old = len(self.tokens) - self.num_new
@@ -58,43 +66,28 @@ class ScriptedGeneration:
         )
 
     def admit(self) -> None:
-        self._events.put_nowait(Started(self._request, self.usage()))
-        self._events.put_nowait(RequestProgress(self._request, Phase.DECODE))
+        self._deal(Started(self.request, self.usage()), RequestProgress(self.request, Phase.DECODE))
 
     def progress(self, phase: Phase, **fields: int) -> None:
-        self._events.put_nowait(RequestProgress(self._request, phase, **fields))
+        self._deal(RequestProgress(self.request, phase, **fields))
 
     def emit(self, *tokens: int) -> None:
         logprobs: tuple[TokenLogprob, ...] = ()
         if self.sampling.top_logprobs is not None:
             logprobs = tuple(TokenLogprob(t, -0.5, ((t, -0.5),)) for t in tokens)
-        self._events.put_nowait(Output(self._request, tokens, logprobs))
+        self._deal(Output(self.request, tokens, logprobs))
 
     def finish(self, reason: FinishReason = FinishReason.EOS, output: int = 0) -> None:
-        self._events.put_nowait(Finished(self._request, reason, self.usage(output)))
+        self._deal(Finished(self.request, reason, self.usage(output)))
 
     def fail(self, error: PensieveError) -> None:
-        self._events.put_nowait(error)
+        self._generations.fail(self._open, error)
 
     def cancel(self) -> None:
-        if not self._over:
-            self.cancelled = self._over = True
-            self._events.put_nowait(None)
+        self._open.cancel()
 
-    def __aiter__(self) -> ScriptedGeneration:
-        return self
-
-    async def __anext__(self) -> GenerationEvent:
-        if self._over:
-            raise StopAsyncIteration
-        event = await self._events.get()
-        if event is None or self.cancelled:
-            raise StopAsyncIteration
-        if isinstance(event, PensieveError):
-            self._over = True
-            raise event
-        self._over = isinstance(event, Finished)
-        return event
+    def _deal(self, *events: Event) -> None:
+        self._generations.deal(events)
 
 
 Answer = Callable[[ScriptedGeneration], Sequence[int]]
@@ -106,6 +99,7 @@ class ScriptedLink:
     def __init__(self, answer: Answer | None, *, context_limit: int = 256, vocab_size: int = 420) -> None:
         self.answer = answer
         self.generations: list[ScriptedGeneration] = []
+        self._dealer = Generations(self._cancelled)
         self.submitted = asyncio.Event()
         self.refuse: PensieveError | None = None
         self.evicted: list[SessionKey | None] = []
@@ -115,20 +109,20 @@ class ScriptedLink:
         self.stalled = False
 
     def submit(
-        self, session: SessionKey, tokens: TokenArray, num_new: int, sampling: Sampling
+        self, session: SessionKey, tokens: TokenArray, num_new: int, sampling: Sampling, sink: GenerationSink
     ) -> ScriptedGeneration:
         if self.refuse is not None:
             raise self.refuse
-        generation = ScriptedGeneration(len(self.generations), session, tokens, num_new, sampling)
+        generation = ScriptedGeneration(self._dealer, sink, session, tokens, num_new, sampling)
         self.generations.append(generation)
         self.submitted.set()
         if self.answer is not None:
-            tokens_out = self.answer(generation)
-            generation.admit()
-            for token in tokens_out:
-                generation.emit(token)
-            generation.finish(output=len(tokens_out))
+            # Not before this returns: no link calls a sink that early.
+            asyncio.get_running_loop().call_soon(_play, generation, self.answer(generation))
         return generation
+
+    def _cancelled(self, request: RequestKey) -> None:
+        next(one for one in self.generations if one.request == request).cancelled = True
 
     async def next_generation(self) -> ScriptedGeneration:
         """The generation that is submitted next, or was since the last call."""
@@ -148,3 +142,11 @@ class ScriptedLink:
 
     async def residency(self, session: SessionKey) -> ResidentTokens:
         return ResidentTokens(0, device_tokens=3, host_tokens=2)
+
+
+def _play(generation: ScriptedGeneration, tokens: Sequence[int]) -> None:
+    """A whole answer, one event per token."""
+    generation.admit()
+    for token in tokens:
+        generation.emit(token)
+    generation.finish(output=len(tokens))

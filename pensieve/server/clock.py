@@ -1,0 +1,10 @@
+"""The time of day as the store keeps it."""
+
+from __future__ import annotations
+
+import time
+
+
+def now_ms() -> int:
+    """Unix time in milliseconds."""
+    return time.time_ns() // 1_000_000

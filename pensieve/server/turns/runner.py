@@ -1,0 +1,231 @@
+"""The work of a turn, from the store's lease to the committed record.
+
+    begin in the store -> read history -> render the new turn -> submit to the engine -> tokens -> commit
+
+Each step is one method, and takes the ``TurnRun`` that it works for. A step that fails raises: the lease is then
+released and the turn has left no trace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from pensieve.core import FinishReason, Phase
+from pensieve.debug import async_failpoint
+from pensieve.errors import NotFound, PensieveError, TurnFenced, Unavailable
+from pensieve.server import ids
+from pensieve.server.clock import now_ms
+from pensieve.server.history.cache import Histories, kept, system_item
+from pensieve.server.history.rendering import PreparedTurn, Renderer, Room, Stamp
+from pensieve.server.links.engine_link import EngineLink, context_limit
+from pensieve.server.settings import TurnSettings
+from pensieve.server.turns import record as turn_record
+from pensieve.server.turns import sampling
+from pensieve.server.turns.lease import LeaseKeeper
+from pensieve.server.turns.run import Order, TurnRun
+from pensieve.server.turns.text import OutputText, replayed_text
+from pensieve.server.unavailable import running_elsewhere
+from pensieve.server.values import ProgressView, TurnView
+from pensieve.store import (
+    Began,
+    BeginRequest,
+    Counts,
+    HistoryStore,
+    Key,
+    Replay,
+    RunningElsewhere,
+    head_hash_after,
+)
+from pensieve.store.records import History, Record, SessionRow
+from pensieve.tokenizer import ChatTokenizer
+
+log = logging.getLogger(__name__)
+
+
+class TurnRunner:
+    """See the module docstring. Keeps nothing of a turn itself: one runner serves all of them at once."""
+
+    def __init__(
+        self,
+        store: HistoryStore,
+        link: EngineLink,
+        histories: Histories,
+        renderer: Renderer,
+        tokenizer: ChatTokenizer,
+        settings: TurnSettings,
+    ) -> None:
+        self._store = store
+        self._link = link
+        self._histories = histories
+        self._renderer = renderer
+        self._tokenizer = tokenizer
+        self._settings = settings
+
+    async def play(self, run: TurnRun) -> TurnView:
+        """The whole turn, or its replay when it was committed before. Raises what it is discarded with."""
+        if run.committed_at is not None:
+            return await self._replay(run, run.committed_at)
+        await async_failpoint("before_begin")
+        seed = sampling.explicit_seed(run.spec.sampling)
+        request = BeginRequest(
+            request_id=run.spec.request_id,
+            fingerprint=run.fingerprint,
+            token=run.lease_token,
+            owner=self._settings.replica,
+            attempt=run.attempt,
+            lease_ms=round(self._settings.lease_s * 1000),
+            seed=ids.new_seed() if seed is None else seed,
+            expected_revision=run.spec.expected_revision,
+            start_ms=now_ms(),
+        )
+        try:
+            outcome = await self._store.begin(run.key, request)
+        except Unavailable:
+            await self._abort(run)  # the reply may be lost, not the request
+            raise
+        match outcome:
+            case Replay():
+                return await self._replay(run, outcome.revision)
+            case RunningElsewhere():
+                raise running_elsewhere()
+            case Began():
+                return await self._hold_lease(run, outcome)
+
+    async def committed_turn(self, key: Key, revision: int) -> Record | None:
+        """The record with this revision, verified; None when it is not a turn's."""
+        records = await self._store.read(key, after_revision=revision - 1)
+        found = next((logged.record for logged in records if logged.record.revision == revision), None)
+        return found if found is not None and found.turn is not None else None
+
+    # ---- from begin to end
+
+    async def _hold_lease(self, run: TurnRun, began: Began) -> TurnView:
+        run.began = True
+
+        def lost() -> None:
+            run.end_early(Order(error=TurnFenced("the turn lost its lease")))
+
+        lease = LeaseKeeper(self._store, run.key, run.lease_token, self._settings.lease_s, lost)
+        try:
+            await async_failpoint("after_begin")
+            return await self._generate(run, began)
+        except BaseException:
+            await self._abort(run)
+            raise
+        finally:
+            await lease.stop()
+
+    async def _abort(self, run: TurnRun) -> None:
+        try:
+            await self._store.abort(run.key, run.lease_token)
+        except PensieveError as error:
+            log.warning("lease not released (%s): it lapses by itself", error.reason)
+
+    async def _generate(self, run: TurnRun, began: Began) -> TurnView:
+        spec, defaults = run.spec, self._settings.defaults
+        base = await self._histories.at(run.key, began.row)
+        config = base.config
+        # A retry takes over the seed of the attempt before it, unless the turn or its session names one.
+        seed = sampling.explicit_seed(spec.sampling, config.sampling, defaults)
+        run.seed = began.seed if seed is None else seed
+        run.base_revision = base.revision
+        values = sampling.resolve(
+            spec.sampling, config.sampling, defaults, seed=run.seed, top_logprobs=spec.output.top_logprobs
+        )
+        keep = _keep_items(run, base)
+        prepared = await self._renderer.prepare(
+            base if keep is None else kept(base, keep),
+            spec.input,
+            Stamp(base.head_item + 1, spec.request_id, now_ms()),
+            Room(context_limit(self._link.info), config.overflow, values.max_output_tokens),
+        )
+        run.new_tokens = prepared.num_new
+        output = OutputText(self._tokenizer, values.stop, values.min_output_tokens)
+        run.accept(len(prepared.context), output, replayed=False)
+        await run.generation.run(self._link, ids.session_key(run.key), prepared, values, spec.max_duration_s)
+        return await self._finish(run, base, keep, prepared, output)
+
+    # ---- the end
+
+    async def _finish(
+        self, run: TurnRun, base: History, keep: int | None, prepared: PreparedTurn, output: OutputText
+    ) -> TurnView:
+        order = run.begin_commit()
+        text = output.finish(order.keep_tokens if order is not None else None)
+        run.buffer.report(ProgressView(Phase.COMMIT))
+        answer = turn_record.KeptAnswer(
+            tokens=tuple(output.tokens),
+            text=text,
+            finish_reason=FinishReason.CANCELLED if order is not None else run.generation.finish_reason,
+            stop_sequence=output.stop or "",
+            usage=run.generation.usage(len(output.tokens)),
+        )
+        record = turn_record.build(
+            run.spec,
+            base,
+            prepared,
+            answer,
+            keep_items=keep,
+            seed=run.seed,
+            attempt=run.attempt,
+            time_ms=now_ms(),
+        )
+        after = base.apply(record, "")
+        counts = Counts(after.head_item, len(after.items), self._renderer.length(after))
+        await async_failpoint("before_commit")
+        row = await self._commit(run, record, counts)
+        await async_failpoint("after_commit_before_ack")
+        await self._check_is_ours(run, base, record, row)
+        self._histories.committed(run.key, base, record, row)
+        return turn_record.committed_view(run.key, record)
+
+    async def _commit(self, run: TurnRun, record: Record, counts: Counts) -> SessionRow:
+        """Append the record, waiting for a store that is down. Raises Unavailable: the outcome is then unknown."""
+        loop = asyncio.get_running_loop()
+        until, pause = loop.time() + self._settings.commit_retry_s, 0.05
+        while True:
+            try:
+                return await self._store.commit(run.key, run.lease_token, run.fingerprint, record, counts)
+            except Unavailable:
+                if loop.time() + pause > until:
+                    raise
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 2.0)
+
+    async def _check_is_ours(self, run: TurnRun, base: History, record: Record, row: SessionRow) -> None:
+        """The store answers a repeated commit of a request id like the first one, whoever made that.
+
+        Raises TurnFenced when another replica had taken this turn over and committed it: its answer is in history.
+        """
+        if row.head_hash == head_hash_after(record, base.head_hash):
+            return
+        # The chain went on after a commit of ours whose reply was lost, or it was never ours: the record tells.
+        revision = await self._store.find_request(run.key, run.spec.request_id)
+        stored = None if revision is None else await self.committed_turn(run.key, revision)
+        if stored is None or stored.turn is None or stored.turn.attempt != run.attempt:
+            raise TurnFenced("another replica took the turn over and committed it")
+
+    async def _replay(self, run: TurnRun, revision: int) -> TurnView:
+        """The turn was committed before: fill the buffer from the store."""
+        record = await self.committed_turn(run.key, revision)
+        if record is None or record.turn is None:
+            raise NotFound("the request id belongs to another kind of change", reason="TURN_NOT_FOUND")
+        view = turn_record.committed_view(run.key, record)
+        assert view.output is not None
+        run.seed, run.base_revision, run.attempt = view.seed, view.base_revision, record.turn.attempt
+        tokens = turn_record.output_tokens(view.output).tolist()
+        output = replayed_text(self._tokenizer, tokens, view.output.text)
+        output.cut_short = view.finish_reason is FinishReason.CANCELLED
+        run.accept(record.turn.usage.context_tokens, output, replayed=True)
+        return view
+
+
+def _keep_items(run: TurnRun, base: History) -> int | None:
+    """The last item that stays; None: all do. Raises NotFound for a number that no live item has."""
+    after = run.spec.replace_after_item
+    if after is None:
+        return None
+    if after and all(item.number != after for item in base.items):
+        raise NotFound("no such item in the session's live history", reason="ITEM_NOT_FOUND")
+    return max(after, system_item(base))
