@@ -44,7 +44,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt proto/requirements.txt
 	$(BIN)/python -m pip install -q $(PIP_ARGS) --no-deps --target $(VENV)/protoc -r proto/requirements.txt
 	@touch $@
 
-demo: setup ## Watch a small model remember across evictions and restarts
+demo: setup ## Watch a small model remember: how much sooner it answers, and that nothing is lost
 	@$(BIN)/pensieve demo
 
 test: setup redis chromium lint types ## Everything that CI checks: lint, types, stubs, tests
