@@ -98,10 +98,11 @@ def row(key: str, before: Sequence[float], after: Sequence[float]) -> str:
 def run(checkout: Path, program: Sequence[str]) -> Iterator[tuple[str, float]]:
     """The figures of one run. Raises ClickException with the end of its errors when it fails."""
     with tempfile.TemporaryDirectory() as folder:
+        search = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))
         words = [word.replace("{folder}", folder) for word in program]
         done = subprocess.run(
             [sys.executable, str(checkout / words[0]), *words[1:]],
-            cwd=checkout, env=os.environ | {"PYTHONPATH": str(checkout)}, capture_output=True, text=True, check=False,
+            cwd=checkout, env=os.environ | {"PYTHONPATH": search}, capture_output=True, text=True, check=False,
         )  # fmt: skip
         if done.returncode:
             raise click.ClickException(f"{checkout.name}: exit code {done.returncode}\n{done.stderr[-2000:]}")

@@ -23,7 +23,7 @@ if [[ " ${parts:-engine replay} " == *" engine "* ]]; then
 fi
 
 if [[ " ${parts:-engine replay} " == *" replay "* ]]; then
-  PYTHONPATH=$after "$python" "$after/bench/dummy_model.py" llama-2-13b-gqa10 "$model" >/dev/null
+  PYTHONPATH=$after${PYTHONPATH:+:$PYTHONPATH} "$python" "$after/bench/dummy_model.py" llama-2-13b-gqa10 "$model" >/dev/null
   serve="-P -m pensieve serve --model $model --load-format dummy --listen 127.0.0.1:0 --store sqlite:///$model/SIDE.sqlite3
     --device cuda --dtype bfloat16 --max-running 512 --max-batch-tokens 8192 --disconnect-grace 0
     --device-cache 40GiB --host-cache 32GiB"
@@ -31,9 +31,9 @@ if [[ " ${parts:-engine replay} " == *" replay "* ]]; then
   targets=()
   for server in "before 1" "after 1" "before 2" "after 2"; do
     side=${server% *}
-    targets+=(--name "$server" --start "PYTHONPATH=${!side} $python ${serve/SIDE/${server/ /}}")
+    targets+=(--name "$server" --start "PYTHONPATH=${!side}${PYTHONPATH:+:$PYTHONPATH} $python ${serve/SIDE/${server/ /}}")
   done
-  PYTHONPATH=$after "$python" -P -m pensieve replay sharegpt --conversations 900 --rates "${RATE:-20}" --think-time 6 \
+  PYTHONPATH=$after${PYTHONPATH:+:$PYTHONPATH} "$python" -P -m pensieve replay sharegpt --conversations 900 --rates "${RATE:-20}" --think-time 6 \
     --run-in 60 --warm-up 12 --window "${WINDOW:-20}" --stop-after-window --processes 4 --seed 1 --start-timeout 200 \
     --json "$out/unchanged_replay.json" "${targets[@]}" | tee "$out/unchanged_replay.txt"
 fi
