@@ -1,6 +1,7 @@
 """Text to tokens and back: chat-template deltas, incremental detokenisation, stop strings. No torch.
 
-A new turn is rendered and tokenised once, as a delta behind what the session already holds (design.md, promise 2)::
+A new turn is rendered and tokenised once, as a delta behind what the session already holds. Earlier tokens are never
+made anew, so they never change under the cache::
 
     tokenizer = ChatTokenizer.from_folder(Path("model"))
     rendered = tokenizer.render([], [TextMessage(Role.USER, "Hello!")], generation_prompt=True)

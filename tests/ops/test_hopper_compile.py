@@ -28,9 +28,10 @@ from pensieve.kernels.attention.tiles import choose_tiles
 from support.kernels.compiled_kernels import CUOBJDUMP
 
 REGISTERS, SHARED_BYTES, THREADS = 65536, 232448, 384
-"""Of a multiprocessor, and of the one program on it: two warp groups, and a third around the loader."""
+"""What a multiprocessor has, and the threads of the one program on it: two warp groups, and a third around the
+loader."""
 STACK = 64
-"""Bytes a thread that spill at most, outside the loops, over the versions of Triton from 3.6 on."""
+"""At most so many bytes a thread spill, outside the loops, over the versions of Triton from 3.6 on."""
 TYPES = {
     "tables": "*i32", "out": "*bf16", "lse": "*fp32", "words": "*i32", "partial": "*fp32", "partial_lse": "*fp32",
     "factor": "fp32",

@@ -20,11 +20,11 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 @dataclass(frozen=True, slots=True)
 class Binary:
     registers: int
-    """Per thread."""
+    """Registers per thread."""
     stack: int
     """Bytes per thread: registers that did not fit."""
     shared: int
-    """Bytes per program."""
+    """Bytes of shared memory per program."""
     ptx: str
 
 
