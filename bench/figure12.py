@@ -41,11 +41,11 @@ MODELS = {"OPT-13B": (40, 40), "Llama-2-13B GQA": (40, 10)}
 CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384)
 WAYS = ("pensieve", "copy out", "multi-round", "ideal")
 COPY_PROGRAMS = 16
-"""Per multiprocessor, of the copy: 16 KiB each on their way are enough for the device's own memory."""
+"""The copy has so many programs per multiprocessor: 16 KiB each on their way are enough for the device's own memory."""
 ENOUGH_BYTES, MOST_SETS = 500e6, 4
-"""Of KV that calls take turns over: many times the L2 cache."""
+"""Calls take turns over so many bytes of KV, many times the L2 cache, but over no more sets of data than that."""
 COLOURS = ("#25a17f", "#e0662a", "#c967a5", "#3b8bd0")
-"""Of the ways, told apart by the colour-blind."""
+"""The colours of the ways; the colour-blind can tell them apart."""
 Row = dict[str, Any]
 Way = Callable[[int], torch.Tensor]
 """One call on a set of data; the result is [B, T, H, D]."""
@@ -72,7 +72,7 @@ class Shape:
         return self.batch * self.context // PAGE
 
     def spans(self, device: torch.device, first: int = 0, count: int = 0) -> SpanTable:
-        """Of every request ``count`` (0: all) new tokens from the ``first`` on."""
+        """Spans of ``count`` (0: all) new tokens of every request, from the ``first`` on."""
         position = self.context - self.new + first
         requests = range(self.batch)
         return SpanTable.build(

@@ -33,7 +33,7 @@ RUN_KIB = (16, 64, 160, 640)
 LAYERS = 8
 POOL_BYTES = 256 << 20
 STEP_RUN_KIB = 160
-"""Of the 13B model with 10 KV heads."""
+"""The run of the 13B model with 10 KV heads."""
 Row = dict[str, Any]
 NOTE = """bandwidth: of the wire, behind other work; a mechanism whose `submit_us` (of all runs, on an idle stream)
 is longer than that takes that long. step: a graph of memory-bound bf16 products, alone and beside copies without a
@@ -67,7 +67,7 @@ class Pools:
         self.host = runs_of(host, chunk_first=True)
 
     def sides(self, make: Callable[[torch.Tensor, torch.Tensor], RunCopy]) -> tuple[Side, Side]:
-        """In and out, on pages of their own, so that both may run at once."""
+        """A side that copies in and one that copies out, on pages of their own, so that both may run at once."""
         order = [torch.randperm(self.pages) for _ in range(2)]
         half = self.pages // 2
         first, second = (torch.stack([a, b], 1).int().pin_memory() for a, b in zip(
@@ -202,7 +202,7 @@ def step_rows(programs: tuple[int, ...] = ()) -> list[Row]:
 
 
 def make_pools(kv_heads: int) -> KvPools:
-    """Of a model of 40 layers, in bfloat16; 16 KiB a run and KV head."""
+    """The pools of a model of 40 layers in bfloat16, with 16 KiB a run and KV head."""
     arch = cast(Arch, SimpleNamespace(num_layers=40, num_kv_heads=kv_heads, head_dim=128))
     return KvPools(
         arch, device_chunks=256, host_chunks=128, chunk_tokens=32, dtype=torch.bfloat16, device=torch.device("cuda")

@@ -21,7 +21,7 @@ def commit() -> str:
 
 
 def gpu_name() -> str:
-    """Of the first NVIDIA device; empty without one."""
+    """The name of the first NVIDIA device; empty without one."""
     return _said("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").partition("\n")[0]
 
 

@@ -24,9 +24,9 @@ from pensieve.kernels.span_table import SpanTable
 PAGE, DIM, BYTES = 32, 128, 2
 HEADS = ((40, 40), (40, 10), (32, 8))
 AGREEMENT = 6e-3
-"""Most that two bf16 results may differ, as a share of their norm."""
+"""Two bf16 results may differ by at most this share of their norm."""
 LONG_US, FEW_CALLS, MANY_CALLS = 400, (8, 9), (20, 15)
-"""From which floor on a graph has few calls and replays."""
+"""From this floor on, a graph has few calls and few replays; (calls, replays) either way."""
 Spans = list[tuple[int, int]]
 """(query tokens, tokens of context including them)"""
 Row = dict[str, Any]

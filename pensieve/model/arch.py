@@ -66,7 +66,7 @@ class Arch:
     """RMS norm over each query and key head, before the rotation."""
     tied_embeddings: bool = False
     dtype: str = "float32"
-    """Of the checkpoint, as its config says."""
+    """The dtype of the checkpoint, as its config says."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     generation: Sampling = field(default_factory=Sampling)

@@ -80,7 +80,7 @@ class Checkpoint:
             )
 
     def load(self) -> None:
-        """Fill every tensor that was given out, in the order in which the files hold them."""
+        """Fill every tensor that ``get`` returned, in the order in which the files hold them."""
         order = sorted(self._fills, key=lambda name: (self._order[name], self._fills[name].source.data_ptr()))
         fills = [self._fills[name] for name in order]
         total = sum(fill.source.nbytes for fill in fills)
@@ -98,7 +98,7 @@ def _joined_shape(parts: list[torch.Tensor]) -> tuple[int, ...] | None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The safetensors files of a model: those its index names, else the only one."""
+    """The safetensors files of a model: those that its index names, or the only one."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:

@@ -14,7 +14,7 @@ QKV_GAIN: Final = 2.0
 
 
 class DummySource:
-    """Gives any tensor that is asked for. Same name, shape, dtype and kind of device: same values.
+    """Makes any tensor that is asked for. The same name, shape, dtype and kind of device get the same values.
 
     Weights are normal with a standard deviation of 1/sqrt(inputs), so that activations keep their scale from layer to
     layer and logits spread by about 1; norms do nothing and biases are 0. Embeddings are as small as that rule makes

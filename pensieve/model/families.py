@@ -1,4 +1,4 @@
-"""From the config.json of each family to an ``Arch``. Defaults are those of Hugging Face's config classes.
+"""Readers that make an ``Arch`` of the config.json of a family. Defaults are those of Hugging Face's config classes.
 
 Newer files carry ``rope_parameters`` and ``dtype``, older ones ``rope_theta``, ``rope_scaling`` and ``torch_dtype``;
 both are read.
@@ -59,7 +59,7 @@ def _opt(config: Config, generation: Config) -> Arch:
 
 
 def _llama_like(family: Family) -> Callable[[Config, Config], Arch]:
-    """Reader of a family with RMS norm, rotary positions and a gated MLP."""
+    """The reader of a family with RMS norm, rotary positions and a gated MLP."""
 
     def read(config: Config, generation: Config) -> Arch:
         heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
@@ -103,11 +103,11 @@ READERS: dict[str, Callable[[Config, Config], Arch]] = {
     "qwen2": _llama_like("qwen2"),
     "qwen3": _llama_like("qwen3"),
 }
-"""By ``model_type`` of config.json."""
+"""The reader of each ``model_type`` of config.json."""
 
 
 def _context_limit(family: Family, config: Config) -> int:
-    """Longest context without a difference to full attention: inside a sliding window nothing slides."""
+    """The longest context that attention sees in full: inside a sliding window nothing slides."""
     limit = int(config["max_position_embeddings"])
     window = config.get("sliding_window", 4096 if family == "mistral" else None)
     kinds = config.get("layer_types")
@@ -156,7 +156,7 @@ def _eos(config: Config, generation: Config, default: int | None) -> tuple[int, 
 
 
 def generation_defaults(config: Config) -> Sampling:
-    """Sampling as ``generate`` would do it with this generation_config.json."""
+    """The sampling that transformers' ``generate`` would do with this generation_config.json."""
     penalty = float(config.get("repetition_penalty") or 1.0)
     if not config.get("do_sample"):
         return Sampling(repetition_penalty=penalty)

@@ -45,7 +45,7 @@ class Mover(Protocol):
 
 
 class Direct:
-    """For a target in main memory."""
+    """Moves pieces to a target in main memory, at once."""
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         target.copy_(source)
@@ -55,7 +55,7 @@ class Direct:
 
 
 class Staged:
-    """Through two buffers: one is filled from the file while the other is on its way to the device."""
+    """Moves pieces through two buffers: one is filled from the file while the other is on its way to the device."""
 
     def __init__(self, device: torch.device, *, pinned: bool = True) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""From what a user calls a model to a folder on this machine. No torch."""
+"""Finds the folder on this machine for what a user calls a model. No torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def resolve_model(name: str) -> Path:
 
 
 def display_name(name: str) -> str:
-    """What others are told of the model that a user calls ``name``: of a folder only its own name."""
+    """What others are told of the model that a user calls ``name``: a folder is told by its own name, not its path."""
     folder = Path(name).expanduser()
     return folder.resolve().name if folder.is_dir() else name
 

@@ -1,4 +1,4 @@
-"""One decoder for all families: the ``Arch`` says what a layer computes, the caller where KV lies.
+"""One decoder for all families: the ``Arch`` says what a layer computes, the caller knows where KV lies.
 
 The model never sees a page or a session. It projects T concatenated tokens to queries, keys and values and hands them
 to ``attend``, with what is to be done to them first; that stores the keys and values and returns the attention output.
@@ -19,7 +19,7 @@ from pensieve.model.weights import LayerWeights, Linear, Weights
 
 
 class Attend(Protocol):
-    """Attention of one step, layer after layer."""
+    """Does the attention of one step, layer after layer."""
 
     def __call__(self, layer: int, qkv: torch.Tensor, prep: HeadPrep) -> torch.Tensor:
         """Prepare the heads as ``prep`` says, store keys and values of ``layer``, attend the queries to all they see.
@@ -31,7 +31,7 @@ class Attend(Protocol):
 
 
 class Transformer:
-    """A decoder with its weights; stateless, so one object serves any batch."""
+    """A decoder with its weights. It has no state, so one object serves any batch."""
 
     def __init__(self, arch: Arch, weights: Weights, ops: DecoderOps = TORCH_OPS) -> None:
         self.arch = arch
@@ -85,7 +85,7 @@ class Transformer:
     def _angles(
         self, positions: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        """Cosine and sine of every token's angles, each [T, D/2]; shared by all layers."""
+        """Cosine and sine of every token's angles, each [T, D/2]; all layers share them."""
         if self._inverse_frequency is None:
             return None, None
         # float32 whatever the model's dtype: bfloat16 cannot tell large positions apart.

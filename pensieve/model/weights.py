@@ -18,6 +18,8 @@ LoadFormat = Literal["auto", "safetensors", "dummy"]
 
 @dataclass(frozen=True, slots=True)
 class Linear:
+    """A matrix product, with a bias or without."""
+
     weight: torch.Tensor
     """[out, in]"""
     bias: torch.Tensor | None
@@ -26,12 +28,16 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
+    """The weights of an RMS norm; with a bias, of a LayerNorm."""
+
     weight: torch.Tensor
     bias: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
+    """One layer, with projections of one input fused."""
+
     attention_norm: NormWeights
     qkv: Linear
     """Rows: queries [Hq * D], keys [Hkv * D], values [Hkv * D]."""
@@ -46,6 +52,8 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
+    """All tensors of a decoder, under our names."""
+
     embedding: torch.Tensor
     """[vocab, hidden]"""
     positions: torch.Tensor | None
@@ -57,7 +65,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """A family's checkpoint names, without the prefix that base and causal models differ in."""
+    """What a family's checkpoints call their tensors, without the prefix in which base and causal models differ."""
 
     prefixes: tuple[str, ...]
     layers: str
@@ -103,11 +111,11 @@ _TABLES: dict[str, _Names] = {
 
 
 class TensorSource(Protocol):
-    """Where weights come from: a checkpoint, or thin air."""
+    """Where weights come from: a ``Checkpoint``, or a ``DummySource``."""
 
     @property
     def name(self) -> str:
-        """For error messages."""
+        """What error messages call the source."""
         ...
 
     def __contains__(self, name: str) -> bool: ...

@@ -39,7 +39,7 @@ class HistoryItem:
 
 @dataclass(frozen=True, slots=True)
 class TextMessage:
-    """Goes through the chat template."""
+    """A message whose text goes through the chat template."""
 
     role: Role
     text: str
@@ -47,7 +47,7 @@ class TextMessage:
 
 @dataclass(frozen=True, slots=True)
 class TokenMessage:
-    """Is appended as it is, without glue."""
+    """A message whose tokens are appended as they are, without glue."""
 
     role: Role
     tokens: TokenArray
@@ -83,7 +83,7 @@ class ChatTokenizer:
         self.eos_token_ids: tuple[int, ...] = folder.eos_token_ids
         self.bos_token_id: int | None = folder.bos_token_id
         self.sha256: str = folder.sha256
-        """Over the tokenizer's files."""
+        """Hash over the tokenizer's files."""
         self.template_sha256: str = hashlib.sha256(template.source.encode()).hexdigest()
         self._longest_token = max(map(len, folder.backend.get_vocab()), default=1)
 
@@ -91,7 +91,7 @@ class ChatTokenizer:
     def from_folder(
         cls, folder: Path, *, chat_template: str | None = None, allow_rewriting: bool = False
     ) -> ChatTokenizer:
-        """Of a local model folder. ``chat_template``: Jinja text that replaces the model's own.
+        """The tokenizer of a local model folder. ``chat_template``: Jinja text that replaces the model's own.
 
         A model without a template gets ``PLAIN_TEMPLATE``. Raises TemplateError when the template changes earlier
         turns (``allow_rewriting``: the history then keeps what was generated), InvalidArgument without a tokenizer.
@@ -143,12 +143,12 @@ class ChatTokenizer:
         return len(tokens) > 0 and int(tokens[-1]) in self.eos_token_ids
 
     def decode(self, ids: Iterable[int] | TokenArray) -> str:
-        """Text of an answer: special tokens left out, invalid UTF-8 as U+FFFD."""
+        """The text of an answer: special tokens are left out, invalid UTF-8 becomes U+FFFD."""
         stream = self.detokenizer()
         return stream.push(ids) + stream.finish()
 
     def detokenizer(self) -> Detokenizer:
-        """For one answer, from its first token on."""
+        """A detokenizer for one answer, from its first token on."""
         return Detokenizer(self._token_bytes)
 
     def max_chars(self, tokens: int) -> int:

@@ -1,9 +1,10 @@
-"""Token ids to text, token by token.
+"""Turns token ids into text, token by token.
 
-Text is defined on bytes: every token stands for a fixed byte string, the text of a token sequence is the UTF-8 decoding
-of their concatenation with each maximal invalid part replaced by U+FFFD. That makes the text a pure function of the
-token prefix, whatever pieces it is asked for in. It equals what the ``tokenizers`` decoders give on valid UTF-8; on
-invalid byte-fallback sequences those blank out neighbouring valid characters too, which no stream can do in hindsight.
+Text is defined on bytes: every token stands for a fixed byte string, and the text of a token sequence is the UTF-8
+decoding of their concatenation, with each maximal invalid part replaced by U+FFFD. That makes the text a pure function
+of the token prefix, whatever pieces it is asked for in. It equals what the ``tokenizers`` decoders give on valid UTF-8;
+on invalid byte-fallback sequences those blank out neighbouring valid characters too, which no stream can do in
+hindsight.
 """
 
 from __future__ import annotations
@@ -95,11 +96,11 @@ class Detokenizer:
         return bool(self._utf8.getstate()[0])
 
     def push(self, ids: Iterable[int]) -> str:
-        """Text of some more ids: whole code points; an incomplete one waits for its other bytes."""
+        """The text of some more ids, in whole code points; an incomplete one waits for its other bytes."""
         return self._strip_start(self._utf8.decode(b"".join(self._table[int(i)] for i in ids)))
 
     def finish(self) -> str:
-        """What still waits, as U+FFFD; no more ids follow."""
+        """The text of what still waits, as U+FFFD; no more ids follow."""
         return self._strip_start(self._utf8.decode(b"", True))
 
     def _strip_start(self, text: str) -> str:

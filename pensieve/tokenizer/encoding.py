@@ -1,4 +1,4 @@
-"""Text to token ids, with a hard line between what the template says and what people say.
+"""Turns text into token ids, with a hard line between what the template says and what people say.
 
 Control tokens come from the template's glue only. Text between two of them, contents included, is encoded as one run
 with special-token parsing off, as the whole conversation would be by ``apply_chat_template``; so a delta has the ids
@@ -38,7 +38,7 @@ class Part:
 
 
 class TextEncoder:
-    """Thread-safe: nothing is written after it is made."""
+    """Encodes parts of messages. Thread-safe: nothing is written after it is made."""
 
     def __init__(self, backend: Tokenizer) -> None:
         spec = json.loads(backend.to_str())
@@ -65,11 +65,12 @@ class TextEncoder:
         return tokenizer
 
     def encode(self, parts: Iterable[Part], before: Before) -> tuple[list[int], Before]:
-        """Ids of the parts, concatenated, and what lies behind them. Raises InvalidArgument on lone surrogates."""
+        """The ids of the parts, concatenated, and what lies behind them. Raises InvalidArgument on lone surrogates."""
         ids: list[int] = []
         run, strip_next = "", False
         for part in parts:
             rest = part.text
+            # Control tokens are looked for in glue only: what people write cannot contain one.
             while part.is_glue and (match := self._control_pattern.search(rest)):
                 token = self._control[match[0]]
                 run += rest[: match.start()]

@@ -49,7 +49,8 @@ class TokenizerFolder:
 
 
 def read_folder(folder: Path) -> TokenizerFolder:
-    """Raises InvalidArgument when there is no tokenizer that can be read, saying how to get one."""
+    """What the folder says. Raises InvalidArgument when it has no tokenizer that can be read, and says how to get
+    one."""
     config, settings = _read_json(folder / "config.json"), _read_json(folder / "tokenizer_config.json")
     tokenizer = _load(folder)
     backend = tokenizer.backend_tokenizer
@@ -117,7 +118,8 @@ def _text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _eos_ids(generation: dict[str, Any], config: dict[str, Any], of_tokenizer: int | None) -> tuple[int, ...]:
-    """Of all three places: models name their end of turn in one and their end of text in another."""
+    """The ids that any of the three places names: models name their end of turn in one, their end of text in
+    another."""
     ids: list[int] = []
     for value in (generation.get("eos_token_id"), _text_config(config).get("eos_token_id"), of_tokenizer):
         values: Iterable[int | None] = value if isinstance(value, list) else (value,)

@@ -34,7 +34,7 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -
 
 
 def compile_template(source: str) -> jinja2.Template:
-    """Raises jinja2.TemplateSyntaxError."""
+    """The template of a Jinja source, in a sandbox. Raises jinja2.TemplateSyntaxError."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
@@ -52,7 +52,7 @@ def render(
     eos_token: str,
     day: dt.date,
 ) -> str:
-    """Text of the messages. Raises jinja2.TemplateError, also where the template calls ``raise_exception``."""
+    """The text of the messages. Raises jinja2.TemplateError, also where the template calls ``raise_exception``."""
     midnight = dt.datetime.combine(day, dt.time())
     return template.render(
         messages=messages,

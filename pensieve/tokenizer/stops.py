@@ -1,4 +1,4 @@
-"""Stop strings in a stream of text."""
+"""Finds stop strings in a stream of text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class StopResult:
     """What a piece of text came to."""
 
     text: str
-    """May be shown: holds no part of a stop string that was found, or could still be completed."""
+    """The part that may be shown: nothing in it belongs to a stop string that was found or could still be completed."""
     stop: str | None = None
     """The stop string that was found; everything from its first character on is withheld."""
 
@@ -31,7 +31,7 @@ class StopMatcher:
         self._found: str | None = None
 
     def push(self, text: str) -> StopResult:
-        """Take more text; give back what is certainly not part of a stop string."""
+        """Take in more text; return what is certainly not part of a stop string."""
         if self._found is not None:
             return StopResult("", self._found)
         if not self._stops:

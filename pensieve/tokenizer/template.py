@@ -1,9 +1,9 @@
 """A chat template seen as an append-only protocol: what has to be written before and after each message.
 
 Templates are programs over the whole conversation. Pensieve never renders a conversation again, so it asks the program
-once per sequence of roles, with a unique slot in place of every content, and cuts the answer at the slots:
+once per sequence of roles, with a unique marker in place of every content, and cuts the answer at the markers:
 
-    <|im_start|>user\\n SLOT <|im_end|>\\n <|im_start|>assistant\\n SLOT <|im_end|>\\n ...
+    <|im_start|>user\\n TEXT <|im_end|>\\n <|im_start|>assistant\\n TEXT <|im_end|>\\n ...
     `---- opening ---'      `-- closing -' `------ opening -------'      `-- closing -'
 
 That is only right when a longer conversation starts with the text of the shorter one. ``ChatTemplate`` checks this when
@@ -34,7 +34,7 @@ PLAIN_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}
 """
-"""For models without a chat template: one line per message, the end-of-sequence token after each answer."""
+"""The template of models that have none: one line per message, the end-of-sequence token after each answer."""
 
 ROLE_NAMES = {Role.SYSTEM: "system", Role.USER: "user", Role.ASSISTANT: "assistant", Role.TOOL: "tool"}
 _OWN_TEMPLATE = "give a template that only appends with --chat-template FILE"
@@ -56,7 +56,7 @@ class _Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Glue:
-    """What belongs around the last message of a conversation."""
+    """The template's text around the last message of a conversation."""
 
     opening: str
     """Between the closing of the message before and this content; beginning-of-sequence included when it is first."""
@@ -65,7 +65,7 @@ class Glue:
 
 
 class ChatTemplate:
-    """Thread-safe; answers are remembered per sequence of roles, so that a long session stays cheap."""
+    """A template and its answers, remembered per sequence of roles so that a long session stays cheap. Thread-safe."""
 
     def __init__(
         self,
@@ -93,7 +93,8 @@ class ChatTemplate:
         self._strips = {role: self._probe_strip(role) for role in Role}
 
     def glue(self, roles: Roles) -> Glue:
-        """Around the last of ``roles``. Raises TemplateError when the template does not take such a conversation."""
+        """The glue around the last of ``roles``. Raises TemplateError when the template does not take such a
+        conversation."""
         if self._system_problem and roles[0] is Role.SYSTEM:
             raise TemplateError(
                 f"the chat template does not take a system prompt: {self._system_problem}; {_OWN_TEMPLATE}"
@@ -109,7 +110,7 @@ class ChatTemplate:
         left, right = self._strips[role]
         return content.lstrip(left).rstrip(right)
 
-    # ---- rendering with slots
+    # ---- rendering with markers
 
     def _day(self) -> dt.date:
         return self._today() if self._depends_on_date else _DAYS[0]
@@ -131,13 +132,14 @@ class ChatTemplate:
             # The last four: what a template's own expressions raise on a message they do not expect.
             raise _Refused(f"it says: {error}") from error
 
-    def _render_slots(self, roles: Roles, day: dt.date, prompt: bool = False) -> str:
-        return self._render(roles, [_slot(i) for i in range(len(roles))], day, prompt)
+    def _render_markers(self, roles: Roles, day: dt.date, prompt: bool = False) -> str:
+        return self._render(roles, [_marker(i) for i in range(len(roles))], day, prompt)
 
     def _closing(self, roles: Roles, day: dt.date) -> str:
-        """After the last content; empty when the template cannot end there, so that all belongs to what follows."""
+        """The text after the last content; empty when the template cannot end there, and all belongs to what
+        follows."""
         try:
-            text = self._render_slots(roles, day)
+            text = self._render_markers(roles, day)
             return text[_find(text, len(roles) - 1)[1] :]
         except _Refused:
             return ""
@@ -155,19 +157,19 @@ class ChatTemplate:
         last = len(roles) - 1
         closing = self._closing(roles, day)
         try:
-            text = self._render_slots(roles, day)
+            text = self._render_markers(roles, day)
             start, _ = _find(text, last)
         except _Refused:
             if roles[-1] is not Role.SYSTEM:
                 raise
             # Some templates write a system prompt into the user message that follows (Llama 2).
-            text = self._render_slots((*roles, Role.USER), day)
+            text = self._render_markers((*roles, Role.USER), day)
             start, _ = _find(text, last)
         if last == 0:
             return Glue(text[:start], closing)
         between = text[_find(text, last - 1)[1] : start]
         before = self._closing(roles[:-1], day)
-        if not between.startswith(before) or any(_slot(i) in between for i in range(last)):
+        if not between.startswith(before) or any(_marker(i) in between for i in range(last)):
             raise _Refused("earlier text changes when a message follows")
         if not self._allow_rewriting:
             self._check_prefix(roles, text, start, day)
@@ -175,7 +177,7 @@ class ChatTemplate:
 
     def _check_prefix(self, roles: Roles, text: str, start: int, day: dt.date) -> None:
         try:
-            shorter = self._render_slots(roles[:-1], day)
+            shorter = self._render_markers(roles[:-1], day)
             _find(shorter, len(roles) - 2)
         except _Refused:
             return  # it cannot end there, so nothing was written yet that could change
@@ -184,7 +186,7 @@ class ChatTemplate:
 
     def _generation_prompt(self, roles: Roles, day: dt.date) -> str:
         try:
-            text, prompted = self._render_slots(roles, day), self._render_slots(roles, day, prompt=True)
+            text, prompted = self._render_markers(roles, day), self._render_markers(roles, day, prompt=True)
         except _Refused as refusal:
             raise TemplateError(f"the chat template refuses this conversation: {refusal}") from refusal
         if not prompted.startswith(text):
@@ -209,9 +211,9 @@ class ChatTemplate:
                 self._cut(roles[:-1], day)
                 self._generation_prompt(roles[:-1], day)
                 self._cut(roles, day)
-            thought = f"<think>\n{_slot(8)}\n</think>\n\n{_slot(1)}"
-            first = self._render((user, assistant), [_slot(0), thought], day)
-            later = self._render((user, assistant, user), [_slot(0), thought, _slot(2)], day)
+            thought = f"<think>\n{_marker(8)}\n</think>\n\n{_marker(1)}"
+            first = self._render((user, assistant), [_marker(0), thought], day)
+            later = self._render((user, assistant, user), [_marker(0), thought, _marker(2)], day)
         except _Refused as refusal:
             raise TemplateError(
                 f"the chat template does not only append to a conversation: {refusal}; {_OPTIONS}"
@@ -232,7 +234,7 @@ class ChatTemplate:
     def _probe_date(self) -> bool:
         for roles in ((Role.USER,), (Role.SYSTEM, Role.USER)):
             try:
-                early, late = (self._render_slots(roles, day) for day in _DAYS)
+                early, late = (self._render_markers(roles, day) for day in _DAYS)
             except _Refused:
                 continue
             if early != late:
@@ -247,8 +249,8 @@ class ChatTemplate:
         at = len(before)
 
         def survives(pad: str) -> tuple[bool, bool]:
-            contents = [_slot(i) for i in range(len(roles))]
-            contents[at] = pad + _slot(at) + pad
+            contents = [_marker(i) for i in range(len(roles))]
+            contents[at] = pad + _marker(at) + pad
             text = self._render(roles, contents, self._day())
             start, end = _find(text, at)
             return text[:start].endswith(pad), text[end:].startswith(pad)
@@ -267,14 +269,14 @@ def _stripped(newline_survives: bool, space_survives: bool) -> str | None:
     return "\n" if space_survives else None
 
 
-def _slot(index: int) -> str:
+def _marker(index: int) -> str:
     return f"zqSlot{index}qz"
 
 
 def _find(text: str, index: int) -> tuple[int, int]:
-    """Where slot ``index`` starts and ends. Raises _Refused unless it is there exactly once."""
-    slot = _slot(index)
-    if text.count(slot) != 1:
+    """Where marker ``index`` starts and ends. Raises _Refused unless it is there exactly once."""
+    marker = _marker(index)
+    if text.count(marker) != 1:
         raise _Refused("a message does not appear exactly once in it")
-    start = text.index(slot)
-    return start, start + len(slot)
+    start = text.index(marker)
+    return start, start + len(marker)

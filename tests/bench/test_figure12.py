@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.kernels.under_interpreter import passed_under_interpreter
 from support.replay.benches import load_bench
-from support.sources import ROOT
 
 
 @pytest.fixture
@@ -28,14 +24,7 @@ def row(context: int, heads: tuple[int, int], us: dict[str, float]) -> dict[str,
 
 
 def test_the_ways_under_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "tests/support/kernels/interpreted_figure12.py"], cwd=ROOT, capture_output=True, text=True,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None and int(passed[1]) >= 11, done.stdout
+    assert passed_under_interpreter("interpreted_figure12") >= 11
 
 
 def test_least_bytes_and_operations(bench: Any) -> None:

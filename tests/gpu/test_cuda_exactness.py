@@ -23,9 +23,9 @@ from support.engine.mutants import PLAN_MUTANTS, MutantWorker
 
 pytestmark = pytest.mark.gpu
 SCHEDULES = 25
-"""Per family."""
+"""Random schedules per family."""
 BF16_TOLERANCE = 0.7
-"""Of a logit, where logits spread by about 4: the largest seen was 0.48."""
+"""So much a logit may differ, where logits spread by about 4: the largest difference seen was 0.48."""
 EVERYTHING = Sampling(top_logprobs=1_000_000)
 """Greedy, with the log-probability of every token of the vocabulary."""
 CHUNK = 8
@@ -98,7 +98,7 @@ def test_bfloat16_logits(family: Family, tmp_path: Path) -> None:
 
 
 def every_logprob(result: StepResult, vocabulary: int) -> torch.Tensor:
-    """Of the one sampled token, float32 [vocab]."""
+    """The log-probabilities from which the one token was sampled, float32 [vocab]."""
     found = result.sampled[0].logprob
     assert found is not None and len(found.top) == vocabulary
     values = torch.empty(vocabulary)

@@ -58,7 +58,7 @@ def test_large_tensors_through_little_memory() -> None:
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    """With a device tier that takes all it may."""
+    """A worker whose device tier takes all it may."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(CONFIG))
     made = build_worker(

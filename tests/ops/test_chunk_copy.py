@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -16,18 +15,11 @@ from triton.compiler import ASTSource
 
 from pensieve.kernels.chunk_checksum import _checksum
 from pensieve.kernels.chunk_copy import TILE_BYTES, WARPS, WORD, ChunkCopy, _copy, runs_of
-from support.sources import ROOT
+from support.kernels.under_interpreter import passed_under_interpreter
 
 
 def test_results_under_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "tests/support/kernels/interpreted_chunk_copy.py"], cwd=ROOT, capture_output=True, text=True,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None and int(passed[1]) >= 35, done.stdout
+    assert passed_under_interpreter("interpreted_chunk_copy") >= 35
 
 
 def ptx(kernel: triton.JITFunction, fixed: dict[str, int | bool]) -> str:

@@ -13,9 +13,10 @@ from pensieve.kernels.arguments import Activation
 from support.kernels.compiled_kernels import CUOBJDUMP, Binary, build
 
 REGISTERS = 65536
-"""Of one Hopper multiprocessor."""
+"""What one Hopper multiprocessor has."""
 THREADS = 768
-"""Resident per multiprocessor at least: with one 16-byte piece or more each on the way, enough to hide memory."""
+"""At least so many must be resident on a multiprocessor: with one 16-byte piece or more each on the way, enough to hide
+memory."""
 TENSORS = ("qkv", "pool", "cos", "sin", "query_norm", "key_norm", "x", "delta", "out", "weight", "bias", "up")
 TYPES = {name: "*bf16" for name in TENSORS} | {"slots": "*i64", "eps": "fp32"}
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -15,18 +11,11 @@ from pensieve.kernels.activation import activate
 from pensieve.kernels.kv_write import kv_write
 from pensieve.kernels.norm import add_norm, norm
 from support.kernels.decoder_cases import HeadCase, head_case
-from support.sources import ROOT
+from support.kernels.under_interpreter import passed_under_interpreter
 
 
 def test_results_under_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "tests/support/kernels/interpreted_decoder.py"], cwd=ROOT, capture_output=True, text=True,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None and int(passed[1]) >= 45, done.stdout
+    assert passed_under_interpreter("interpreted_decoder") >= 45
 
 
 CASE = head_case(5, norm=True)

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 
 from pensieve.kernels.attention.hopper import launch as hopper
 from pensieve.kernels.attention.hopper.launch import (
@@ -25,12 +21,13 @@ from pensieve.kernels.attention.hopper.launch import (
 )
 from pensieve.kernels.attention.kinds import Geometry
 from pensieve.kernels.attention.tiles import choose_tiles
-from support.kernels.compiled_kernels import CUOBJDUMP
+from support.kernels.compiled_kernels import CUOBJDUMP, Binary, compile_for_h200, dump
 
 REGISTERS, SHARED_BYTES, THREADS = 65536, 232448, 384
-"""Of a multiprocessor, and of the one program on it: two warp groups, and a third around the loader."""
+"""What a multiprocessor has, and the threads of the one program on it: two warp groups, and a third around the
+loader."""
 STACK = 64
-"""Bytes a thread that spill at most, outside the loops, over the versions of Triton from 3.6 on."""
+"""At most so many bytes a thread spill, outside the loops, over the versions of Triton from 3.6 on."""
 TYPES = {
     "tables": "*i32", "out": "*bf16", "lse": "*fp32", "words": "*i32", "partial": "*fp32", "partial_lse": "*fp32",
     "factor": "fp32",
@@ -39,16 +36,6 @@ VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 compiled = pytest.mark.skipif(
     VERSION < FIRST_VERSION or not CUOBJDUMP.exists(), reason="needs Triton 3.6 with its CUDA tools"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Binary:
-    registers: int
-    stack: int
-    shared: int
-    ptx: str
-    code: list[str]
-    """Machine instructions of interest, in order: matrix products, waits for them, exponentials, bulk copies."""
 
 
 def build(dim: int, groups: int, page: int, *, lse: bool = False, beside: bool = False) -> Binary:
@@ -73,22 +60,7 @@ def build(dim: int, groups: int, page: int, *, lse: bool = False, beside: bool =
         if signature[name].startswith("*") or name.startswith("out_")
     }
     source = GluonASTSource(attend_hopper, signature, fixed, aligned)
-    options = {"num_warps": 4, "enable_fp_fusion": True}
-    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    listing = dump(binary.asm["cubin"], "--dump-resource-usage")
-    registers, stack = (int(re.search(rf"{key}:(\d+)", listing)[1]) for key in ("REG", "STACK"))
-    code = re.findall(
-        r"\s(HGMMA|WARPGROUP\.DEPBAR\.LE gsb0, 0x\d|MUFU\.EX2|UTMALDG)", dump(binary.asm["cubin"], "-sass")
-    )
-    return Binary(registers, stack, binary.metadata.shared, binary.asm["ptx"], code)
-
-
-def dump(cubin: bytes, what: str) -> str:
-    """What cuobjdump says of a binary; it reads regular files only."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run([CUOBJDUMP, what, file.name], capture_output=True, text=True, check=True).stdout
+    return compile_for_h200(source, {"num_warps": 4, "enable_fp_fusion": True})
 
 
 @compiled
@@ -105,21 +77,25 @@ def test_fits_a_multiprocessor_and_overlaps(
     dim: int, groups: int, page: int, lse: bool, beside: bool
 ) -> None:
     binary = build(dim, groups, page, lse=lse, beside=beside)
+    # Instructions of interest, in order: matrix products, waits for them, exponentials, bulk copies.
+    code = re.findall(
+        r"\s(HGMMA|WARPGROUP\.DEPBAR\.LE gsb0, 0x\d|MUFU\.EX2|UTMALDG)", dump(binary.cubin, "-sass")
+    )
     assert binary.registers * THREADS <= REGISTERS and binary.stack <= STACK
     assert binary.shared <= SHARED_BYTES
     assert ("griddepcontrol.launch_dependents" in binary.ptx) == beside
     # Per group: the first scores, two loops of scores and weighted values, the last values; 16 of the inner dimension
     # each. Were the assembler to give up on keeping products in flight, it would wait after every one.
-    assert binary.code.count("HGMMA") == 2 * (3 * dim // 16 + 3 * KEYS // 16)
-    waits = [place for place, name in enumerate(binary.code) if name.startswith("WARPGROUP")]
+    assert code.count("HGMMA") == 2 * (3 * dim // 16 + 3 * KEYS // 16)
+    waits = [place for place, name in enumerate(code) if name.startswith("WARPGROUP")]
     assert len(waits) == binary.ptx.count("wgmma.wait_group") == 2 * 6
     # The softmax of a tile (a row of 32 scores twice a lane) stands where the values' product is still in flight.
-    in_flight = [(a, b) for a, b in pairwise(waits) if binary.code[a].endswith("0x1")]
+    in_flight = [(a, b) for a, b in pairwise(waits) if code[a].endswith("0x1")]
     assert len(in_flight) == 2 * 2
     for begin, end in in_flight:
-        assert binary.code[end].endswith("0x0") and binary.code[begin:end].count("MUFU.EX2") >= 2 * KEYS // 4
+        assert code[end].endswith("0x0") and code[begin:end].count("MUFU.EX2") >= 2 * KEYS // 4
     copies = dim // SLAB * (2 + 2 * KEYS // min(page, KEYS))
-    assert binary.code.count("UTMALDG") == copies
+    assert code.count("UTMALDG") == copies
 
 
 def test_what_it_is_written_for_is_what_is_planned() -> None:

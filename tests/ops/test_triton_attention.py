@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -21,20 +17,13 @@ from pensieve.kernels.attention.work_lists import make_work_lists
 from pensieve.kernels.ragged_paged_attention import ragged_paged_attention
 from pensieve.kernels.span_table import SpanTable
 from support.kernels.attention_cases import make_case
-from support.sources import ROOT
+from support.kernels.under_interpreter import passed_under_interpreter
 
 SHAPES = [(40, 40), (40, 10), (32, 8), (14, 2), (1, 1), (40, 1)]
 
 
 def test_results_under_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "tests/support/kernels/interpreted_attention.py"], cwd=ROOT, capture_output=True, text=True,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None and int(passed[1]) >= 50, done.stdout
+    assert passed_under_interpreter("interpreted_attention") >= 50
 
 
 @settings(max_examples=60)

@@ -1,5 +1,5 @@
 """The attention kernel compiled for an H200 without one: registers, spills, shared memory and the instructions that
-its speed rests on. The budgets are what the tiles of ``attention_tiles`` promise to fit on a multiprocessor."""
+its speed rests on. The budgets are what the tiles of ``attention.tiles`` promise to fit on a multiprocessor."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from support.kernels import compiled_kernels
 from support.kernels.compiled_kernels import CUOBJDUMP, Binary
 
 REGISTERS, SHARED_BYTES = 65536, 233472
-"""Of one Hopper multiprocessor."""
+"""What one Hopper multiprocessor has."""
 STACK, STACK_OF_LARGE = 16, 320
-"""Bytes a thread that spill at most, over the versions of Triton from 3.6 on."""
+"""At most so many bytes a thread spill, over the versions of Triton from 3.6 on."""
 TYPES = {
     "q": "*bf16", "pool": "*bf16", "tables": "*i32", "out": "*bf16", "lse": "*fp32", "words": "*i32",
     "partial": "*fp32", "partial_lse": "*fp32", "factor": "fp32",
@@ -38,14 +38,15 @@ pytestmark = pytest.mark.skipif(not CUOBJDUMP.exists(), reason="this build of Tr
 
 
 def build(kernel: triton.JITFunction, fixed: dict[str, int | bool], build_options: dict[str, int]) -> Binary:
-    """As a launch with aligned tensors would."""
+    """Compile as a launch with aligned tensors would."""
     return compiled_kernels.build(kernel, TYPES, fixed, build_options, any_value=ANY_VALUE)
 
 
 def attend(
     dim: int, name: str, *, lse: bool = False, mixed: bool = False, hopper: bool = False
 ) -> tuple[Tile, Binary]:
-    """As a Hopper device launches it. ``mixed``: beside the other launch; ``hopper``: that is the kernel for Hopper."""
+    """Compile as for a launch on Hopper. ``mixed``: beside the other launch; ``hopper``: that is the kernel for
+    Hopper."""
     tile = getattr(choose_tiles(dim, 2, hopper=hopper), name)
     which = NARROW if name in ("narrow", "narrow_beside", "short") else WIDE
     order = BESIDE if mixed and which == NARROW else ALONE

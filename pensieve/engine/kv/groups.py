@@ -13,8 +13,8 @@ CALL_BYTES = 4 << 20
 def layer_groups(num_layers: int) -> tuple[range, ...]:
     """Layers that arrive together: 1, 1, 2, 4, 8, … and back to 1.
 
-    Few at first, so that the model can begin; few at last, so that it has little left to do when the last have come;
-    more between, so that calls are few.
+    The first groups are small so that the model can begin, the last ones so that it has little left to do when they
+    have come; those between are larger so that there are few calls.
     """
     head: list[int] = []
     tail: list[int] = []
@@ -30,8 +30,11 @@ def layer_groups(num_layers: int) -> tuple[range, ...]:
 
 
 def calls_for(groups: Sequence[range], layer_bytes: int) -> Iterator[tuple[range, list[range]]]:
-    """Layers that one call brings in, and the groups that they are. Where a group takes less time on the wire than it
-    takes to call for it, several are one call. ``layer_bytes``: of all chunks, in one layer."""
+    """The layers that each call brings in, and the groups that they are.
+
+    A group that takes less time on the wire than the call for it takes on the CPU shares its call with the next ones.
+    ``layer_bytes``: bytes of all chunks in one layer.
+    """
     together: list[range] = []
     for group in groups:
         together.append(group)

@@ -20,14 +20,14 @@ log = logging.getLogger(__name__)
 
 
 class CudaLanes:
-    """``swap_queue.Lanes`` on one GPU. The host pool must be pinned."""
+    """``queue.Lanes`` on one GPU. The host pool must be pinned."""
 
     def __init__(self, pools: KvPools, compute: torch.cuda.Stream, *, mechanism: str, verify: bool) -> None:
         """Raises ValueError for a mechanism that is unknown or impossible here."""
         self._pools = pools
         self._inside, outside = runs_of(pools.device), runs_of(pools.host, chunk_first=True)
         device = pools.device.device
-        # Copies in hold a step up, so they go first where programs compete for multiprocessors.
+        # A step waits for its copies in, so these go first where programs compete for multiprocessors.
         self.streams = {
             Lane.COMPUTE: compute,
             Lane.IN: torch.cuda.Stream(device, priority=-1),
@@ -48,7 +48,8 @@ class CudaLanes:
         self.groups = layer_groups(pools.num_layers)
         self._arrived = {group.start: torch.cuda.Event(external=True) for group in self.groups}
         for event in self._arrived.values():
-            # torch makes an event when it is first recorded; a graph that waits for one not made yet drops the wait.
+            # torch makes an event when it is first recorded, and a graph drops the wait for an event that is not made
+            # yet.
             event.record(self.streams[Lane.IN])
         self._failed = torch.zeros(len(pools.host), dtype=torch.int32, pin_memory=True)
         self._checksum = ChunkChecksum(self._inside, len(pools.host), self._failed) if verify else None
@@ -94,6 +95,7 @@ class CudaLanes:
         """See ``Lanes.copy_in``."""
         assert isinstance(prepared, torch.Tensor)
         with torch.cuda.stream(self.streams[Lane.IN]):
+            # An event per group of layers: the model waits at a group's first layer for the whole group.
             for layers, groups in calls_for(self.groups, len(prepared) * self._run_bytes):
                 self._in(prepared, first=0, count=len(prepared) * len(layers), layers=layers)
                 if self._checksum is not None:
@@ -116,13 +118,13 @@ class CudaLanes:
 
     def wait(self, layer: int) -> None:
         """Make the current stream wait for the last copy in of ``layer``. Can be captured: a replay waits for the copy
-        that was queued last before the replay was."""
+        that was queued last before the replay was launched."""
         event = self._arrived.get(layer)
         if event is not None:
             event.wait()
 
     def failed_pages(self) -> list[int]:
-        """Host pages that came back other than they had left, as far as known. Does not wait."""
+        """Host pages whose chunks are known to have come back other than they had left. Does not wait."""
         return [int(page) for page in np.flatnonzero(self._failed.numpy())]
 
     def synchronize(self) -> None:

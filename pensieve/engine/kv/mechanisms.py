@@ -1,11 +1,11 @@
 """Two ways to move runs between the pools, and which of them to take on this machine.
 
-*batch*: the driver's ``cuMemcpyBatchAsync``, which feeds the copy engines: the whole link in both directions at once
-and least trouble for a step beside it, but a third to two thirds of a microsecond of CPU time a run, and two to three
-for a run of 16 KiB from the host (``bench/results/ops_swap_h200.md``). *kernel*: ``pensieve.kernels.chunk_copy``, a few
-programs that read and write pinned memory in place: as fast at any size of run, and a launch costs the same for any
-number of them, but together both directions share what one could have. So it depends on run size, direction, link and
-driver, and is measured at start-up.
+*batch* is the driver's ``cuMemcpyBatchAsync``, which feeds the copy engines. It has the whole link in both directions
+at once and disturbs a step beside it least, but takes a third to two thirds of a microsecond of CPU time a run, and two
+to three for a run of 16 KiB from the host (``bench/results/ops_swap_h200.md``). *kernel* is
+``pensieve.kernels.chunk_copy``: a few programs that read and write pinned memory in place. It is as fast at any size of
+run, and a launch costs the same for any number of runs, but both directions at once share what one alone could have.
+Which is better depends on run size, direction, link and driver, so it is measured at start-up.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from pensieve.kernels.chunk_copy import IN_PROGRAMS, OUT_PROGRAMS, WORD, ChunkCo
 
 MECHANISMS = ("auto", "batch", "kernel")
 TRIAL_BYTES, TRIAL_RUNS, TRIAL_LAYERS, TRIALS = 32 << 20, 2048, 8, 3
-"""At most that much and that many; few small runs look better than many, which fill the driver's queue."""
+"""A trial copies at most so many bytes in so many runs. It needs many runs: a few small ones would not fill the
+driver's queue, and look better than they are."""
 STREAM_ORDER = 1
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: the source is read in its place in the stream, not when the call is made."""
 VERSION = 12080
-"""Of the driver interface that first had the call: CUDA 12.8."""
+"""The driver interface that first had the call: CUDA 12.8."""
 ENOUGH = 0.75
-"""Share of the kernel's rate from which on the copy engines are better, for the sake of what runs beside them: products
-that want all multiprocessors wait where a copy's programs sit. On an H200, a step of 256 tokens (9.4 ms of products)
-beside a swap-in of 420 MB took 10.1 ms by the copy engines, 12.0 ms by the kernel."""
+"""The copy engines are taken when they reach this share of the kernel's rate, for the sake of what runs beside them:
+products that want all multiprocessors wait where a copy's programs sit. On an H200, a step of 256 tokens (9.4 ms of
+products) beside a swap-in of 420 MB took 10.1 ms by the copy engines, 12.0 ms by the kernel."""
 
 Addresses = npt.NDArray[np.uint64]
 
@@ -87,7 +88,7 @@ class _Driver:
 
 
 class BatchCopy:
-    """``ChunkCopy`` by the copy engines. Not for the default stream, which the driver refuses."""
+    """What ``ChunkCopy`` does, by the copy engines. The driver refuses it on the default stream."""
 
     def __init__(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Raises OSError where the driver cannot do it."""
@@ -111,7 +112,8 @@ class BatchCopy:
         """There is nothing to compile."""
 
     def _addresses(self, pairs: torch.Tensor) -> tuple[Addresses, Addresses]:
-        """Of the runs of all layers, [n, L] each. One list of pairs is copied by several calls in a row."""
+        """Where the runs of all layers begin, [n, L] each. They are kept, since several calls in a row copy one
+        list."""
         if self._last is None or self._last[0] is not pairs:
             pages = pairs.numpy().astype(np.int64)
             self._last = pairs, self._dst.of(pages[:, 1]), self._src.of(pages[:, 0])
@@ -126,13 +128,13 @@ class _Addresses:
         self._layers = runs.data_ptr() + np.arange(len(runs)) * (runs.stride(0) * WORD.itemsize)
 
     def of(self, pages: Ints) -> Addresses:
-        """[n, L]"""
+        """Where the runs of these pages begin, [n, L]."""
         return (self._layers + pages[:, None] * self._page_bytes).view(np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a mechanism made of some megabytes in runs of one size."""
+    """How fast a mechanism copied some megabytes in runs of one size."""
 
     gb_per_s: float
     """From the call to the arrival of the last byte, when nothing else is under way."""
@@ -142,7 +144,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A mechanism for one direction; ``trials`` by mechanism, empty when there was no choice."""
+    """The mechanism for one direction, and the trials by mechanism: none where there was no choice."""
 
     mechanism: str
     trials: dict[str, Trial]
@@ -188,8 +190,8 @@ def choose(trials: dict[str, Trial]) -> Choice:
 
 
 def _try(copy: RunCopy, pairs: torch.Tensor, run_words: int) -> Trial:
-    """The best of some trials after one to warm up. By the clock on the wall: the driver sends small runs through the
-    CPU when nothing else is under way, and blocks when it has been given too many."""
+    """The best of some trials after one to warm up. Time is measured on the host: the driver sends small runs through
+    the CPU when nothing else is under way, and blocks when its queue is full."""
     stream, total, submit = torch.cuda.Stream(), float("inf"), float("inf")
     runs = len(pairs) * TRIAL_LAYERS
     torch.cuda.synchronize()

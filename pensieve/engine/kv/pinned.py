@@ -1,7 +1,8 @@
 """Host memory that a GPU can read and write in place.
 
-``torch``'s own pinned tensors are rounded up to the next power of two, which turns 40 GiB into 64. Here plain pages
-are allocated and registered with CUDA once, when the server starts; that takes a while, so it says how far it is.
+torch rounds its own pinned tensors up to the next power of two, which turns 40 GiB into 64. So this module allocates
+plain memory and registers it with CUDA once, when the server starts; that takes a while, so it says how far it is.
+("Pages" here are the operating system's.)
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 SEGMENT_BYTES = 1 << 30
-"""Registered at a time: progress can be shown, and the driver's lock is not held for long."""
+"""Registered at a time, so that progress can be shown and the driver's lock is not held for long."""
 TOUCH_BYTES = 64 << 20
-"""Filled at a time by one thread."""
+"""One thread fills so much at a time."""
 SHOW_AFTER_SECONDS = 2.0
 MOST_THREADS = 16
 
@@ -32,7 +33,7 @@ class PinnedMemory:
     """``num_bytes`` of zeros, page-aligned and registered with CUDA until ``close``."""
 
     def __init__(self, num_bytes: int, *, unit: int = 1, threads: int | None = None) -> None:
-        """No copy may straddle two registrations: ``unit`` is what is copied at most, and none is cut.
+        """``unit``: the bytes of the largest copy. No copy may straddle two registrations, so no unit is cut in two.
 
         Raises RuntimeError when the memory cannot be had or registered.
         """
@@ -57,11 +58,11 @@ class PinnedMemory:
             raise
 
     def close(self) -> None:
-        """Give the registration back; no copy may be under way. The tensor stays readable by the CPU."""
+        """End the registration; no copy may be under way. The CPU can still read the tensor."""
         _unregister(self._registered, self.tensor)
 
     def _register(self, segments: list[range], threads: int) -> None:
-        """Have all pages present, by many threads, then registered: on its own the driver faults them in one by one."""
+        """Touch all pages from many threads, then register them: on its own the driver faults them in one by one."""
         cudart: Any = torch.cuda.cudart()
         base, values = self.tensor.data_ptr(), self.tensor.numpy()
         with _progress(segments[-1].stop) as advance, ThreadPoolExecutor(threads) as pool:

@@ -3,7 +3,8 @@
 Device pool ``[L, P, 2, Hkv, N, D]``: layer first, so that attention of one layer reads one slab and a layer can be
 waited for alone. Host pool ``[C, L, 2, Hkv, N, D]``: chunk first, so that an evicted chunk is one contiguous object.
 In both, keys and values of one page of one layer are one contiguous run: the unit that is copied. Beside a GPU the host
-pool is pinned, and ``pensieve.engine.kv.swap`` does the copies; those here are of plain memory, and wait for nothing.
+pool is pinned, and ``pensieve.engine.kv.swap`` does the copies. The copies in this module are for plain memory, where a
+copy is done when its call returns.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pensieve.model.arch import Arch
 
 
 class KvPools:
-    """Both tiers' memory. Says nothing about what is valid: that is the cache manager's knowledge."""
+    """The memory of both tiers. What of it is valid is the cache manager's knowledge alone."""
 
     def __init__(
         self,
@@ -35,7 +36,7 @@ class KvPools:
         """Allocates both pools, zeroed. Raises RuntimeError when there is not that much memory."""
         page = (2, arch.num_kv_heads, chunk_tokens, arch.head_dim)
         self.padding_page = device_chunks
-        """One page more than is ever given out: what the unused end of a page table points to."""
+        """The page behind those that chunks get: the unused end of a page table points to it."""
         self.device = torch.zeros((arch.num_layers, device_chunks + 1, *page), dtype=dtype, device=device)
         self.chunk_bytes = arch.num_layers * self.device[0, 0].nbytes
         self._pinned: PinnedMemory | None = None
@@ -56,14 +57,14 @@ class KvPools:
         return self.device.shape[0]
 
     def swap_out(self, copies: Sequence[Copy]) -> None:
-        """Device pages to host pages, all layers."""
+        """Copy device pages to host pages, all layers."""
         if copies:
             src, dst = _numbers(copies)
             for layer in range(self.num_layers):
                 reference.chunk_copy(self.host[:, layer], self.device[layer], dst, src)
 
     def copy_on_device(self, copies: Sequence[Copy]) -> None:
-        """Device pages to device pages, all layers; every page is read before any is written."""
+        """Copy device pages to device pages, all layers; every page is read before any is written."""
         if copies:
             src, dst = _numbers(copies)
             for layer in range(self.num_layers):
@@ -77,15 +78,15 @@ class KvPools:
         return transfers
 
     def copy_in(self, layer: int, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """One layer's share of a swap-in."""
+        """Copy one layer of host pages ``src`` to device pages ``dst``."""
         reference.chunk_copy(self.device[layer], self.host[:, layer], dst, src)
 
 
 class LayerTransfers:
     """One step's swap-in, layer by layer.
 
-    In plain memory a copy *is* the wait: each layer is copied when it is first needed. The order of use is that of
-    the layers.
+    In plain memory a copy *is* the wait: each layer is copied when it is first needed. Layers are needed in their
+    order.
     """
 
     def __init__(self, pools: KvPools, copies: Sequence[Copy]) -> None:
@@ -105,7 +106,7 @@ class LayerTransfers:
         self.seconds += time.perf_counter() - started
 
     def finish(self) -> None:
-        """Return when all layers have arrived: also for a plan that swaps in but computes nothing."""
+        """Return when all layers have arrived. A plan that swaps in but computes nothing needs this, too."""
         self.wait(self._pools.num_layers - 1)
 
 

@@ -1,4 +1,6 @@
-"""Which copy waits for what: plans take effect one after the other, while three streams run side by side. No torch.
+"""Which copy waits for what, so that plans take effect one after the other while three streams run side by side.
+
+No torch.
 
 The compute stream runs the model, ``h2d`` brings pages in, ``d2h`` takes pages out; each does its work in order. Plans
 are handed over in their order. Per device page this module remembers the last compute work that *touched* it (read or
@@ -24,10 +26,15 @@ layer l of the step             this plan's copies into layer l (``wait``)     l
 ==============================  =============================================  ===================================
 
 Copies out are not begun at once: they wait in a list and are fed to the device a little at a time, less while a copy in
-is under way. So the list is part of the order: whatever must come after a copy out has it, and all before it, begun
-first. Nothing else can make a delayed copy out wrong: all that changes its source or target must come after it.
+is under way. So the list is part of the order: before anything is queued that must come after a copy out, that copy and
+all before it in the list are begun. Nothing else can make a delayed copy out wrong, since everything that changes its
+source or target must come after it.
 
-No circle of waits can arise: work only ever waits for work that was queued on its stream before it.
+No circle of waits can arise: work only ever waits for work that was queued before it.
+
+The five numbers are tickets. Each lane counts its work, and *ticket n of a lane is done* means: so is all its work up
+to there. A wait for a ticket is therefore a wait for everything before it, and a lane that has waited for ticket n need
+not wait again for any smaller one.
 """
 
 from __future__ import annotations
@@ -48,14 +55,14 @@ Pairs = npt.NDArray[np.int32]
 """(source page, target page) per chunk, [n, 2]."""
 
 QUANTUM_BYTES = 4 << 20
-"""Most of one submission of copies out, and most that is queued of them while a copy in is under way."""
+"""While a copy in is under way, so much is submitted of copies out, and no more than that is queued."""
 AHEAD_QUANTA = 16
-"""Quanta queued otherwise, in one submission: 1.2 ms of a 55 GB/s link."""
+"""Otherwise so many quanta are queued, in one submission: 1.2 ms of a 55 GB/s link."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the pools hold. ``chunk_bytes`` over all layers."""
+    """What the pools hold. ``chunk_bytes`` counts all layers of a chunk."""
 
     device_pages: int
     host_pages: int
@@ -76,7 +83,7 @@ class Lanes(Protocol):
         ...
 
     def prepare(self, pairs: Pairs) -> object:
-        """Page pairs in the form that copies take; to be kept until they are done."""
+        """Page pairs in the form that copies take. Whoever queues copies keeps it until they are done."""
         ...
 
     def copy_out(self, prepared: object, first: int, count: int) -> None:
@@ -84,35 +91,40 @@ class Lanes(Protocol):
         ...
 
     def copy_in(self, prepared: object) -> None:
-        """Queue all layers, host to device, in their order, and let ``wait`` of each layer wait for it."""
+        """Queue the copies of all layers, host to device, in their order, so that a step can wait for each layer."""
         ...
 
     def copy_on_device(self, pairs: Pairs) -> None:
-        """Queue all layers, device to device, on the compute lane; every page is read before any is written."""
+        """Queue copies of all layers, device to device, on the compute lane; every page is read before any is
+        written."""
         ...
 
 
 @dataclass(slots=True)
 class _CopyOut:
-    """One plan's copies out, as far as they have not been queued."""
+    """One plan's copies out, which wait to be queued; each pair has a ticket, from ``first_ticket`` on."""
 
     pairs: Pairs
     first_ticket: int
     after_compute: int
+    """Ticket of compute work that must be done first; likewise ``after_in``."""
     after_in: int
     next_run: int = 0
+    """The first run that has not been queued."""
     prepared: object = None
 
 
 class SwapQueue:
-    """The order of all copies and steps. Used by one thread: ``before_step``, the step's kernels, ``after_step``."""
+    """The order of all copies and steps. One thread uses it: ``before_step``, the step's kernels, ``after_step``."""
 
     def __init__(self, lanes: Lanes, sizes: Sizes, *, pipelined: bool) -> None:
         self.lines = {lane: Timeline() for lane in Lane}
+        """How far each lane has come."""
         self._lanes, self._sizes, self._pipelined = lanes, sizes, pipelined
         self._touched, self._read_out, self._brought_in = _clocks(3, sizes.device_pages)
         self._saved, self._loaded = _clocks(2, sizes.host_pages)
         self._pages_of_step: tuple[Plan, npt.NDArray[np.int32]] | None = None
+        # (lane, after): the ticket of ``after`` up to which ``lane`` has been made to wait already.
         self._followed = {(lane, after): 0 for lane in Lane for after in Lane}
         self._waiting: deque[_CopyOut] = deque()
         self._ticket_out = 0
@@ -132,6 +144,8 @@ class SwapQueue:
             plan, "copies", plan.copies, self._sizes.device_pages, self._sizes.device_pages
         )
         come_in = self._pairs(plan, "swap_in", plan.swap_in, self._sizes.host_pages, self._sizes.device_pages)
+        # In the order in which a plan takes effect (``engine.plan``). The step is protected before this plan's copies
+        # in are queued: it waits for those layer by layer, and only for those of earlier plans as a whole.
         if len(out):
             self._take_out(out)
         if len(on_device):
@@ -143,7 +157,7 @@ class SwapQueue:
         self.feed()
 
     def after_step(self, plan: Plan) -> None:
-        """The step's kernels have been queued."""
+        """Take note that the step's kernels have been queued."""
         if plan.spans:
             if plan.swap_in:
                 # Layer by layer, the step has waited for these, and so for all that came in before them.
@@ -156,6 +170,7 @@ class SwapQueue:
         line = self.lines[Lane.OUT]
         if not self._waiting and not line.busy:
             return
+        # Both directions share the link and the host's memory, and steps wait for copies in: those go first.
         line.settle()
         self.lines[Lane.IN].settle()
         limit = QUANTUM_BYTES if self.lines[Lane.IN].busy else QUANTUM_BYTES * AHEAD_QUANTA
@@ -176,6 +191,7 @@ class SwapQueue:
 
     def _take_out(self, pairs: Pairs) -> None:
         source, target = pairs[:, 0], pairs[:, 1]
+        # The waits are fixed now, by what the clocks say when the plan is launched; the copy is begun later.
         after_compute = int(self._touched[source].max())
         after_in = int(max(self._brought_in[source].max(), self._loaded[target].max()))
         tickets = self._ticket_out + 1 + np.arange(len(pairs))
@@ -206,41 +222,42 @@ class SwapQueue:
             self._after(Lane.COMPUTE, Lane.IN, line.last)
 
     def _protect_step(self, plan: Plan) -> None:
-        """Before this plan's own copies in: for those each layer waits by itself."""
+        """Keep the step behind earlier plans' copies. For this plan's own copies in each layer waits by itself."""
         touched = self._pages_touched(plan)
         self._after(Lane.COMPUTE, Lane.IN, self._pending(Lane.IN, self._brought_in[touched]))
         if self._pending(Lane.OUT, self._read_out[touched]):
-            # To read beside a copy out is no harm, to write is: worth finding out only now.
+            # Reading a page beside a copy out of it does no harm, writing it does. Which pages the step writes takes
+            # time to find out, and is asked only when a copy out of any of its pages is still to come.
             written = _pages_written(plan, self._sizes.page_tokens)
             self._after(Lane.COMPUTE, Lane.OUT, int(self._read_out[written].max(initial=0)))
 
-    # -- what all of them are made of --------------------------------------------------------------------------------
+    # -- what all of them are made of: waits, marks, submissions -----------------------------------------------------
 
     def _after(self, lane: Lane, after: Lane, ticket: int) -> None:
-        """The one place where a lane is made to wait for another."""
+        """Make ``lane`` wait for a ticket of ``after``: the only place where a lane is made to wait for another."""
         if ticket <= self._followed[lane, after]:
             return
         if after is Lane.OUT:
-            self._begin_out(ticket)
+            self._begin_out(ticket)  # nobody can wait for a copy that is not queued
         work = self.lines[after].first_at(ticket)
         self._followed[lane, after] = ticket if work is None else work.ticket
         if work is not None:
             self._lanes.follow(lane, after, work.end)
 
     def _pending(self, after: Lane, tickets: Ints) -> int:
-        """The latest of these tickets of a lane, 0 if that is done."""
+        """The latest of these tickets of a lane, or 0 if that is done already."""
         latest = int(tickets.max(initial=0))
         return latest if latest > self.lines[after].done else 0
 
     def _mark_compute(self, touched: npt.NDArray[np.int32]) -> None:
-        """All compute work queued so far; the newest of it touched these pages."""
+        """Give the compute work queued so far a ticket, and note that its newest part touched these pages."""
         line = self.lines[Lane.COMPUTE]
         line.settle()
         line.add(LaneWork(line.last + 1, self._lanes.mark(Lane.COMPUTE)))
         self._touched[touched] = line.last
 
     def _begin_out(self, ticket: int) -> None:
-        """Begin all copies out up to ``ticket``."""
+        """Begin all copies out up to ``ticket``, however much is queued already."""
         while self.lines[Lane.OUT].last < ticket:
             head = self._waiting[0]
             chunks = min(ticket - head.first_ticket + 1, len(head.pairs))
@@ -253,6 +270,7 @@ class SwapQueue:
         self._after(Lane.OUT, Lane.IN, head.after_in)
         if head.prepared is None:
             head.prepared = self._lanes.prepare(head.pairs)
+        # A submission may end in the middle of a chunk. Its ticket is then that of the last chunk that is complete.
         runs = min(most_runs, len(head.pairs) * layers - head.next_run)
         begin = self._lanes.mark(Lane.OUT)
         self._lanes.copy_out(head.prepared, head.next_run, runs)
@@ -265,7 +283,7 @@ class SwapQueue:
             self._waiting.popleft()
 
     def _pages_touched(self, plan: Plan) -> npt.NDArray[np.int32]:
-        """Everything that the step may read or write; put together once per plan."""
+        """All pages that the step may read or write; they are put together once per plan."""
         if self._pages_of_step is None or self._pages_of_step[0] is not plan:
             self._pages_of_step = plan, np.concatenate(plan.page_tables)
         return self._pages_of_step[1]
@@ -278,12 +296,12 @@ class SwapQueue:
 
 
 def _clocks(count: int, pages: int) -> Ints:
-    """Tickets of page-wise last uses; 0: never."""
+    """Tickets of the last use of each page, one row for each of ``count`` uses; 0: never used."""
     return np.zeros((count, pages), dtype=np.int64)
 
 
 def _pages_written(plan: Plan, page_tokens: int) -> npt.NDArray[np.int32]:
-    """Where the step puts its tokens' keys and values."""
+    """The pages into which the step puts its tokens' keys and values."""
     parts = [
         plan.page_tables[span.page_table][span.start // page_tokens : -(-span.end // page_tokens)]
         for span in plan.spans

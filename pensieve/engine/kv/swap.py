@@ -1,13 +1,13 @@
 """Swapping beside the model: copies of coming and leaving chunks run while steps run.
 
-``swap_queue`` says which work waits for which, and why; ``swap_lanes`` queues it on CUDA streams; ``swap_copy`` chooses
-how the bytes move. A worker calls, from one thread and for each plan in its order::
+``queue`` says which work waits for which, and why; ``lanes`` queues it on CUDA streams; ``mechanisms`` chooses how the
+bytes move. A worker calls, from one thread and for each plan in its order::
 
     swap.before_step(plan)
     ... queue the step's kernels on the compute stream; in each, before layer l's KV is written: swap.wait(l) ...
     swap.after_step(plan)
 
-Nothing here waits for the device but ``drain`` and ``close``.
+Only ``drain`` and ``close`` wait for the device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RestoreMismatch(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class SwapCounters:
-    """Copies that ended since the counters were last read. Seconds on the wire, without waiting for their turn."""
+    """Copies that ended since the counters were last read. Seconds count time on the wire, not waiting for a turn."""
 
     in_bytes: int
     out_bytes: int
@@ -41,7 +41,7 @@ class SwapCounters:
 
 
 class SwapEngine:
-    """Copies of one worker's pools."""
+    """All copies between the pools of one worker, in the right order beside its steps."""
 
     lanes_type: ClassVar[type[CudaLanes]] = CudaLanes
 
@@ -54,8 +54,8 @@ class SwapEngine:
         mechanism: str = "auto",
         verify: bool = False,
     ) -> None:
-        """``pipelined``: a step begins before all it swaps in is there. ``mechanism``: see ``swap_copy``. ``verify``:
-        chunks are checked when they are back. Steps run on ``compute``.
+        """``pipelined``: a step may begin before all that it swaps in is there. ``mechanism``: one of
+        ``mechanisms.MECHANISMS``. ``verify``: chunks are checked when they are back. Steps run on ``compute``.
 
         Raises ValueError for a mechanism that is unknown or impossible here.
         """
@@ -83,17 +83,19 @@ class SwapEngine:
         self._queue.before_step(plan)
 
     def wait(self, layer: int) -> None:
-        """Make the current stream wait until ``layer`` has been swapped in. Also inside a CUDA graph that is captured
-        once: each replay waits for what was last swapped in before it was launched. Every step with spans must do so
-        for every layer of a plan that swaps in."""
+        """Make the current stream wait until ``layer`` has been swapped in.
+
+        This may be captured in a CUDA graph: each replay then waits for what was last swapped in before it was
+        launched. A step with spans whose plan swaps in must call it for every layer.
+        """
         self._lanes.wait(layer)
 
     def after_step(self, plan: Plan) -> None:
-        """The step's kernels have been queued, or there were none."""
+        """Take note that the step's kernels have been queued, or that there were none."""
         self._queue.after_step(plan)
 
     def counters(self) -> SwapCounters:
-        """What has ended since the last call. Does not wait.
+        """What has ended since the last call. This does not wait.
 
         Raises RestoreMismatch when a restored chunk was found to differ.
         """

@@ -22,17 +22,17 @@ class Mark(Protocol):
     """A point in a lane's work; a ``torch.cuda.Event`` is one."""
 
     def query(self) -> bool:
-        """Whether the work before it is done. Does not wait."""
+        """Whether the work before this point is done. Does not wait."""
         ...
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds to a later point of the same lane, both of them reached."""
+        """Milliseconds from here to a later point of the same lane; both have been reached."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LaneWork:
-    """A piece of a lane's work."""
+    """A piece of work that was queued on a lane."""
 
     ticket: int
     """Everything of this lane up to this ticket is done when this piece is."""
@@ -40,7 +40,7 @@ class LaneWork:
     begin: Mark | None = None
     num_bytes: int = 0
     keep: object = None
-    """Something that must not be freed before."""
+    """Something that must not be freed before the work is done."""
 
 
 class Timeline:
@@ -62,14 +62,14 @@ class Timeline:
         return bool(self._works)
 
     def add(self, work: LaneWork) -> None:
-        """The lane's newest piece of work."""
+        """Take in the piece of work that was queued last."""
         assert work.ticket >= self.last
         self.last = work.ticket
         self.queued_bytes += work.num_bytes
         self._works.append(work)
 
     def settle(self) -> None:
-        """Strike off what is done. Does not wait."""
+        """Strike off the work that is done. Does not wait."""
         while self._works and self._works[0].end.query():
             work = self._works.popleft()
             self.done = work.ticket

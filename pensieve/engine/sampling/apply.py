@@ -1,4 +1,4 @@
-"""Penalties, bias and bans, for all rows at once and without asking the device for a value."""
+"""Applies penalties, bias and bans to the logits of all rows at once, without asking the device for a value."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pensieve.engine.sampling.changes import Changes, Penalties
 from pensieve.engine.sampling.draw import row_ranges
 
 MOST = 1e30
-"""What an infinite logit counts as; minus this for one that is minus infinite or not a number."""
+"""The value that an infinite logit counts as; one that is minus infinite or not a number counts as minus this."""
 
 
 def apply_changes(logits: torch.Tensor, changes: Changes, sent: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """A copy of the logits [S, vocab] with ``changes``, whose arrays are ``sent`` to the device."""
+    """A copy of the logits [S, vocab] with ``changes`` made, whose arrays have been ``sent`` to the device."""
     result = logits.clone(memory_format=torch.contiguous_format)
     if changes.penalties is not None:
         _penalise(result, changes.penalties, sent)
@@ -34,12 +34,12 @@ def apply_changes(logits: torch.Tensor, changes: Changes, sent: Mapping[str, tor
 
 
 def _in_range(values: torch.Tensor) -> torch.Tensor:
-    """What left the range comes back, except that -inf stays: it is a ban."""
+    """Bring back values that left the range, except that -inf stays: it is a ban."""
     return torch.nan_to_num(values, nan=-torch.inf, posinf=MOST, neginf=-torch.inf)
 
 
 def _penalise(logits: torch.Tensor, penalties: Penalties, sent: Mapping[str, torch.Tensor]) -> None:
-    """Repetition penalty over prompt and output, frequency and presence penalties over the output; in place."""
+    """Apply repetition penalty over prompt and output, frequency and presence penalties over the output; in place."""
     vocab, device = logits.shape[1], logits.device
     some_repetition = bool((penalties.repetition != 1.0).any())
     some_cost = bool(penalties.frequency.any() or penalties.presence.any())

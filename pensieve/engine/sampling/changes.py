@@ -1,4 +1,4 @@
-"""What a step's ``SampleSpec``s change in the logits before a token is chosen, as arrays. No torch."""
+"""What the ``SampleSpec``s of a step change in the logits before a token is chosen, as arrays. No torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _NO_TOKENS: TokenArray = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """The n rows that look at their context. Which tokens occur, and how often, is counted where the logits are."""
+    """The n rows whose penalties look at their context. The device counts which tokens occur in it, and how often."""
 
     rows: Ints
     repetition: Floats
-    """Positive logits of tokens of prompt and output are divided by it, others multiplied; 1 is off. [n]"""
+    """Divides positive logits of tokens that occur in prompt or output, multiplies negative ones; 1 is off. [n]"""
     frequency: Floats
     """Subtracted for each time that a token occurs in the output; [n]"""
     presence: Floats
@@ -34,7 +34,7 @@ class Penalties:
     output_ends: Ints
 
     def arrays(self) -> dict[str, Array]:
-        """What the device needs, by name."""
+        """The arrays that the device needs, by name."""
         return {
             "penalty_rows": self.rows,
             "repetition": self.repetition,
@@ -56,12 +56,12 @@ class Changes:
     """Places to which ``bias`` is added, each once; [n]"""
     bias: Floats
     banned: Ints
-    """Places that may not come; repeats allowed."""
+    """Places that may not be chosen; repeats allowed."""
     everything: Ints
     """Rows in which so much changes that nothing might be left; such a row is then taken unchanged."""
 
     def arrays(self) -> dict[str, Array]:
-        """What the device needs, by name."""
+        """The arrays that the device needs, by name."""
         arrays: dict[str, Array] = {
             "biased": self.biased,
             "bias": self.bias,
@@ -74,7 +74,10 @@ class Changes:
 
 
 def changes_of(specs: Sequence[SampleSpec], vocab: int) -> Changes | None:
-    """None: nothing changes. Raises ValueError when a token of a prompt or output is not in the vocabulary."""
+    """All changes of a step, or None if nothing changes.
+
+    Raises ValueError when a token of a prompt or output is not in the vocabulary.
+    """
     contexts: list[tuple[int, SampleSpec]] = []
     biased: list[int] = []
     bias: list[float] = []
@@ -127,7 +130,8 @@ def _penalties(contexts: Sequence[tuple[int, SampleSpec]], vocab: int) -> Penalt
 
 
 def _joined(parts: Sequence[TokenArray], vocab: int) -> TokenArray:
-    """A copy, because its source may grow; checked, because a GPU does not say who wrote where."""
+    """The parts one after the other: copied, because they may grow, and checked, because a GPU does not say who wrote
+    out of bounds."""
     tokens = np.concatenate(parts)
     if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab):
         raise ValueError(f"a token of a prompt or output is not in the vocabulary of {vocab}")

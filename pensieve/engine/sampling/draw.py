@@ -1,11 +1,11 @@
 """Random tokens from logits: temperature, top-k, top-p, min-p, then the inverse of the cumulative distribution.
 
 A row's token must not depend on the batch, down to the last bit, while the order in which a GPU adds floating-point
-numbers depends on the batch's shape. So each token gets an integer weight, ``exp(logit - largest)`` scaled up; sums of
-integers are the same in every order. All filters are thresholds on a row's values, so ties stay together and how
-equal values are sorted does not matter. The choice goes through the vocabulary in order.
+numbers depends on the batch's shape. So each token gets an integer weight, ``exp(logit - largest)`` scaled up: sums of
+integers are the same in every order. All filters are thresholds on a row's values, so equal values stay together, and
+in which order they are sorted does not matter. The choice goes through the vocabulary in order.
 
-Nothing here asks a GPU for a value, except ``_nucleus_of_row``, which is for the CPU only.
+No function asks a GPU for a value; ``_nucleus_of_row`` does ask, but is for the CPU only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pensieve.engine.sampling.rows import MAX_TOP_K, DrawGroup
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """What ``sampling_rows.Draws`` says of n rows: float64 and int64 [n, 1] on the logits' device."""
+    """What ``rows.Draws`` says of n rows: float64 and int64 [n, 1] on the logits' device."""
 
     temperature: torch.Tensor
     uniform: torch.Tensor
@@ -31,7 +31,7 @@ class Parameters:
     top_p: torch.Tensor
 
     def rows(self, start: int, end: int) -> Parameters:
-        """Those of the rows ``start … end - 1``."""
+        """The parameters of the rows ``start … end - 1``."""
         if start == 0 and end == len(self.temperature):
             return self
         return Parameters(
@@ -67,7 +67,7 @@ def weigh(
 
 
 def _scale(vocab: int) -> float:
-    """Weight of a row's largest logit: a power of two, such that no row's sum passes 2^62."""
+    """The weight of a row's largest logit: a power of two, so that no row's sum passes 2^62."""
     return float(1 << min(52, 62 - vocab.bit_length()))
 
 
@@ -112,7 +112,7 @@ def _nucleus(
 
 
 def _nucleus_of_row(scaled: Floats, weights: Ints, top_p: float) -> float:
-    """As ``_nucleus`` for one whole row [vocab], sorting only what can be in the nucleus.
+    """What ``_nucleus`` returns, for one whole row [vocab]; it sorts only what can be in the nucleus.
 
     All tokens of at most some weight come last and together weigh at most that times the vocabulary: if this is no
     more than what the nucleus leaves out, none of them is in it. Few are left where the model is not undecided.
@@ -130,9 +130,9 @@ def _nucleus_of_row(scaled: Floats, weights: Ints, top_p: float) -> float:
 
 
 CPU_ELEMENTS, GPU_ELEMENTS = 1 << 17, 1 << 22
-"""Logits to work on at once: what fits a CPU's cache; what a GPU has room for besides weights and KV."""
+"""So many logits are worked on at once: they fit a CPU's cache, and what a GPU has room for besides weights and KV."""
 BYTES_PER_ELEMENT = 128
-"""Memory used for a while by each of them, at most: float64 and int64 values, and what sorting takes."""
+"""The most memory that each of them takes for a while: float64 and int64 values, and what sorting needs."""
 
 
 def row_ranges(start: int, end: int, vocab: int, device: torch.device) -> list[tuple[int, int]]:

@@ -1,7 +1,8 @@
-"""What a step's ``SampleSpec``s come to, as arrays: everything of sampling that needs no logits. No torch.
+"""What the ``SampleSpec``s of a step come to, as arrays: everything in sampling that needs no logits. No torch.
 
-Made on the CPU while the GPU works on something else, so that choosing the tokens afterwards is a fixed sequence of
-operations that never asks the GPU for a value. A step in which every row is greedy costs a walk over the specs.
+The arrays are made on the CPU while the GPU works on something else. Choosing the tokens afterwards is then a fixed
+sequence of operations that never asks the GPU for a value. A step in which every row is greedy costs a walk over the
+specs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MAX_TOP_K = 1024
 
 _MASK64 = (1 << 64) - 1
 _BLOCK = 64
-"""Numbers of a stream that are made at a time."""
+"""So many random numbers of a turn are made at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Draws:
     groups: tuple[DrawGroup, ...]
 
     def arrays(self) -> dict[str, Array]:
-        """What the device needs, by name."""
+        """The arrays that the device needs, by name."""
         return {
             "draw_rows": self.rows,
             "temperature": self.temperature,
@@ -81,11 +82,11 @@ class PreparedRows:
 
     @property
     def plain(self) -> bool:
-        """Each row takes the token with the largest logit and nothing else is asked."""
+        """Whether each row takes the token with the largest logit and asks for nothing else."""
         return self.draws is None and self.changes is None and not self.top_logprobs
 
     def arrays(self) -> dict[str, Array]:
-        """What the device needs, by name."""
+        """The arrays that the device needs, by name."""
         arrays: dict[str, Array] = {}
         for part in (self.draws, self.changes):
             if part is not None:
@@ -124,7 +125,7 @@ def uniform(seed: int, index: int) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _numbers(key: int, block: int) -> Floats:
-    """The numbers of outputs ``64 * block …`` of a stream; [64]. One number alone would cost as much as all."""
+    """The numbers of outputs ``64 * block …`` of a turn, [64]. One number alone would cost as much as all."""
     words = np.random.Philox(key=key, counter=block * _BLOCK).random_raw(4 * _BLOCK)[::4]
     # The first word of each value of the counter. 48 bits: the number times a total stays below the total in float64.
     numbers: Floats = (words >> np.uint64(16)).astype(np.float64) / float(1 << 48)
@@ -133,6 +134,7 @@ def _numbers(key: int, block: int) -> Floats:
 
 
 def _draws(specs: Sequence[SampleSpec], vocab: int) -> Draws | None:
+    # Rows with the same need come to lie next to each other, so that a group of them is one range of every array.
     random: list[tuple[int, int, SampleSpec]] = []
     for row, spec in enumerate(specs):
         if spec.sampling.temperature > 0.0:
@@ -157,7 +159,7 @@ def _draws(specs: Sequence[SampleSpec], vocab: int) -> Draws | None:
 
 
 def _need(sampling: Sampling, vocab: int) -> int:
-    """0: its values need no order; 1: that of the largest; 2: that of all."""
+    """How much of a row's values has to be sorted: 0 nothing, 1 its largest values, 2 everything."""
     if 0 < sampling.top_k < vocab:
         return 1 if sampling.top_k <= MAX_TOP_K else 2
     return 2 if sampling.top_p < 1.0 else 0

@@ -1,8 +1,8 @@
 """From logits to tokens. A token depends on its own row, its seed and its output index, never on the batch.
 
-In three parts, so that nothing waits for a GPU: ``prepare`` (``sampling_rows``) turns what the rows ask for into
-arrays; ``choose`` queues the choice and its results stay on the device; ``Chosen.fetch`` queues their way to the host,
-and ``Fetched.resolve`` reads them when they are there. ``sample`` is all of it in one call.
+Sampling has parts, so that nothing waits for a GPU: ``rows.prepare`` turns what the rows ask for into arrays;
+``choose`` queues the choice, whose results stay on the device; ``Chosen.fetch`` queues their way to the host, and
+``Fetched.resolve`` reads them when they are there. ``sample`` does all of it in one call.
 
 Randomness is a counter, not a state: output ``i`` of a turn uses the number that (seed, i) names, so suspension,
 recomputation and another batch give the same token.
@@ -33,7 +33,7 @@ _TORCH = {"int32": torch.int32, "int64": torch.int64, "float64": torch.float64}
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Of the n rows of ``PreparedRows.logprob_rows``."""
+    """Log-probabilities of the n rows in ``PreparedRows.logprob_rows``."""
 
     chosen: torch.Tensor
     """float32 [n]"""
@@ -78,7 +78,7 @@ class Fetched:
     parts: list[torch.Tensor]
     """Tokens, finite, and the three of ``Logprobs``; on the CPU."""
     done: torch.cuda.Event | None
-    """After the last copy; None where there was nothing to wait for."""
+    """Recorded behind the last copy; None where there was nothing to wait for."""
 
     def resolve(self) -> list[tuple[int, TokenLogprob | None]]:
         """The token of each row, and its log-probabilities if asked for. Waits for the copies."""
@@ -105,9 +105,10 @@ def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[tuple[int,
 
 
 def clean(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits [S, vocab] without NaN or infinity, which a broken model may give: NaN counts as impossible.
+    """The logits [S, vocab] without NaN or infinity, which a broken model may give, and which rows had none, bool [S].
 
-    And whether there was none, bool [S]. May be captured in a CUDA graph. The first result may be ``logits`` itself.
+    A token whose logit is NaN counts as impossible. May be captured in a CUDA graph. The first result may be ``logits``
+    itself.
     """
     if logits.device.type == "cpu":
         # One fast pass in the common case; a sum may overflow where no logit is infinite.
@@ -121,7 +122,8 @@ def clean(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def largest(logits: torch.Tensor) -> torch.Tensor:
-    """The token with the largest logit of each row, the lowest id on a tie; int64 [S]. Logits as of ``clean``."""
+    """The token with the largest logit of each row, the lowest id on a tie; int64 [S]. Logits as ``clean`` returns
+    them."""
     if logits.device.type == "cpu":  # numpy has vector instructions for this, ten times as fast
         return torch.from_numpy(np.asarray(logits.numpy().argmax(axis=-1), dtype=np.int64))
     return torch.argmax(logits, dim=-1)
@@ -135,10 +137,13 @@ def choose(logits: torch.Tensor, prepared: PreparedRows, finite: torch.Tensor | 
     """
     if finite is None:
         logits, finite = clean(logits)
+    # The common step: nothing is uploaded, and nothing but the largest logit is looked for.
     if prepared.plain:
         return Chosen(prepared, largest(logits), finite)
     sent = _upload(prepared.arrays(), logits.device)
+    # Log-probabilities are those of the model's own logits, so changes go to a copy.
     adjusted = logits if prepared.changes is None else apply_changes(logits, prepared.changes, sent)
+    # Every row gets its largest logit's token; random rows then replace theirs, whose weights are relative to it.
     tokens = largest(adjusted)
     if prepared.draws is not None:
         _draw_into(tokens, adjusted, prepared.draws, sent)
@@ -149,7 +154,7 @@ def choose(logits: torch.Tensor, prepared: PreparedRows, finite: torch.Tensor | 
 
 
 def workspace_bytes(rows: int, vocab: int) -> int:
-    """GPU memory that ``choose`` takes for a while, at most, for so many rows; contexts of penalties come on top."""
+    """The most GPU memory that ``choose`` takes for a while, for so many rows; contexts of penalties come on top."""
     copies = 4  # clean, with changes, and two for the log-probabilities
     return copies * rows * vocab * 4 + min(rows * vocab, max(GPU_ELEMENTS, vocab)) * BYTES_PER_ELEMENT
 
@@ -174,9 +179,10 @@ def _upload(arrays: Mapping[str, Array], device: torch.device) -> dict[str, torc
 def _draw_into(
     tokens: torch.Tensor, logits: torch.Tensor, draws: Draws, sent: Mapping[str, torch.Tensor]
 ) -> None:
-    """Replace the tokens of the rows that are random, each the one with the row's largest logit until then."""
+    """Draw tokens for the random rows. Until then ``tokens`` has the one with the largest logit of each row."""
     names = ("temperature", "uniform", "floor", "top_k", "top_p")
     parameters = Parameters(*(sent[name][:, None] for name in names))
+    # A group needs the same filters, and a range is as much of it as the device has room for.
     for group in draws.groups:
         for start, end in row_ranges(group.start, group.end, logits.shape[1], logits.device):
             rows = sent["draw_rows"][start:end]
@@ -186,7 +192,7 @@ def _draw_into(
 
 
 def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, most: int) -> Logprobs:
-    """Log-probabilities under the raw logits."""
+    """Log-probabilities of the chosen and of the ``most`` likely tokens of ``rows``, under the raw logits."""
     values = torch.log_softmax(logits.index_select(0, rows), dim=-1)
     best = torch.topk(values, min(most, values.shape[1]), dim=-1)
     chosen = values.gather(1, tokens.index_select(0, rows)[:, None]).squeeze(1)

@@ -37,7 +37,7 @@ from pensieve.kernels.attention.plan import Scratch, geometry_of
 from pensieve.model.transformer import Transformer
 
 STAGINGS = 3
-"""A step's staging is filled while the step before runs and the one before that may still be uploading."""
+"""One is being filled while the step before runs, and the one before that may still be uploading."""
 
 
 class CudaWorker:
@@ -86,12 +86,12 @@ class CudaWorker:
 
     @property
     def pools(self) -> KvPools:
-        """For tests and tools; only ``launch`` writes them."""
+        """The pools, for tests and tools; only ``launch`` writes them."""
         return self._pools
 
     @property
     def swap(self) -> SwapEngine:
-        """For tests and tools."""
+        """The copies beside the steps, for tests and tools."""
         return self._swap
 
     def warm_up(self) -> None:
@@ -111,10 +111,13 @@ class CudaWorker:
         staging = self._stagings[0]
         with torch.cuda.stream(self._compute):
             if plan.spans:
-                # The host's work comes first, so that what is queued is queued at once.
+                # All that takes the host time comes first: the device then gets copies and step in one go, and no copy
+                # holds it up while the host still packs.
                 batch = make_cuda_batch(plan, self.info.chunk_tokens, self._sampled)
+                # Its last upload was done two results ago: this returns at once unless someone launches further ahead.
                 staging.uploaded.synchronize()
                 program, words = self._programs.pack(batch, staging.array)
+            # Copies first: some of the step's kernels must come after them, and each layer waits for what comes in.
             self._swap.before_step(plan)
             begin = torch.cuda.Event(enable_timing=True)
             begin.record()
@@ -124,6 +127,7 @@ class CudaWorker:
                 staging.uploaded.record()
                 self._stagings.rotate(-1)
                 program.run()
+                # The tokens go to the host, and stay on the device for the next step.
                 fetched = self._sample(batch)
             end = torch.cuda.Event(enable_timing=True)
             end.record()
@@ -134,6 +138,7 @@ class CudaWorker:
     def _sample(self, batch: CudaBatch) -> Fetched | None:
         """Queue what the graph did not do for the samples, and their way to the host."""
         rows = len(batch.specs)
+        # The next plan's pending tokens are named by request; here each gets the row in which its token will lie.
         self._sampled = {request: row for row, request in enumerate(batch.requests)}
         if rows == 0:
             return None
@@ -146,7 +151,7 @@ class CudaWorker:
         return chosen.fetch()
 
     def close(self) -> None:
-        """Give the memory back; the worker is of no use afterwards."""
+        """Release the memory; the worker cannot be used afterwards."""
         torch.cuda.synchronize(self._device)
         self._swap.close()
         self._programs.close()
@@ -170,7 +175,7 @@ class _CudaStep:
     batch: CudaBatch | None
     fetched: Fetched | None
     before: torch.cuda.Event | None
-    """End of the step before on the device."""
+    """Where the step before ended on the device."""
     begin: torch.cuda.Event
     end: torch.cuda.Event
 

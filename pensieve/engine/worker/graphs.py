@@ -26,7 +26,7 @@ from pensieve.kernels.attention.plan import DoesNotFit, words_of
 log = logging.getLogger(__name__)
 
 WIDE_ALONE_LIMIT = 512
-"""Tokens up to which steps without any decode get a graph: longer ones keep the device busy without."""
+"""Steps without any decode get a graph up to this many tokens: longer ones keep the device busy without one."""
 
 
 def buckets(kind: StepKind, max_tokens: int, max_running: int) -> list[int]:
@@ -55,7 +55,7 @@ def _rising(most: int, steps: tuple[tuple[int, int], ...]) -> list[int]:
 
 
 class Programs:
-    """All programs of a worker."""
+    """All programs of a worker: one for each graph that was captured, and one for each step that no graph holds."""
 
     def __init__(self, shared: Shared, info: WorkerInfo, compute: torch.cuda.Stream, *, graphs: bool) -> None:
         self.shared = shared
@@ -76,7 +76,7 @@ class Programs:
         return max(_capacity(kind, tokens, info, geometry).partial_rows for kind in StepKind)
 
     def pack(self, batch: CudaBatch, staging: npt.NDArray[np.int32]) -> tuple[StepProgram, int]:
-        """The program for a step, and the words of the step as ``StepProgram.pack`` wrote them into ``staging``."""
+        """The program that takes a step, and how many words ``StepProgram.pack`` wrote into ``staging`` for it."""
         program = self._graph_for(batch)
         if program is not None:
             try:
@@ -88,7 +88,7 @@ class Programs:
         return program, program.pack(batch, staging)
 
     def capture_all(self) -> None:
-        """Make all graphs, the largest first so that the smaller ones fit into its memory."""
+        """Capture all graphs, the largest first so that the smaller ones fit into its memory."""
         if not self._graphs:
             return
         wanted = sorted(self._wanted(), key=lambda key: -key[1])
@@ -97,7 +97,7 @@ class Programs:
             self._program(kind, tokens)
 
     def close(self) -> None:
-        """Give back graphs and their memory."""
+        """Release the graphs and their memory."""
         self._made.clear()
 
     def _wanted(self) -> Iterator[tuple[StepKind, int]]:
@@ -138,12 +138,12 @@ class Programs:
 
 
 def most_pages(info: WorkerInfo) -> int:
-    """Page-table entries of a step at most: running requests have their pages to themselves, or nearly so."""
+    """The most page-table entries of a step: running requests have their pages to themselves, or nearly so."""
     return min(info.device_chunks, info.max_running * -(-info.context_limit // info.chunk_tokens))
 
 
 def _most_tokens(info: WorkerInfo) -> int:
-    """Tokens of a step at most: every running request decodes one even where the budget is smaller."""
+    """The most tokens of a step: every running request decodes one, even where the budget is smaller."""
     return max(info.max_batch_tokens, info.max_running)
 
 

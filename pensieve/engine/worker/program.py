@@ -37,7 +37,7 @@ class LayerWait(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What all programs of a worker use."""
+    """Memory and settings that all programs of a worker share."""
 
     model: Transformer
     pool: torch.Tensor
@@ -65,7 +65,7 @@ class Size:
 
 
 class StepProgram:
-    """See the module docstring."""
+    """One step's work on the device, for steps up to a size; see the module docstring."""
 
     def __init__(self, shared: Shared, size: Size) -> None:
         self.size = size
@@ -96,7 +96,7 @@ class StepProgram:
         )  # fmt: skip
 
     def pack(self, batch: CudaBatch, staging: npt.NDArray[np.int32]) -> int:
-        """Write a step into ``staging`` int32 [words]; how many of its words are used.
+        """Write a step into ``staging`` int32 [words]; returns how many of its words are used.
 
         Raises DoesNotFit when it is too large; ``staging`` is then of no use.
         """
@@ -118,7 +118,7 @@ class StepProgram:
         return end
 
     def upload(self, staging: torch.Tensor, words: int) -> None:
-        """Queue the copy of what ``pack`` wrote; ``staging`` is pinned and stays as it is until that is done."""
+        """Queue the copy of what ``pack`` wrote; ``staging`` is pinned and must not change until that is done."""
         upload(self._block, staging, words)
 
     def run(self) -> None:
@@ -129,7 +129,7 @@ class StepProgram:
             self._graph.replay()
 
     def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
-        """Make a graph of ``run``; waits for the device. May be called between two steps of a program that is new."""
+        """Make a graph of what ``run`` queues; waits for the device. A new program may do so between two steps."""
         with torch.cuda.stream(stream):
             sampled = self._shared.sampled.clone()  # the next step may want it
             self._compute()  # without any span: compiles kernels and lets libraries choose theirs
@@ -142,6 +142,7 @@ class StepProgram:
 
     def _compute(self) -> None:
         shared, view, samples = self._shared, self._view, self.size.samples
+        # A pending token never passes through the host: the step before left it on the device.
         before = shared.sampled.index_select(0, view["source"].clamp_min(0))
         tokens = torch.where(view["source"] >= 0, before.to(torch.int32), view["tokens"])
         logits = shared.model.forward(tokens, view["positions"], self._attend, view["sample_rows"])

@@ -23,18 +23,18 @@ DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 GIB: Final = 1 << 30
 AUTO: Final = "auto"
 CPU_TIER_BYTES: Final = GIB
-"""``auto`` on a CPU: fits a laptop beside other programs."""
+"""What ``auto`` takes for a tier on a CPU: it fits a laptop beside other programs."""
 DEVICE_SHARE: Final = 0.92
-"""Of what weights and workspace leave free; the rest is for the allocator's rounding and for other programs."""
+"""Share of what weights and workspace leave free; the rest is for the allocator's rounding and for other programs."""
 HOST_SHARE: Final = 0.5
-"""Of the available host memory: pinned memory cannot be given back under pressure."""
+"""Share of the available host memory: under pressure, pinned memory cannot be taken back by the system."""
 HOST_PER_DEVICE: Final = 4
-"""``auto`` host tier, at most this many device tiers: beyond it pinning time grows faster than the hit rate."""
+"""``auto`` takes at most this many device tiers for the host: beyond it pinning time grows faster than the hit rate."""
 GRAPHS_BYTES: Final = 3 * GIB // 2
 ATTENTION_BYTES: Final = GIB // 2
-"""Partial results of split attention, step metadata, copy staging."""
+"""For partial results of split attention, step metadata and copy staging."""
 SESSION_TOKENS: Final = 2048
-"""What the start-up report calls a session."""
+"""The start-up report counts sessions of this length."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Executes plans: the only owner of KV memory and weights. Decides nothing.
 
-The order inside a step is that of ``pensieve.engine.plan``. This is the worker in plain torch, one thing after the
-other; that of an NVIDIA GPU is ``pensieve.engine.worker.cuda_worker``.
+The order inside a step is that of ``pensieve.engine.plan``. ``TorchWorker`` is the worker in plain torch, which does
+one thing after the other; ``cuda_worker`` has the one for an NVIDIA GPU. ``build_worker`` makes the one that options
+ask for.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Worker(StepWorker, Protocol):
 
 
 class TorchWorker(SynchronousWorker):
-    """A worker in one process on one device."""
+    """A worker in plain torch: when ``run`` returns, everything has been done."""
 
     def __init__(self, model: Transformer, info: WorkerInfo, *, pipelined_swap_in: bool = True) -> None:
         """Allocates both pools. Raises ValueError when there is not that much memory."""
@@ -57,7 +58,7 @@ class TorchWorker(SynchronousWorker):
 
     @property
     def pools(self) -> KvPools:
-        """For tests and tools; only ``run`` writes them."""
+        """The pools, for tests and tools; only ``run`` writes them."""
         return self._pools
 
     @torch.inference_mode()
@@ -81,7 +82,7 @@ class TorchWorker(SynchronousWorker):
         )
 
     def close(self) -> None:
-        """Give the memory back; the worker is of no use afterwards."""
+        """Release the memory; the worker cannot be used afterwards."""
         del self._pools, self._model
 
     def _compute(self, plan: Plan, swap_in: LayerTransfers, timings: dict[str, float]) -> tuple[Sampled, ...]:
@@ -143,7 +144,7 @@ def build_worker(options: EngineOptions) -> Worker:
     weights = load_weights(
         folder, arch, dtype=DTYPES[place.dtype], device=place.device, load_format=options.load_format
     )
-    # After the weights: what they leave free is what the tiers are made of.
+    # After the weights are loaded: the tiers are made of what those leave free.
     info = worker_info(options, arch, weight_bytes=weight_bytes(weights))
     if info.device == "cuda":
         return _cuda_worker(options, Transformer(arch, weights, triton_ops()), info)

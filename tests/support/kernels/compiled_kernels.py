@@ -20,12 +20,13 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 @dataclass(frozen=True, slots=True)
 class Binary:
     registers: int
-    """Per thread."""
+    """Registers per thread."""
     stack: int
     """Bytes per thread: registers that did not fit."""
     shared: int
-    """Bytes per program."""
+    """Bytes of shared memory per program."""
     ptx: str
+    cubin: bytes
 
 
 def build(
@@ -47,16 +48,20 @@ def build(
         if signature[name] not in ("constexpr", "fp32") and name not in any_value
     }
     source = ASTSource(kernel, signature, constexprs=dict(fixed), attrs=aligned)
+    return compile_for_h200(source, options)
+
+
+def compile_for_h200(source: ASTSource, options: Mapping[str, Any]) -> Binary:
+    """The binary of a kernel's source with its constants filled in."""
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(options))
-    listing = _usage(compiled.asm["cubin"])
+    listing = dump(compiled.asm["cubin"], "--dump-resource-usage")
     registers, stack = (int(re.search(rf"{key}:(\d+)", listing)[1]) for key in ("REG", "STACK"))
-    return Binary(registers, stack, compiled.metadata.shared, compiled.asm["ptx"])
+    return Binary(registers, stack, compiled.metadata.shared, compiled.asm["ptx"], compiled.asm["cubin"])
 
 
-def _usage(cubin: bytes) -> str:
-    """What cuobjdump says of a binary's resources; it reads regular files only."""
+def dump(cubin: bytes, what: str) -> str:
+    """What cuobjdump says of a binary; it reads regular files only."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [CUOBJDUMP, "--dump-resource-usage", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return subprocess.run([CUOBJDUMP, what, file.name], capture_output=True, text=True, check=True).stdout

@@ -14,9 +14,9 @@ from pensieve.kernels.norm import add_norm, norm
 from support.kernels.attention_cases import relative_error
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-"""Of a result as a whole: the norm of its error over its norm, against float64."""
+"""What a result may differ from float64 as a whole: the norm of its error over its norm."""
 EACH = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
-"""Of each value of size 1."""
+"""What each value of size 1 may differ."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ def random_weights(arch: Arch, device: str = "cpu") -> Weights:
 
 @dataclass(frozen=True, slots=True)
 class HeadsOnly:
-    """In place of attention: a query comes out plus the key and value that were stored with it."""
+    """Stands in for attention: a query comes out plus the key and value that were stored with it."""
 
     kv_write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, HeadPrep], torch.Tensor]
     pools: torch.Tensor
@@ -82,6 +82,6 @@ def heads_only(
     slots: torch.Tensor,
     kv_write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, HeadPrep], torch.Tensor],
 ) -> HeadsOnly:
-    """Over pools of 5 pages of 8 tokens, on the device of ``slots`` [T]."""
+    """A stand-in over pools of 5 pages of 8 tokens, on the device of ``slots`` [T]."""
     pools = torch.zeros(arch.num_layers, 5, 2, arch.num_kv_heads, 8, arch.head_dim, device=slots.device)
     return HeadsOnly(kv_write, pools, slots)

@@ -18,7 +18,7 @@ from pensieve.kernels.chunk_copy import ChunkCopy, chunk_copy, runs_of
 LAYERS, PAGES, CHUNKS = 5, 9, 7
 PAIRS = [(7, 1), (0, 6), (3, 2), (8, 0)]
 PAGE_SHAPES = [(2, 1, 1, 8), (2, 2, 4, 16), (2, 5, 8, 80), (2, 3, 32, 64), (2, 1, 3, 24)]
-"""Of float16: 32 bytes to 24 KiB a run; whole tiles, several, a part of one."""
+"""Pages of float16, 32 bytes to 24 KiB a run: whole tiles, several, a part of one."""
 
 
 def pools(shape: tuple[int, ...], dtype: torch.dtype = torch.float16) -> tuple[torch.Tensor, torch.Tensor]:

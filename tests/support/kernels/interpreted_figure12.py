@@ -13,7 +13,7 @@ import torch
 from support.replay.benches import load_bench
 
 EXACT = 1e-5
-"""In float32."""
+"""The ways may differ by so much in float32."""
 
 
 @pytest.fixture
