@@ -1,4 +1,4 @@
-"""Pages of a listing: newest update first, ties by session id descending; a cursor names the last row given out."""
+"""Pages of a listing: newest update first, ties by session id descending; a cursor names the last row of a page."""
 
 from __future__ import annotations
 

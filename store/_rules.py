@@ -89,9 +89,15 @@ def present(meta: Meta | None, now: int) -> Meta:
     return meta
 
 
+def ttl_ms(config: SessionConfig) -> int:
+    """Idle lifetime of a session; 0 = it never expires."""
+    return round(config.ttl_s * 1000) if config.ttl_s > 0 else 0
+
+
 def expiry(config: SessionConfig, now: int) -> int:
     """When a session idle since ``now`` expires; ms, 0 = never."""
-    return now + round(config.ttl_s * 1000) if config.ttl_s > 0 else 0
+    ttl = ttl_ms(config)
+    return now + ttl if ttl else 0
 
 
 def create(
@@ -206,7 +212,7 @@ def apply(
     expected_revision: int | None,
     now: int,
 ) -> Meta | None:
-    """As ``commit``, for a change without a lease. Same order of checks as ``begin``."""
+    """Like ``commit``, for a change that takes no lease. The order of checks is that of ``begin``."""
     meta = present(meta, now)
     if meta.row.state is State.DAMAGED:
         raise _refusals.damaged()

@@ -1,4 +1,4 @@
-"""When to send a call again, and after how long. Pure: the shells sleep, this decides.
+"""Decides whether a call is sent again, and after how long. Pure: the shells do the waiting.
 
 A replay is safe because every mutation carries a request id that the SDK made once. What a status means:
 

@@ -106,7 +106,7 @@ def make_plan(
     max_output_tokens: int | None, scale_lengths: float, concurrency: int | None, force_lengths: bool,
     tokenizer: Path | None,
 ) -> ReplayPlan:  # fmt: skip
-    """From the values of ``workload_options``. Raises click exceptions."""
+    """A plan from the values of ``workload_options``. Raises click exceptions."""
     if clients and (rate is not None or concurrency):
         raise click.UsageError("--clients goes without --rate and --concurrency")
     if (think_time > 0) + (think_per_token > 0) + (think_from is not None) > 1:
@@ -243,7 +243,7 @@ def _plans(
     vocab_size: int,
     context_limit: int,
 ) -> list[ReplayPlan]:
-    """One for each rate and seed, with inputs of its own."""
+    """A plan for each rate and seed, with inputs of its own."""
     if rates and (workload["rate"] is not None or workload["clients"]):
         raise click.UsageError("--rates goes without --rate and --clients")
     found: list[ReplayPlan] = []

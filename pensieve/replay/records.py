@@ -12,6 +12,7 @@ from pensieve.core import Usage
 from pensieve.replay.targets.base import TargetInfo
 
 MAX_LAG_S = 0.25
+"""How late a client may be, by default; see ``RunOptions.max_lag_s``."""
 
 
 @dataclass(slots=True)
@@ -55,6 +56,8 @@ class TurnRecord:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
+    """How a load is played."""
+
     force_lengths: bool = True
     concurrency: int | None = None
     """Conversations at once; None: as many as are due."""
@@ -86,7 +89,7 @@ class Outcome:
     target: str
     info: TargetInfo
     records: tuple[TurnRecord, ...]
-    """In order of completion."""
+    """The turns that ended, in order of completion."""
     skipped_turns: int
     """Never sent, because a turn before them failed."""
     duration_s: float
@@ -106,7 +109,7 @@ class Outcome:
 def outcome(
     target: str, info: TargetInfo, records: Iterable[TurnRecord], played: Sequence[Played], leftover: str
 ) -> Outcome:
-    """Of what one or more players did at the same time."""
+    """The outcome of what one or more players did at the same time."""
     return Outcome(
         target,
         info,

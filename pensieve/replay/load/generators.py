@@ -40,10 +40,10 @@ class ChatShape:
     input_mean: float
     """Before the context limit takes effect; the published mean is met after it."""
     input_sigma: float
-    """Of the logarithm; lognormal."""
+    """Inputs are lognormal: the standard deviation of their logarithm."""
     output_mean: float
     output_gamma: float
-    """Shape parameter; gamma."""
+    """Outputs are gamma distributed: the shape parameter."""
     context_limit: int
     """A longer conversation is shrunk, all its turns alike, to a length between ¾ of this and this, drawn evenly."""
 

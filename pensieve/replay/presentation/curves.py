@@ -49,12 +49,12 @@ class CurvePoint:
 
 
 def entries(reports: Sequence[Report]) -> list[CurveEntry]:
-    """All targets of all runs of all reports, in order, named as in their report."""
+    """An entry for every target of every run of every report, in order, named as in its report."""
     return [entry for number, report in enumerate(reports) for entry in _of_report(number, report)]
 
 
 def by_system(found: Sequence[CurveEntry]) -> dict[str, list[CurveEntry]]:
-    """In the order in which systems first appear; each from the lowest load to the highest."""
+    """System → curve, in the order in which systems first appear; a curve goes from the lowest load to the highest."""
     curves: dict[str, list[CurveEntry]] = {}
     for entry in found:
         curves.setdefault(entry.system, []).append(entry)
