@@ -41,7 +41,7 @@ class StoredRecord(NamedTuple):
 
 
 def encode_record(record: Record) -> bytes:
-    """Bytes to store."""
+    """The bytes that are stored of ``record``."""
     return bytes((FORMAT,)) + _encoder.encode(record)
 
 

@@ -29,7 +29,7 @@ def encode_cursor(place: Position) -> str:
 
 
 def decode_cursor(cursor: str) -> Position:
-    """Raises InvalidArgument on a text that ``encode_cursor`` did not make."""
+    """The position that a cursor names. Raises InvalidArgument on a text that ``encode_cursor`` did not make."""
     if not cursor:
         return BEGINNING
     stamp, dot, session_id = cursor.partition(".")

@@ -136,7 +136,7 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
     state: State = State.ACTIVE
     revision: int = 0
     head_item: int = 0
-    """Largest item number ever given out."""
+    """Largest item number that was ever used."""
     head_hash: str = ""
     """Chain hash (hex) of the newest record."""
     item_count: int = 0

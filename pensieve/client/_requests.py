@@ -22,7 +22,7 @@ Keep = Literal["partial", "nothing"]
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Left out = the session's default = the server's default."""
+    """How tokens are drawn. What is left out is the session's default, or else the server's."""
 
     temperature: float
     """0 is greedy."""

@@ -48,7 +48,7 @@ _BROKEN = ("UNAVAILABLE", "INTERNAL", "UNKNOWN", "CANCELLED")
 
 
 def verdict(error: PensieveError) -> Verdict:
-    """See the table above."""
+    """What ``error`` calls for, as in the table above."""
     if error.reason == TRANSPORT:
         return Verdict.RESEND if error.metadata.get("grpc_code", error.code) in _BROKEN else Verdict.RAISE
     if error.reason in _BY_REASON:

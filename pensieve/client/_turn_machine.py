@@ -94,7 +94,7 @@ class TurnMachine:
         return left
 
     def next_request(self) -> pb.StreamTurnRequest:
-        """The same turn, from where we are."""
+        """A request for the same turn, from where we are."""
         request = pb.StreamTurnRequest()
         request.CopyFrom(self._request)
         request.resume_attempt = self.attempt

@@ -1,4 +1,4 @@
-"""``pensieve replay``."""
+"""``pensieve replay``: the command line of a replay, or of a sweep over rates and seeds."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _SECONDS = click.FloatRange(min=0)
 
 
 def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What is replayed and when: shared with the scripts in bench/."""
+    """Options for what is replayed and when; programs in bench/ take them, too."""
     for decorate in reversed(
         (
             click.argument("dataset", type=DatasetName()),
@@ -149,7 +149,7 @@ def make_plan(
 
 @lru_cache(maxsize=4)
 def _loaded(path: Path, tokenizer: Path | None, limit: int | None) -> Dataset:
-    """A sweep makes many plans of one file."""
+    """The dataset in a file, which is read once although a sweep makes many plans of it."""
     return load(path, _counter(tokenizer), limit=limit)
 
 

@@ -23,14 +23,14 @@ class TurnRecord:
     turn: int
     input_tokens: int
     due_s: float
-    """When it should have been sent."""
+    """When the turn should have been sent."""
     sent_s: float = 0.0
     arrivals: list[tuple[int, float]] = field(default_factory=list)
     """(tokens, time) of each piece of output."""
     done_s: float = 0.0
     usage: Usage | None = None
     error: str = ""
-    """Code of the failure."""
+    """Code of the failure; empty: there was none."""
     message: str = ""
 
     def ended_at(self, zero_s: float) -> None:
@@ -50,7 +50,7 @@ class TurnRecord:
 
     @property
     def ttft_s(self) -> float | None:
-        """Time to first token."""
+        """Time to first token; None: there was none."""
         return self.arrivals[0][1] - self.sent_s if self.arrivals else None
 
 
@@ -91,7 +91,7 @@ class Outcome:
     records: tuple[TurnRecord, ...]
     """The turns that ended, in order of completion."""
     skipped_turns: int
-    """Never sent, because a turn before them failed."""
+    """How many turns were never sent, because a turn before them failed."""
     duration_s: float
     loop_lag_s: tuple[tuple[float, ...], ...] = ()
     """For each client process: how late its own timer fired, each time."""

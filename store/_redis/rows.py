@@ -49,7 +49,7 @@ def create_fields(row: SessionRow) -> list[Any]:
 def append_args(
     record: Record, fingerprint: str, base_hash: str, stored: StoredRecord, counts: Counts
 ) -> list[Any]:
-    """ARGV of COMMIT and APPLY from the request id on."""
+    """The arguments (ARGV) of COMMIT and APPLY, from the request id on."""
     return [
         *(record.request_id, fingerprint, record.revision, base_hash),
         *(stored.data, stored.crc, stored.head_hash),

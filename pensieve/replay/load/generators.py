@@ -94,7 +94,7 @@ class Quantiles:
 
     values: tuple[float, ...]
     at: tuple[float, ...] = (0, 5, 25, 50, 75, 95, 99, 100)
-    """Per cent."""
+    """Which quantiles ``values`` are, in per cent."""
 
     def draw(self, generator: np.random.Generator, count: int) -> NDArray[np.float64]:
         logs = np.interp(generator.uniform(0, 100, count), self.at, np.log(self.values))

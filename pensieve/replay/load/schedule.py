@@ -33,7 +33,7 @@ class Arrivals:
     think_minimum_s: float = 0.0
     """No pause per token is shorter (5 in the draft)."""
     think_gaps: Gaps | None = None
-    """Pauses are drawn from these."""
+    """Recorded gaps that pauses are drawn from; None: they are not."""
     run_in_s: float = 0.0
     """Begin as if the load had been running for so long; see ``pensieve.replay.load.run_in``."""
 

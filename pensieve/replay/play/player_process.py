@@ -124,7 +124,7 @@ class CrewChannel:
 
 
 async def run(channel: CrewChannel) -> None:
-    """The life of the process."""
+    """Do one job, from the order to the last message."""
     job = await channel.receive(Job)
     target = parse_target(job.address.url, job.address.api_key)
     try:

@@ -49,14 +49,14 @@ class Player:
     def __init__(
         self, target: Target, info: TargetInfo, options: RunOptions, on_turn: OnTurn, on_send: OnSend
     ) -> None:
-        """``target`` is open."""
+        """``target`` must be open."""
         self._target, self._info, self._options = target, info, options
         self._on_turn, self._on_send = on_turn, on_send
         self._start = 0.0
         self._openings: list[asyncio.Task[str]] = []
         """One per session that was asked for, also by a conversation that was then cut short."""
         self._talks: dict[int, _Talk] = {}
-        """Prepared, by the number of their scripts."""
+        """The conversations that ``prepare`` has begun, by the number of their scripts."""
         self._cut_short: list[TurnRecord] = []
         self._skipped = 0
 

@@ -21,7 +21,7 @@ class Watcher:
     """Watches a whole replay; this one does nothing."""
 
     def starting(self, target: str) -> AbstractContextManager[None]:
-        """Around the start of a server, which may take minutes."""
+        """A context around the start of a server, which may take minutes."""
         return nullcontext()
 
     def run(self, target: str, turns: int) -> RunWatcher:

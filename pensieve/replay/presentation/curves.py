@@ -25,7 +25,7 @@ class CurveEntry:
     clients: int | None
     seed: int | None
     report: int
-    """Number of the report."""
+    """Number of the report that it stands in."""
     path: str
     """Where its summary is in the report: ``targets.1``."""
     summary: Mapping[str, Any]
@@ -43,7 +43,7 @@ class CurvePoint:
     mean_s: float
     """Normalised latency: mean over turns."""
     p90_s: float | None
-    """The same, 90th percentile."""
+    """Normalised latency: 90th percentile over turns."""
     interval_s: tuple[float, float] | None
     """95 % interval of ``mean_s``, where several seeds were run."""
 

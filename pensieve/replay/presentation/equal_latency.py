@@ -32,7 +32,7 @@ RULE = (
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What a system carries at a latency."""
+    """The load that a system carries at a latency."""
 
     turns_per_s: float
     at_least: bool
@@ -77,7 +77,7 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A pair of systems."""
+    """Two systems, and how they compare."""
 
     ours: str
     other: str

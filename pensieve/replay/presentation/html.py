@@ -95,7 +95,7 @@ def _problems(reports: Sequence[Report], names: Sequence[str], found: Sequence[C
 
 
 def _line(report: Report) -> str:
-    """When, where and how much."""
+    """One line that says when, where and how much was replayed."""
     machine = f"{at(report, 'machine.cpu')}, {at(report, 'machine.cores')} cores"
     work = f"{at(report, 'workload.conversations')} conversations, {at(report, 'workload.turns')} turns"
     return " · ".join(

@@ -83,7 +83,7 @@ class Remote(Protocol):
     """A target that other processes can connect to as well."""
 
     def address(self) -> Address:
-        """The target is open."""
+        """The address of this target, which is open."""
         ...
 
 

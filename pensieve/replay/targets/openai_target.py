@@ -46,9 +46,9 @@ class Dialect:
     api: str
     """``completions``, with token ids as the prompt; or ``chat``, with text."""
     forced: bool
-    """Takes ``ignore_eos`` and ``min_tokens``."""
+    """The server takes ``ignore_eos`` and ``min_tokens``."""
     returns_ids: bool = False
-    """Takes ``return_token_ids``; answers then come as ids too."""
+    """The server takes ``return_token_ids``; answers then come as ids, too."""
 
     @property
     def path(self) -> str:
@@ -62,7 +62,7 @@ _DIALECTS = (
     Dialect("chat", True),
     Dialect("chat", False),
 )
-"""Best first."""
+"""The dialects that are tried, the best first."""
 
 
 @dataclass(slots=True)
