@@ -51,10 +51,10 @@ class Evaluation:
     origin: Origin
     keep_logs: bool
     deadline: float
-    """Of the last job, on the clock of ``time.monotonic``."""
+    """When the last job has to end, on the clock of ``time.monotonic``."""
     done: list[JobResult] = field(default_factory=list)
     reports: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Of each experiment, so far."""
+    """The report of each experiment, so far."""
     started: float = field(default_factory=time.monotonic)
 
     async def run(self, queues: Sequence[Sequence[Job]], where: Sequence[Device], site: Site) -> None:
@@ -169,12 +169,12 @@ def plan(
 
 
 def _with_rates(line: Line, rates: Sequence[float]) -> Line:
-    """In place of its own, if there are any."""
+    """``line`` with these rates in place of its own, if there are any."""
     return replace(line, workload=replace(line.workload, rates=tuple(rates) or line.workload.rates))
 
 
 def make_models(lines: Sequence[Line], folder: Path) -> dict[str, Path]:
-    """A folder for each shape."""
+    """Make a model folder for each shape; shape → folder."""
     return {
         shape: dummy_model.make(shape, folder / shape)
         for shape in dict.fromkeys(line.model for line in lines)
@@ -193,7 +193,7 @@ def check_memory(queues: Sequence[Sequence[Job]]) -> None:
 
 
 def show(queues: Sequence[Sequence[Job]], where: Sequence[Device], budget: float | None) -> None:
-    """The plan."""
+    """Print the plan: what each device runs, and how long that takes."""
     for queue, device in zip(queues, where, strict=True):
         click.echo(f"device {device.name} ({len(device.cores)} cores), {total(queue):.0f} s:")
         for job in queue:

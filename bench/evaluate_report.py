@@ -160,7 +160,7 @@ def compact(report: Mapping[str, Any]) -> str:
 
 
 def markdown(report: Mapping[str, Any], picture: str = "") -> str:
-    """The page."""
+    """The text of an experiment's page."""
     return "\n".join(_page(report, picture)) + "\n"
 
 
@@ -194,7 +194,7 @@ def _page(report: Mapping[str, Any], picture: str) -> Iterator[str]:
 
 
 def _sources(report: Mapping[str, Any]) -> Iterator[str]:
-    """Of each context: from where it came, in per cent; for systems that say so.
+    """A table that tells from where each context came, in per cent; for systems that say so.
 
     With the OpenAI protocol a server tells how much it found, not in which tier.
     """
@@ -306,7 +306,7 @@ def _draw(report: Mapping[str, Any], path: Path) -> bool:
 
 
 def _told(value: Any) -> Any:
-    """As it goes into a result."""
+    """``value`` as it goes into a result: rounded, and without the folders of this machine."""
     if isinstance(value, Mapping):
         return {key: _told(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

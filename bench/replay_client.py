@@ -37,7 +37,7 @@ PROTOCOLS = ("openai", "pensieve")
 
 @contextmanager
 def pump(protocol: str, step_ms: float) -> Iterator[str]:
-    """A server of its own process; its URL."""
+    """A server in a process of its own, while this is open; yields its URL."""
     program = [
         sys.executable,
         str(Path(__file__).parent / "stand_ins" / "replay_pump.py"),
@@ -60,7 +60,7 @@ def streams_of(count: int, turn: TurnLengths, turns: int) -> list[Script]:
 
 
 async def play(url: str, scripts: Sequence[Script]) -> tuple[Outcome, float]:
-    """What came of it, and processor seconds of this process."""
+    """The outcome, and how many processor seconds this process took for it."""
     target = parse_target(url)
     try:
         info = replace(await target.open(), vocab_size=VOCABULARY, context_limit=CONTEXT_LIMIT)

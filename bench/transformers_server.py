@@ -79,7 +79,7 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """As much of the protocol as ``pensieve replay`` asks for."""
+    """Answers requests: as much of the protocol as ``pensieve replay`` asks for."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 import msgspec
 
-from pensieve.errors import FailedPrecondition
+from pensieve.errors import DataLoss, FailedPrecondition
 from pensieve.store._refusals import corrupt, diverged, wrong_revision
-from pensieve.store.contract import Key, LoggedRecord
+from pensieve.store.contract import HistoryStore, Key, LoggedRecord
 from pensieve.store.records import Record, SessionRow
 
 FORMAT = 1
@@ -40,7 +41,7 @@ class StoredRecord(NamedTuple):
 
 
 def encode_record(record: Record) -> bytes:
-    """Bytes to store."""
+    """The bytes that are stored of ``record``."""
     return bytes((FORMAT,)) + _encoder.encode(record)
 
 
@@ -99,6 +100,17 @@ def read_log(
     if head_hash and head_hash != base:
         raise diverged(after_revision)
     return logged
+
+
+@asynccontextmanager
+async def marking_damage(store: HistoryStore, key: Key) -> AsyncIterator[None]:
+    """Marks the session damaged where what is done inside finds its log corrupt."""
+    try:
+        yield
+    except DataLoss as error:
+        if error.reason == "HISTORY_CORRUPT":
+            await store.mark_damaged(key)
+        raise
 
 
 def _verify(

@@ -1,4 +1,4 @@
-"""Pages of a listing: newest update first, ties by session id descending; a cursor names the last row given out."""
+"""Pages of a listing: newest update first, ties by session id descending; a cursor names the last row of a page."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def encode_cursor(place: Position) -> str:
 
 
 def decode_cursor(cursor: str) -> Position:
-    """Raises InvalidArgument on a text that ``encode_cursor`` did not make."""
+    """The position that a cursor names. Raises InvalidArgument on a text that ``encode_cursor`` did not make."""
     if not cursor:
         return BEGINNING
     stamp, dot, session_id = cursor.partition(".")

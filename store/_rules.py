@@ -89,9 +89,15 @@ def present(meta: Meta | None, now: int) -> Meta:
     return meta
 
 
+def ttl_ms(config: SessionConfig) -> int:
+    """Idle lifetime of a session; 0 = it never expires."""
+    return round(config.ttl_s * 1000) if config.ttl_s > 0 else 0
+
+
 def expiry(config: SessionConfig, now: int) -> int:
     """When a session idle since ``now`` expires; ms, 0 = never."""
-    return now + round(config.ttl_s * 1000) if config.ttl_s > 0 else 0
+    ttl = ttl_ms(config)
+    return now + ttl if ttl else 0
 
 
 def create(
@@ -121,7 +127,7 @@ def create(
 
 
 def begin(meta: Meta | None, known: Known | None, request: BeginRequest, now: int) -> Begun:
-    """Order of checks: exists → state → request id known → busy → revision."""
+    """Take the lease, or say why not. Order of checks: exists → state → request id known → busy → revision."""
     meta = present(meta, now)
     if meta.row.state is State.DAMAGED:
         raise _refusals.damaged()
@@ -165,7 +171,7 @@ def _met_running(meta: Meta, lease: Lease, request: BeginRequest, now: int) -> R
 
 
 def renew(meta: Meta | None, token: str, lease_ms: int, now: int) -> Meta:
-    """Raises TurnFenced when the token no longer holds the lease."""
+    """Metadata with a longer lease. Raises TurnFenced when the token no longer holds it."""
     meta = present(meta, now)
     lease = meta.lease
     if lease is None or lease.token != token:
@@ -206,7 +212,7 @@ def apply(
     expected_revision: int | None,
     now: int,
 ) -> Meta | None:
-    """As ``commit``, for a change without a lease. Same order of checks as ``begin``."""
+    """Like ``commit``, for a change that takes no lease. The order of checks is that of ``begin``."""
     meta = present(meta, now)
     if meta.row.state is State.DAMAGED:
         raise _refusals.damaged()
@@ -250,7 +256,7 @@ def check_first(record: Record) -> None:
 
 
 def check_same_request(known: Known, request_id: str, fingerprint: str) -> None:
-    """Raises AlreadyExists (REQUEST_ID_REUSED)."""
+    """Raises AlreadyExists (REQUEST_ID_REUSED) when the id was used for something else."""
     if known.fingerprint != fingerprint:
         raise _refusals.request_reused(request_id)
 
@@ -291,5 +297,5 @@ def at_head(meta: Meta, head_hash: str) -> Meta:
 
 
 def damage(meta: Meta) -> Meta:
-    """``meta`` of a session that takes no more writes."""
+    """``meta`` of the session once it takes no more writes."""
     return msgspec.structs.replace(meta, row=msgspec.structs.replace(meta.row, state=State.DAMAGED))

@@ -90,7 +90,7 @@ BeginOutcome = Began | Replay | RunningElsewhere
 
 
 class HistoryStore(Protocol):
-    """See the docstring of ``pensieve.store``."""
+    """What every store can do; the docstring of ``pensieve.store`` says what all methods promise."""
 
     @property
     def durability(self) -> str:

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pensieve.errors import DataLoss
 from pensieve.store import _rules
 from pensieve.store._clock import wall_clock_ms
-from pensieve.store._codec import StoredRecord, read_log, store_record
+from pensieve.store._codec import StoredRecord, marking_damage, read_log, store_record
 from pensieve.store._listing import decode_cursor, encode_cursor, has_labels, position
 from pensieve.store._rules import Known, Meta
 from pensieve.store.contract import BeginOutcome, BeginRequest, Counts, Key, LoggedRecord, Page
@@ -86,12 +85,8 @@ class MemoryStore:
         now = self._clock()
         row = _rules.present(self._meta(key), now).row
         stored = [entry for entry in self._sessions[key].log if entry.revision >= after_revision]
-        try:
+        async with marking_damage(self, key):
             return read_log(key, row, stored, after_revision=after_revision, head_hash=head_hash)
-        except DataLoss as error:
-            if error.reason == "HISTORY_CORRUPT":
-                await self.mark_damaged(key)
-            raise
 
     async def find_request(self, key: Key, request_id: str) -> int | None:
         _rules.present(self._meta(key), self._clock())

@@ -17,7 +17,7 @@ from pensieve.core import FinishReason, Role, TokenArray, Usage, unpack_tokens
 
 
 class RecordKind(enum.StrEnum):
-    """What made a record."""
+    """The kind of change that a record holds."""
 
     CREATE = "create"
     TURN = "turn"
@@ -111,7 +111,7 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class State(enum.StrEnum):
-    """Of a session; DELETED rows are tombstones without content."""
+    """State of a session; DELETED rows are tombstones without content."""
 
     ACTIVE = "active"
     DAMAGED = "damaged"
@@ -136,7 +136,7 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
     state: State = State.ACTIVE
     revision: int = 0
     head_item: int = 0
-    """Largest item number ever given out."""
+    """Largest item number that was ever used."""
     head_hash: str = ""
     """Chain hash (hex) of the newest record."""
     item_count: int = 0

@@ -14,7 +14,7 @@ from redis.exceptions import ResponseError
 
 from pensieve.errors import DataLoss, Unavailable
 from pensieve.store import _refusals
-from pensieve.store._codec import read_log, store_record
+from pensieve.store._codec import marking_damage, read_log, store_record
 from pensieve.store._redis import scripts
 from pensieve.store._redis.index import RedisIndex
 from pensieve.store._redis.link import RedisLink
@@ -115,12 +115,8 @@ class RedisStore:
             await self._refuse(key, outcome, values)
         row = parse_row(key, as_fields(values[1]), int(values[0]))
         stored = parse_log(values[2])
-        try:
+        async with marking_damage(self, key):
             return read_log(key, row, stored, after_revision=after_revision, head_hash=head_hash)
-        except DataLoss as error:
-            if error.reason == "HISTORY_CORRUPT":
-                await self.mark_damaged(key)
-            raise
 
     async def find_request(self, key: Key, request_id: str) -> int | None:
         meta, requests, _ = session_keys(key)

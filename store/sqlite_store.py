@@ -19,10 +19,9 @@ from typing import TypeVar
 
 import msgspec
 
-from pensieve.errors import DataLoss
 from pensieve.store import _refusals, _rules
 from pensieve.store._clock import wall_clock_ms
-from pensieve.store._codec import read_log
+from pensieve.store._codec import marking_damage, read_log
 from pensieve.store._listing import decode_cursor, encode_cursor, has_labels, position
 from pensieve.store._sqlite.file import SqliteFile, is_full, translated
 from pensieve.store._sqlite.rows import Rows
@@ -75,7 +74,7 @@ class SqliteStore:
             raise
 
     async def close(self) -> None:
-        """Wait for the work in hand, then give the file back."""
+        """Wait for the work in hand, then release the file."""
         if self._thread is not None:
             await self._in_thread(self._file.close)
             self._thread.shutdown(wait=False)
@@ -125,12 +124,8 @@ class SqliteStore:
             stored = rows.log(key, after_revision)
             return read_log(key, row, stored, after_revision=after_revision, head_hash=head_hash)
 
-        try:
+        async with marking_damage(self, key):
             return await self._read(work)
-        except DataLoss as error:
-            if error.reason == "HISTORY_CORRUPT":
-                await self.mark_damaged(key)
-            raise
 
     async def find_request(self, key: Key, request_id: str) -> int | None:
         def work(rows: Rows) -> int | None:

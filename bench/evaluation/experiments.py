@@ -46,11 +46,11 @@ THINK_TIMES_S = {15.0: (36, 28), 60.0: (26, 23), 150.0: (22, 18), 300.0: (16, 12
 """The paper's figure 15; think time in the paper's seconds → turns/s. The longer the pauses, the sooner the cache is
 too small and recomputation sets the limit."""
 PRESSED_THINK_S = 150.0
-"""Of the eviction policies' load: with ``THINK_S`` these tiers lose a few per cent of the context below the limit,
-whatever the policy; with this a fifth to a third (in simulation, steady)."""
+"""Think time of the eviction policies' load: with ``THINK_S`` these tiers lose a few per cent of the context below the
+limit, whatever the policy; with this a fifth to a third (in simulation, steady)."""
 CHUNK_TOKENS = (8, 16, 32, 64, 128, 256)
 KV_HEADS = {40: (9, 6), 20: (16, 12), 10: (26, 23), 8: (26, 23)}
-"""→ turns/s; with as many KV heads as queries have, the tiers hold a quarter of the tokens."""
+"""KV heads → turns/s; with as many KV heads as queries have, the tiers hold a quarter of the tokens."""
 DEFAULTS = EngineTuning()
 NO_HOST_TIER = ("--host-cache", "0")
 STATELESS = ("--stateless", *NO_HOST_TIER)
@@ -73,10 +73,10 @@ class System:
     start_up_s: float
     """A guess to plan with, rather too long: what is cut off at the end of the time is lost."""
     url: str = ""
-    """Where it answers when it is up; empty: it prints the ready line of ``pensieve serve``."""
+    """Where the server answers when it is up; empty: it prints the ready line of ``pensieve serve``."""
     environment: tuple[tuple[str, str], ...] = ()
     host_bytes: int = 0
-    """Of its host tier."""
+    """Size of its host tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,8 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
+    """Curves that belong into one picture."""
+
     name: str
     shows: str
     lines: tuple[Line, ...]
@@ -106,7 +108,7 @@ class Scale:
     gqa_heads: int
     opt: str
     serve: tuple[str, ...]
-    """Of every Pensieve server."""
+    """Options of every Pensieve server."""
     device_tier: str
     host_tier: str
     device_bytes: int
@@ -280,7 +282,7 @@ def _ablations(scale: Scale) -> Iterable[Experiment]:
 
 
 def _think_rates(scale: Scale, paper_s: float) -> tuple[float, ...]:
-    """Of the ShareGPT-like load on the GQA model."""
+    """Rates of the ShareGPT-like load on the GQA model."""
     return THINK_TIMES_S[paper_s] if scale is FULL else (6, 3)
 
 

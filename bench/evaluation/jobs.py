@@ -24,19 +24,19 @@ from evaluation.plan import Job
 
 START_TIMEOUT_S = 300.0
 INTERRUPT_GRACE_S = 8.0
-"""For a replay that is to stop: it stops its server. What then still runs is killed."""
+"""Time for an interrupted replay to stop its server. What then still runs is killed."""
 KILL_S = 10.0
-"""For the kernel to end what was killed, and free what it had on the device."""
+"""Time for the kernel to end what was killed, and to free what it had on the device."""
 LAST_LINES = 30
-"""Of a failed server's log, in the results."""
+"""How much of a failed server's log goes into the results."""
 MARK = "BENCH_EVALUATE_JOB"
-"""Environment variable by which what a job left behind is found."""
+"""Environment variable that every process of a job has: by it, what a job left behind is found."""
 _UP = re.compile(r"^ *(\d+\.\d+) .*(?:ready grpc=|Application startup complete|listening \d)", re.MULTILINE)
 _KEEPER = Path(__file__).with_name("server.py")
 _FOLDERS = re.compile(r"(?<![\w.])/(?:[\w.@+-]+/)+(?=[\w.@+-])")
 _numbers = itertools.count()
 _ports = itertools.count(18000 + os.getpid() % 1000 * 10)
-"""Two of these programs at a time begin at different ones."""
+"""Two of these programs that run at a time begin at different ports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,13 @@ class Device:
     """A part of the machine: one GPU, or none, and cores that no other device has."""
 
     name: str
-    """For CUDA_VISIBLE_DEVICES; ``cpu``: no GPU."""
+    """A value of CUDA_VISIBLE_DEVICES; ``cpu``: no GPU."""
     cores: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where jobs find and leave things."""
+    """The folders in which jobs find and leave things."""
 
     scratch: Path
     models: Mapping[str, Path]
@@ -64,13 +64,13 @@ class JobResult:
     job: Job
     device: str
     command: str
-    """The server's, with names in place of this machine's folders."""
+    """The server's command line, with names in place of this machine's folders."""
     replay: str
     wall_s: float
     start_up_s: float | None
-    """Until the server said that it was up; None: it never did."""
+    """Time until the server said that it was up; None: it never did."""
     report: dict[str, Any] | None
-    """As ``pensieve replay --json`` wrote it."""
+    """What ``pensieve replay --json`` wrote."""
     error: str
     """Empty when the server was measured; without the folders of this machine."""
     logs: dict[str, str] = field(default_factory=dict)
@@ -226,7 +226,7 @@ def without_folders(text: str) -> str:
 
 
 def _shown(system: System) -> str:
-    """As written in the table: the names stand for folders and ports."""
+    """The system's command line as the table has it: names stand for folders and ports."""
     return " ".join([*(f"{name}={value}" for name, value in system.environment), *system.command])
 
 
@@ -239,7 +239,7 @@ def _portable(command: Sequence[str]) -> str:
 
 
 def _progress(job: Job, scratch: Path, started: float) -> str:
-    """Where the job is, for people. The replay does not say at which rate it is; the clock does."""
+    """How far the job is, for people. The replay does not say at which rate it is; the clock does."""
     elapsed = time.monotonic() - started
     up = _UP.search(_text(scratch / "server.log"))
     if up is None:
@@ -257,7 +257,7 @@ def _text(path: Path) -> str:
 
 
 def _free_port() -> int:
-    """One that nobody else takes before the server does, which may be minutes later.
+    """A port that nobody else takes before the server does, which may be minutes later.
 
     Hence none of those that the kernel gives to outgoing connections (32768 and up), and each only once.
     """

@@ -16,11 +16,12 @@ class Rates:
     """Turns/s, the most telling first."""
 
     both: tuple[float, ...]
-    """Of systems that keep history on the device and in host memory."""
+    """Rates for systems that keep history on the device and in host memory."""
     device: tuple[float, ...]
-    """On the device only."""
+    """Rates for systems that keep it on the device only."""
     none: tuple[float, ...]
-    """Nowhere: two are enough, since how much has to be computed does not depend on the rate."""
+    """Rates for systems that keep it nowhere: two are enough, since how much has to be computed does not depend on the
+    rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +45,12 @@ class Workload:
 
     @property
     def measured_s(self) -> float:
-        """From the start of the replay to the end of the window."""
+        """Seconds from the start of the replay to the end of the window."""
         return self.warm_up_s + self.window_s
 
     @property
     def point_s(self) -> float:
-        """Expected for one rate, without start and end."""
+        """Seconds that one rate is expected to take, without start and end."""
         alive = self.think_s + ANSWER_S
         ended = ENDED_SHARE * self.run_in_s / CHATS[self.dataset].published.turns
         return self.measured_s + HISTORY_S * max(self.rates) * (alive + ended)

@@ -30,12 +30,12 @@ class Job:
 
     @property
     def seconds(self) -> float:
-        """Expected."""
+        """Seconds that the job is expected to take."""
         return self.line.system.start_up_s + END_S + len(self.rates) * self.step_s
 
     @property
     def step_s(self) -> float:
-        """For one rate, as if it were the highest."""
+        """Seconds for one rate, as if it were the highest."""
         return self.line.workload.point_s + BETWEEN_S
 
     @property
@@ -45,7 +45,7 @@ class Job:
 
 
 def jobs_for(lines: Iterable[tuple[str, Line]]) -> list[Job]:
-    """Of (experiment, line), with all rates. Lines that differ in nothing but their label are one job."""
+    """The jobs of all (experiment, line), with all rates. Lines that differ in nothing but their label are one job."""
     found: dict[Any, Job] = {}
     for experiment, line in lines:
         system = line.system
@@ -90,7 +90,7 @@ def fit(jobs: Sequence[Job], devices: int, seconds: float) -> list[list[Job]]:
 
 
 def _filled(queue: list[Job], whole: Mapping[Any, tuple[float, ...]], seconds: float) -> list[Job]:
-    """With a rate more for the first job that can have it, as often as there is time."""
+    """``queue`` with one rate more for the job that has the fewest and can have it, as often as there is time."""
     left = seconds - total(queue)
     able = [job for job in queue if len(job.rates) < len(whole[job.uses]) and job.step_s <= left]
     if not able:

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 import grpc
 import grpc.aio
 
-from pensieve.client._flows import Flow, Invoke, SessionCore, Sleep
+from pensieve.client._flows import Flow, Invoke, SessionCore, Sleep, discard
 from pensieve.client._requests import Keep
 from pensieve.client._transport import ClientSettings, open_channel
 from pensieve.client._turn_machine import TurnMachine
@@ -22,7 +22,6 @@ from pensieve.v1 import pensieve_pb2 as pb
 
 T = TypeVar("T")
 
-DISCARD_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 1.0
 
 
@@ -79,11 +78,8 @@ class AsyncLink:
             task.add_done_callback(self._discards.discard)
 
     async def _discard(self, session: str, request_id: str) -> None:
-        request = pb.CancelTurnRequest(
-            session=session, request_id=request_id, keep=pb.CancelTurnRequest.KEEP_NOTHING
-        )
         try:
-            await self._invoke(Invoke("CancelTurn", request, session, DISCARD_TIMEOUT_S))
+            await self._invoke(discard(session, request_id))
         except (grpc.RpcError, Cancelled):
             return  # A courtesy: the server's own grace time ends the turn as well.
 

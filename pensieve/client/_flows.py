@@ -46,6 +46,7 @@ class Sleep:
 Flow = Generator[Invoke | Sleep, Any, T]
 
 PAGE = 500
+DISCARD_TIMEOUT_S = 5.0
 ABANDONED_KEPT = 16
 
 
@@ -65,6 +66,13 @@ def call(
             if delay is None:
                 raise
         yield Sleep(delay)
+
+
+def discard(session: str, request_id: str) -> Invoke:
+    """Tells the server that nobody will come back for this turn; else the session stays busy for the grace time."""
+    keep = pb.CancelTurnRequest.KEEP_NOTHING
+    request = pb.CancelTurnRequest(session=session, request_id=request_id, keep=keep)
+    return Invoke("CancelTurn", request, session, DISCARD_TIMEOUT_S)
 
 
 def server_info(settings: ClientSettings) -> Flow[ServerInfo]:

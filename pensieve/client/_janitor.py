@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 Job = Callable[[], Any]
-"""Returns None, or a call to be kept until it ends by itself."""
+"""A function that returns None, or a call to be kept until it ends by itself."""
 
 
 class Watch:
@@ -80,7 +80,7 @@ class Janitor:
             call.cancel()
 
     def _pause(self) -> float | None:
-        """None = until the next job."""
+        """How long to wait for a job before the watches are checked; None, without any watch: until a job comes."""
         deadlines = [watch.deadline for watch in list(self._watches) if watch.deadline is not None]
         if not self._watches:
             return None

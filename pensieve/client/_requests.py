@@ -22,7 +22,7 @@ Keep = Literal["partial", "nothing"]
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Left out = the session's default = the server's default."""
+    """How tokens are drawn. What is left out is the session's default, or else the server's."""
 
     temperature: float
     """0 is greedy."""
@@ -157,7 +157,7 @@ def input_item(value: InputLike) -> pb.InputItem:
 def turn_input(
     text: str | None, tokens: Sequence[int] | None, items: Sequence[InputLike] | None
 ) -> list[pb.InputItem]:
-    """At most one of the three; none = no input (regenerate). Raises InvalidArgument."""
+    """The input of a turn from at most one of the three; none = no input (regenerate). Raises InvalidArgument."""
     if sum(value is not None for value in (text, tokens, items)) > 1:
         raise InvalidArgument.field("input", "give one of text, tokens and items")
     if text is not None:

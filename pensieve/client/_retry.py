@@ -1,4 +1,4 @@
-"""When to send a call again, and after how long. Pure: the shells sleep, this decides.
+"""Decides whether a call is sent again, and after how long. Pure: the shells do the waiting.
 
 A replay is safe because every mutation carries a request id that the SDK made once. What a status means:
 
@@ -48,7 +48,7 @@ _BROKEN = ("UNAVAILABLE", "INTERNAL", "UNKNOWN", "CANCELLED")
 
 
 def verdict(error: PensieveError) -> Verdict:
-    """See the table above."""
+    """What ``error`` calls for, as in the table above."""
     if error.reason == TRANSPORT:
         return Verdict.RESEND if error.metadata.get("grpc_code", error.code) in _BROKEN else Verdict.RAISE
     if error.reason in _BY_REASON:

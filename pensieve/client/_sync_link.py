@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
-from pensieve.client._flows import Flow, Invoke, SessionCore, Sleep
+from pensieve.client._flows import Flow, Invoke, SessionCore, Sleep, discard
 from pensieve.client._janitor import Janitor, Watch
 from pensieve.client._requests import Keep
 from pensieve.client._transport import ClientSettings, open_channel
@@ -24,7 +24,6 @@ from pensieve.v1 import pensieve_pb2 as pb
 
 T = TypeVar("T")
 
-DISCARD_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 2.0
 
 
@@ -211,9 +210,6 @@ def _cancel_job(call: Any) -> Callable[[], None]:
 
 
 def _discard_job(link: Link, session: str, request_id: str) -> Callable[[], Any]:
-    """Tells the server not to wait for this client to come back; without it the session stays busy for the grace."""
-    stub, metadata = link.stub, link.settings.metadata(session)
-    request = pb.CancelTurnRequest(
-        session=session, request_id=request_id, keep=pb.CancelTurnRequest.KEEP_NOTHING
-    )
-    return lambda: stub.CancelTurn.future(request, timeout=DISCARD_TIMEOUT_S, metadata=metadata)
+    # Not `link` in the closure: a job that waits must not keep alive what its caller has dropped.
+    stub, metadata, step = link.stub, link.settings.metadata(session), discard(session, request_id)
+    return lambda: stub.CancelTurn.future(step.request, timeout=step.timeout, metadata=metadata)

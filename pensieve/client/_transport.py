@@ -45,7 +45,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
-    """Of a client."""
+    """What a client was made with."""
 
     target: str
     """``HOST:PORT`` or any gRPC target; a leading ``pensieve://`` is dropped."""
@@ -77,7 +77,7 @@ class ClientSettings:
         return list({**dict(CHANNEL_OPTIONS), **dict(self.options)}.items())
 
     def metadata(self, session: str) -> list[tuple[str, str]]:
-        """Of one call: the routing key for proxies, and the credential."""
+        """Metadata of one call: the routing key for proxies, and the credential."""
         pairs = [(ROUTE_KEY, session)] if session else []
         if self.api_key is not None:
             pairs.append(("authorization", f"Bearer {self.api_key}"))

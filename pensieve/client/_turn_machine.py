@@ -1,7 +1,7 @@
 """One turn as seen by the client, without any I/O: what to send, what a message means, what a failure calls for.
 
-The shells (``_sync``, ``_aio``) do only this, in a loop: open a call with ``next_request``, hand each message to
-``received``, each failure to ``failed`` and sleep as told, give ``pending`` pieces to the caller, stop when ``done``.
+The shells (``_sync_link``, ``_aio_link``) do only this, in a loop: open a call with ``next_request``, hand each message
+to ``received``, each failure to ``failed`` and sleep as told, hand ``pending`` pieces to the caller, end when ``done``.
 
 **Resuming.** All tries carry the same request id, so the server appends the turn at most once. A try names the attempt
 it has seen and how many output tokens it holds. The same attempt continues there. Another attempt starts at token 0:
@@ -94,7 +94,7 @@ class TurnMachine:
         return left
 
     def next_request(self) -> pb.StreamTurnRequest:
-        """The same turn, from where we are."""
+        """A request for the same turn, from where we are."""
         request = pb.StreamTurnRequest()
         request.CopyFrom(self._request)
         request.resume_attempt = self.attempt
@@ -237,6 +237,7 @@ class _Text:
         if piece.token_offset != self._token_at:
             if piece.token_offset not in self._borders:
                 raise _inconsistent(f"token {piece.token_offset} after {self.tokens} tokens")
+            # The server repeats itself from a token border that we have seen: compare from there.
             self._token_at, self._text_at = piece.token_offset, self._borders[piece.token_offset]
         known = self.value[self._text_at :] if self._text_at < self._length else ""
         overlap = min(len(known), len(piece.text))
@@ -245,6 +246,8 @@ class _Text:
         skip = self.tokens - self._token_at
         self._token_at += piece.token_count
         self._text_at += len(piece.text)
+        # Text and tokens may overlap by different amounts: text that could begin a stop string is held back by the
+        # server, so it can come later than the token that it belongs to.
         fresh_text = piece.text[overlap:]
         fresh_tokens = max(0, piece.token_count - skip)
         if not fresh_text and not fresh_tokens:

@@ -13,7 +13,7 @@ from pensieve.core import FinishReason, Phase, Role, TokenLogprob, Usage
 
 
 class SessionState(StrEnum):
-    """Of a session. DAMAGED: readable, not writable."""
+    """State of a session. DAMAGED: readable, not writable."""
 
     UNSPECIFIED = "unspecified"
     ACTIVE = "active"
@@ -22,7 +22,7 @@ class SessionState(StrEnum):
 
 
 class TurnState(StrEnum):
-    """Of a turn. DISCARDED: no trace in history; the same request id may start again."""
+    """State of a turn. DISCARDED: no trace in history; the same request id may start again."""
 
     UNSPECIFIED = "unspecified"
     RUNNING = "running"
@@ -58,7 +58,7 @@ class Item:
     """Filled when asked for; all live items' ids, concatenated, are the model's context."""
     request_id: str = ""
     finish_reason: FinishReason | int | None = None
-    """Of assistant items."""
+    """Only assistant items have one."""
     create_time: datetime | None = None
 
 
@@ -74,7 +74,7 @@ class Turn:
     finish_reason: FinishReason | int | None
     usage: Usage
     revision: int
-    """Of the session, after this turn."""
+    """Revision of the session after this turn."""
     base_revision: int
     seed: int
     stop_sequence: str
@@ -142,7 +142,7 @@ class SessionInfo:
     forked_from: str = ""
     forked_from_item: int = 0
     active_request_id: str = ""
-    """Of the turn that runs right now, if any."""
+    """Request id of the turn that runs right now, if any."""
     residency: Residency | None = None
 
     @property
@@ -168,7 +168,7 @@ class TokenCount:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of a server; 0: not announced."""
+    """Limits that a server announces; 0: it does not."""
 
     max_request_bytes: int
     max_input_chars: int

@@ -22,7 +22,7 @@ class StreamView:
 
     @property
     def request_id(self) -> str:
-        """Of the turn; enough to fetch its outcome later with ``get_turn`` or ``attach``."""
+        """The turn's id; enough to fetch its outcome later with ``get_turn`` or ``attach``."""
         return self._machine.request_id
 
     @property

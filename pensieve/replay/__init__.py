@@ -1,7 +1,8 @@
 """Multi-turn replay: the same conversations, at the same times, against several systems. No torch.
 
-``load`` says what is sent and when, ``targets`` what is measured, ``play`` sends it, ``measure`` condenses what came
-back, ``presentation`` shows it. ``session`` is one whole replay, ``command`` its command line.
+``load`` says what is sent and when, ``targets`` what is measured, ``play`` sends it, ``records`` are what came of it,
+``measure`` condenses them, ``presentation`` shows that. ``session`` is one whole replay; ``command`` and
+``compare_command`` are the command line.
 
 May import: client, core, debug, frames, pensieve, spawn, tokenizer, v1.
 """

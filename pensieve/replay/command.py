@@ -1,4 +1,4 @@
-"""``pensieve replay``."""
+"""``pensieve replay``: the command line of a replay, or of a sweep over rates and seeds."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _SECONDS = click.FloatRange(min=0)
 
 
 def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What is replayed and when: shared with the scripts in bench/."""
+    """Options for what is replayed and when; programs in bench/ take them, too."""
     for decorate in reversed(
         (
             click.argument("dataset", type=DatasetName()),
@@ -106,7 +106,7 @@ def make_plan(
     max_output_tokens: int | None, scale_lengths: float, concurrency: int | None, force_lengths: bool,
     tokenizer: Path | None,
 ) -> ReplayPlan:  # fmt: skip
-    """From the values of ``workload_options``. Raises click exceptions."""
+    """A plan from the values of ``workload_options``. Raises click exceptions."""
     if clients and (rate is not None or concurrency):
         raise click.UsageError("--clients goes without --rate and --concurrency")
     if (think_time > 0) + (think_per_token > 0) + (think_from is not None) > 1:
@@ -149,7 +149,7 @@ def make_plan(
 
 @lru_cache(maxsize=4)
 def _loaded(path: Path, tokenizer: Path | None, limit: int | None) -> Dataset:
-    """A sweep makes many plans of one file."""
+    """The dataset in a file, which is read once although a sweep makes many plans of it."""
     return load(path, _counter(tokenizer), limit=limit)
 
 
@@ -243,7 +243,7 @@ def _plans(
     vocab_size: int,
     context_limit: int,
 ) -> list[ReplayPlan]:
-    """One for each rate and seed, with inputs of its own."""
+    """A plan for each rate and seed, with inputs of its own."""
     if rates and (workload["rate"] is not None or workload["clients"]):
         raise click.UsageError("--rates goes without --rate and --clients")
     found: list[ReplayPlan] = []

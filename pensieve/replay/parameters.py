@@ -51,21 +51,21 @@ def numbers(
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Where a report goes."""
+    """The files that a report is written to."""
 
     json_file: Path | None
     html_file: Path | None
     plots_folder: Path | None
 
     def require(self) -> None:
-        """Raises PlotsMissing if it could not be drawn: before an hour of measurement."""
+        """Raises PlotsMissing if the report could not be drawn: to be asked before an hour of measurement."""
         if self._drawn:
             from pensieve.replay.presentation import plots
 
             plots.require()
 
     def write(self, report: Mapping[str, Any], *, draw: bool = True) -> None:
-        """``draw``: not only the numbers. Raises OSError."""
+        """Write what was asked for; without ``draw`` only the numbers. Raises OSError."""
         if self.json_file is not None:
             self.json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         if not (draw and self._drawn):

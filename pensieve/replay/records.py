@@ -12,6 +12,7 @@ from pensieve.core import Usage
 from pensieve.replay.targets.base import TargetInfo
 
 MAX_LAG_S = 0.25
+"""How late a client may be, by default; see ``RunOptions.max_lag_s``."""
 
 
 @dataclass(slots=True)
@@ -22,14 +23,14 @@ class TurnRecord:
     turn: int
     input_tokens: int
     due_s: float
-    """When it should have been sent."""
+    """When the turn should have been sent."""
     sent_s: float = 0.0
     arrivals: list[tuple[int, float]] = field(default_factory=list)
     """(tokens, time) of each piece of output."""
     done_s: float = 0.0
     usage: Usage | None = None
     error: str = ""
-    """Code of the failure."""
+    """Code of the failure; empty: there was none."""
     message: str = ""
 
     def ended_at(self, zero_s: float) -> None:
@@ -49,12 +50,14 @@ class TurnRecord:
 
     @property
     def ttft_s(self) -> float | None:
-        """Time to first token."""
+        """Time to first token; None: there was none."""
         return self.arrivals[0][1] - self.sent_s if self.arrivals else None
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
+    """How a load is played."""
+
     force_lengths: bool = True
     concurrency: int | None = None
     """Conversations at once; None: as many as are due."""
@@ -86,9 +89,9 @@ class Outcome:
     target: str
     info: TargetInfo
     records: tuple[TurnRecord, ...]
-    """In order of completion."""
+    """The turns that ended, in order of completion."""
     skipped_turns: int
-    """Never sent, because a turn before them failed."""
+    """How many turns were never sent, because a turn before them failed."""
     duration_s: float
     loop_lag_s: tuple[tuple[float, ...], ...] = ()
     """For each client process: how late its own timer fired, each time."""
@@ -106,7 +109,7 @@ class Outcome:
 def outcome(
     target: str, info: TargetInfo, records: Iterable[TurnRecord], played: Sequence[Played], leftover: str
 ) -> Outcome:
-    """Of what one or more players did at the same time."""
+    """The outcome of what one or more players did at the same time."""
     return Outcome(
         target,
         info,

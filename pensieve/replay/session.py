@@ -57,14 +57,14 @@ class _Lost:
 
     failure: TurnFailed
     run: int | None
-    """The first that it did not end; None: before all runs."""
+    """The first run that it did not end; None: it was lost before all runs."""
 
 
 _NOBODY = Watcher()
 
 
 async def run(plan: ReplayPlan, targets: Sequence[Target], watch: Watcher = _NOBODY) -> dict[str, Any]:
-    """``run_all`` of one plan."""
+    """Play one plan; see ``run_all``."""
     return await run_all([plan], targets, watch)
 
 

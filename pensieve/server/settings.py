@@ -49,7 +49,7 @@ class TurnSettings:
     heartbeat_s: float = HEARTBEAT_S
     """A stream is never silent for longer."""
     messages_per_s: float = 4000.0
-    """With many streams, output is merged to stay below this rate (``turn_pace``): about half of one core."""
+    """With many streams, output is merged to stay below this rate (``turns.pace``): about half of one core."""
     disconnect_grace_s: float = DISCONNECT_GRACE_S
     """How long a turn that nobody listens to waits for a re-attach."""
     commit_retry_s: float = 30.0

@@ -35,14 +35,14 @@ class RedisIndex:
         self._link = link
 
     async def enter(self, key: Key, update_ms: int) -> None:
-        """GT: of two writers that finish out of order, the later time stays."""
+        """Add or update one session. ``GT``: of two writers that finish out of order, the later time stays."""
         await self._link.command("ZADD", index_key(key.tenant), "GT", update_ms, key.session_id)
 
     async def remove(self, key: Key) -> None:
         await self._link.command("ZREM", index_key(key.tenant), key.session_id)
 
     async def page(self, tenant: str, *, limit: int, cursor: str, labels: dict[str, str] | None) -> Page:
-        """As ``HistoryStore.list_sessions``."""
+        """One page of the listing, as ``HistoryStore.list_sessions`` promises it."""
         place = decode_cursor(cursor)
         found: list[ListedSession] = []
         while len(found) <= limit:
@@ -79,7 +79,10 @@ class RedisIndex:
         return int(before) - int(await self._link.command("ZCARD", name))
 
     async def _after(self, tenant: str, place: Position) -> list[Position]:
-        """Up to BATCH entries after ``place``; none at the end."""
+        """Up to BATCH entries after ``place``; none at the end.
+
+        Redis pages by time alone, so sessions of the very time of ``place`` come again and are skipped here.
+        """
         offset = 0
         while True:
             reply = await self._link.command(

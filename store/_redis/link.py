@@ -44,7 +44,7 @@ class RedisLink:
         """Connects to nothing yet. Raises ValueError on a bad URL."""
         parts = urlsplit(url)
         self.place = f"{parts.hostname}:{parts.port or 6379}"
-        """For messages: without the credentials that the URL may hold."""
+        """Where Redis is, for messages: without the credentials that the URL may hold."""
         self.store_id = ""
         self.durability = "unknown"
         pool = BlockingConnectionPool.from_url(
@@ -71,7 +71,7 @@ class RedisLink:
             return reply
 
     async def command(self, *words: Any) -> Any:
-        """One command."""
+        """The reply to one command."""
         async with self._translating():
             return await self._client.execute_command(*words)  # type: ignore[no-untyped-call]
 

@@ -9,6 +9,7 @@ from urllib.parse import quote
 import msgspec
 
 from pensieve.store._codec import StoredRecord
+from pensieve.store._rules import ttl_ms
 from pensieve.store.contract import Counts, Key
 from pensieve.store.records import Record, RunningTurn, SessionConfig, SessionRow, State
 
@@ -30,7 +31,7 @@ def index_key(tenant: str) -> str:
 
 
 def create_fields(row: SessionRow) -> list[Any]:
-    """field, value, … of a new session that the caller decides."""
+    """The fields of a new session that the caller decides, as field, value, field, value, …"""
     return [
         *("head_item", row.head_item, "item_count", row.item_count, "context_tokens", row.context_tokens),
         *(
@@ -48,7 +49,7 @@ def create_fields(row: SessionRow) -> list[Any]:
 def append_args(
     record: Record, fingerprint: str, base_hash: str, stored: StoredRecord, counts: Counts
 ) -> list[Any]:
-    """ARGV of COMMIT and APPLY from the request id on."""
+    """The arguments (ARGV) of COMMIT and APPLY, from the request id on."""
     return [
         *(record.request_id, fingerprint, record.revision, base_hash),
         *(stored.data, stored.crc, stored.head_hash),
@@ -57,10 +58,6 @@ def append_args(
         b"" if record.labels is None else _json.encode(record.labels),
         0 if record.config is None else ttl_ms(record.config),
     ]
-
-
-def ttl_ms(config: SessionConfig) -> int:
-    return round(config.ttl_s * 1000) if config.ttl_s > 0 else 0
 
 
 def parse_row(key: Key, fields: Fields, now: int) -> SessionRow:

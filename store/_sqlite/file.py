@@ -72,7 +72,7 @@ class SqliteFile:
             raise
 
     def close(self) -> None:
-        """Close the connection and give the lock back. May be called twice."""
+        """Close the connection and release the lock. May be called twice."""
         self.drop_connection()
         if self._lock_fd is not None:
             os.close(self._lock_fd)

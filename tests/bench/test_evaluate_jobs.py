@@ -151,7 +151,7 @@ def write_again(folder: Path, text: str) -> None:
 
 
 def fake_result(job: Any, *, sha: str = "a", rates: tuple[float, ...] = RATES, lost: bool = False) -> Any:
-    """With nothing in it but what combining looks at."""
+    """A report with nothing in it but what combining looks at."""
     details: dict[str, str] = {}
     summary = {
         "target": job.line.label, "details": details, "turns": {"failed": 0}, "receipts": {"violations": 0},
@@ -171,7 +171,7 @@ def fake_result(job: Any, *, sha: str = "a", rates: tuple[float, ...] = RATES, l
 
 
 def fake_report(label: str, *, gpu: str = "", **more: Any) -> dict[str, Any]:
-    """Of one job of an experiment with the lines one and two; the latter is lost in its first run."""
+    """The report of one job, in an experiment with the lines one and two; line two is lost in its first run."""
     lines = tuple(make_line(name, (*STUB, name)) for name in ("one", "two"))
     _, made = make_evaluation(Path("unused"), *lines)
     (job,) = (job for job in made if job.line.label == label)

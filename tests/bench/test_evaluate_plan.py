@@ -168,7 +168,7 @@ def turns_due(found: list[Script], start: float, end: float, token_s: float = 0.
 
 
 def test_what_is_offered_in_a_window_hardly_rises() -> None:
-    """By less than what is called unsteady; without the run-in it would be by more."""
+    """The load changes by less than what is called unsteady; without the run-in it would change by more."""
     found = table().experiments(table().FULL).items()
     for load in {experiment.lines[0].workload for name, experiment in found if name.startswith("systems-")}:
         rises = {}
@@ -186,7 +186,7 @@ def test_what_is_offered_in_a_window_hardly_rises() -> None:
 
 
 def jobs_of(shapes: list[tuple[int, float]]) -> list[Any]:
-    """Of (rates, seconds to start)."""
+    """Jobs from (rates, seconds to start)."""
     module = table()
     found = []
     for number, (count, start) in enumerate(shapes):
@@ -263,7 +263,7 @@ def test_impossible_requests_are_refused() -> None:
 
 
 def test_tiers_that_do_not_fit_into_memory_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a device's servers only the one with the largest host tier counts: they run one after the other."""
+    """Only the server with the largest host tier counts on each device: its servers run one after the other."""
     evaluate = importlib.import_module("evaluate")
     found = table().experiments(table().FULL)["systems-13b-sharegpt"]
     jobs = {job.uses[0][1]: job for job in planning().jobs_for([("e", line) for line in found.lines])}

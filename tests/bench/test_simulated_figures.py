@@ -55,7 +55,7 @@ def trace(tmp_path: Path, bench: Any) -> Path:
 
 
 def run(bench: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Result:
-    """As if typed: pages tell the command line."""
+    """A run as if it were typed: pages tell the command line."""
     monkeypatch.setattr(sys, "argv", [str(ROOT / "bench" / "simulated_figures.py"), *arguments])
     return CliRunner().invoke(bench.main, list(arguments))
 

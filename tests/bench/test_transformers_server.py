@@ -30,7 +30,7 @@ PROMPT, LIMIT = list(range(5, 25)), 12
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a model whose own greedy answer to the prompt has its end of sequence in the middle."""
+    """A model whose own greedy answer to the prompt has its end of sequence in the middle."""
     path = tiny_checkpoint("llama", tmp_path_factory.mktemp("model"))
     answer = list(Model(path).answer(PROMPT, LIMIT))
     model = AutoModelForCausalLM.from_pretrained(path)

@@ -49,7 +49,7 @@ def test_limits(bench: Any, name: str, error: float, good: bool) -> None:
 
 
 def recording(files: Any, machine: Machine) -> None:
-    """As a server would have left it, had it been this machine."""
+    """The files that a server would have left, had it been this machine."""
     told: dict[str, Any] = {
         "chunk_tokens": 32, "device_tokens": 1600, "host_tokens": 1600, "policy": "retention", "swap_watermark": 0.25,
         "decode_reserve": 0.1, "context_limit": 1600, "max_batch_tokens": 512, "max_running": 64,

@@ -229,7 +229,7 @@ async def test_a_process_without_its_crew_ends_before_its_work_has_begun(
 
 
 async def test_a_process_without_its_crew_ends(service: PacedConversations, address: Address) -> None:
-    """As when the crew is killed in the middle of a run."""
+    """What happens when the crew is killed in the middle of a run."""
     service.token_s = 60.0
     process, channel = await ready_process(address)
     channel.send(wire.Go(time.perf_counter()))

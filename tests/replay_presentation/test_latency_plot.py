@@ -19,7 +19,7 @@ Line = Sequence[tuple[float, float]]
 
 
 def panel(lines: Mapping[str, Line], name: str = "chat.json") -> Panel:
-    """Of curves (turns/s, mean normalised latency in seconds); the 90th percentile is 1.5 times the mean."""
+    """A panel of curves (turns/s, mean normalised latency in seconds); the 90th percentile is 1.5 times the mean."""
     report = sweep({name: 9.0 for name in lines}, (1.0,))
     report["dataset"]["name"] = name
     targets: list[dict[str, Any]] = []

@@ -180,10 +180,8 @@ def test_the_machine_meets_what_was_measured() -> None:
 
 
 def test_load_is_streamed_and_ordered() -> None:
-    talks = [
-        Conversation("a", (TurnLengths(1, 2, 10.0), TurnLengths(3, 4, 15.0))),
-        Conversation("b", (TurnLengths(5, 6, 2.0),)),
-    ]
+    first, second = (TurnLengths(1, 2, 10.0), TurnLengths(3, 4, 15.0)), (TurnLengths(5, 6, 2.0),)
+    talks = [Conversation("a", first), Conversation("b", second)]
     recorded = list(Load(talks))
     assert [(life.start, life.turns) for life in recorded] == [(0.0, ((5, 6),)), (8.0, ((1, 2), (3, 4)))]
     assert (recorded[1].due(1, 9.0), recorded[1].due(1, 20.0), recorded[1].due(2, 20.0)) == (

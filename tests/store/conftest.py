@@ -16,7 +16,7 @@ from support.store.store_bench import Bench, MemoryBench, RedisBench, SqliteBenc
 shared_redis = redis_server_fixture("session")
 
 BACKENDS = ["memory", "sqlite", pytest.param("redis", marks=pytest.mark.redis)]
-"""For parametrising over the three stores."""
+"""The three stores, for tests that all of them have to pass."""
 
 
 @pytest.fixture(params=BACKENDS)

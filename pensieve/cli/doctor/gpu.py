@@ -44,7 +44,7 @@ def accelerator() -> Iterator[Check]:
 
 
 def driver_version(file: Path = DRIVER_FILE) -> str | None:
-    """Of the NVIDIA kernel module; None when it is not loaded."""
+    """Version of the NVIDIA kernel module; None when it is not loaded."""
     try:
         text = file.read_text()
     except OSError:

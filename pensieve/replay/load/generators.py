@@ -40,10 +40,10 @@ class ChatShape:
     input_mean: float
     """Before the context limit takes effect; the published mean is met after it."""
     input_sigma: float
-    """Of the logarithm; lognormal."""
+    """Inputs are lognormal: the standard deviation of their logarithm."""
     output_mean: float
     output_gamma: float
-    """Shape parameter; gamma."""
+    """Outputs are gamma distributed: the shape parameter."""
     context_limit: int
     """A longer conversation is shrunk, all its turns alike, to a length between ¾ of this and this, drawn evenly."""
 
@@ -94,7 +94,7 @@ class Quantiles:
 
     values: tuple[float, ...]
     at: tuple[float, ...] = (0, 5, 25, 50, 75, 95, 99, 100)
-    """Per cent."""
+    """Which quantiles ``values`` are, in per cent."""
 
     def draw(self, generator: np.random.Generator, count: int) -> NDArray[np.float64]:
         logs = np.interp(generator.uniform(0, 100, count), self.at, np.log(self.values))

@@ -19,7 +19,7 @@ from pensieve.replay.load.workload import Conversation, TurnLengths
 NOMINAL_TOKEN_S = 0.015
 """Seconds per output token in the time before the replay: all that depends on it is how far conversations have got."""
 ENDED_SHARE = 0.5
-"""Of the time before the replay, up to its start: conversations that ended in this part of it are played too. In
+"""Conversations that ended in this last part of the time before the replay are played, too. In
 simulation of a load near the limit (28 turns/s, 120 s), those of the last 20 s raised the latency from 13.8
 to 14.3 ms a token, and all of them to 14.5."""
 

@@ -1,4 +1,4 @@
-"""When each turn is due. Drawn before anything is sent, so that every target meets the same load."""
+"""Draws when each turn is due: before anything is sent, so that every target meets the same load."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pensieve.replay.load.workload import Conversation, Dataset, DatasetError
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """How conversations start and go on."""
+    """How conversations start, and when their next turns follow."""
 
     rate: float | None = None
     """Turns per second that are offered on average, as a Poisson process of conversation starts; None: no pacing."""
@@ -33,7 +33,7 @@ class Arrivals:
     think_minimum_s: float = 0.0
     """No pause per token is shorter (5 in the draft)."""
     think_gaps: Gaps | None = None
-    """Pauses are drawn from these."""
+    """Recorded gaps that pauses are drawn from; None: they are not."""
     run_in_s: float = 0.0
     """Begin as if the load had been running for so long; see ``pensieve.replay.load.run_in``."""
 
@@ -79,7 +79,7 @@ class Script:
     number: int
     conversation: Conversation
     due: tuple[Due, ...]
-    """One per turn."""
+    """When each of the turns is due."""
     first_turn: int = 0
     """Number of the first turn here, in the whole conversation."""
     beforehand: bool = False
@@ -96,15 +96,15 @@ class Script:
         return 0.0 if self.over else self.due[self.beforehand].at_s
 
     def input_ids(self, turn: int, vocab_size: int, seed: int, run: int = 0) -> TokenArray:
-        """Of the turn at this place here: pseudo-random, int32 [input_tokens], the same for every target with this
-        vocabulary."""
+        """The input of the turn at this place in the script: pseudo-random, int32 [input_tokens], the same for every
+        target with this vocabulary."""
         generator = np.random.default_rng([seed, self.number, turn, *([run] if run else [])])
         wanted = self.conversation.turns[turn].input_tokens
         return generator.integers(0, vocab_size, wanted, dtype=np.int32)
 
 
 def scripts(conversations: Sequence[Conversation], arrivals: Arrivals) -> list[Script]:
-    """In order of their first turn."""
+    """A script for each conversation, in order of their first turns."""
     if arrivals.recorded:
         return _recorded(conversations, arrivals.time_scale)
     starts = np.zeros(len(conversations))

@@ -10,10 +10,10 @@ from pensieve.replay.load.workload import Conversation, TurnLengths
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """Limits on a workload; None: as recorded."""
+    """What is to be made of a workload; None: as recorded."""
 
     scale_lengths: float = 1.0
-    """Every length times this, at least one token: for models with short contexts."""
+    """Every length is multiplied by this, and stays at least one token: for models with short contexts."""
     max_turns: int | None = None
     max_input_tokens: int | None = None
     max_output_tokens: int | None = None
@@ -25,11 +25,11 @@ class Shaped:
 
     conversations: tuple[Conversation, ...]
     cut_conversations: int
-    """Ended early because the context would not fit."""
+    """How many end early because the context would not fit."""
     dropped_conversations: int
-    """Not even their first turn fits."""
+    """How many are left out because not even their first turn fits."""
     dropped_turns: int
-    """Of both kinds."""
+    """How many turns both kinds lack."""
 
     @property
     def turns(self) -> int:
@@ -37,7 +37,8 @@ class Shaped:
 
 
 def shape(conversations: Iterable[Conversation], wanted: Shaping, context_limit: int) -> Shaped:
-    """``context_limit``: the smallest of all targets, so that all do the same work. A context must stay below it."""
+    """Cut ``conversations`` to size. ``context_limit``: the smallest of all targets, so that all do the same work; a
+    context must stay below it."""
     kept: list[Conversation] = []
     cut = dropped = turns_lost = 0
     for talk in conversations:

@@ -27,12 +27,15 @@ class TurnLengths:
     input_tokens: int
     output_tokens: int
     timestamp_s: float | None = None
-    """When it was sent in the recording."""
+    """When the turn was sent in the recording; None: nobody says."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
+    """The turns of one conversation, as lengths."""
+
     key: str
+    """What names it in its dataset."""
     turns: tuple[TurnLengths, ...]
 
     @property
@@ -43,6 +46,8 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
+    """Conversations from one source."""
+
     name: str
     conversations: tuple[Conversation, ...]
     sha256: str

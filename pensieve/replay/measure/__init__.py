@@ -1,4 +1,4 @@
-"""From what was played to numbers: windows, receipts, latencies, and whether they may be believed.
+"""Makes numbers of what was played: windows, receipts, latencies, and whether they may be believed.
 
 May import: pensieve, replay.records.
 """

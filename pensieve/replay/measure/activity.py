@@ -64,7 +64,7 @@ def largest_within_limit(bins: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _sent(record: TurnRecord) -> float:
-    """A turn whose conversation could not be opened was never sent."""
+    """When the turn was sent; when it was due, if its conversation could not be opened."""
     return record.sent_s or record.due_s
 
 
@@ -96,7 +96,7 @@ def _bins(records: Sequence[TurnRecord], spans: Sequence[tuple[float, float]]) -
 
 
 def _mean_open(spans: Sequence[tuple[float, float]], start: float, stop: float) -> float:
-    """Over the time from start to stop; of an instant, those open then."""
+    """Mean number of open conversations from start to stop; at an instant, how many are open then."""
     if stop <= start:
         return float(sum(begin <= start <= end for begin, end in spans))
     return sum(max(0.0, min(end, stop) - max(begin, start)) for begin, end in spans) / (stop - start)
@@ -114,7 +114,7 @@ def _most_open(spans: Sequence[tuple[float, float]], start: float, stop: float) 
 
 
 def _p95(records: Sequence[TurnRecord]) -> float | None:
-    """By nearest rank; null where it is a turn without a first token."""
+    """The 95th percentile of the time to first token, by nearest rank; None where that is a turn without one."""
     late = sorted(math.inf if record.error or record.ttft_s is None else record.ttft_s for record in records)
     value = late[math.ceil(0.95 * len(late)) - 1]
     return None if math.isinf(value) else value

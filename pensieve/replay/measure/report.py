@@ -98,7 +98,7 @@ def statistics(values: Iterable[float]) -> dict[str, float | int | None]:
 
 
 def quantiles(values: Iterable[float]) -> list[float] | None:
-    """At 0, 1, … 100 %: enough to draw the distribution."""
+    """The quantiles at 0, 1, … 100 %: enough to draw the distribution."""
     array = np.fromiter(values, dtype=np.float64)
     return [float(value) for value in np.percentile(array, np.arange(101))] if len(array) else None
 

@@ -1,4 +1,4 @@
-"""Whether a measurement may be believed: the client's own lag; and how far repeats of it agree."""
+"""Says whether a measurement may be believed: how late the client itself was, and how far repeats agree."""
 
 from __future__ import annotations
 

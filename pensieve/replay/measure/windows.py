@@ -22,12 +22,12 @@ _T_95 = T_975[BINS - 3]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What is asked for. Without any of it the whole replay is measured."""
+    """The window that is asked for. Without any of it the whole replay is measured."""
 
     warm_up_s: float | None = None
-    """Left out at the start."""
+    """Time at the start that is not measured."""
     window_s: float | None = None
-    """Measured after it; None: until the last conversation starts, after which the load only falls."""
+    """Time after it that is measured; None: until the last conversation starts, after which the load only falls."""
     steady: bool = False
     """Find the warm-up; see ``steady_start``."""
 
@@ -63,7 +63,7 @@ def has_trend(levels: NDArray[np.float64]) -> bool:
 
 
 def steady_start(records: Sequence[TurnRecord], end: float) -> tuple[float, bool]:
-    """Where the steady part before ``end`` starts, and whether it is steady.
+    """The time at which the steady part before ``end`` starts, and whether it is steady.
 
     The rule: the number of turns in flight, averaged over each hundredth of the time to ``end``, is cut where the rest
     has the smallest marginal standard error (MSER: squared deviations from their mean, over the square of their
@@ -71,6 +71,8 @@ def steady_start(records: Sequence[TurnRecord], end: float) -> tuple[float, bool
     system is overloaded, or the replay is too short.
     """
     levels = running_turns(records, 0.0, end, _PARTS)
+    # The sum of squares grows with every level that is kept, its divisor faster as long as the levels are alike: the
+    # quotient is smallest where the cut leaves out the start and nothing else.
     errors = [
         float(((rest := levels[cut:]) - rest.mean()) @ (rest - rest.mean())) / len(rest) ** 2
         for cut in range(_PARTS // 2)
@@ -111,7 +113,7 @@ def cut(outcome: Outcome, wanted: Window) -> tuple[Outcome, dict[str, Any]]:
 
 
 def _bounds(outcome: Outcome, wanted: Window) -> tuple[str, float, float, bool | None]:
-    """(rule, start, end, steady); steady is None where nobody asked."""
+    """(rule, start, end, steady) of the window; steady is None where nobody asked."""
     duration = outcome.duration_s
     last_start = max((record.sent_s for record in outcome.records if record.turn == 0), default=0.0)
     # Conversations that all start at once are a load that only falls: its end is the end.

@@ -20,7 +20,7 @@ from pensieve.replay.records import Outcome, Played, RunOptions, TurnRecord, out
 from pensieve.replay.targets.base import Address, TargetInfo, TurnFailed
 
 _HEAD_START_S = 0.05
-"""From the word to the start, so that it has reached every process by then."""
+"""Time between ``Go`` and the start that it names, so that it has reached every process by then."""
 _WORDS = 4000
 """Bytes of a process's stderr that an error quotes."""
 T = TypeVar("T")
@@ -31,7 +31,7 @@ class ClientFailed(RuntimeError):
 
 
 def deal(scripts: Sequence[Script], options: RunOptions) -> list[tuple[tuple[Script, ...], RunOptions]]:
-    """What each process plays. Conversations go round in order of their starts.
+    """What each process plays. Conversations are dealt round in order of their starts.
 
     With a limit of conversations at once each process gets its part of the limit, and of the conversations in
     proportion. The limit is at least as large as the number of processes.
@@ -100,7 +100,7 @@ class _Member:
         return cast(Played, finished.played)
 
     async def _next(self, wanted: Any, on_turn: OnTurn, on_send: OnSend) -> Any:
-        """What comes after turns that go out and end."""
+        """The next message of the ``wanted`` kind; turns that go out and end meanwhile are passed on."""
         while True:
             match await self._receive(wire.Sent | wire.Ended | wanted):
                 case wire.Sent():
@@ -116,7 +116,7 @@ class _Member:
         return str(left.leftover)
 
     async def end(self) -> None:
-        """At once: whatever a process still does after this is of no use."""
+        """Kill the process: whatever it still does after this is of no use."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()

@@ -1,11 +1,11 @@
 """A client process: one ``Player`` with connections of its own, told what to do by the ``crew`` that started it.
 
     crew  → process   Job      what to play, where
-    crew  ← process   Sent, Ended …, what is to be played beforehand; then Ready; or Refused, and the process ends
+    crew  ← process   Sent, Ended …, what is to be played beforehand; then PlayerReady; or Refused, and it ends
     crew  → process   Go       when time 0 is
-    crew  ← process   Sent, Ended …, then Finished
+    crew  ← process   Sent, Ended …, then PlayerFinished
     crew  → process   Leave    all processes have finished: sessions may be deleted now
-    crew  ← process   Left     the last one
+    crew  ← process   Left     sessions are deleted; the last message
 
 Frames as between front end and engine (``pensieve.frames``) on a socket; its descriptor is the argument.
 When the socket closes early the crew is gone, and so is the process.
@@ -34,6 +34,8 @@ W = TypeVar("W")
 
 
 class Job(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """What to play, and against which server."""
+
     address: Address
     info: TargetInfo
     scripts: tuple[Script, ...]
@@ -46,14 +48,16 @@ class Go(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    pass
+    """All processes have finished: delete the sessions and end."""
 
 
 class PlayerReady(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    pass
+    """What is to be played beforehand has been played."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The server could not be reached; the process ends."""
+
     code: str
     message: str
 
@@ -63,15 +67,22 @@ class Sent(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A turn has ended, well or not."""
+
     record: TurnRecord
 
 
 class PlayerFinished(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """All turns have ended, or it was time to stop."""
+
     played: Played
 
 
 class Left(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The sessions are deleted, and the process ends."""
+
     leftover: str
+    """Why that failed for one of them; empty: it did not."""
 
 
 CrewMessage = Job | Go | Leave
@@ -113,7 +124,7 @@ class CrewChannel:
 
 
 async def run(channel: CrewChannel) -> None:
-    """The life of the process."""
+    """Do one job, from the order to the last message."""
     job = await channel.receive(Job)
     target = parse_target(job.address.url, job.address.api_key)
     try:

@@ -28,12 +28,12 @@ class _Talk:
 
     script: Script
     place: int = 0
-    """Of the next turn, in the script."""
+    """Place of the next turn in the script."""
     opening: asyncio.Task[str] | None = None
     failed: bool = False
 
     def record(self, due_s: float) -> TurnRecord:
-        """For the next turn."""
+        """An empty record of the next turn."""
         script = self.script
         wanted = script.conversation.turns[self.place].input_tokens
         return TurnRecord(script.number, script.first_turn + self.place, wanted, due_s)
@@ -49,14 +49,14 @@ class Player:
     def __init__(
         self, target: Target, info: TargetInfo, options: RunOptions, on_turn: OnTurn, on_send: OnSend
     ) -> None:
-        """``target`` is open."""
+        """``target`` must be open."""
         self._target, self._info, self._options = target, info, options
         self._on_turn, self._on_send = on_turn, on_send
         self._start = 0.0
         self._openings: list[asyncio.Task[str]] = []
         """One per session that was asked for, also by a conversation that was then cut short."""
         self._talks: dict[int, _Talk] = {}
-        """Prepared, by the number of their scripts."""
+        """The conversations that ``prepare`` has begun, by the number of their scripts."""
         self._cut_short: list[TurnRecord] = []
         self._skipped = 0
 
@@ -159,8 +159,9 @@ class Player:
             if talk.opening is None:
                 talk.opening = asyncio.create_task(self._target.start_session())
                 self._openings.append(talk.opening)
+                # Shielded: if the replay is stopped here, the server may still make the session, to be deleted later.
                 await asyncio.shield(talk.opening)
-                # Opening a conversation is no part of its first turn's latency.
+                # Opening a conversation is no part of its first turn's latency: the turn is due from now on.
                 record.due_s = max(due, self._now())
             await self._sleep_until(due)
             await self._send(talk.opening.result(), AskedTurn(ids, turn.output_tokens, forced), record)

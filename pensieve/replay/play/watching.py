@@ -8,7 +8,7 @@ from pensieve.replay.records import TurnRecord
 
 
 class RunWatcher:
-    """Of one run against one target; this one does nothing."""
+    """Watches one run against one target; this one does nothing."""
 
     def sent(self) -> None:
         """A turn goes out. Every sent turn ends, fails, or is cut short."""
@@ -18,10 +18,10 @@ class RunWatcher:
 
 
 class Watcher:
-    """Of a whole replay; this one does nothing."""
+    """Watches a whole replay; this one does nothing."""
 
     def starting(self, target: str) -> AbstractContextManager[None]:
-        """Around the start of a server, which may take minutes."""
+        """A context around the start of a server, which may take minutes."""
         return nullcontext()
 
     def run(self, target: str, turns: int) -> RunWatcher:

@@ -80,12 +80,12 @@ BY_TURN = (
 
 
 def limit_text(found: Mapping[str, Any] | None) -> str:
-    """``largest_within_limit`` of ``active_sessions``, with ≥ where no bin was above the limit."""
+    """The ``largest_within_limit`` of a report's ``active_sessions``, with ≥ where no bin was above the limit."""
     if not found or found.get("largest_within_limit") is None:
         return NOTHING
     return ("" if found["limit_reached"] else "≥ ") + number(found["largest_within_limit"], ",.1f")
 
 
 def ratio_texts(ratio: Ratio | None) -> tuple[str, str]:
-    """Latency in milliseconds, and how many times the throughput."""
+    """The two cells of a ratio: latency in milliseconds, and how many times the throughput."""
     return (NOTHING, NOTHING) if ratio is None else (number(ratio.latency_s, ",.1f", 1000.0), ratio.text)

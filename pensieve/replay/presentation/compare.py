@@ -17,7 +17,7 @@ SCHEMA = "pensieve.replay.compare/1"
 
 
 class NotAReport(click.ClickException):
-    """The file holds something else."""
+    """The file holds something else than a report."""
 
 
 def read_report(path: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ class CurveEntry:
     clients: int | None
     seed: int | None
     report: int
-    """Number of the report."""
+    """Number of the report that it stands in."""
     path: str
     """Where its summary is in the report: ``targets.1``."""
     summary: Mapping[str, Any]
@@ -43,18 +43,18 @@ class CurvePoint:
     mean_s: float
     """Normalised latency: mean over turns."""
     p90_s: float | None
-    """The same, 90th percentile."""
+    """Normalised latency: 90th percentile over turns."""
     interval_s: tuple[float, float] | None
     """95 % interval of ``mean_s``, where several seeds were run."""
 
 
 def entries(reports: Sequence[Report]) -> list[CurveEntry]:
-    """All targets of all runs of all reports, in order, named as in their report."""
+    """An entry for every target of every run of every report, in order, named as in its report."""
     return [entry for number, report in enumerate(reports) for entry in _of_report(number, report)]
 
 
 def by_system(found: Sequence[CurveEntry]) -> dict[str, list[CurveEntry]]:
-    """In the order in which systems first appear; each from the lowest load to the highest."""
+    """System → curve, in the order in which systems first appear; a curve goes from the lowest load to the highest."""
     curves: dict[str, list[CurveEntry]] = {}
     for entry in found:
         curves.setdefault(entry.system, []).append(entry)

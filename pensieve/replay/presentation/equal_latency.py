@@ -32,7 +32,7 @@ RULE = (
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What a system carries at a latency."""
+    """The load that a system carries at a latency."""
 
     turns_per_s: float
     at_least: bool
@@ -77,14 +77,14 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A pair of systems."""
+    """Two systems, and how they compare."""
 
     ours: str
     other: str
     mean: Ratio | None
-    """At equal mean normalised latency; None where one has no measured point."""
+    """The ratio at equal mean normalised latency; None where one system has no measured point."""
     p90: Ratio | None
-    """At equal 90th percentile of it."""
+    """The ratio at equal 90th percentile of it."""
 
 
 def carried(line: Line, latency_s: float) -> Carried | None:
@@ -92,6 +92,7 @@ def carried(line: Line, latency_s: float) -> Carried | None:
     if not line or latency_s < min(y for _, y in line):
         return None
     found = [x for x, y in line if y <= latency_s]
+    # A curve may cross the level several times, upwards and, where it folds back, downwards: every crossing counts.
     for (x0, y0), (x1, y1) in pairwise(line):
         if min(y0, y1) < latency_s < max(y0, y1):
             found.append(x0 + (x1 - x0) * (latency_s - y0) / (y1 - y0))
@@ -112,7 +113,7 @@ def common_latency(ours: Line, other: Line) -> float:
 
 
 def ratio(ours: Line, other: Line, latency_s: float | None = None) -> Ratio | None:
-    """At ``latency_s``, or at the ``common_latency``. None where a line has no point."""
+    """The ratio at ``latency_s``, by default at the ``common_latency``. None where a line has no point."""
     if not ours or not other:
         return None
     level = common_latency(ours, other) if latency_s is None else latency_s

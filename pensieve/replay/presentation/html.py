@@ -37,14 +37,14 @@ _CAPTIONS = {
 def write_html(
     reports: Sequence[Report], path: Path, names: Sequence[str] = (), latency_s: float | None = None
 ) -> None:
-    """One page of all reports. ``names`` are of the reports; ``latency_s``, of the ratios of throughputs, is chosen
-    for each pair of systems when it is None. Raises PlotsMissing, OSError.
+    """Write one page of all reports. ``names``: one for each report. ``latency_s``: where ratios of throughput are
+    taken; None: chosen for each pair of systems. Raises PlotsMissing, OSError.
     """
     path.write_text(page(reports, names, latency_s), encoding="utf-8")
 
 
 def page(reports: Sequence[Report], names: Sequence[str] = (), latency_s: float | None = None) -> str:
-    """The page. Raises PlotsMissing."""
+    """The text of the page that ``write_html`` writes. Raises PlotsMissing."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("pensieve.replay.presentation"),
         autoescape=True,
@@ -95,7 +95,7 @@ def _problems(reports: Sequence[Report], names: Sequence[str], found: Sequence[C
 
 
 def _line(report: Report) -> str:
-    """When, where and how much."""
+    """One line that says when, where and how much was replayed."""
     machine = f"{at(report, 'machine.cpu')}, {at(report, 'machine.cores')} cores"
     work = f"{at(report, 'workload.conversations')} conversations, {at(report, 'workload.turns')} turns"
     return " · ".join(
@@ -104,7 +104,7 @@ def _line(report: Report) -> str:
 
 
 def _facts(report: Report) -> list[tuple[str, str]]:
-    """Configuration, workload, machine and versions as lines."""
+    """Configuration, workload, machine and versions as (name, value) lines."""
     found = [("created", str(report.get("created", NOTHING)))]
     for key in ("dataset", "workload", "machine", "versions", "options"):
         found += _flat(key, report.get(key) or {})

@@ -87,7 +87,7 @@ def _draw(axes: Axes, points: Sequence[CurvePoint], look: Look, key: str, top: f
 
 
 def _top(points: Mapping[str, Sequence[CurvePoint]], latency_s: float | None) -> float | None:
-    """Where the picture ends, in ms; None: it holds everything.
+    """Latency at which the picture ends, in ms; None: it holds everything.
 
     Whatever latency a ratio is told at is inside.
     """

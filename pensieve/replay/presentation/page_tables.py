@@ -28,7 +28,7 @@ from pensieve.replay.presentation.panels import Panel
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """``path`` leads to ``value`` in the embedded reports; derived numbers have none."""
+    """One cell. ``path`` leads to ``value`` in the reports that the page embeds; a derived number has neither."""
 
     text: str
     path: str = ""
@@ -45,14 +45,14 @@ class Table:
     note: str
     heads: tuple[str, ...]
     labels: int
-    """So many columns on the left are names."""
+    """How many columns on the left are names; the others are numbers."""
     rows: tuple[Row, ...]
     folded: bool = False
-    """Shown when asked for."""
+    """The reader has to unfold it."""
 
 
 def headline_tables(panels: Sequence[Panel], latency_s: float | None) -> Iterator[Table]:
-    """What stands beside the first picture. ``latency_s``: of the ratios; None: chosen for each pair."""
+    """The tables beside the first picture. ``latency_s``: where ratios are taken; None: chosen for each pair."""
     yield _systems(panels)
     ratios = _ratios(panels, latency_s)
     if ratios.rows:
@@ -60,7 +60,7 @@ def headline_tables(panels: Sequence[Panel], latency_s: float | None) -> Iterato
 
 
 def tables(panels: Sequence[Panel]) -> Iterator[Table]:
-    """All numbers."""
+    """The tables of all numbers, further down the page."""
     found = [entry for panel in panels for entry in panel.entries]
     yield _grid("speed", "Throughput and latency", "", panels, SPEED)
     swap = _swap_columns(found)
@@ -134,7 +134,7 @@ def _grid(key: str, title: str, note: str, panels: Sequence[Panel], columns: Seq
 
 
 def _with_work(table: Table, panels: Sequence[Panel], rows: Sequence[tuple[Panel, Row]]) -> Table:
-    """With the rows, and a first column that tells the panels apart where there are several."""
+    """``table`` with its rows; where there are several panels, with a first column that tells them apart."""
     several = len(panels) > 1
     return Table(
         table.key,

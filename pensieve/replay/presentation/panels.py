@@ -46,7 +46,7 @@ class Panel:
 
 
 def panels(reports: Sequence[Report], names: Sequence[str] = ()) -> list[Panel]:
-    """In the order of the reports, of which those without a measured target are in none; ``names`` are of the reports.
+    """The panels, in the order of the reports, of which each has a name; without a measured target one is in no panel.
 
     The work is the data set, the lengths, the pauses and the model; the load is not part of it. Within a panel, targets
     of the same name are one curve when their settings, machine and versions are the same and they share no load; else
@@ -78,6 +78,7 @@ def _groups(reports: Sequence[Report]) -> list[list[int]]:
         if not report["targets"]:
             continue
         work, models = json.dumps(_work(report), sort_keys=True), _models(report)
+        # One report may have targets of two models and so join two groups that had nothing in common before.
         same = [group for group in groups if group[0] == work and group[1] & models]
         merged = (
             work,
@@ -131,6 +132,7 @@ def _titles(reports: Sequence[Report], groups: Sequence[list[int]], names: Seque
 def _told_apart(
     reports: Sequence[Report], found: Sequence[CurveEntry], names: Sequence[str]
 ) -> list[CurveEntry]:
+    """The entries; where one name stands for systems that differ, with the name of the report behind it."""
     settings: dict[str, set[str]] = defaultdict(set)
     loads: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for entry in found:

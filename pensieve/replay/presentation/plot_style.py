@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, FAINT = "#010203", "#d8dcdf"
-"""Of text and of thin lines; nothing else has them, so that a page can put its own in their place."""
+"""Colours of text and of thin lines. Nothing else has them, so that a page can put its own in their place."""
 WIDTH_IN, WIDE_IN = 6.2, 10.0
-"""Of pictures that stand two in a row on a page, and of those that take a row."""
+"""Widths of pictures that stand two in a row on a page, and of those that take a whole row."""
 LineStyle = Literal["-", "--", "-.", ":"]
 _LETTERS_PER_IN = 14
-"""Of a legend."""
+"""How many letters of a legend fit into an inch."""
 
 # Told apart by the colour-blind, and visible on white and on black.
 _COLOURS = ("#3b8bd0", "#e0662a", "#25a17f", "#c967a5", "#d3961c", "#8a7fd6", "#5fb4c4", "#a0813f")
@@ -29,22 +29,22 @@ _MARKERS = "osD^vPX*"
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Of one system, in all pictures and panels."""
+    """How one system is drawn, in all pictures and panels."""
 
     colour: str
     marker: str
     style: LineStyle
-    """Another where colours are used a second time."""
+    """Systems that share a colour have different styles."""
 
 
 def look(number: int) -> Look:
-    """Of the system with this number, from 0."""
+    """The look of the system with this number, from 0."""
     style: LineStyle = "-" if number < len(_COLOURS) else "-."
     return Look(_COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)], style)
 
 
 def looks(panels: Sequence[Panel]) -> dict[str, Look]:
-    """System → look, in the order of first appearance."""
+    """System → look, in the order in which systems first appear."""
     names = dict.fromkeys(name for panel in panels for name in panel.curves)
     return {name: look(number) for number, name in enumerate(names)}
 
@@ -74,13 +74,13 @@ def grid(count: int, columns: int, width_in: float, height_in: float) -> tuple[F
 
 
 def title(axes: Axes, text: str) -> None:
-    """Above the axes; nothing for no text."""
+    """Set ``text`` above the axes; an empty one leaves no gap."""
     if text:
         axes.set_title(plain(text), fontsize=9, loc="left", color=INK, wrap=True)
 
 
 def plain_numbers(axis: Axis) -> None:
-    """On a logarithmic axis: 200, not 2 × 10²."""
+    """Write 200 on a logarithmic axis, not 2 × 10²."""
     from matplotlib.ticker import LogFormatter
 
     axis.set_major_formatter(LogFormatter())
@@ -88,14 +88,14 @@ def plain_numbers(axis: Axis) -> None:
 
 
 def sample(colour: str, style: LineStyle | Literal["none"] = "-", marker: str = "") -> Artist:
-    """For a legend: what a line looks like."""
+    """A piece of line as a legend shows it."""
     from matplotlib.lines import Line2D
 
     return Line2D([], [], color=colour, linestyle=style, marker=marker, linewidth=1.8, markersize=5.5)
 
 
 def legend(figure: Figure, samples: Sequence[tuple[str, Artist]]) -> None:
-    """Above everything, in as many columns as fit: never over a curve."""
+    """Put a legend above everything, never over a curve, in as many columns as fit."""
     labels = [plain(label) for label, _ in samples]
     longest = 4 + max(map(len, labels))
     columns = max(1, min(len(labels), int(_LETTERS_PER_IN * figure.get_figwidth() // longest)))
@@ -106,5 +106,8 @@ def legend(figure: Figure, samples: Sequence[tuple[str, Artist]]) -> None:
 
 
 def plain(text: str) -> str:
-    """As written: a dollar sign begins no formula, and an underscore in front hides nothing from the legend."""
+    """``text`` so that matplotlib shows it as written.
+
+    Else a dollar sign would begin a formula, and an underscore in front would hide a label from the legend.
+    """
     return (" " + text if text.startswith("_") else text).replace("$", r"\$")

@@ -59,7 +59,7 @@ def show_curves(
 ) -> None:
     """All runs of several reports, a line each; how the systems compare; what went wrong.
 
-    ``latency_s``: of the ratios of throughputs; None: chosen for each pair of systems.
+    ``latency_s``: where ratios of throughput are taken; None: chosen for each pair of systems.
     """
     for panel in panels(reports, names):
         told = names[0] if len(reports) == 1 else f"{len(reports)} reports"

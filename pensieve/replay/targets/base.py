@@ -29,7 +29,7 @@ class TargetInfo:
     context_limit: int
     """0: it does not say."""
     details: dict[str, str] = field(default_factory=dict)
-    """For the report: model, version, switches."""
+    """What the report tells of the target: model, version, switches."""
     forces_lengths: bool = True
     """Whether answers of an exact length can be had."""
 
@@ -71,7 +71,7 @@ class Target(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server is: all that another process needs to make a target of its own for it."""
+    """The place of a server: all that another process needs to make a target of its own for it."""
 
     url: str
     """``pensieve://HOST:PORT`` or ``http://HOST:PORT``."""
@@ -83,7 +83,7 @@ class Remote(Protocol):
     """A target that other processes can connect to as well."""
 
     def address(self) -> Address:
-        """The target is open."""
+        """The address of this target, which is open."""
         ...
 
 

@@ -24,7 +24,7 @@ _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # otherwise channels to one address share a connection
 )
 _CALLS = 200
-"""At once on one connection: a server takes 256 of them, and leaves the rest waiting, unseen, in the client."""
+"""Calls at once on one connection: a server takes 256 of them, and the rest would wait, unseen, in the client."""
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class _Connection:
     channel: grpc.aio.Channel
     stub: Any
     calls: int = 0
-    """Under way."""
+    """Calls under way."""
 
 
 class PensieveTarget:
@@ -90,7 +90,7 @@ class PensieveTarget:
 
     @contextmanager
     def _stub(self) -> Iterator[Any]:
-        """For one call, on a connection that has room for it."""
+        """A stub for one call, on a connection that has room for it."""
         found = next((one for one in self._connections if one.calls < _CALLS), None)
         if found is None:
             channel = grpc.aio.insecure_channel(self._address, options=_OPTIONS)

@@ -41,7 +41,7 @@ class Completion:
     texts: list[str] = field(default_factory=list)
     usage: dict[str, Any] = field(default_factory=dict)
     _rest: bytes = b""
-    """Of what has come, the event that is not whole yet."""
+    """The end of what has come: an event that is not whole yet."""
 
     def feed(self, data: bytes, at: float) -> None:
         """Take in what came at a time: any part of a stream of server-sent events."""
@@ -67,6 +67,7 @@ class Completion:
     def settle(self) -> None:
         """Make the pieces' tokens add up to what the server counted; the last pieces give or take the difference."""
         total = self.usage.get("completion_tokens")
+        # Where ids came, every piece's count is exact already; without a total there is nothing to settle with.
         if self.ids or total is None or not self.pieces:
             return
         excess = sum(count for count, _ in self.pieces) - int(total)

@@ -46,9 +46,9 @@ class Dialect:
     api: str
     """``completions``, with token ids as the prompt; or ``chat``, with text."""
     forced: bool
-    """Takes ``ignore_eos`` and ``min_tokens``."""
+    """The server takes ``ignore_eos`` and ``min_tokens``."""
     returns_ids: bool = False
-    """Takes ``return_token_ids``; answers then come as ids too."""
+    """The server takes ``return_token_ids``; answers then come as ids, too."""
 
     @property
     def path(self) -> str:
@@ -62,7 +62,7 @@ _DIALECTS = (
     Dialect("chat", True),
     Dialect("chat", False),
 )
-"""Best first."""
+"""The dialects that are tried, the best first."""
 
 
 @dataclass(slots=True)
@@ -170,7 +170,7 @@ class OpenAITarget:
             raise TurnFailed("BAD_RESPONSE", f"{self._base}/v1/models lists no model: {error!r}") from error
 
     async def _version(self) -> str:
-        """Of servers that tell it as vLLM does; else empty."""
+        """The server's version, where it tells it as vLLM does; else empty."""
         try:
             async with self._client.get("/version", timeout=aiohttp.ClientTimeout(30.0)) as response:
                 return str(msgspec.json.decode(await response.read())["version"]) if response.ok else ""
@@ -250,7 +250,7 @@ def _keep(state: _Session, dialect: Dialect, spec: AskedTurn, answer: Completion
 
 
 def _receipt(state: _Session, usage: dict[str, Any], produced: int) -> Usage | None:
-    """From the server's own counts, if it tells how many tokens its prefix cache gave; else None."""
+    """A receipt from the server's own counts, if it tells how many tokens its prefix cache held; else None."""
     context = usage.get("prompt_tokens")
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     before, state.context = state.context, None if context is None else int(context) + produced
@@ -267,7 +267,7 @@ def _receipt(state: _Session, usage: dict[str, Any], produced: int) -> Usage | N
 
 
 def text_of(ids: TokenArray) -> str:
-    """About as many tokens of English text, different for different ids."""
+    """English text of about as many tokens, different for different ids."""
     return " ".join(_WORDS[token % len(_WORDS)] for token in ids.tolist())
 
 

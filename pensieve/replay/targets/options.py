@@ -14,7 +14,7 @@ from pensieve.replay.targets.started_target import StartedTarget
 
 
 def parse_target(value: str, api_key: str | None = None, *, name: str | None = None) -> Target:
-    """Raises BadParameter."""
+    """A target from ``pensieve://HOST:PORT`` or ``http://HOST:PORT``. Raises BadParameter."""
     scheme, separator, address = value.partition("://")
     host, colon, port = address.rpartition(":")
     if not (separator and host and colon and port.isdigit()) or scheme not in ("pensieve", "http"):
@@ -35,7 +35,7 @@ def parse_target(value: str, api_key: str | None = None, *, name: str | None = N
 
 
 def parse_start(value: str, api_key: str | None, *, name: str | None, timeout_s: float) -> Target:
-    """``[URL ][NAME=VALUE …]COMMAND``. Raises BadParameter."""
+    """A target to be started, from ``[URL ][NAME=VALUE …]COMMAND``. Raises BadParameter."""
     first, _, rest = value.partition(" ")
     url = first if re.match(r"\w+://", first) else None
     command = rest if url else value
@@ -49,7 +49,7 @@ def parse_start(value: str, api_key: str | None, *, name: str | None, timeout_s:
 
 
 def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives the command ``targets``, a list of Target."""
+    """Options for what is measured; the command gets them as ``targets``, a list of Target."""
 
     @click.option(
         "--target",

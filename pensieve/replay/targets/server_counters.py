@@ -12,12 +12,12 @@ _PART = "pensieve_step_part_seconds_total."
 
 
 def read(admin: str) -> Counters:
-    """Of the admin port at HOST:PORT. Raises OSError."""
+    """The counters of the server whose admin port is at HOST:PORT. Raises OSError."""
     return {".".join((sample.name, *sample.labels.values())): sample.value for sample in read_metrics(admin)}
 
 
 def growth(before: Counters, after: Counters) -> dict[str, Any]:
-    """``swap`` and ``step_s`` of a report's ``targets`` entry."""
+    """What grew from ``before`` to ``after``, as ``swap`` and ``step_s`` of a report's ``targets`` entry."""
     grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
     steps, busy = grown.get("pensieve_steps_total", 0.0), grown.get("pensieve_step_seconds_total", 0.0)
     parts = {name.removeprefix(_PART): value for name, value in grown.items() if name.startswith(_PART)}

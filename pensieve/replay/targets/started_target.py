@@ -33,7 +33,7 @@ _LOG_LINES = 20
 _LONGEST_LINE = 1 << 20
 """Bytes. Servers print their whole configuration in one line."""
 _LAST_WORDS_S = 2.0
-"""For what a server said at its end to be read: a process that it left behind may keep the pipe open for ever."""
+"""How long to read what a server said at its end: a process that it left behind may keep the pipe open for ever."""
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 T = TypeVar("T")
 
@@ -200,7 +200,8 @@ class StartedTarget:
 
 
 async def _status(process: asyncio.subprocess.Process) -> int:
-    """When it has ended. ``wait`` would also wait for its pipe, in versions of Python without the fix of gh-119710."""
+    """The exit status, once the process has ended. ``wait`` would also wait for its pipe, in versions of Python without
+    the fix of gh-119710."""
     while process.returncode is None:
         await asyncio.sleep(_EXIT_POLL_S)
     return process.returncode

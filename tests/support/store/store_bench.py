@@ -95,11 +95,11 @@ class Bench(Protocol):
     store: HistoryStore
 
     def lapse_lease(self, at: Key) -> None:
-        """As if the pending turn's lease time had passed."""
+        """Make it as if the pending turn's lease time had passed."""
         ...
 
     def expire(self, at: Key) -> None:
-        """As if the session's time to live had passed."""
+        """Make it as if the session's time to live had passed."""
         ...
 
     def damage(self, at: Key, revision: int) -> None:
