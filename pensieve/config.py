@@ -16,14 +16,14 @@ class CacheConfig:
     """Sizes and rules of the two-tier chunk cache."""
 
     device_chunks: int
-    """Pages of the device tier; each holds one chunk."""
+    """Slots of the device tier, one chunk each."""
     host_chunks: int
-    """Pages of the host tier; 0 switches the tier off."""
+    """Slots of the host tier; 0 switches the tier off."""
     chunk_tokens: int = 32
     """Tokens per chunk and KV page (EuroSys §4.3.1 found 32 to work well)."""
     policy: PolicyName = "gittins"
     swap_watermark: float = 0.25
-    """Swap out ahead of time while less than this share of device pages is free or reclaimable; 0: on demand."""
+    """Swap out ahead of time while less than this share of device slots is free or reclaimable; 0 = on demand."""
     decode_reserve: float = 0.10
     """A new request joins only while more than this share stays free or reclaimable (EuroSys §4.3.5)."""
 
@@ -83,7 +83,7 @@ class EngineTuning(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineOptions(EngineTuning, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an engine process is started with; sizes are still as they were written."""
+    """What an engine process is started with; sizes still as written."""
 
     model: str
     """Local folder with config.json, safetensors and tokenizer; already resolved (never ``demo`` or a hub id)."""

@@ -81,10 +81,7 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """A request cannot be served.
-
-    ``reason``: CONTEXT_LIMIT_EXCEEDED, SERVER_OVERLOADED or ENGINE_FAILED, as a client will see it: see ``errors``.
-    """
+    """A request cannot be served. ``reason``: see docs/errors.md (CONTEXT_LIMIT_EXCEEDED, ENGINE_FAILED and so on)."""
 
     request: int
     reason: str

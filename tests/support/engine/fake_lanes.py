@@ -30,7 +30,7 @@ class FakeMark:
 
 @dataclass
 class FakeLanes:
-    """``kv.queue.Lanes`` over numpy pools. A lane does one run, one page of a layer, or one sum at a time."""
+    """``queue.Lanes`` over numpy pools. A lane does one run, one page of a layer, or one sum at a time."""
 
     pools: Pools
     rng: random.Random
