@@ -140,8 +140,8 @@ class Engine:
                 self._scheduler.hurry(key, self._clock())
                 return [Evicted(call, self._cache.evict(key))]
             case GetResidency(call, session):
-                tiers = self._cache.residency(SessionKey(session))
-                return [ResidentTokens(call, tiers.device, tiers.host)]
+                held = self._cache.residency(SessionKey(session))
+                return [ResidentTokens(call, held.device, held.host)]
             case Stop():
                 pass  # the loop leaves; nothing here outlives it
         return []
@@ -194,24 +194,24 @@ class Engine:
 
     def stats(self) -> Stats:
         """Counters and gauges as of now."""
-        tiers = self._cache.occupancy()
+        occupancy = self._cache.occupancy()
         totals = self._totals
         return Stats(
             steps_total=totals.steps,
             running=len(self._scheduler.running),
             queued=len(self._scheduler.waiting),
-            device_free=tiers.device_free,
-            device_reclaimable=tiers.device_reclaimable,
-            device_used=tiers.device_used,
-            host_free=tiers.host_free,
-            host_used=tiers.host_used,
+            device_free=occupancy.device_free,
+            device_reclaimable=occupancy.device_reclaimable,
+            device_used=occupancy.device_used,
+            host_free=occupancy.host_free,
+            host_used=occupancy.host_used,
             cached_sessions=self._cache.cached_sessions,
             gpu_cached_total=totals.gpu_cached,
             swapped_in_total=totals.swapped_in,
             recomputed_total=totals.recomputed,
             new_total=totals.new,
             output_total=totals.output,
-            dropped_total=tiers.dropped,
+            dropped_total=occupancy.dropped,
             suspensions_total=self._scheduler.suspensions,
             swap_in_bytes_total=totals.swap_in_bytes,
             swap_out_bytes_total=totals.swap_out_bytes,

@@ -134,7 +134,7 @@ def take_front(ranges: deque[Range], budget: int) -> list[Range]:
         taken.append((start, cut))
         budget -= cut - start
         if cut < end:
-            ranges.appendleft((cut, end))
+            ranges.appendleft((cut, end))  # the budget is used up; the rest is first in line next time
     return taken
 
 
