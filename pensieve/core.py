@@ -19,7 +19,7 @@ SessionKey = NewType("SessionKey", str)
 """``<tenant>/<session id>``: names one session everywhere behind the service."""
 
 RequestKey = NewType("RequestKey", int)
-"""Made by the server for one generation attempt. Never a client's request id: those may repeat."""
+"""Names one generation attempt, and is made by the server. Never a client's request id: those may repeat."""
 
 TokenArray = npt.NDArray[np.int32]
 Ints = npt.NDArray[np.int64]
@@ -71,9 +71,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
     presence_penalty: float = 0.0
     seed: int = 0
     max_output_tokens: int | None = None
-    """None: until end of sequence or the context is full."""
+    """None: until an end-of-sequence token comes or the context is full."""
     min_output_tokens: int = 0
-    """No end-of-sequence or stop token before this many."""
+    """No end-of-sequence or stop token ends the output before this many tokens."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -83,7 +83,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
 
     @property
     def needs_context(self) -> bool:
-        """Whether the next token depends on earlier token ids other than through the model."""
+        """Whether the next token depends on earlier token ids, other than through the model."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     @functools.cached_property
@@ -102,7 +102,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability (natural log, after temperature 1 softmax of the raw logits) of a chosen token."""
+    """Log-probability of a chosen token: natural logarithm of the softmax of the raw logits, at temperature 1."""
 
     token_id: int
     logprob: float

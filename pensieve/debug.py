@@ -78,7 +78,7 @@ _armed: dict[str, _Fault] = _parse(os.environ.get(_FAILPOINTS_VARIABLE, ""))
 
 
 def arm(spec: str) -> None:
-    """Replace what is armed in this process; "" disarms. Raises ValueError on a bad spec."""
+    """Replace the faults that are armed in this process; "" disarms all. Raises ValueError on a bad spec."""
     faults = _parse(spec)
     _armed.clear()
     _armed.update(faults)
@@ -101,7 +101,7 @@ async def async_failpoint(name: str) -> None:
 
 
 def _strike(name: str) -> float:
-    """Crash or raise if ``name`` says so; else the seconds to stall."""
+    """Crash or raise if a fault is armed at ``name`` that says so; else returns the seconds to stall."""
     fault = _armed.get(name)
     if fault is None or not fault.strikes():
         return 0.0
@@ -119,7 +119,7 @@ def debug_enabled() -> bool:
 
 
 def child_environment(*, failpoints: bool = True) -> dict[str, str]:
-    """Environment for a child that imports exactly what this process imports, and nothing from its working directory.
+    """The environment for a child that imports exactly what this process does, and nothing from its working directory.
 
     ``failpoints=False`` leaves the armed faults out: a process that is started again after a crash must not meet the
     fault that ended the one before, or no recovery could ever be seen.

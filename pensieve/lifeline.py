@@ -12,9 +12,10 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def die_with_parent(parent: int) -> bool:
-    """Have the kernel kill this process when the thread that started it ends, however stuck it is.
+    """Have the kernel kill this process, however stuck it is, when the thread that started it ends.
 
-    False: the parent, a process id, is gone already. Linux only; elsewhere nothing happens.
+    ``parent``: the process id of that thread's process; returns False when it is gone already. Linux only; elsewhere
+    nothing happens, and the answer is True.
     """
     if sys.platform != "linux":
         return True

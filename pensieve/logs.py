@@ -1,7 +1,8 @@
-"""Logging of both processes: to stderr, as text or as one JSON object per line.
+"""Logging of front end and engine: to stderr, as text or as one JSON object per line.
 
-Configured once, before any channel or server exists, and never again (grpcio can deadlock on a later reconfiguration).
-Log ids, counts and durations; never prompts, outputs or credentials. Fields go into ``extra={"turn": …}``.
+Each process configures it once, before any channel or server exists, and never again (grpcio can deadlock on a later
+reconfiguration). Log ids, counts and durations; never prompts, outputs or credentials. Fields go into
+``extra={"turn": …}``.
 """
 
 from __future__ import annotations

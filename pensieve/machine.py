@@ -1,4 +1,4 @@
-"""What this machine has: cores and memory, as a process in a container may use them; a user's folders. No torch."""
+"""What this machine has: cores and memory, as far as a process in a container may use them; the user's folders."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _MEMINFO: Final = Path("/proc/meminfo")
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of main memory."""
+    """Main memory, in bytes."""
 
     total: int
     available: int
-    """Without swapping and within the limit of the container."""
+    """What can be had without swapping and within the limit of the container."""
 
 
 def usable_cores() -> int:
@@ -26,7 +26,7 @@ def usable_cores() -> int:
 
 
 def memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> Memory:
-    """What the kernel says, bounded by the limit of a control group (version 2)."""
+    """The memory that the kernel reports, bounded by the limit of a control group (version 2)."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     available = total
     try:

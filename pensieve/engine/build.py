@@ -1,4 +1,4 @@
-"""Puts an engine together from its options. The one module of the engine, beside the worker's own, that needs torch."""
+"""Puts an engine together from its options. Beside the worker and its rooms the one module here that needs torch."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
 """The engine: one step at a time over all conversations. Life of a request inside it:
 
 1. ``handle(Submit)``: the context (token ids, whole) enters the scheduler's queue; one that can never fit is refused.
-2. ``scheduler.plan``: when slots and budget allow, the cache pins what it has of the context and gives slots to the
+2. ``scheduler.plan``: when pages and budget allow, the cache pins what it has of the context and finds pages for the
    rest; hits cost nothing, host chunks are planned to be copied in, dropped and new ranges become spans.
 3. ``worker.launch``: copies, runs the model over all spans, samples.
 4. ``scheduler.launched`` and, with the step's result, ``scheduler.commit``: tokens are appended; requests go on, or
    finish and leave their chunks behind.
+
+What comes of it leaves as events: ``Started`` with the receipt, ``RequestProgress``, ``Output``, ``Finished``.
 
 Overlapped, a step is planned and launched while the one before it runs, and only then is that one's result awaited:
 the device never waits for Python. Not overlapped, a step's result is awaited before the next is planned.
@@ -16,7 +18,7 @@ Who writes what:
 state                           only writer        readers
 ==============================  =================  ===========================================
 queue, running set, progress    ``Scheduler``      engine
-chunk places, counts, slots     ``CacheManager``   scheduler (ids), worker (slots, in the plan)
+chunk places, pins, pages       ``CacheManager``   scheduler (ids), worker (pages, in the plan)
 KV tensors                      worker             kernels
 conversation history            the front end      nobody here: it comes with each ``Submit``
 ==============================  =================  ===========================================
@@ -59,7 +61,7 @@ from pensieve.engine.scheduler import Scheduler, Token
 
 @dataclass(slots=True)
 class _Totals:
-    """Counters since start."""
+    """Counters since start, for ``Stats``: steps, tokens of started requests by their source, copies, time."""
 
     steps: int = 0
     gpu_cached: int = 0
@@ -84,6 +86,7 @@ class _Launch:
     plan: Plan
     step: PendingStep
     time: float
+    """When its planning began."""
 
 
 class Engine:
@@ -105,10 +108,13 @@ class Engine:
         self._clock = clock
         self._requests: dict[RequestKey, Request] = {}
         self._phases: dict[RequestKey, Phase] = {}
+        """What was last reported of each request's progress."""
         self._totals = _Totals()
         self._overlapped = overlapped
         self._in_flight: _Launch | None = None
+        """Overlapped: the step that runs while the next is planned."""
         self._background = False
+        """The latest plan was not empty, so the next may have something to copy out even if no request is left."""
         self._last_commit = -math.inf
         self._checks = debug_enabled()
 
@@ -134,8 +140,8 @@ class Engine:
                 self._scheduler.hurry(key, self._clock())
                 return [Evicted(call, self._cache.evict(key))]
             case GetResidency(call, session):
-                tiers = self._cache.residency(SessionKey(session))
-                return [ResidentTokens(call, tiers.device, tiers.host)]
+                held = self._cache.residency(SessionKey(session))
+                return [ResidentTokens(call, held.device, held.host)]
             case Stop():
                 pass  # the loop leaves; nothing here outlives it
         return []
@@ -149,6 +155,7 @@ class Engine:
         launch = self._launch(events)
         self._background = launch is not None
         if self._overlapped:
+            # What was just launched runs on; what is committed is the step before it.
             launch, self._in_flight = self._in_flight, launch
         if launch is not None:
             self._commit(launch, events)
@@ -177,6 +184,7 @@ class Engine:
         now = self._clock()
         self._totals.parts["wait"] += now - waits
         tokens = self._scheduler.commit(launch.plan, result, now)
+        # Overlapped steps follow each other: each lasts from the end of the one before, not from its own launch.
         self._count(launch.plan, result, now - max(launch.time, self._last_commit))
         self._last_commit = now
         for token in tokens:
@@ -186,24 +194,24 @@ class Engine:
 
     def stats(self) -> Stats:
         """Counters and gauges as of now."""
-        tiers = self._cache.occupancy()
+        occupancy = self._cache.occupancy()
         totals = self._totals
         return Stats(
             steps_total=totals.steps,
             running=len(self._scheduler.running),
             queued=len(self._scheduler.waiting),
-            device_free=tiers.device_free,
-            device_reclaimable=tiers.device_reclaimable,
-            device_used=tiers.device_used,
-            host_free=tiers.host_free,
-            host_used=tiers.host_used,
+            device_free=occupancy.device_free,
+            device_reclaimable=occupancy.device_reclaimable,
+            device_used=occupancy.device_used,
+            host_free=occupancy.host_free,
+            host_used=occupancy.host_used,
             cached_sessions=self._cache.cached_sessions,
             gpu_cached_total=totals.gpu_cached,
             swapped_in_total=totals.swapped_in,
             recomputed_total=totals.recomputed,
             new_total=totals.new,
             output_total=totals.output,
-            dropped_total=tiers.dropped,
+            dropped_total=occupancy.dropped,
             suspensions_total=self._scheduler.suspensions,
             swap_in_bytes_total=totals.swap_in_bytes,
             swap_out_bytes_total=totals.swap_out_bytes,
@@ -220,7 +228,7 @@ class Engine:
         self._cache.check()
 
     def close(self) -> None:
-        """Give back what the worker holds."""
+        """Release what the worker holds: memory, streams, threads."""
         self._in_flight = None
         self._worker.close()
 
@@ -273,7 +281,7 @@ class Engine:
         self._phases.pop(key, None)
 
     def _progress(self) -> list[Event]:
-        """Where requests are that have not begun to decode, and the moment they begin."""
+        """A report for every running request that does not decode yet, and for each that has just begun to."""
         events: list[Event] = []
         for request in self._scheduler.running:
             if request.key not in self._requests:

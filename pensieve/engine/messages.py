@@ -34,7 +34,7 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 
 
 class Evict(msgspec.Struct, frozen=True, tag="evict"):
-    """Drop cached KV of one session, or of all idle ones (empty). Answered by ``Evicted``."""
+    """Drop the cached KV of one idle session, or of all of them when none is named. Answered by ``Evicted``."""
 
     call: int
     session: str = ""
@@ -96,18 +96,22 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
 
 
 class Evicted(msgspec.Struct, frozen=True, tag="evicted"):
+    """Answers ``Evict``: how many KV-tokens were dropped."""
+
     call: int
     tokens: int
 
 
 class ResidentTokens(msgspec.Struct, frozen=True, tag="resident"):
+    """Answers ``GetResidency``: valid KV-tokens per tier; those on both count for the device."""
+
     call: int
     device_tokens: int
     host_tokens: int
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
-    """First report of an engine."""
+    """First event of an engine: what it can do."""
 
     context_limit: int
     vocab_size: int
@@ -145,8 +149,8 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
     last_step_seconds: float = 0.0
     last_batch_tokens: int = 0
     part_seconds_total: dict[str, float] = msgspec.field(default_factory=dict)
-    """Where steps spend their time. Of the host: ``plan``, ``launch``, ``wait`` (for the device), ``commit``; of the
-    worker, whatever it measures (on a GPU ``device``, and ``gap`` between two steps)."""
+    """Where steps spend their time. Parts of the host are ``plan``, ``launch``, ``wait`` (for the device) and
+    ``commit``; those of the worker are whatever it measures (on a GPU ``device``, and ``gap`` between two steps)."""
 
 
 Event = Started | Output | RequestProgress | Finished | Failed | Evicted | ResidentTokens | EngineReady

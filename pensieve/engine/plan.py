@@ -1,6 +1,6 @@
 """Plan and result of one step: frozen values that the scheduler makes and the worker executes. No torch.
 
-Order inside a step, which every worker keeps (it is what makes reuse of a slot inside one plan safe):
+Order inside a step, which every worker keeps (it is what makes reuse of a page inside one plan safe):
 
 1. ``swap_out``: device pages are read into host pages;
 2. ``copies``: device pages are read into other device pages (copy on write);
@@ -12,8 +12,8 @@ A device page freed by 1 may be the target of 2, 3 or 4 of the same plan. A host
 read by 3 of one plan.
 
 Plans take effect in the order of their launches, as if each had ended before the next began. So whoever makes plans may
-make the next one while this one runs, and give a page away as soon as the plan that still uses it is launched; keeping
-up the appearance (streams, events) is the worker's business alone.
+make the next one while this one runs, and use a page for something else as soon as the plan that still needs it is
+launched; keeping up the appearance (streams, events) is the worker's business alone.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import numpy.typing as npt
 from pensieve.core import RequestKey, Sampling, TokenArray, TokenLogprob
 
 PageTable = npt.NDArray[np.int32]
+"""Device page of each chunk of a context, int32 [chunks]."""
 
 PENDING = -1
 """In place of a token id: the token that this request samples in the plan launched just before this one, which may
@@ -44,9 +45,9 @@ class SampleSpec:
     eos_token_ids: tuple[int, ...] = ()
     """Banned while ``output_index < min_output_tokens``, with ``sampling.stop_token_ids``."""
     prompt: TokenArray | None = None
-    """Context the generation started from [n]; only when ``sampling.needs_context``."""
+    """Context that the generation started from, int32 [n]; only when ``sampling.needs_context``."""
     output: TokenArray | None = None
-    """Output so far [output_index]; only when ``sampling.needs_context``."""
+    """Output so far, int32 [output_index]; only when ``sampling.needs_context``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Span:
     page_table: int
     """Row of ``Plan.page_tables``; page ``i`` holds positions ``[i * page_tokens, (i + 1) * page_tokens)``."""
     sample: SampleSpec | None = None
-    """Set when the token after this span is to be chosen."""
+    """How to choose the token after this span; None when none is wanted."""
 
     @property
     def end(self) -> int:
@@ -84,7 +85,7 @@ class Plan:
     step: int
     spans: tuple[Span, ...] = ()
     page_tables: tuple[PageTable, ...] = ()
-    """One per request: device page of each chunk of its context, int32 [chunks]."""
+    """One per request in the batch; ``Span.page_table`` is an index into them."""
     swap_out: tuple[Copy, ...] = ()
     copies: tuple[Copy, ...] = ()
     swap_in: tuple[Copy, ...] = ()
@@ -120,13 +121,14 @@ class StepResult:
     swap_out_backlog: int = 0
     """Chunks that launched plans swap out and that have not left yet."""
     timings: dict[str, float] = field(default_factory=dict)
+    """Seconds by part of the step, as the worker measures them: see ``Stats.part_seconds_total``."""
 
 
 class PendingStep(Protocol):
     """A launched step."""
 
     def result(self) -> StepResult:
-        """What came of it; waits for it. Called once, in the order of the launches."""
+        """Wait for the step, and say what came of it. Called once, in the order of the launches."""
         ...
 
 
@@ -138,7 +140,7 @@ class StepWorker(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release what the worker holds."""
         ...
 
 

@@ -1,20 +1,21 @@
-"""One generation inside the engine: its tokens, what of them still needs KV, and its receipt."""
+"""One generation inside the engine: its tokens, which of them still need KV, and its receipt."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from pensieve.core import FinishReason, Phase, RequestKey, Sampling, SessionKey, TokenArray, Usage
-from pensieve.engine.cache.chunk import Range, Restore
+from pensieve.engine.cache.chunk import Range, Restore, take_front, tokens_in
 from pensieve.engine.plan import PENDING
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Changed by ``Scheduler`` only.
+    """A generation, from its submission to its last token. Only ``Scheduler`` changes it.
 
     ``missing`` are the ranges of ``tokens`` without KV, ascending. A request with one missing token at the end of its
     context is decoding; one with more is being restored or prefilled; there is no other difference between the two.
@@ -37,7 +38,7 @@ class Request:
     """Admitted, and not suspended or gone since."""
     finished: FinishReason | None = None
     receipt: Usage | None = None
-    """Of the first admission: what a later suspension costs is not part of the turn's context."""
+    """Where its context came from at the first admission; what a suspension costs later is not counted there."""
     admitted: float | None = None
     restored: float | None = None
     """When the last history token was present."""
@@ -56,22 +57,32 @@ class Request:
         return self.tokens[: self.length]
 
     @property
+    def history(self) -> int:
+        """How many leading tokens were there before this turn."""
+        return self.prompt_tokens - self.num_new
+
+    @property
     def output_tokens(self) -> int:
         """Output so far, pending tokens included."""
         return self.length - self.prompt_tokens
 
     @property
     def pending(self) -> bool:
-        """Its newest token is still being sampled."""
+        """Whether its newest token is still being sampled."""
         return self.settled < self.length
 
     @property
     def num_missing(self) -> int:
-        return sum(end - start for start, end in self.missing)
+        return tokens_in(self.missing)
+
+    @property
+    def waits_for_history(self) -> bool:
+        """Whether KV of its history is still missing."""
+        return bool(self.missing) and self.missing[0][0] < self.history
 
     @property
     def decoding(self) -> bool:
-        """Exactly the newest token needs KV, and it is not input."""
+        """Whether exactly the newest token needs KV, and that is not input."""
         if len(self.missing) != 1 or self.length == self.prompt_tokens:
             return False
         start, end = self.missing[0]
@@ -83,20 +94,19 @@ class Request:
             return Phase.QUEUED
         if self.decoding:
             return Phase.DECODE
-        history = self.prompt_tokens - self.num_new
-        waits_for_history = bool(self.missing) and self.missing[0][0] < history
-        return Phase.RESTORING if waits_for_history else Phase.PREFILL
+        return Phase.RESTORING if self.waits_for_history else Phase.PREFILL
 
     def expect(self) -> None:
-        """One more output token, its id still unknown; its KV is missing."""
+        """Append one more output token, whose id is not known yet and whose KV is missing."""
         if self.length == len(self.tokens):
+            # By half as much again: appending stays cheap, and slices that plans in flight hold are left alone.
             self.tokens = np.concatenate([self.tokens, np.zeros(max(64, self.length // 2), np.int32)])
         self.tokens[self.length] = PENDING
         self.missing.append((self.length, self.length + 1))
         self.length += 1
 
     def settle(self, token: int) -> None:
-        """The oldest pending token is known now."""
+        """The oldest pending token is known now: ``token``."""
         self.tokens[self.settled] = token
         self.settled += 1
 
@@ -109,25 +119,19 @@ class Request:
                 self.missing.pop()
 
     def take_missing(self, budget: int) -> list[Range]:
-        """Remove up to ``budget`` tokens from the front of ``missing``; the ranges they form."""
-        taken: list[Range] = []
-        while budget > 0 and self.missing:
-            start, end = self.missing.popleft()
-            cut = min(end, start + budget)
-            taken.append((start, cut))
-            budget -= cut - start
-            if cut < end:
-                self.missing.appendleft((cut, end))
-        return taken
+        """Remove up to ``budget`` tokens from the front of ``missing``; returns the ranges that they form.
+
+        A hole that a dropped chunk left and the new input behind it are two ranges, and become two spans of one step.
+        """
+        return take_front(self.missing, budget)
 
     def admit(self, restore: Restore, now: float) -> bool:
-        """Its context is laid out. Returns whether this was the first time (not a return from suspension)."""
+        """Its context is laid out. Returns whether that was the first time, not a return from suspension."""
         self.missing = deque(restore.missing)
         first = self.receipt is None
         if first:
             self.admitted = now
-            history = self.prompt_tokens - self.num_new
-            if not restore.swapped_in and not (self.missing and self.missing[0][0] < history):
+            if not restore.swapped_in and not self.waits_for_history:
                 self.restored = now  # nothing to bring back
             self.receipt = Usage(
                 context_tokens=self.prompt_tokens,
@@ -143,12 +147,8 @@ class Request:
         assert self.receipt is not None and self.admitted is not None
         first_token = self.first_token if self.first_token is not None else now
         restored = self.restored if self.restored is not None else first_token
-        return Usage(
-            context_tokens=self.receipt.context_tokens,
-            new_tokens=self.receipt.new_tokens,
-            gpu_cached_tokens=self.receipt.gpu_cached_tokens,
-            swapped_in_tokens=self.receipt.swapped_in_tokens,
-            recomputed_tokens=self.receipt.recomputed_tokens,
+        return msgspec.structs.replace(
+            self.receipt,
             output_tokens=self.output_tokens,
             queue_s=self.admitted - self.submitted,
             restore_s=restored - self.admitted,

@@ -18,13 +18,16 @@ from dataclasses import dataclass
 
 from pensieve.config import SchedulerConfig
 from pensieve.core import FinishReason, RequestKey, Sampling, SessionKey, TokenArray, TokenLogprob
-from pensieve.engine.cache.chunk import Range
+from pensieve.engine.cache.chunk import Range, tokens_in
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.plan import PageTable, Plan, SampleSpec, Span, StepResult
 from pensieve.engine.request import Request
 
 SWAP_OUT_QUANTUM = 32
 """Chunks copied out ahead of time per step at most: background work must not stretch a step."""
+
+_Work = list[tuple[Request, list[Range]]]
+"""What a step computes: of each request in it, the ranges of tokens that lack KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +53,14 @@ class Scheduler:
         self.running: list[Request] = []
         """In order of arrival."""
         self.suspensions = 0
+        """How often a generation had to make room, since start."""
         self.admitted: list[Request] = []
         """Requests admitted for the first time by the latest ``plan``."""
         self._by_key: dict[RequestKey, Request] = {}
         self._tickets = 0
         self._steps = 0
         self._swap_out_backlog = 0
+        """Chunks that launched plans swap out and that had not left when the latest result came."""
 
     # -- from the front end ------------------------------------------------------------------------------------------
 
@@ -97,7 +102,7 @@ class Scheduler:
         return True
 
     def hurry(self, session: SessionKey | None, now: float) -> None:
-        """Let finished requests (of one session, or all) go without caching their last token."""
+        """Let the finished requests of one session, or of all, go without caching their last token."""
         for request in list(self.running):
             if request.finished is not None and session in (None, request.session):
                 self._leave(request, now)
@@ -109,11 +114,13 @@ class Scheduler:
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> Plan:
-        """Choose this step's tokens and copies; reserves the slots that they need."""
+        """Choose this step's tokens and copies, and reserve the pages that they need."""
         self.admitted = []
-        work: list[tuple[Request, list[Range]]] = []
+        work: _Work = []
         budget = self.config.max_batch_tokens
         if self.config.unified_batch:
+            # Generations first, one token each: whoever reads along must not wait for another's prefill. Then what was
+            # begun, and with the rest of the budget whoever has waited longest.
             budget -= self._plan_decodes(work, now)
             budget -= self._plan_spans(work, budget)
             self._admit(work, budget, now)
@@ -122,12 +129,12 @@ class Scheduler:
             self._admit(work, budget, now)
             if not work:
                 self._plan_decodes(work, now)
+        # A swap-in holds up its step and should have the link for itself; copying out ahead of time can wait.
         if not (self.config.swap_in_first and self.cache.swaps_in):
             self.cache.swap_out_ahead(now, SWAP_OUT_QUANTUM - self._swap_out_backlog)
-        swap_out, copies, swap_in = self.cache.take_copies()
         spans, tables = self._spans(work)
         self._steps += 1
-        return Plan(self._steps, spans, tables, swap_out, copies, swap_in)
+        return Plan(self._steps, spans, tables, *self.cache.take_copies())
 
     def launched(self, plan: Plan) -> None:
         """The worker has begun ``plan``: whatever is planned from now on comes after it."""
@@ -154,19 +161,20 @@ class Scheduler:
                 self._finish(request, finished)
             tokens.append(Token(sampled.request, sampled.token_id, sampled.logprob, finished))
         for request in list(self.running):
-            history = request.prompt_tokens - request.num_new
-            if request.restored is None and not (request.missing and request.missing[0][0] < history):
+            if request.restored is None and not request.waits_for_history:
                 request.restored = now
+            # A finished request stays until a launched step computes the KV of its last token, for the next turn.
+            # A stateless engine keeps nothing for it.
             if request.finished is not None and (self.config.stateless or not request.missing):
                 self._leave(request, now)
         return tokens
 
     # -- inside plan -------------------------------------------------------------------------------------------------
 
-    def _plan_decodes(self, work: list[tuple[Request, list[Range]]], now: float) -> int:
-        """One token of every generation, oldest first; suspends the youngest when slots run out."""
+    def _plan_decodes(self, work: _Work, now: float) -> int:
+        """One token of every generation, oldest first; the youngest are suspended when pages run out."""
         planned = 0
-        for request in list(self.running):
+        for request in list(self.running):  # a copy: making room takes the youngest out of the batch
             if not (request.in_batch and request.decoding) or self._must_wait(request):
                 continue
             if self._make_room(request, now):
@@ -175,7 +183,7 @@ class Scheduler:
         return planned
 
     def _make_room(self, request: Request, now: float) -> bool:
-        """Get the slot of a generation's newest token; False when the request itself had to go."""
+        """Make sure that a generation's newest token has a place in a page; False when it had to go itself."""
         while not self.cache.extend(request.session, request.length, now):
             youngest = self.running[-1]
             if youngest.finished is not None:
@@ -187,7 +195,7 @@ class Scheduler:
         return True
 
     def _suspend(self, request: Request, now: float) -> None:
-        """Out of the batch, back into the queue at its place by arrival (EuroSys §4.3.5).
+        """Take a request out of the batch and back into the queue, at its place by arrival (EuroSys §4.3.5).
 
         Its chunks are unpinned; swap-out takes them like any others, and their recency keeps them for last.
         """
@@ -198,23 +206,23 @@ class Scheduler:
         bisect.insort(self.waiting, request, key=lambda other: other.arrival)
         self.suspensions += 1
 
-    def _plan_spans(self, work: list[tuple[Request, list[Range]]], budget: int) -> int:
-        """Restores and prefills already running, oldest first, until the budget is used (chunked prefill)."""
+    def _plan_spans(self, work: _Work, budget: int) -> int:
+        """Restores and prefills that have begun, oldest first, until the budget is used (chunked prefill)."""
         used = 0
         for request in self.running:
             if used >= budget:
                 break
             if not request.decoding and request.missing:
                 ranges = request.take_missing(budget - used)
-                used += sum(end - start for start, end in ranges)
+                used += tokens_in(ranges)
                 work.append((request, ranges))
         return used
 
-    def _admit(self, work: list[tuple[Request, list[Range]]], budget: int, now: float) -> None:
-        """First come, first served: the queue's head joins while slots and budget allow; nobody overtakes it."""
+    def _admit(self, work: _Work, budget: int, now: float) -> None:
+        """First come, first served: the queue's head joins while pages and budget allow; nobody overtakes it."""
         while self.waiting and budget > 0 and len(self.running) < self.config.max_running:
             request = self.waiting[0]
-            # A return from suspension restores what it had computed itself: all but its newest token is history.
+            # For a request that returns from suspension all it has is history, what it computed itself included.
             num_new = request.num_new if request.receipt is None else 0
             context = request.context
             if self._must_wait(request) or not self.cache.can_admit(
@@ -227,17 +235,16 @@ class Scheduler:
             bisect.insort(self.running, request, key=lambda other: other.arrival)
             request.in_batch = True
             ranges = request.take_missing(budget)
-            budget -= sum(end - start for start, end in ranges)
+            budget -= tokens_in(ranges)
             work.append((request, ranges))
 
-    def _spans(
-        self, work: list[tuple[Request, list[Range]]]
-    ) -> tuple[tuple[Span, ...], tuple[PageTable, ...]]:
+    def _spans(self, work: _Work) -> tuple[tuple[Span, ...], tuple[PageTable, ...]]:
         spans: list[Span] = []
         tables: list[PageTable] = []
         for request, ranges in work:
             tables.append(self.cache.page_table(request.session, request.length))
             for start, end in ranges:
+                # A token is sampled after the newest one only, and not when that is known to be the last.
                 last = end == request.length and not request.missing
                 more = last and request.finished is None and self._limit(request, request.length) is None
                 sample = self._sample_spec(request) if more else None
@@ -265,7 +272,7 @@ class Scheduler:
         return self._limit(request, request.settled)
 
     def _limit(self, request: Request, length: int) -> FinishReason | None:
-        """Why a context of ``length`` tokens, output included, is the longest of this request; None: it is not."""
+        """Why a request's context may not grow beyond ``length`` tokens, output included; None when it may."""
         most = request.sampling.max_output_tokens
         if most is not None and length - request.prompt_tokens >= max(most, 1):
             return FinishReason.LENGTH
@@ -287,5 +294,5 @@ class Scheduler:
 
     @staticmethod
     def _must_wait(request: Request) -> bool:
-        """Its sampling looks at its own output, whose newest token is not known yet."""
+        """Whether a request's sampling looks at its own output while the newest token of that is not known yet."""
         return request.pending and request.sampling.needs_context

@@ -1,4 +1,4 @@
-"""The learned policy inside the cache: what it is told of, and what it then evicts."""
+"""The learned policy inside the cache: what it is told, and what it then evicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning when sessions come back: hazards against the distributions they come from, indices against a search."""
+"""Learning when sessions come back: hazards match the distributions they come from, indices match a search."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def learn(
 
 
 def two_in_five(rng: np.random.Generator, cell: int) -> float:
-    """Comes back with a chance of 40 %, then after 60 s on average."""
+    """A session comes back with a chance of 40 %, then after 60 s on average."""
     return rng.exponential(60.0) if rng.random() < 0.4 else NEVER
 
 
@@ -127,7 +127,7 @@ def test_without_history_the_hazard_is_the_inverse_of_the_age() -> None:
 
 
 def test_hazards_are_those_of_the_distribution_that_returns_were_drawn_from() -> None:
-    """Those that never come back count with their time at risk, as long as what is counted is remembered."""
+    """Sessions that never come back count with their time at risk, for as long as what is counted is remembered."""
     rates, now = learn(two_in_five, 30_000)
     hazard = rates.hazards(now)[0]
     inside = (EDGES[:-1] >= 4) & (EDGES[1:] <= 192)
@@ -185,7 +185,7 @@ def observed(*periods: tuple[int, float | None]) -> Callable[[int, float], float
 
 
 def test_an_input_is_not_held_against_the_contexts_it_comes_with() -> None:
-    """Small inputs come back, large ones do not; and long contexts are all of large ones."""
+    """Sessions come back after small inputs and not after large ones; all long contexts end in a large one."""
     small = [(SHORT + SMALL, 20.0)] * 200
     large = [(LONG + LARGE, None)] * 200 + [(SHORT + LARGE, None)] * 200
     hazard = observed(*small, *large)
@@ -194,7 +194,7 @@ def test_an_input_is_not_held_against_the_contexts_it_comes_with() -> None:
 
 
 def test_what_comes_back_late_is_known_by_its_context() -> None:
-    """Of a cell that was never seen: short contexts come back after 20 s, long ones after 10 minutes."""
+    """Short contexts come back after 20 s and long ones after 10 minutes, also in a cell that was never seen."""
     inputs = [0, 2, 3, 4, 6]
     early = [(SHORT + new, 20.0 if number % 2 else None) for new in inputs for number in range(60)]
     late = [(LONG + new, 600.0 if number % 2 else None) for new in inputs for number in range(60)]
@@ -227,7 +227,7 @@ def test_cells_whose_ages_are_not_that_product_either() -> None:
 
 
 def test_some_old_periods_stay_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who comes back after minutes has to be seen, though 300 sessions leave in a quarter of a minute."""
+    """A session that comes back after minutes has to be seen, though 300 others leave in a quarter of a minute."""
     monkeypatch.setattr(returns, "MOST_OPEN", 300)
     rates, now = learn(lambda rng, cell: NEVER, 20_000)
     ages = now - rates._idle._since[rates._idle._open]

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from pensieve.config import CacheConfig, SchedulerConfig
-from pensieve.core import FinishReason, Phase, Sampling, pack_tokens
+from pensieve.core import FinishReason, Phase, Sampling, Usage, pack_tokens
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import (
     Cancel,
@@ -31,7 +31,7 @@ SCHEDULER = SchedulerConfig(context_limit=64, max_batch_tokens=16, max_running=8
 
 
 class Rig:
-    """An engine on hashed KV, its plans at hand."""
+    """An engine on hashed KV whose plans can be looked at."""
 
     def __init__(
         self, cache: CacheConfig = CACHE, scheduler: SchedulerConfig = SCHEDULER, *, overlapped: bool = False
@@ -46,6 +46,14 @@ class Rig:
         key = self.driver.start_turn(session, list(range(count)), want)
         assert key is not None
         return key
+
+    def receipt(self, session: str, new: list[int]) -> Usage:
+        """The receipt of a further turn, when all is done."""
+        self.driver.start_turn(session, new, 1)
+        self.driver.run_until_idle()
+        usage = self.driver.finished[-1].usage
+        assert usage is not None
+        return usage
 
     def step(self) -> Plan:
         self.driver.step()
@@ -155,15 +163,12 @@ def test_the_last_token_is_cached_before_the_next_turn() -> None:
     rig = Rig()
     rig.turn("a", 6, 4)
     rig.driver.run_until_idle()
-    rig.driver.start_turn("a", [7, 8], 1)
-    rig.driver.run_until_idle()
-    usage = rig.driver.finished[-1].usage
-    assert usage is not None
+    usage = rig.receipt("a", [7, 8])
     assert (usage.gpu_cached_tokens, usage.recomputed_tokens, usage.new_tokens) == (10, 0, 2)
 
 
 def finish_without_a_further_step(rig: Rig) -> int:
-    """A turn that has just finished; its last token is not cached yet."""
+    """Run a turn until it has just finished, when its last token is not cached yet; returns its request key."""
     key = rig.turn("a", 6, 4)
     while not rig.driver.finished:
         rig.step()
@@ -176,11 +181,7 @@ def test_a_late_cancel_does_not_cost_the_last_token() -> None:
     key = finish_without_a_further_step(rig)
     rig.engine.handle(Cancel(key))
     rig.driver.run_until_idle()
-    rig.driver.start_turn("a", [7], 1)
-    rig.driver.run_until_idle()
-    usage = rig.driver.finished[-1].usage
-    assert usage is not None
-    assert usage.recomputed_tokens == 0
+    assert rig.receipt("a", [7]).recomputed_tokens == 0
 
 
 @pytest.mark.parametrize("session", ["a", ""])
@@ -197,10 +198,7 @@ def test_stateless_recomputes_all_of_the_history() -> None:
     rig = Rig(scheduler=replace(SCHEDULER, stateless=True))
     rig.turn("a", 6, 4)
     rig.driver.run_until_idle()
-    rig.driver.start_turn("a", [7, 8], 1)
-    rig.driver.run_until_idle()
-    usage = rig.driver.finished[-1].usage
-    assert usage is not None
+    usage = rig.receipt("a", [7, 8])
     assert (usage.gpu_cached_tokens, usage.recomputed_tokens, usage.new_tokens) == (0, 10, 2)
     assert rig.engine.stats().device_used == 0
 

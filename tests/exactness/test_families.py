@@ -16,7 +16,7 @@ from support.engine.exactness import Bench, caught, run_all
 from support.engine.mutants import PLAN_MUTANTS, MutantWorker, SwapOutLastWorker
 
 SCHEDULES = 220
-"""Per family."""
+"""Random schedules per family."""
 
 
 @pytest.fixture(scope="module")

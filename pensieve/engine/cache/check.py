@@ -1,4 +1,4 @@
-"""The cache's invariants, spelled out. Run when idle, in debug mode after each step, in tests after each operation."""
+"""The invariants of the cache, spelled out: checked in debug mode after each step, in tests after each operation."""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -116,6 +118,24 @@ class TierTokens:
 
     device: int
     host: int
+
+
+def tokens_in(ranges: Iterable[Range]) -> int:
+    """Positions in all of the ranges together."""
+    return sum(end - start for start, end in ranges)
+
+
+def take_front(ranges: deque[Range], budget: int) -> list[Range]:
+    """Remove the first ``budget`` positions, or as many as there are; returns the ranges that they form."""
+    taken: list[Range] = []
+    while budget > 0 and ranges:
+        start, end = ranges.popleft()
+        cut = min(end, start + budget)
+        taken.append((start, cut))
+        budget -= cut - start
+        if cut < end:
+            ranges.appendleft((cut, end))  # the budget is used up; the rest is first in line next time
+    return taken
 
 
 def common_prefix(a: TokenArray, b: TokenArray) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 FORMAT = 1
+"""Version of the profile files that are written and can be read."""
 
 
 class CostProfileError(ValueError):
@@ -28,6 +29,7 @@ class CostModel:
     attention: tuple[tuple[int, float], ...]
     """(context tokens, cost) in ascending order, at least two points."""
     other: float
+    """Cost of everything else in a chunk, the same at each context length."""
     chunk_tokens: int
 
     def __post_init__(self) -> None:
@@ -58,7 +60,7 @@ class CostModel:
 
     @classmethod
     def from_json(cls, path: Path) -> CostModel:
-        """A profile written by ``pensieve profile``. Raises CostProfileError."""
+        """The model in a profile that ``pensieve profile`` has written. Raises CostProfileError."""
         try:
             data = json.loads(path.read_text())
             if data["format"] != FORMAT:

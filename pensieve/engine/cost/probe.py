@@ -25,11 +25,13 @@ from pensieve.model.arch import Arch
 
 REQUEST: Final = RequestKey(1)
 LONGEST: Final = 16384
-"""Default end of the measurement: beyond its last point a cost model continues the line."""
+"""Context tokens at which a measurement ends unless told otherwise: beyond, a cost model continues the line."""
 FILL_TOKENS: Final = 512
 """Tokens per step while the context is built up between two measurements, at most."""
 QUICK_SECONDS: Final = 3.0
+"""About how long the measurement at a server's first start may take."""
 QUICK_GROWTH: Final = 4
+"""How many times as long each context of it is as the one before."""
 QUICK_REPEATS: Final = 3
 
 
@@ -68,7 +70,7 @@ class CostPoint:
 
 
 class Prober:
-    """Runs one growing context through a worker. Overwrites the first pages of its pool."""
+    """Runs one growing context through a worker, which overwrites the first pages of its pool."""
 
     def __init__(
         self,
@@ -87,17 +89,18 @@ class Prober:
         self._step = 0
 
     def measure(self, longest: int, repeats: int, growth: int = 2) -> Iterator[CostPoint]:
-        """Points from one chunk to ``longest`` tokens, each ``growth`` times as long as the one before."""
+        """Points from one chunk to ``longest`` tokens, each at ``growth`` times the context of the one before."""
         chunk, done, context = self._chunk_tokens, 0, self._chunk_tokens
         while context <= longest:
+            # Everything before the chunk to be measured has to be cached, as it would be while serving.
             while done < context - chunk:
                 end = min(done + self._fill_tokens, context - chunk)
                 self._run(done, end)
                 done = end
-            self._run(context - chunk, context)  # warms up: compiles kernels, fills caches
+            self._run(context - chunk, context)  # not measured: it compiles kernels and fills caches
             times = [self._timed(context - chunk, context) for _ in range(repeats)]
             done = context
-            yield CostPoint(context, min(times))  # what else the machine does only ever adds
+            yield CostPoint(context, min(times))  # the fastest: what else the machine does only ever adds
             context *= growth
 
     def _timed(self, start: int, end: int) -> float:
@@ -106,7 +109,7 @@ class Prober:
         return self._clock() - before
 
     def _run(self, start: int, end: int) -> None:
-        """Compute tokens ``[start, end)``. A token is sampled after them, so a GPU has finished when this returns."""
+        """Compute tokens ``[start, end)``, and sample one after them so that a GPU has finished when this returns."""
         tokens: TokenArray = (np.arange(start, end, dtype=np.int64) * 7919 % self._vocab_size).astype(
             np.int32
         )
@@ -118,7 +121,7 @@ class Prober:
 
 
 def prober(worker: ProbedWorker, clock: Callable[[], float] = time.perf_counter) -> Prober:
-    """One for this worker, within its limits. Raises ValueError when a step cannot hold a chunk."""
+    """A prober for this worker, within its limits. Raises ValueError when a step cannot hold a chunk."""
     info = worker.info
     if info.max_batch_tokens < info.chunk_tokens:
         raise ValueError(
@@ -150,7 +153,10 @@ def quick_points(
 
 
 def split(points: list[CostPoint]) -> tuple[list[tuple[int, float]], float]:
-    """(attention cost at each context, c). Attention never falls as the context grows, and c is never negative."""
+    """Points as (attention cost at each context, ``c``).
+
+    Measured times waver; attention shall never fall as the context grows, nor ``c`` be negative.
+    """
     if len(points) < 2:
         raise ValueError("at least two points are needed")
     first, second = points[:2]

@@ -1,4 +1,4 @@
-"""Cost profiles in the user's cache folder, by model, device, dtype and chunk size; which one an engine uses."""
+"""Cost profiles in the user's cache folder, by model, device, dtype and chunk size; and which one an engine uses."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def profile_directory() -> Path:
 
 
 def fingerprint(arch: Arch) -> str:
-    """Names the computation that ``arch`` describes: 12 hex digits."""
+    """A name for the computation that ``arch`` describes: 12 hex digits."""
     values = {name: value for name, value in dataclasses.asdict(arch).items() if name not in _NOT_COMPUTED}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def device_name(device: str) -> str:
-    """What was measured on: the GPU's name, or what can be told of the CPU."""
+    """What a profile is measured on: the GPU's name, or what can be told of the CPU."""
     if device == "cuda":
         import torch
 
@@ -67,9 +67,10 @@ def write_profile(path: Path, profile: dict[str, Any]) -> None:
 def stored_or_quick_profile(options: EngineOptions, worker: ProbedWorker) -> CostModel:
     """The cost model that ``options.cost_profile`` asks for.
 
-    A file: that one, CostProfileError when it cannot be used. ``estimate``: from the architecture. ``auto``: the
-    stored profile of this model and machine, if any; else a GPU is measured for a few seconds and the result stored,
-    and a CPU gets the estimate. Call it before the cache holds anything: measuring writes into the KV pool.
+    A file: what it says; raises CostProfileError when it cannot be used. ``estimate``: an estimate from the
+    architecture. ``auto``: the stored profile of this model and machine, if there is one; else a GPU is measured for a
+    few seconds and the result stored, and a CPU gets the estimate. Call this before the cache holds anything: measuring
+    writes into the KV pool.
     """
     if options.cost_profile == "estimate":
         return estimate(worker)
@@ -91,7 +92,7 @@ def stored_or_quick_profile(options: EngineOptions, worker: ProbedWorker) -> Cos
 
 
 def estimate(worker: ProbedWorker) -> CostModel:
-    """From the architecture alone."""
+    """A cost model from the architecture alone."""
     arch = worker.arch
     return CostModel.estimate(
         layers=arch.num_layers,
@@ -104,7 +105,7 @@ def estimate(worker: ProbedWorker) -> CostModel:
 
 
 def from_file(path: Path, chunk_tokens: int) -> CostModel:
-    """A profile measured with chunks of this size. Raises CostProfileError."""
+    """The model in a file, measured with chunks of this size. Raises CostProfileError."""
     cost = CostModel.from_json(path)
     if cost.chunk_tokens != chunk_tokens:
         raise CostProfileError(

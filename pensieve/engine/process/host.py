@@ -1,10 +1,10 @@
 """Main of the engine process: ``python -P -m pensieve.engine.process.host --fd N``.
 
-Inherits one end of a socket pair. The first frame is its ``EngineOptions``, then come ``Command``s; it answers with
-``Report``s. Whatever goes wrong is written to stderr, its last line saying why, and ends the process with status 1:
-the front end starts a new one. Lives no longer than the front end: it leaves when the other end of the pair closes, and
-the kernel kills it should it be stuck in a step at that time. SIGINT and SIGTERM are the front end's to act on (a
-terminal and a service manager send them to both), which then drains and says ``Stop``.
+The process inherits one end of a socket pair. The first frame is its ``EngineOptions``, then come ``Command``s; it
+answers with ``Report``s. Whatever goes wrong is written to stderr, its last line saying why, and ends the process with
+status 1: the front end starts a new one. It lives no longer than the front end: it leaves when the other end of the
+pair closes, and the kernel kills it should it be stuck in a step at that time. SIGINT and SIGTERM, which a terminal and
+a service manager send to both, are for the front end to act on: it drains and says ``Stop``.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class SocketChannel:
 
 
 def load_builder(dotted: str) -> Builder:
-    """The function that ``package.module:name`` names; importing the default one imports torch."""
+    """The function that ``package.module:name`` names. Importing the default one imports torch."""
     module, _, name = dotted.partition(":")
     builder: Any = getattr(importlib.import_module(module), name)
     return cast(Builder, builder)
 
 
 def _read_options(frames: FrameSocket) -> EngineOptions:
-    """First frame, alone: the front end sends commands only after ``EngineReady``."""
+    """The first frame. It comes alone: the front end sends commands only after ``EngineReady``."""
     options: list[EngineOptions] = frames.receive(decoder_for(EngineOptions), _OPTIONS_TIMEOUT_S)
     if len(options) != 1:
         raise PeerClosed("no options came from the front end")
@@ -91,7 +91,7 @@ def _run(engine: HostedEngine, channel: SocketChannel) -> None:
 
 
 def serve(fd: int, parent: int, builder: str) -> int:
-    """Run an engine on the socket ``fd`` to its end; the exit status."""
+    """Run an engine on the socket ``fd`` to its end; returns the exit status."""
     frames = FrameSocket(socket.socket(fileno=fd))
     try:
         if not die_with_parent(parent):

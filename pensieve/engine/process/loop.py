@@ -1,4 +1,4 @@
-"""The engine's loop, the same in its own process and in a thread of a test. No torch here.
+"""The loop around an engine, the same in a process of its own and in a thread of a test. No torch here.
 
 One iteration: take the commands that have arrived, make one step if there is work, report. With work, nothing is
 waited for; without, the loop sleeps until a command comes and reports every ``HEARTBEAT_S`` that it is alive. Each
@@ -20,14 +20,14 @@ _BLOCKED_S: Final = 0.005
 
 
 class HostedEngine(Protocol):
-    """What the loop needs of an engine (``pensieve.engine.engine.Engine``)."""
+    """What the loop needs of an engine; ``engine.engine.Engine`` is the one that serves."""
 
     def ready(self) -> EngineReady: ...
 
     def handle(self, command: Command) -> list[Event]: ...
 
     def step(self) -> list[Event]:
-        """Plan, run, commit once; [] when there is nothing to do."""
+        """Launch a step and commit one; [] when there is nothing to do."""
         ...
 
     @property
@@ -39,20 +39,21 @@ class HostedEngine(Protocol):
 
 
 class CommandChannel(Protocol):
-    """The loop's end of the link."""
+    """The loop's end of the link to the front end: commands come in, reports go out."""
 
     def receive(self, timeout: float) -> list[Command]:
         """Commands that have arrived; waits up to ``timeout`` for the first. Raises PeerClosed."""
         ...
 
     def send(self, report: Report) -> None:
-        """Raises PeerClosed."""
+        """Hand over one report. Raises PeerClosed."""
         ...
 
 
 def run_engine(engine: HostedEngine, channel: CommandChannel) -> None:
     """Serve until ``Stop`` arrives. Raises PeerClosed when the other end is gone, else what the engine raises."""
     stats = engine.stats()
+    # So that whoever waits for the engine knows what it can do before it sends the first command.
     channel.send(Report(events=(engine.ready(),), stats=stats))
     blocked = False
     while True:
@@ -67,6 +68,7 @@ def run_engine(engine: HostedEngine, channel: CommandChannel) -> None:
         if waiting:
             events += engine.step()
         steps_before, stats = stats.steps_total, engine.stats()
+        # There is work, but no step was committed: pause before the next try, and don't repeat the same numbers.
         blocked = waiting and stats.steps_total == steps_before
         if not blocked or events:
             channel.send(Report(events=tuple(events), stats=stats))

@@ -120,7 +120,7 @@ class FakeLanes:
             self.queues[Lane.COMPUTE].append(functools.partial(read, layer))
 
     def pass_time(self, actions: int | None = None) -> None:
-        """Do that many things, or all. Which lane is next is chance, and which lane is slow, too."""
+        """Do that many of the queued things, or all. Which lane is next is chance, and which lane is slow, too."""
         weights = {lane: self.rng.choice([0.02, 1.0]) for lane in Lane}
         while actions is None or actions > 0:
             ready = [lane for lane in Lane if self._ready(lane)]

@@ -119,4 +119,4 @@ class HashWorker(SynchronousWorker):
         return kv
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Nothing to release."""

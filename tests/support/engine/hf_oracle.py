@@ -28,7 +28,7 @@ class HfOracle:
         weights: torch.dtype = torch.float32,
         near_tie: float = NEAR_TIE,
     ) -> None:
-        """Computes in float32, with the checkpoint's values rounded to ``weights``."""
+        """The model computes in float32, with the checkpoint's values rounded to ``weights``."""
         self._model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=weights, attn_implementation="eager"
         ).float()

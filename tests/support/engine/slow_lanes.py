@@ -124,7 +124,7 @@ class Rig:
             torch.sum(pages.index_select(0, read), 0, dtype=torch.int32, out=self.got[index, layer])
 
     def run(self) -> bool:
-        """Everything queued at once, then compared."""
+        """Queue every plan at once, then compare what came of them."""
         with torch.cuda.stream(self.compute):
             for index, plan in enumerate(self.plans):
                 self.swap.before_step(plan)

@@ -56,7 +56,7 @@ def _draw(row: torch.Tensor, spec: SampleSpec) -> int:
 
 
 def slow_filter(row: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """``row`` float64 [vocab], whose maximum is 0, with everything outside the filters at -inf."""
+    """``row``, float64 [vocab] with a maximum of 0, after the filters: what they leave out is -inf."""
     if 0 < sampling.top_k < len(row):
         row = row.masked_fill(row < row.sort(descending=True).values[sampling.top_k - 1], -torch.inf)
     if sampling.top_p < 1.0:
@@ -70,6 +70,6 @@ def slow_filter(row: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def slow_uniform(seed: int, index: int) -> float:
-    """The number of output ``index``: the first word that Philox gives for that value of its counter."""
+    """The random number for output ``index``: the first word that Philox gives for that value of its counter."""
     word = int(np.random.Philox(key=seed & (1 << 64) - 1, counter=index).random_raw())
     return (word >> 16) / float(1 << 48)

@@ -58,7 +58,7 @@ class StepWork:
     step: int
     written: list[int]
     read: list[int]
-    """All pages of all rows, one that two rows share twice."""
+    """All pages of all rows; a page that two rows share stands here twice."""
 
     def number(self, layer: int, page: int) -> int:
         return 1000 * self.step + 50 * layer + page + 1
@@ -80,7 +80,7 @@ Values = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """Device [L, P, words] and host [C, L, words]."""
+    """The contents of both pools: device [L, P, words] and host [C, L, words]."""
 
     device: Values
     host: Values
@@ -102,7 +102,7 @@ class Pools:
         return total
 
     def run(self, plan: Plan) -> Values:
-        """The plan, in the order of ``pensieve.engine.plan``; what its step read, [L, words]."""
+        """Carry out a plan in the order of ``pensieve.engine.plan``; returns what its step read, [L, words]."""
         for copy in plan.swap_out:
             self.host[copy.dst] = self.device[:, copy.src]
         before = self.device.copy()

@@ -14,7 +14,7 @@ import pytest
 
 from pensieve.config import EngineOptions
 from pensieve.core import Sampling
-from pensieve.engine.cost import profiles as profile_store
+from pensieve.engine.cost import profiles
 from pensieve.engine.cost.model import CostModel, CostProfileError
 from pensieve.engine.cost.probe import prober, quick_points
 from pensieve.engine.cost.profiles import estimate, fingerprint, profile_path, stored_or_quick_profile
@@ -73,7 +73,7 @@ class Worker(SynchronousWorker):
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(profile_store, "device_name", lambda device: f"A {device.upper()} (80 GB)")
+    monkeypatch.setattr(profiles, "device_name", lambda device: f"A {device.upper()} (80 GB)")
     yield tmp_path / "pensieve" / "profiles"
 
 
@@ -201,4 +201,4 @@ def test_fingerprint_is_of_the_computation() -> None:
 def test_a_relative_cache_folder_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert profile_store.profile_directory() == tmp_path / ".cache" / "pensieve" / "profiles"
+    assert profiles.profile_directory() == tmp_path / ".cache" / "pensieve" / "profiles"
