@@ -48,7 +48,7 @@ class TurnSettings:
     heartbeat_s: float = 10.0
     """A stream is never silent for longer."""
     messages_per_s: float = 4000.0
-    """With many streams, output is merged to stay below this rate (``turn_pace``): about half of one core."""
+    """With many streams, output is merged to stay below this rate (``turns.pace``): about half of one core."""
     disconnect_grace_s: float = 15.0
     """How long a turn that nobody listens to waits for a re-attach."""
     commit_retry_s: float = 30.0

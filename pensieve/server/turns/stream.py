@@ -14,7 +14,7 @@ from pensieve.server.values import OutputChoice, StreamEvent
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """How one client wants to be told."""
+    """How one client wants its stream."""
 
     output: OutputChoice
     heartbeat_s: float
