@@ -24,7 +24,7 @@ EXPERIMENTS ?= systems-13b-sharegpt
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-gpu lint types proto proto-release bench-replay bench-ops bench-engine bench-evaluate redis chromium clean
+.PHONY: help setup demo test test-gpu lint structure types proto proto-release bench-replay bench-ops bench-engine bench-evaluate redis chromium clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -44,7 +44,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt proto/requirements.txt
 	$(BIN)/python -m pip install -q $(PIP_ARGS) --no-deps --target $(VENV)/protoc -r proto/requirements.txt
 	@touch $@
 
-demo: setup ## Watch a small model remember across evictions and restarts
+demo: setup ## Watch a small model remember: how much sooner it answers, and that nothing is lost
 	@$(BIN)/pensieve demo
 
 test: setup redis chromium lint types ## Everything that CI checks: lint, types, stubs, tests
@@ -65,7 +65,10 @@ test-gpu: ## Tests that need a GPU (PYTHON_GPU=a Python whose torch has CUDA, GP
 
 lint: setup ## Style, formatting and common mistakes
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check --quiet . || { echo "not formatted; run: $(BIN)/ruff format ." >&2; exit 1; }
+	@$(BIN)/ruff format --check --quiet . || { echo "not formatted; run: $(BIN)/ruff format ." >&2; exit 1; }
+
+structure: setup ## Every package with its purpose, modules and lines
+	@$(BIN)/python -P tests/support/structure.py
 
 types: setup ## Static types
 	$(BIN)/mypy

@@ -33,7 +33,7 @@ from pensieve.engine.build import cache_config, scheduler_config
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost.model import CostModel
 from pensieve.engine.engine import Engine
-from pensieve.engine.messages import Ready, Submit
+from pensieve.engine.messages import EngineReady, Submit
 from pensieve.engine.plan import Span
 from pensieve.engine.scheduler import Scheduler
 from pensieve.engine.worker.cuda_worker import CudaWorker
@@ -112,7 +112,7 @@ def loop_rows(bench: Bench, options: EngineOptions) -> Iterator[dict[str, Any]]:
         scheduler = Scheduler(
             scheduler_config(options, bench.arch, info), CacheManager(cache_config(options, info), cost)
         )
-        ready = Ready(scheduler.context_limit, bench.arch.vocab_size, "cuda", info.dtype, 0, 0, CHUNK)
+        ready = EngineReady(scheduler.context_limit, bench.arch.vocab_size, "cuda", info.dtype, 0, 0, CHUNK)
         engine = Engine(scheduler, recorder, ready, overlapped=True)
         for request in range(batch):
             tokens = pack_tokens(np.arange(1024) % 1000)

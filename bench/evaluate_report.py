@@ -18,15 +18,14 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from evaluation.experiments import Experiment
 from evaluation.jobs import JobResult, last_lines, without_folders
 
-from pensieve.replay.measure.report import SCHEMA, environment
-from pensieve.replay.presentation.columns import Column, number
+from pensieve.replay.measure.report import SCHEMA, environment, version_of
+from pensieve.replay.presentation.columns import SOURCE_NAMES, Column, number, ratio_texts
 from pensieve.replay.presentation.curves import entries
 from pensieve.replay.presentation.equal_latency import RULE, comparisons
 from pensieve.replay.presentation.panels import panels
@@ -51,9 +50,6 @@ _COLUMNS = (
     Column("in flight", "running_turns.mean", ",.0f"),
     Column("failed", "turns.failed"),
 )
-_SHARES = (
-    ("device", "gpu_cached"), ("host", "swapped_in"), ("recomputed", "recomputed"), ("new", "new"),
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +82,7 @@ def job_report(experiment: Experiment, result: JobResult, origin: Origin) -> dic
             "lines": [line.label for line in experiment.lines],
         },
         "machine": machine["machine"] | {"gpu": origin.gpu},
-        "versions": machine["versions"] | {name: _version(name) for name in PACKAGES},
+        "versions": machine["versions"] | {name: version_of(name) for name in PACKAGES},
         **{key: seen.get(key) for key in ("dataset", "options", "workload")},
         "runs": seen["runs"],
         "targets": [row | {"target": label, "details": row["details"] | details} for row in seen["targets"]],
@@ -206,16 +202,16 @@ def _sources(report: Mapping[str, Any]) -> Iterator[str]:
     for entry in entries([report]):
         tokens = entry.summary["tokens"]
         if tokens["context"]:
-            shares = [f"{tokens[key] / tokens['context']:.1%}" for _, key in _SHARES]
+            shares = [f"{tokens[key] / tokens['context']:.1%}" for key in SOURCE_NAMES]
             if "api" in entry.summary["details"]:
                 shares[1] = "in device"
             swap = entry.summary.get("swap") or {}
             bytes_ = (number(swap.get(f"{way}_bytes"), ",.1f", 2**-30) for way in ("in", "out"))
             rows.append(" | ".join((entry.system, number(entry.rate, "g"), *shares, *bytes_)))
     if rows:
-        names = " | ".join(name for name, _ in _SHARES)
+        names = " | ".join(SOURCE_NAMES.values())
         yield f"\nContext tokens by source\n\n| system | offered | {names} | GiB in | GiB out |"
-        yield "|---" + "|---:" * (len(_SHARES) + 3) + "|"
+        yield "|---" + "|---:" * (len(SOURCE_NAMES) + 3) + "|"
         yield from (f"| {row} |" for row in rows)
 
 
@@ -227,13 +223,8 @@ def _ratios(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"\nThroughput ratio at equal normalised latency. {RULE}\n"
         yield "| pair | at mean ms/token | ratio | at p90 ms/token | ratio |\n|---|---:|---:|---:|---:|"
         for pair in pairs:
-            cells = (
-                (number(ratio.latency_s, ",.1f", 1e3), ratio.text) if ratio else ("–", "–")
-                for ratio in (pair.mean, pair.p90)
-            )
-            yield (
-                f"| {pair.ours} ∕ {pair.other} | " + " | ".join(cell for two in cells for cell in two) + " |"
-            )
+            cells = (*ratio_texts(pair.mean), *ratio_texts(pair.p90))
+            yield f"| {pair.ours} ∕ {pair.other} | " + " | ".join(cells) + " |"
 
 
 def _what_went_wrong(report: Mapping[str, Any]) -> Iterator[str]:
@@ -325,13 +316,6 @@ def _told(value: Any) -> Any:
     if isinstance(value, float) and math.isfinite(value):
         return float(f"{value:.{DIGITS}g}")
     return value
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "absent"
 
 
 def main(folder: Path, parts: Sequence[Path]) -> None:

@@ -31,7 +31,7 @@ from kernel_ops import flash_attention
 from kernel_ops.attention import DIM, PAGE
 from torch.nn.attention.bias import causal_lower_right
 
-from pensieve.kernels.attention.buffers import multiprocessors_of
+from pensieve.kernels.attention.plan import multiprocessors_of
 from pensieve.kernels.chunk_copy import ChunkCopy, runs_of
 from pensieve.kernels.span_table import SpanTable
 from pensieve.replay.presentation import plot_style, plots

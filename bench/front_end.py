@@ -26,10 +26,10 @@ from stand_ins.front_end_engine import STEP_VARIABLE
 
 from pensieve.debug import child_environment
 from pensieve.replay.load.schedule import Script
-from pensieve.replay.load.workload import Turn
+from pensieve.replay.load.workload import TurnLengths
 from pensieve.replay.measure.report import summarise
 from pensieve.replay.play import crew
-from pensieve.replay.play.runner import Outcome, RunOptions
+from pensieve.replay.records import Outcome, RunOptions
 from pensieve.replay.targets.grpc_target import PensieveTarget
 from pensieve.spawn import wait_ready
 
@@ -75,7 +75,7 @@ async def play(address: str, scripts: Sequence[Script], processes: int) -> Outco
 
 
 def measure(
-    streams: int, step_ms: float, turn: Turn, seconds: float, processes: int, store: str
+    streams: int, step_ms: float, turn: TurnLengths, seconds: float, processes: int, store: str
 ) -> dict[str, Any]:
     """One number of streams, on a server of its own."""
     turns = max(1, round(seconds / (turn.output_tokens * step_ms / 1e3)))
@@ -125,7 +125,10 @@ def main(
     """Measure the front end."""
     for count in streams:
         with tempfile.TemporaryDirectory(prefix="pensieve-bench-") as folder:
-            url, turn = store or f"sqlite:///{folder}/history.sqlite3", Turn(input_tokens, output_tokens)
+            url, turn = (
+                store or f"sqlite:///{folder}/history.sqlite3",
+                TurnLengths(input_tokens, output_tokens),
+            )
             click.echo(json.dumps(measure(count, step_ms, turn, seconds, min(processes, count), url)))
 
 

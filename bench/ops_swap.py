@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from common.provenance import commit, portable
 
-from pensieve.engine.kv.copy import RunCopy, make_copy
+from pensieve.engine.kv.mechanisms import RunCopy, make_copy
 from pensieve.engine.kv.pinned import PinnedMemory
 from pensieve.engine.kv.pools import KvPools
 from pensieve.engine.kv.swap import SwapEngine

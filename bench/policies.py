@@ -31,7 +31,7 @@ from policy_study.report import found_beside, markdown
 from pensieve.config import CacheConfig
 from pensieve.replay.load.generators import generate
 from pensieve.replay.load.schedule import Gaps
-from pensieve.replay.load.shaping import Shape, shape
+from pensieve.replay.load.shaping import Shaping, shape
 from pensieve.replay.load.workload import Dataset, load
 from pensieve.simulate.run import Simulation
 from pensieve.simulate.scenario.load import Load
@@ -76,7 +76,7 @@ class Workload:
 
     def load(self, traces: Path, context_limit: int, seed: int) -> Load:
         gaps = None if self.gaps is None else Gaps.of(dataset(traces, self.gaps))
-        talks = shape(dataset(traces, self.lengths).conversations, Shape(), context_limit).conversations
+        talks = shape(dataset(traces, self.lengths).conversations, Shaping(), context_limit).conversations
         return Load(talks, self.sessions, self.rate, self.think_s, seed, gaps)
 
 

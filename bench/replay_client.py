@@ -25,9 +25,10 @@ from stand_ins.replay_pump import CONTEXT_LIMIT, VOCABULARY
 
 from pensieve.debug import child_environment
 from pensieve.replay.load.schedule import Due, Script
-from pensieve.replay.load.workload import Conversation, Turn
+from pensieve.replay.load.workload import Conversation, TurnLengths
 from pensieve.replay.measure.report import statistics
-from pensieve.replay.play.runner import Outcome, RunOptions, replay
+from pensieve.replay.play.runner import replay
+from pensieve.replay.records import Outcome, RunOptions
 from pensieve.replay.targets.options import parse_target
 
 RAMP_S = 1.0
@@ -52,7 +53,7 @@ def pump(protocol: str, step_ms: float) -> Iterator[str]:
             process.terminate()
 
 
-def streams_of(count: int, turn: Turn, turns: int) -> list[Script]:
+def streams_of(count: int, turn: TurnLengths, turns: int) -> list[Script]:
     """Conversations that are answered all the time, started evenly over the ramp."""
     talk = Conversation("", (turn,) * turns)
     return [Script(n, talk, (Due(RAMP_S * n / count, 0.0),) * turns) for n in range(count)]
@@ -70,7 +71,7 @@ async def play(url: str, scripts: Sequence[Script]) -> tuple[Outcome, float]:
         await target.close()
 
 
-def measure(protocol: str, streams: int, step_ms: float, turn: Turn, seconds: float) -> dict[str, Any]:
+def measure(protocol: str, streams: int, step_ms: float, turn: TurnLengths, seconds: float) -> dict[str, Any]:
     turns = max(1, round(seconds / (turn.output_tokens * step_ms / 1e3)))
     with pump(protocol, step_ms) as url:
         outcome, used = asyncio.run(play(url, streams_of(streams, turn, turns)))
@@ -112,7 +113,9 @@ def main(
     for protocol in protocols or PROTOCOLS:
         for count in streams:
             click.echo(
-                json.dumps(measure(protocol, count, step_ms, Turn(input_tokens, output_tokens), seconds))
+                json.dumps(
+                    measure(protocol, count, step_ms, TurnLengths(input_tokens, output_tokens), seconds)
+                )
             )
 
 

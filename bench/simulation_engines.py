@@ -21,7 +21,7 @@ from common.provenance import commit, portable
 from rich.console import Console
 
 from pensieve.config import CacheConfig
-from pensieve.replay.load.shaping import Shape, shape
+from pensieve.replay.load.shaping import Shaping, shape
 from pensieve.replay.load.workload import Conversation, load
 from pensieve.replay.measure.report import environment
 from pensieve.simulate.run import Simulation
@@ -65,7 +65,7 @@ def run(case: Case, talks: Sequence[Conversation]) -> dict[str, Any]:
     machine = Machine()
     cache = CacheConfig(case.device // CHUNK, case.host // CHUNK, CHUNK)
     limit = cache.device_chunks * CHUNK
-    fitting = shape(talks, Shape(), min(limit, 60_000)).conversations
+    fitting = shape(talks, Shaping(), min(limit, 60_000)).conversations
     lives = Load(fitting, case.sessions, case.rate, case.think_s, seed=0)
     settings = Settings(
         machine, cache, machine.cost(CHUNK, limit), limit, slack=int(SLACK_SHARE * cache.device_chunks)

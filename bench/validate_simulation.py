@@ -38,12 +38,12 @@ from pensieve.config import CacheConfig
 from pensieve.engine.cost.model import CostModel
 from pensieve.replay.load.generators import CHATS, generate
 from pensieve.replay.load.schedule import Arrivals, Script, scripts
-from pensieve.replay.load.shaping import Shape, shape
+from pensieve.replay.load.shaping import Shaping, shape
 from pensieve.replay.load.workload import load
 from pensieve.replay.measure.report import environment
 from pensieve.replay.play import crew
 from pensieve.replay.play.crew import ClientFailed
-from pensieve.replay.play.runner import RunOptions
+from pensieve.replay.records import RunOptions
 from pensieve.replay.targets.base import TurnFailed
 from pensieve.replay.targets.grpc_target import PensieveTarget
 from pensieve.server.operations.recording import TraceHeader, TraceRow
@@ -98,7 +98,7 @@ def profile(files: Files, model: str, arguments: Sequence[str]) -> None:
 def chats(rate: float, think_s: float, seconds: float, max_context: int) -> list[Script]:
     """ShareGPT-like conversations for ``seconds``, and half as many again: starts are random."""
     count = 20 + round(1.5 * rate * seconds / CHATS["sharegpt"].published.turns)
-    drawn = shape(generate("sharegpt", count, round(rate)).conversations, Shape(), max_context)
+    drawn = shape(generate("sharegpt", count, round(rate)).conversations, Shaping(), max_context)
     return scripts(drawn.conversations, Arrivals(rate, think_s, seed=round(rate)))
 
 

@@ -1,7 +1,7 @@
 """The activation of an MLP, fused with the product of a gated one, in Triton.
 
-Same promise as ``pensieve.kernels.reference.activate``: float32 inside; the activation is rounded to the tensor's dtype
-before it is multiplied, as torch does.
+It keeps the promise of ``pensieve.kernels.reference.activate``. It computes in float32, and rounds the activation to
+the tensor's dtype before it multiplies, as torch does.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ import torch
 import triton
 import triton.language as tl
 
-from pensieve.kernels.reference import Activation
+from pensieve.kernels.arguments import Activation
+from pensieve.kernels.checks import FLOAT_DTYPES
 
 FEW_COLUMNS, MANY_COLUMNS = 256, 1024
 """Columns per program: 8 values, a 16-byte piece of a 2-byte type, per thread of 1 or 4 warps."""
 MANY = 1 << 20
-"""Values of a step from which programs are large: enough of them to fill any device, and fewer to start."""
+"""Steps with this many values get large programs: enough to fill any device, and fewer to start."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _activate(  # type: ignore[no-untyped-def]
     up, out, up_stride, out_stride, INNER: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """BLOCK of the INNER values of a row."""
+    """One program activates BLOCK of the INNER values of a row."""
     BLOCKS: tl.constexpr = (INNER + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     row = (program // BLOCKS).to(tl.int64)
@@ -52,7 +53,7 @@ def activate(up: torch.Tensor, gated: bool, activation: Activation) -> torch.Ten
     """
     if up.dim() != 2 or up.shape[1] == 0 or (gated and up.shape[1] % 2):
         raise ValueError(f"up is {tuple(up.shape)}, not {'[T, 2 * I]' if gated else '[T, I]'}")
-    if up.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    if up.dtype not in FLOAT_DTYPES:
         raise ValueError(f"up is {up.dtype}: it must be float16, bfloat16 or float32")
     if up.stride(1) != 1 and up.shape[1] > 1:
         raise ValueError("the last dimension of up must be contiguous")
@@ -79,5 +80,5 @@ def constants(inner: int, block: int, gated: bool, activation: Activation) -> di
 
 
 def options(block: int) -> dict[str, int]:
-    """How it is compiled."""
+    """How ``_activate`` is compiled."""
     return {"num_warps": block // FEW_COLUMNS, "enable_fp_fusion": True}

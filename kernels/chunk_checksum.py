@@ -1,4 +1,7 @@
-"""Checksums of pages on the device: taken when a page leaves, compared when it is back."""
+"""Checksums of pages on the device: each is taken when a page leaves, and compared when its chunk is back.
+
+There is no reference: the checksum only has to be the same twice.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ def _checksum(  # type: ignore[no-untyped-def]
     pool, pairs, sums, failed, first, layers, first_layer, pool_layer, pool_page, sums_row,
     COMPARE: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One run per program. Pairs are (device, host) pages, and (host, device) ones with COMPARE."""
+    """One program sums one run. ``pairs`` are (device, host) pages; with COMPARE they are (host, device)."""
     run = first + tl.program_id(0)
     layer = first_layer + run % layers
     pair = pairs + run // layers * 2
@@ -50,7 +53,7 @@ class ChunkChecksum:
         self._runs = runs
 
     def keep(self, pairs: torch.Tensor, first: int, count: int) -> None:
-        """Take those of runs ``[first, first + count)`` of (device page, host page) pairs, int32 [n, 2]."""
+        """Take the checksums of runs ``[first, first + count)`` of (device page, host page) pairs, int32 [n, 2]."""
         self._launch(pairs, first, count, range(len(self._runs)), compare=False)
 
     def compare(self, pairs: torch.Tensor, layers: range) -> None:

@@ -2,9 +2,9 @@
 
 A page of one layer is a *run*: contiguous in both pools, and the unit that is copied. A GPU reads and writes pinned
 host memory in place, at the speed of the link as long as about 100 KB are on their way; so a handful of programs is
-enough at any size of run, and leaves the multiprocessors to the model. More would only queue up before the link, and
-other memory traffic behind them: stores of 12 programs to the host slow a step down by 80 %. Same promise as
-``pensieve.kernels.reference.chunk_copy``, for several layers at once.
+enough at any size of run, and leaves the multiprocessors to the model. More programs would only queue up before the
+link, and other memory traffic behind them: stores of 12 programs to the host slow a step down by 80 %. The kernel keeps
+the promise of ``pensieve.kernels.reference.chunk_copy``, for several layers at once.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 
 WORD = torch.int64
-"""What runs are copied as: whatever the pool's values are, a copy moves bytes."""
+"""Runs are copied as words of this type: whatever a pool's values are, a copy moves bytes."""
 TILE_BYTES = 16384
 """Most bytes that a program has on their way at once."""
 WARPS = 4
 IN_PROGRAMS, OUT_PROGRAMS = 8, 4
-"""Programs that fill a PCIe 5 link, from 16 KiB a run on, reading from the host and writing to it."""
+"""So many programs fill a PCIe 5 link, from 16 KiB a run on, when they read from the host and when they write to it."""
 
 
 @triton.jit(do_not_specialize=["first", "count", "layers", "first_layer"])  # type: ignore[untyped-decorator]
@@ -77,7 +77,7 @@ def check_runs(dst: torch.Tensor, src: torch.Tensor) -> None:
 
 
 class ChunkCopy:
-    """Copies from one pool to another. Made once, so that a call checks next to nothing."""
+    """Copies from one pool to another. It is made once, so that a call checks next to nothing."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Making heads ready for attention and storing keys and values in their pages: one launch, in Triton.
 
-Same promise as ``pensieve.kernels.reference.kv_write``, and the same rounding: float32 inside an operation, a result of
-the tensor's dtype after the norm and after each product and sum of the rotation. Without head norms the results are
-bit for bit those of the reference; with them, up to the order of one sum.
+The kernel keeps the promise of ``pensieve.kernels.reference.kv_write``, and rounds where that does: it computes an
+operation in float32, and rounds to the tensor's dtype after the norm and after each product and sum of the rotation.
+Without head norms its results equal the reference's bit for bit; with them, up to the order of one sum.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import torch
 import triton
 import triton.language as tl
 
+from pensieve.kernels.arguments import HeadPrep
 from pensieve.kernels.attention.tiles import width_of
-from pensieve.kernels.reference import HeadPrep
+from pensieve.kernels.checks import FLOAT_DTYPES, check_device, check_given, check_layout
 
 PER_WARP = 256
-"""Columns of either half that a warp takes: a 16-byte piece of a 2-byte type per thread."""
+"""Columns of either half of a head that a warp takes: a 16-byte piece of a 2-byte type per thread."""
 FEW_WARPS, MANY_WARPS = 1, 4
 MANY = 1 << 22
-"""Values of a step from which programs are large: enough of them to fill any device, and fewer to start."""
+"""Steps with this many values get large programs: enough to fill any device, and fewer to start."""
 
 
 @triton.jit
@@ -32,7 +33,8 @@ def _turned(x, y, cos, sin):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _weights(query_norm, key_norm, head, valid, dims, HEADS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Norm weights of each head; two loads, of which each reads its own heads', since a chosen pointer reads singly."""
+    """The norm weights of each head. Two loads, each for its own heads: through a pointer that is chosen per head, a
+    load would read value by value."""
     at = tl.broadcast_to(dims[None, :], valid.shape)
     of_queries = tl.load(query_norm + at, mask=valid & (head < HEADS)[:, None], other=0.0)
     of_keys = tl.load(key_norm + at, mask=valid & (head >= HEADS)[:, None], other=0.0)
@@ -46,7 +48,7 @@ def _prepare_and_store(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK heads of one token, as two halves of WIDTH columns of which DIM // 2 count."""
+    """One program takes BLOCK heads of one token, as two halves of WIDTH columns of which DIM // 2 count."""
     # Queries to which nothing happens are not touched.
     FIRST: tl.constexpr = 0 if NORM or TURN else HEADS
     LAST: tl.constexpr = HEADS + 2 * KV_HEADS
@@ -139,7 +141,7 @@ def constants(
 
 
 def options(block: int, dim: int) -> dict[str, int]:
-    """How it is compiled: without fused multiply-add, which would skip a rounding."""
+    """How ``_prepare_and_store`` is compiled: without fused multiply-add, which would skip a rounding."""
     return {"num_warps": block * _half_width(dim) // PER_WARP, "enable_fp_fusion": False}
 
 
@@ -159,7 +161,7 @@ def _check(pool: torch.Tensor, qkv: torch.Tensor, slots: torch.Tensor, prep: Hea
     heads, kv_heads = all_heads - 2 * pool.shape[2], pool.shape[2]
     if pool.shape[4] != dim or dim % 2 or heads < 1 or heads % kv_heads:
         raise ValueError(f"{all_heads} heads of {dim} values do not fit a pool of {tuple(pool.shape)}")
-    if qkv.dtype != pool.dtype or qkv.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    if qkv.dtype != pool.dtype or qkv.dtype not in FLOAT_DTYPES:
         raise ValueError(
             f"qkv is {qkv.dtype} and the pool {pool.dtype}: both must be float16, bfloat16 or float32"
         )
@@ -173,13 +175,6 @@ def _check(pool: torch.Tensor, qkv: torch.Tensor, slots: torch.Tensor, prep: Hea
         ("cos", prep.cos, (tokens, dim // 2)), ("sin", prep.sin, (tokens, dim // 2)),
         ("query_norm", prep.query_norm, (dim,)), ("key_norm", prep.key_norm, (dim,)),
     ]  # fmt: skip
-    tensors = [qkv, pool]
-    for name, tensor, shape in expected:
-        if tensor is not None:
-            tensors.append(tensor)
-            if tensor.shape != shape or tensor.dtype != qkv.dtype:
-                raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {qkv.dtype} {shape}")
-    if any(tensor.stride(-1) != 1 for tensor in tensors):
-        raise ValueError("the last dimension of every tensor must be contiguous")
-    if any(tensor.device != qkv.device for tensor in (*tensors, slots)):
-        raise ValueError("all tensors must be on one device")
+    tensors = [qkv, pool, *check_given(expected, qkv.dtype)]
+    check_layout(tensors)
+    check_device([*tensors, slots])

@@ -1,6 +1,6 @@
 """RMS norm and LayerNorm of whole rows, alone or fused with the residual sum before them, in Triton.
 
-Same promises as ``norm`` and ``add_norm`` of ``pensieve.kernels.reference``. The sum is rounded to the tensor's dtype
+They keep the promises of their namesakes in ``pensieve.kernels.reference``. The sum is rounded to the tensor's dtype
 before it is normed, as torch does; inside the norm everything is float32, and its result is rounded once.
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
+from pensieve.kernels.checks import FLOAT_DTYPES, check_device, check_given, check_layout
 
 WIDEST = 16384
 PER_THREAD = 32
@@ -20,7 +22,7 @@ def _norm_rows(  # type: ignore[no-untyped-def]
     x, delta, out, weight, bias, eps, x_stride, delta_stride, out_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, LAYER: tl.constexpr,
 ):  # fmt: skip
-    """One row, all at once. ADD: ``x += delta`` first; LAYER: LayerNorm with ``bias``, else RMS norm."""
+    """One program norms one row. ADD: ``x += delta`` first; LAYER: LayerNorm with ``bias``, else RMS norm."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -65,7 +67,7 @@ def constants(width: int, *, add: bool, layer: bool) -> dict[str, int | bool]:
 
 
 def options(width: int) -> dict[str, int]:
-    """How it is compiled."""
+    """How ``_norm_rows`` is compiled."""
     warps = triton.next_power_of_2(width) // (32 * PER_THREAD)
     return {"num_warps": min(16, max(1, warps)), "enable_fp_fusion": True}
 
@@ -95,7 +97,7 @@ def _check(
 ) -> None:
     if x.dim() != 2 or not 0 < x.shape[1] <= WIDEST:
         raise ValueError(f"x is {tuple(x.shape)}, not [T, W] with W from 1 to {WIDEST}")
-    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    if x.dtype not in FLOAT_DTYPES:
         raise ValueError(f"x is {x.dtype}: it must be float16, bfloat16 or float32")
     if delta is not None and (len(x) > 1 and x.stride(0) < x.shape[1]):
         raise ValueError("the rows of x overlap")
@@ -104,13 +106,6 @@ def _check(
         ("weight", weight, (x.shape[1],)),
         ("bias", bias, (x.shape[1],)),
     ]
-    tensors = [x]
-    for name, tensor, shape in expected:
-        if tensor is not None:
-            tensors.append(tensor)
-            if tensor.shape != shape or tensor.dtype != x.dtype:
-                raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {x.dtype} {shape}")
-    if any(tensor.stride(-1) != 1 and tensor.shape[-1] > 1 for tensor in tensors):
-        raise ValueError("the last dimension of every tensor must be contiguous")
-    if any(tensor.device != x.device for tensor in tensors):
-        raise ValueError("all tensors must be on one device")
+    tensors = [x, *check_given(expected, x.dtype)]
+    check_layout(tensors)
+    check_device(tensors)

@@ -1,7 +1,7 @@
 """Causal attention of ragged query spans over paged keys and values: the fast one, in Triton.
 
-Same promise as ``pensieve.kernels.reference.ragged_paged_attention``. One device function serves prefill, decode and
-recomputation; ``attention_plan`` says what its programs do, ``attention_tiles`` with which shapes.
+It keeps the promise of ``pensieve.kernels.reference.ragged_paged_attention``. One device function serves prefill,
+decode and recomputation: ``attention.work_lists`` says what its programs do, ``attention.tiles`` with which shapes.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pensieve.kernels.attention import plan as attention_plan
-from pensieve.kernels.attention.buffers import HEADER, AttentionPlan, geometry_of, plan_key
+from pensieve.kernels.attention import work_lists
 from pensieve.kernels.attention.check import check_attention
-from pensieve.kernels.attention.hopper import launch as attention_hopper
+from pensieve.kernels.attention.hopper import launch as hopper
 from pensieve.kernels.attention.kinds import Geometry
+from pensieve.kernels.attention.plan import HEADER, AttentionPlan, geometry_of, plan_key
 from pensieve.kernels.attention.tiles import Tile, width_of
 from pensieve.kernels.span_table import SpanTable
 
-ITEM, MERGE = tl.constexpr(attention_plan.ITEM), tl.constexpr(attention_plan.MERGE)
+ITEM, MERGE = tl.constexpr(work_lists.ITEM), tl.constexpr(work_lists.MERGE)
 LISTS_AT = tl.constexpr(3)
 NARROW, WIDE, MERGES = 0, 1, 2
-"""Lists of a plan: the word of a list's length, and from ``LISTS_AT`` that of its place."""
+"""The lists of a plan. Word ``LIST`` of the header is a list's length, word ``LISTS_AT + LIST`` is its place."""
 LOWEST = tl.constexpr(-1e38)
 """First maximum of a row: below every score but finite, so that a tile without visible keys gives weights of 0."""
 PLAIN, ALONE, AFTER, BESIDE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-"""How a launch stands to the one before it. PLAIN, ALONE: begins when that has ended. AFTER: begins early, but takes
-what that one writes only when it has ended. BESIDE: runs side by side with it, and ends after it. All but PLAIN let
-the next launch begin early, too: devices before Hopper cannot."""
+"""How a launch stands to the one before it. PLAIN, ALONE: it begins when that one has ended. AFTER: it begins early,
+but reads what that one writes only when that one has ended. BESIDE: it runs side by side with that one, and ends after
+it. All but PLAIN let the next launch begin early, too, which devices before Hopper cannot."""
 MERGING = 8
-"""Programs of a merge per multiprocessor."""
+"""A merge has this many programs per multiprocessor."""
 MERGED_AT_ONCE = 64
-"""Rows of pieces that a merge reads in one go; more take another round trip to memory."""
+"""A merge reads this many rows of pieces in one go; more take another round trip to memory."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -73,6 +73,7 @@ def _walk(  # type: ignore[no-untyped-def]
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
             scores = tl.where(keys[None, :] < seen[:, None], scores, float("-inf"))
+        # Weights are relative to the largest score so far. When that grows, what is summed up already shrinks with it.
         new_top = tl.maximum(top, tl.max(scores, 1) * factor)
         weights = tl.math.exp2(scores * factor - new_top[:, None])
         shrink = tl.math.exp2(top - new_top)
@@ -91,7 +92,7 @@ def _attend_item(  # type: ignore[no-untyped-def]
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, SPLIT_MASK: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """One item of one KV head, to ``out`` if it is whole, to the scratch if it is a piece."""
+    """Attend one item of one KV head, to ``out`` if it is whole, to the scratch if it is a piece."""
     rows = tl.load(item + 1)
     position = tl.load(item + 2)
     table = tables + tl.load(item + 3).to(tl.int64) * table_stride
@@ -101,6 +102,7 @@ def _attend_item(  # type: ignore[no-untyped-def]
 
     keys = start + tl.arange(0, KEYS)
     pages = tl.load(table + keys // PAGE, mask=keys < end, other=0)
+    # The query heads of one KV head are rows of one block: keys are read once for all of them.
     row = first_row + tl.arange(0, ROWS)
     token = (tl.load(item) + row // GROUPS).to(tl.int64)
     q_at = token * q_token + (head * GROUPS + row % GROUPS) * q_head
@@ -158,9 +160,9 @@ def _attend(  # type: ignore[no-untyped-def]
     PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, SPLIT_MASK: tl.constexpr,
     LSE: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
-    """Items of one launch; a work is an item of one KV head.
+    """Attend the items of one launch; a *work* is an item of one KV head.
 
-    Works are dealt to programs there and back again, since they fall in length. ORDER: see ``ALONE``.
+    Works fall in length, so they are dealt to the programs there and back again. ORDER: see ``ALONE``.
     """
     programs = tl.num_programs(0)
     if ORDER != PLAIN:
@@ -190,7 +192,7 @@ def _merge(  # type: ignore[no-untyped-def]
     LIST: tl.constexpr, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, PIECES: tl.constexpr, LSE: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
-    """Results of an item's pieces, weighted by their softmax denominators; ROWS rows of one KV head at a time."""
+    """Add up the results of an item's pieces by their softmax denominators, ROWS rows of one KV head at a time."""
     dims = tl.arange(0, WIDTH)
     merges = words + tl.load(words + LISTS_AT + LIST)
     for work in tl.range(tl.program_id(0), tl.load(words + LIST) * KV_HEADS, tl.num_programs(0)):
@@ -265,12 +267,7 @@ def ragged_paged_attention(
 
 
 def constants(
-    tile: Tile,
-    which: int,
-    geometry: Geometry,
-    page_tokens: int,
-    *,
-    order: tl.constexpr = PLAIN,
+    tile: Tile, which: int, geometry: Geometry, page_tokens: int, *, order: tl.constexpr = PLAIN
 ) -> dict[str, int | bool]:
     """What ``_attend`` is compiled for, ``LSE`` aside."""
     return {
@@ -283,12 +280,8 @@ def constants(
 def options(tile: Tile, order: tl.constexpr = PLAIN) -> dict[str, int]:
     """How ``_attend`` is compiled."""
     limit = {} if tile.registers is None else {"maxnreg": tile.registers}
-    return {
-        "num_warps": tile.warps,
-        "enable_fp_fusion": True,
-        "launch_pdl": order.value >= AFTER.value,
-        **limit,
-    }
+    early = order.value >= AFTER.value
+    return {"num_warps": tile.warps, "enable_fp_fusion": True, "launch_pdl": early, **limit}
 
 
 def _launch(
@@ -301,7 +294,7 @@ def _launch(
     scale: float,
     return_lse: bool,
 ) -> None:
-    """Both launches of a plan, and the merge."""
+    """Queue both launches of a plan, the wide one first, and the merge of cut items."""
     kv_heads, scratch, capacity = plan.geometry.kv_heads, plan.scratch, plan.capacity
     overlaps = q.is_cuda and _may_overlap(q.device)
     beside = overlaps and capacity.narrow > 0 and capacity.wide > 0
@@ -317,9 +310,9 @@ def _launch(
         )  # fmt: skip
 
     if capacity.wide and plan.wide.hopper:
-        if not attention_hopper.addressable(q, pool):
+        if not hopper.addressable(q, pool):
             raise ValueError("the plan is for tensors that bulk copies can address, and these are not such")
-        attention_hopper.attend_wide(
+        hopper.attend_wide(
             q, pool, tables, out, lse, plan.words, scratch.partial, scratch.partial_lse, scale=scale,
             return_lse=return_lse, count_at=WIDE, items_at=HEADER, partial_rows=scratch.rows,
             programs=plan.geometry.multiprocessors, beside=beside,
@@ -329,8 +322,8 @@ def _launch(
         programs = plan.geometry.multiprocessors if beside else capacity.wide * kv_heads
         attend(plan.wide, WIDE, programs, first)
     if capacity.narrow:
-        # Beside wide items, these fill the rest. They may not come first, when they would take all: they begin when
-        # every program of the wide launch has.
+        # Beside wide items, narrow ones fill the multiprocessors that are left. Launched first, they would take all;
+        # launched second, they begin when every program of the wide launch has begun.
         programs = (capacity.narrow_programs or capacity.narrow) * kv_heads
         attend(plan.narrow, NARROW, programs, BESIDE if beside else first)
     if capacity.merges:
@@ -345,5 +338,5 @@ def _launch(
 
 @functools.cache
 def _may_overlap(device: torch.device) -> bool:
-    """Whether launches can begin before the one before them has ended: from Hopper on."""
+    """Whether a launch can begin before the one before it has ended: from Hopper on."""
     return torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,4 +1,5 @@
-"""Plain torch versions of every kernel: exact, the oracle of the fast ones, and fast enough to serve from a CPU.
+"""The oracle: what the kernels compute, in plain torch. It is exact, so that they can be tested against it, and fast
+enough to serve from a CPU, where nothing else runs. No kernel imports it.
 
 Shapes: T query tokens, Hq query heads, Hkv KV heads (Hq a multiple of it), D head size, P pages of N tokens,
 R page-table rows. A layer's KV pool is ``[P, 2, Hkv, N, D]``: keys and values of one page lie side by side.
@@ -7,16 +8,15 @@ R page-table rows. A layer's KV pool is ``[P, 2, Hkv, N, D]``: keys and values o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, overload
 
 import torch
 import torch.nn.functional as F
 
-from pensieve.kernels.reference_plan import AttentionPlan, Group, make_plan
+from pensieve.kernels.arguments import Activation, HeadPrep
+from pensieve.kernels.reference_plan import ReferencePlan, SpanGroup, make_plan
 from pensieve.kernels.span_table import SpanTable
 
-Activation = Literal["silu", "relu", "gelu"]
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "relu": F.relu,
@@ -64,9 +64,9 @@ def ragged_paged_attention(
 
     ``q`` [T, Hq, D]; ``kv_pool_of_layer`` [P, 2, Hkv, N, D], already holding the keys and values of the queries
     themselves; ``page_tables`` int32 [R, pages]. The query at position ``p`` sees positions ``0..p`` of its row.
-    Returns ``out`` [T, Hq, D] and, if asked for, the natural log of the softmax denominator, float32 [T, Hq].
-    Slots that no query sees may hold anything, NaN included. Page-table entries past a row's last visible page may name
-    any page of the pool. Rows of ``q`` outside every span come out as 0 (lse: -inf).
+    Returns ``out`` [T, Hq, D] and, if asked for, the natural log of the softmax denominator, float32 [T, Hq]. Slots
+    (places of tokens in pages) that no query sees may hold anything, NaN included. Page-table entries past a row's last
+    visible page may name any page of the pool. Rows of ``q`` outside every span come out as 0 (lse: -inf).
     """
     groups, num_heads, head_dim = q.shape[1] // kv_pool_of_layer.shape[2], q.shape[1], q.shape[2]
     if groups * kv_pool_of_layer.shape[2] != num_heads:
@@ -100,14 +100,14 @@ def ragged_paged_attention(
 
 def _plan_for(
     q: torch.Tensor, pool: torch.Tensor, spans: SpanTable, page_tables: torch.Tensor
-) -> AttentionPlan:
+) -> ReferencePlan:
     """The plan of this step: made by its first layer, shared by the others."""
     key = f"reference/{q.shape[1]}/{tuple(pool.shape[2:4])}/{q.dtype}/{page_tables.data_ptr()}"
     return spans.plan(key, lambda: make_plan(q, pool, spans, page_tables))
 
 
 def _gather(
-    pages: torch.Tensor, group: Group, scratch: torch.Tensor, pool_shape: torch.Size
+    pages: torch.Tensor, group: SpanGroup, scratch: torch.Tensor, pool_shape: torch.Size
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of a group, each [B, Hkv, K, D] with K a multiple of the page; unseen slots are 0.
 
@@ -128,19 +128,6 @@ def _unfold(part: torch.Tensor, groups: int, length: int) -> torch.Tensor:
     batch, kv_heads, _, width = part.shape
     split = part.view(batch, kv_heads, groups, length, width)
     return split.permute(0, 3, 1, 2, 4).reshape(batch * length, kv_heads * groups, width)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HeadPrep:
-    """What happens to the query and key heads of T tokens before they are attended: first the norms, then the turn."""
-
-    cos: torch.Tensor | None = None
-    """[T, D/2]: cosines of each token's angles; pair i of a head is its values i and i + D/2. None: nothing turns."""
-    sin: torch.Tensor | None = None
-    query_norm: torch.Tensor | None = None
-    """[D]: weights of an RMS norm over each query head; set together with ``key_norm``."""
-    key_norm: torch.Tensor | None = None
-    eps: float = 0.0
 
 
 def kv_write(

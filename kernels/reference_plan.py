@@ -1,4 +1,4 @@
-"""How the reference attention walks through a step: computed once per step, shared by all layers.
+"""How the reference attention walks through a step; the first layer of a step computes it, all layers share it.
 
 Single-token spans are attended in padded batches of similar context length; a longer span stands alone and is cut
 into blocks of queries, so that a block reads only the keys that its last query sees and its mask stays small.
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pensieve.kernels.span_table import HostSpans, SpanTable
+from pensieve.kernels.span_table import HostSpans, Ints, SpanTable
 
 QUERY_BLOCK = 256
 """Most queries of one span attended at a time."""
@@ -21,22 +21,20 @@ GROUP_ELEMENTS = 1024 * 1024
 GROUP_FILL = 0.75
 """A span joins a batch only if its context fills at least this share of the longest one."""
 
-Ints = npt.NDArray[np.int64]
-
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Queries attended by one call: ``rows`` of q in order of (span, token), and the keys that they see."""
+class QueryBlock:
+    """Queries that one call attends: ``rows`` of q in order of (span, token), and the keys that they see."""
 
     rows: torch.Tensor | slice
     seen: int
     """Leading keys that some query sees."""
     mask: torch.Tensor | None
-    """Added to the scores: 0 or -inf, broadcastable to [B, Hkv, G*q, seen]; None: all are seen."""
+    """What is added to the scores: 0 or -inf, broadcastable to [B, Hkv, G*q, seen]; None: every query sees all keys."""
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SpanGroup:
     """Spans whose keys and values are gathered together."""
 
     batch: int
@@ -44,21 +42,23 @@ class Group:
     """int64 [2 * batch * Hkv * pages]: rows of the pool seen as [P * 2 * Hkv, N * D]."""
     unseen: tuple[torch.Tensor, torch.Tensor] | None
     """(batch index, position) of every gathered slot that must not be read."""
-    blocks: tuple[Block, ...]
+    blocks: tuple[QueryBlock, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    groups: tuple[Group, ...]
+class ReferencePlan:
+    """The walk through one step."""
+
+    groups: tuple[SpanGroup, ...]
     scratch_rows: int
     """Longest ``page_rows`` of a group."""
     page_tables: torch.Tensor
-    """Kept alive: the plan is found by the address of this tensor."""
+    """Kept alive, because the plan is found by the address of this tensor."""
 
 
 def make_plan(
     q: torch.Tensor, pool: torch.Tensor, spans: SpanTable, page_tables: torch.Tensor
-) -> AttentionPlan:
+) -> ReferencePlan:
     """Plan for queries of q's shape and dtype over a pool of ``pool``'s shape; reads the page tables once."""
     builder = _Builder(q, pool, page_tables)
     host = spans.host[spans.host[:, 1] > 0]
@@ -66,7 +66,7 @@ def make_plan(
     groups = [builder.batched(batch) for batch in _batches(host[single], pool)]
     groups += [builder.alone(span) for span in host[~single]]
     rows = max((len(group.page_rows) for group in groups), default=0)
-    return AttentionPlan(tuple(groups), rows, page_tables)
+    return ReferencePlan(tuple(groups), rows, page_tables)
 
 
 def _batches(host: HostSpans, pool: torch.Tensor) -> list[HostSpans]:
@@ -90,7 +90,7 @@ class _Builder:
         self.q, self.kv_heads, self.page_tokens = q, pool.shape[2], pool.shape[3]
         self.tables = page_tables.cpu().numpy()
 
-    def batched(self, host: HostSpans) -> Group:
+    def batched(self, host: HostSpans) -> SpanGroup:
         """One group of single-token spans [n, 4]."""
         seen = host[:, 2] + 1
         longest = int(seen.max())
@@ -101,9 +101,9 @@ class _Builder:
         if int(seen.min()) < longest:
             mask = self._bias(position[None, :longest] < seen[:, None])[:, None, None, :]
         unseen = (self._index(which), self._index(where)) if mask is not None else None
-        return Group(len(host), page_rows, unseen, (Block(self._index(host[:, 0]), longest, mask),))
+        return SpanGroup(len(host), page_rows, unseen, (QueryBlock(self._index(host[:, 0]), longest, mask),))
 
-    def alone(self, span: Ints) -> Group:
+    def alone(self, span: Ints) -> SpanGroup:
         """One span of several tokens: [4]."""
         start, length, position, row = (int(value) for value in span)
         page_rows, _ = self._page_rows(np.array([row]), np.array([position + length]))
@@ -114,8 +114,8 @@ class _Builder:
             visible = np.arange(seen)[None, :] <= (position + first + np.arange(count))[:, None]
             heads = self.q.shape[1] // self.kv_heads
             mask = self._bias(np.tile(visible, (heads, 1)))
-            blocks.append(Block(slice(start + first, start + first + count), seen, mask))
-        return Group(1, page_rows, None, tuple(blocks))
+            blocks.append(QueryBlock(slice(start + first, start + first + count), seen, mask))
+        return SpanGroup(1, page_rows, None, tuple(blocks))
 
     def _page_rows(self, rows: Ints, seen: Ints) -> tuple[torch.Tensor, int]:
         """Pool rows of keys then values of all pages the spans see, and the padded length in tokens."""

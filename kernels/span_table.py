@@ -1,4 +1,4 @@
-"""Where the query tokens of a step stand: metadata made once per step on the CPU and shared by all layers."""
+"""Where the query tokens of a step stand. A ``SpanTable`` is made once per step on the CPU and shared by all layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-HostSpans = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.int64]
+HostSpans = Ints
+"""[S, 4]: the columns of ``SpanTable.host``."""
 T = TypeVar("T")
 
 
@@ -35,7 +37,7 @@ class SpanTable:
     max_context: int
     """Largest number of KV-tokens that a query sees."""
     plans: dict[str, Any] = field(default_factory=dict, repr=False)
-    """What kernels derive from the table; filled by the first layer of a step, read by the others."""
+    """What kernels derive from the table: the first layer of a step puts it here, and the others read it."""
 
     @classmethod
     def build(

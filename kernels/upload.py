@@ -1,8 +1,8 @@
 """A small copy from pinned host memory by a kernel, so that it does not queue behind large ones.
 
 The copy engine of a direction works through its copies in the order in which they were submitted, on whatever streams.
-A step's metadata queued behind a swap-in of 400 MB would arrive, and the step begin, 8 ms late: measured on an H200,
-where it undid the whole overlap of swap-in and model (a turn of 256 tokens on 2048 swapped in: 19.5 ms, not 12).
+A step's metadata queued behind a swap-in of 400 MB would arrive 8 ms late, and the step begin as late. Measured on an
+H200, that undid the whole overlap of swap-in and model (a turn of 256 tokens on 2048 swapped in: 19.5 ms, not 12).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 BLOCK = 1024
-"""Words per program: enough of them run side by side to hide the link's latency."""
+"""Words per program: so few that enough programs run side by side to hide the link's latency."""
 
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]

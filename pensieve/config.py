@@ -1,4 +1,8 @@
-"""Configuration: frozen values with a default and a reason each. Options, files and ``--print-config`` meet here."""
+"""Configuration: frozen values with a default and a reason each. Options, files and ``--print-config`` meet here.
+
+Each default is written once. ``CacheConfig`` and ``SchedulerConfig`` have no slots, so that the options of a server can
+take theirs over by name: ``CacheConfig.chunk_tokens`` is the default of that field.
+"""
 
 from __future__ import annotations
 
@@ -9,34 +13,45 @@ from typing import Literal
 import msgspec
 
 PolicyName = Literal["gittins", "retention", "lru", "trailing-half", "whole-session"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+SwapMechanism = Literal["auto", "batch", "kernel"]
+
+BATCH_LIMITS = {"cpu": (512, 64), "cuda": (2048, 256)}
+"""Tokens and generations of one step: a CPU step has to stay short, a GPU step has to fill the device."""
+LEASE_S = 10.0
+HEARTBEAT_S = 10.0
+DISCONNECT_GRACE_S = 15.0
+"""Times of the service; ``options.table`` has the reasons."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CacheConfig:
     """Sizes and rules of the two-tier chunk cache."""
 
     device_chunks: int
-    """Slots of the device tier, one chunk each."""
+    """Pages of the device tier, one chunk each."""
     host_chunks: int
-    """Slots of the host tier; 0 switches the tier off."""
+    """Pages of the host tier; 0 switches the tier off."""
     chunk_tokens: int = 32
     """Tokens per chunk and KV page (EuroSys §4.3.1 found 32 to work well)."""
     policy: PolicyName = "gittins"
     swap_watermark: float = 0.25
-    """Swap out ahead of time while less than this share of device slots is free or reclaimable; 0 = on demand."""
+    """Swap out ahead of time while less than this share of device pages is free or reclaimable; 0 = on demand."""
     decode_reserve: float = 0.10
     """A new request joins only while more than this share stays free or reclaimable (EuroSys §4.3.5)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SchedulerConfig:
     """Limits and off switches of batch formation."""
 
     context_limit: int
     """Longest context, in tokens, that the model takes."""
     eos_token_ids: tuple[int, ...] = ()
-    max_batch_tokens: int = 512
-    max_running: int = 64
+    max_batch_tokens: int = BATCH_LIMITS["cpu"][0]
+    max_running: int = BATCH_LIMITS["cpu"][1]
     max_queued: int = 1024
     stateless: bool = False
     """Off switch: forget a session's KV when its turn ends."""
@@ -49,37 +64,39 @@ class SchedulerConfig:
 class EngineTuning(msgspec.Struct, frozen=True, kw_only=True):
     """Options that the server only hands on to its engine: their names, types and defaults, in one place."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    device: DeviceName = "auto"
+    dtype: DtypeName = "auto"
+    load_format: LoadFormat = "auto"
     """``dummy``: random weights made on the device; the folder then needs no weight files."""
     device_cache: str = "auto"
     """``40GiB``, ``512MiB``, ``4096tokens`` or ``auto``: see ``pensieve.engine.worker.sizing``."""
     host_cache: str = "auto"
-    chunk_tokens: int = 32
-    policy: PolicyName = "gittins"
-    swap_watermark: float = 0.25
-    decode_reserve: float = 0.10
+    chunk_tokens: int = CacheConfig.chunk_tokens
+    policy: PolicyName = CacheConfig.policy
+    swap_watermark: float = CacheConfig.swap_watermark
+    decode_reserve: float = CacheConfig.decode_reserve
     max_batch_tokens: int = 0
     """0: by device, see ``batch_limits``."""
     max_running: int = 0
     """0: by device, see ``batch_limits``."""
-    max_queued: int = 1024
+    max_queued: int = SchedulerConfig.max_queued
     context_limit: int = 0
     """0: the model's own limit."""
-    stateless: bool = False
-    unified_batch: bool = True
-    swap_in_first: bool = True
+    stateless: bool = SchedulerConfig.stateless
+    unified_batch: bool = SchedulerConfig.unified_batch
+    swap_in_first: bool = SchedulerConfig.swap_in_first
     pipelined_swap_in: bool = True
     """Off switch: copy all layers of a step's swap-in before its first layer runs."""
     overlapped: bool = True
     """Schedule the next step while this one runs. GPU only: a CPU has nothing to overlap with."""
     cuda_graphs: bool = True
     """Replay whole steps as CUDA graphs. GPU only."""
-    swap_mechanism: Literal["auto", "batch", "kernel"] = "auto"
+    swap_mechanism: SwapMechanism = "auto"
     """How chunks cross the bus. GPU only; ``auto`` measures both at start-up."""
     verify_swap: bool = False
     """Check every restored chunk against a checksum taken when it left. GPU only; costs time."""
+    cost_profile: str = "auto"
+    """``auto``, ``estimate`` (from the architecture alone) or a JSON file written by ``pensieve profile``."""
 
 
 class EngineOptions(EngineTuning, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,14 +104,8 @@ class EngineOptions(EngineTuning, frozen=True, kw_only=True, forbid_unknown_fiel
 
     model: str
     """Local folder with config.json, safetensors and tokenizer; already resolved (never ``demo`` or a hub id)."""
-    cost_profile: str = "auto"
-    """``auto``, ``estimate`` (from the architecture alone) or a JSON file written by ``pensieve profile``."""
     torch_threads: int = 0
     """CPU threads of the worker; 0: all cores."""
-
-
-BATCH_LIMITS = {"cpu": (512, 64), "cuda": (2048, 256)}
-"""Tokens and generations of one step: a CPU step has to stay short, a GPU step has to fill the device."""
 
 
 def batch_limits(options: EngineTuning, device: str) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Values that every part of Pensieve shares. No torch, no grpc, no I/O.
 
 Values that cross a process boundary or reach the store are ``msgspec.Struct``s; both kinds are frozen.
-Token ids travel as little-endian ``uint32`` bytes (``pack_tokens`` / ``unpack_tokens``).
+Token ids travel as little-endian ``uint32`` bytes (``pack_tokens``, ``unpack_tokens``, ``packed_length``).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Iterable
-from typing import NewType
+from typing import Final, NewType
 
 import msgspec
 import numpy as np
@@ -22,6 +22,8 @@ RequestKey = NewType("RequestKey", int)
 """Made by the server for one generation attempt. Never a client's request id: those may repeat."""
 
 TokenArray = npt.NDArray[np.int32]
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 
 class Role(enum.IntEnum):
@@ -132,12 +134,21 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
 
 
+_PACKED: Final = np.dtype("<u4")
+"""A token id as it travels."""
+
+
 def pack_tokens(tokens: Iterable[int] | TokenArray) -> bytes:
     """Token ids as little-endian uint32 bytes."""
     array = tokens if isinstance(tokens, np.ndarray) else np.fromiter(tokens, dtype=np.int64)
-    return array.astype("<u4").tobytes()
+    return array.astype(_PACKED).tobytes()
 
 
 def unpack_tokens(data: bytes) -> TokenArray:
     """The inverse of ``pack_tokens``: a fresh int32 array [n]."""
-    return np.frombuffer(data, dtype="<u4").astype(np.int32)
+    return np.frombuffer(data, dtype=_PACKED).astype(np.int32)
+
+
+def packed_length(data: bytes) -> int:
+    """How many token ids ``data``, made by ``pack_tokens``, holds."""
+    return len(data) // _PACKED.itemsize

@@ -5,12 +5,14 @@ Used by chat, demo, benchmarks and tests. Imports neither torch nor grpc.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import subprocess
 import sys
 import threading
 from collections import deque
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
 from urllib.request import urlopen
@@ -57,7 +59,10 @@ def read_metric(admin: str, name: str, **labels: str) -> float:
 
 
 class ServerProcess:
-    """A running ``pensieve serve``. Leaving the ``with`` block sends SIGTERM and waits for the drain."""
+    """A running ``pensieve serve``. Leaving the ``with`` block sends SIGTERM and waits for the drain.
+
+    A server that is not ready yet is killed there: it has nothing to drain.
+    """
 
     def __init__(
         self,
@@ -65,7 +70,9 @@ class ServerProcess:
         environment: dict[str, str] | None = None,
         start_timeout_s: float = 120.0,
         listen: str = "127.0.0.1:0",
+        wait: bool = True,
     ) -> None:
+        """Start the server and, unless told not to ``wait``, return when it is ready. Raises SpawnError."""
         command = [sys.executable, "-P", "-m", "pensieve", "serve", "--listen", listen, *arguments]
         self._log: deque[str] = deque(maxlen=200)
         self._process = subprocess.Popen(
@@ -79,13 +86,22 @@ class ServerProcess:
         )
         self._drain = threading.Thread(target=self._read_log, daemon=True)
         self._drain.start()
+        self._start_timeout_s = start_timeout_s
+        self.ready = False
+        self.target = self.admin = ""
+        if wait:
+            self.wait_ready()
+
+    def wait_ready(self) -> None:
+        """Return when the server accepts calls: ``target`` and ``admin`` are known then. Raises SpawnError."""
         try:
-            self.target, self.admin = wait_ready(self._process, start_timeout_s)
+            self.target, self.admin = wait_ready(self._process, self._start_timeout_s)
         except BaseException as error:
             self.kill()
             if isinstance(error, SpawnError):
                 raise SpawnError(f"{error}:\n{self.log}") from None
             raise
+        self.ready = True
 
     @property
     def pid(self) -> int:
@@ -129,7 +145,10 @@ class ServerProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
+        if self.ready:
+            self.stop()
+        else:
+            self.kill()
 
     def _close_pipes(self) -> None:
         self._drain.join(5)
@@ -141,3 +160,13 @@ class ServerProcess:
         assert self._process.stderr is not None
         for line in self._process.stderr:
             self._log.append(line.rstrip("\n"))
+
+
+@contextlib.contextmanager
+def serving(*commands: Sequence[str]) -> Iterator[list[ServerProcess]]:
+    """Servers with these options each, started side by side; all of them end with the block. Raises SpawnError."""
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(ServerProcess(*options, wait=False)) for options in commands]
+        for server in servers:
+            server.wait_ready()
+        yield servers

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import msgspec
 
 from pensieve.errors import FailedPrecondition
-from pensieve.store import Key, LoggedRecord
 from pensieve.store._refusals import corrupt, diverged, wrong_revision
+from pensieve.store.contract import Key, LoggedRecord
 from pensieve.store.records import Record, SessionRow
 
 FORMAT = 1
@@ -53,6 +53,11 @@ def store_record(record: Record, previous: str) -> StoredRecord:
     """Encode ``record`` as the one after chain hash ``previous``."""
     data = encode_record(record)
     return StoredRecord(record.revision, data, zlib.crc32(data), chain_hash(previous, data))
+
+
+def head_hash_after(record: Record, previous: str) -> str:
+    """What a row's ``head_hash`` is after ``record``, appended behind the chain hash ``previous``."""
+    return store_record(record, previous).head_hash
 
 
 def decode_record(data: bytes) -> Record:

@@ -13,7 +13,7 @@ from pensieve.errors import (
     TurnInProgress,
     Unavailable,
 )
-from pensieve.store import Key
+from pensieve.store.contract import Key
 
 
 def not_found() -> NotFound:

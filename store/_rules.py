@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from pensieve.store import Began, BeginOutcome, BeginRequest, Counts, Key, Replay, RunningElsewhere, _refusals
-from pensieve.store.records import Kind, Record, RunningTurn, SessionConfig, SessionRow, State
+from pensieve.store import _refusals
+from pensieve.store.contract import Began, BeginOutcome, BeginRequest, Counts, Key, Replay, RunningElsewhere
+from pensieve.store.records import Record, RecordKind, RunningTurn, SessionConfig, SessionRow, State
 
 TOMBSTONE_MS = 30 * 24 * 3600 * 1000
 """How long a deleted session's id answers SESSION_DELETED and cannot be used again."""
@@ -244,7 +245,7 @@ def delete(
 
 def check_first(record: Record) -> None:
     """Raises ValueError unless ``record`` can start a session: the caller's mistake, not the client's."""
-    if record.revision != 1 or record.kind is not Kind.CREATE:
+    if record.revision != 1 or record.kind is not RecordKind.CREATE:
         raise ValueError("a session starts with a CREATE record of revision 1")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,16 +9,13 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pensieve.errors import DataLoss
-from pensieve.store import BeginOutcome, BeginRequest, Counts, Key, LoggedRecord, Page, _rules
+from pensieve.store import _rules
+from pensieve.store._clock import wall_clock_ms
 from pensieve.store._codec import StoredRecord, read_log, store_record
 from pensieve.store._listing import decode_cursor, encode_cursor, has_labels, position
 from pensieve.store._rules import Known, Meta
+from pensieve.store.contract import BeginOutcome, BeginRequest, Counts, Key, LoggedRecord, Page
 from pensieve.store.records import Record, SessionRow, State
-
-
-def wall_clock_ms() -> int:
-    """Ms since the epoch."""
-    return time.time_ns() // 1_000_000
 
 
 @dataclass(slots=True)

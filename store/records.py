@@ -16,7 +16,7 @@ import numpy as np
 from pensieve.core import FinishReason, Role, TokenArray, Usage, unpack_tokens
 
 
-class Kind(enum.StrEnum):
+class RecordKind(enum.StrEnum):
     """What made a record."""
 
     CREATE = "create"
@@ -96,7 +96,7 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     """One committed change. Immutable."""
 
     revision: int
-    kind: Kind
+    kind: RecordKind
     time_ms: int
     request_id: str = ""
     keep_items: int | None = None

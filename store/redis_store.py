@@ -1,6 +1,6 @@
 """History in Redis, for any number of servers. As durable as the Redis is configured to be.
 
-Each operation is one Lua script over one session's keys (``_redis_scripts``), idempotent, so that the client library
+Each operation is one Lua script over one session's keys (``_redis.scripts``), idempotent, so that the client library
 may send it again when a reply was lost. A commit carries the chain hash it was computed on; the script refuses it
 when the log has another head. Time is the Redis server's.
 """
@@ -13,23 +13,12 @@ from typing import Any, NoReturn
 from redis.exceptions import ResponseError
 
 from pensieve.errors import DataLoss, Unavailable
-from pensieve.store import (
-    Began,
-    BeginOutcome,
-    BeginRequest,
-    Counts,
-    Key,
-    LoggedRecord,
-    Page,
-    Replay,
-    RunningElsewhere,
-    _redis_scripts,
-    _refusals,
-)
+from pensieve.store import _refusals
 from pensieve.store._codec import read_log, store_record
-from pensieve.store._redis_index import RedisIndex
-from pensieve.store._redis_link import RedisLink
-from pensieve.store._redis_rows import (
+from pensieve.store._redis import scripts
+from pensieve.store._redis.index import RedisIndex
+from pensieve.store._redis.link import RedisLink
+from pensieve.store._redis.rows import (
     append_args,
     as_fields,
     create_fields,
@@ -39,6 +28,17 @@ from pensieve.store._redis_rows import (
     session_keys,
 )
 from pensieve.store._rules import TOMBSTONE_MS, check_first
+from pensieve.store.contract import (
+    Began,
+    BeginOutcome,
+    BeginRequest,
+    Counts,
+    Key,
+    LoggedRecord,
+    Page,
+    Replay,
+    RunningElsewhere,
+)
 from pensieve.store.records import Record, SessionRow
 
 log = logging.getLogger(__name__)
@@ -50,15 +50,15 @@ class RedisStore:
     def __init__(self, link: RedisLink) -> None:
         self._link = link
         self._index = RedisIndex(link)
-        self._create = link.script(_redis_scripts.CREATE)
-        self._read = link.script(_redis_scripts.READ)
-        self._begin = link.script(_redis_scripts.BEGIN)
-        self._renew = link.script(_redis_scripts.RENEW)
-        self._commit = link.script(_redis_scripts.COMMIT)
-        self._apply = link.script(_redis_scripts.APPLY)
-        self._abort = link.script(_redis_scripts.ABORT)
-        self._delete = link.script(_redis_scripts.DELETE)
-        self._damage = link.script(_redis_scripts.DAMAGE)
+        self._create = link.script(scripts.CREATE)
+        self._read = link.script(scripts.READ)
+        self._begin = link.script(scripts.BEGIN)
+        self._renew = link.script(scripts.RENEW)
+        self._commit = link.script(scripts.COMMIT)
+        self._apply = link.script(scripts.APPLY)
+        self._abort = link.script(scripts.ABORT)
+        self._delete = link.script(scripts.DELETE)
+        self._damage = link.script(scripts.DAMAGE)
 
     @classmethod
     def from_url(cls, url: str) -> RedisStore:

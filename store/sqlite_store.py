@@ -20,12 +20,13 @@ from typing import TypeVar
 import msgspec
 
 from pensieve.errors import DataLoss
-from pensieve.store import BeginOutcome, BeginRequest, Counts, Key, LoggedRecord, Page, _refusals, _rules
+from pensieve.store import _refusals, _rules
+from pensieve.store._clock import wall_clock_ms
 from pensieve.store._codec import read_log
 from pensieve.store._listing import decode_cursor, encode_cursor, has_labels, position
-from pensieve.store._sqlite_file import SqliteFile, is_full, translated
-from pensieve.store._sqlite_rows import Rows
-from pensieve.store.memory_store import wall_clock_ms
+from pensieve.store._sqlite.file import SqliteFile, is_full, translated
+from pensieve.store._sqlite.rows import Rows
+from pensieve.store.contract import BeginOutcome, BeginRequest, Counts, Key, LoggedRecord, Page
 from pensieve.store.records import Record, SessionRow
 
 T = TypeVar("T")
@@ -162,9 +163,10 @@ class SqliteStore:
             now, before = self._clock(), rows.meta(key)
             known = rows.known(key, record.request_id)
             meta = _rules.commit(before, known, token, fingerprint, record, counts, now)
-            if meta is None:
-                return _rules.view(_rules.present(before, now), now)
-            return _rules.view(rows.append(key, meta, record, fingerprint), now)
+            after = (
+                _rules.present(before, now) if meta is None else rows.append(key, meta, record, fingerprint)
+            )
+            return _rules.view(after, now)
 
         return await self._write(work)
 
@@ -189,9 +191,10 @@ class SqliteStore:
             now, before = self._clock(), rows.meta(key)
             known = rows.known(key, record.request_id)
             meta = _rules.apply(before, known, fingerprint, record, counts, expected_revision, now)
-            if meta is None:
-                return _rules.view(_rules.present(before, now), now)
-            return _rules.view(rows.append(key, meta, record, fingerprint), now)
+            after = (
+                _rules.present(before, now) if meta is None else rows.append(key, meta, record, fingerprint)
+            )
+            return _rules.view(after, now)
 
         return await self._write(work)
 

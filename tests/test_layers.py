@@ -27,6 +27,7 @@ LEAVES: dict[str, set[str]] = {
     "core": set(),
     "debug": set(),
     "errors": set(),
+    "frames": set(),
     "kernels": set(),
     "lifeline": set(),
     "logs": set(),
@@ -39,8 +40,8 @@ LEAVES: dict[str, set[str]] = {
 NO_TORCH = (
     "pensieve.cli", "pensieve.client", "pensieve.config", "pensieve.core", "pensieve.engine.cache",
     "pensieve.engine.cost", "pensieve.engine.messages", "pensieve.engine.plan", "pensieve.engine.process",
-    "pensieve.engine.scheduler", "pensieve.errors", "pensieve.machine", "pensieve.options", "pensieve.replay",
-    "pensieve.server", "pensieve.simulate", "pensieve.store",
+    "pensieve.engine.scheduler", "pensieve.errors", "pensieve.frames", "pensieve.machine", "pensieve.options",
+    "pensieve.replay", "pensieve.server", "pensieve.simulate", "pensieve.store",
 )  # fmt: skip
 """Importable where torch and triton do not exist; packages with all their modules."""
 

@@ -6,8 +6,8 @@ import torch
 from common.gpu_timing import Ceilings, times
 from kernel_ops.attention import DIM, HEADS, PAGE, Row
 
+from pensieve.kernels.arguments import HeadPrep
 from pensieve.kernels.kv_write import kv_write
-from pensieve.kernels.reference import HeadPrep
 
 TOKENS = (1, 64, 256, 2048, 8192)
 SETS = 4

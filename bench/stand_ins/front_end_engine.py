@@ -16,19 +16,19 @@ import click
 import numpy as np
 
 from pensieve.config import EngineOptions
-from pensieve.core import FinishReason, Phase, Usage
+from pensieve.core import FinishReason, Phase, Usage, packed_length
 from pensieve.engine.messages import (
     Cancel,
     Command,
+    EngineReady,
     Event,
     Evict,
     Evicted,
     Finished,
     GetResidency,
     Output,
-    Progress,
-    Ready,
-    Residency,
+    RequestProgress,
+    ResidentTokens,
     Started,
     Stats,
     Submit,
@@ -50,7 +50,7 @@ class _Request:
 
 
 class PacedEngine:
-    """``pensieve.engine.process.loop.Engine``: takes everything at once, knows no history, answers in random tokens."""
+    """A ``HostedEngine``: takes everything at once, knows no history, answers in random tokens."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
@@ -59,8 +59,8 @@ class PacedEngine:
         self._draw = np.random.default_rng(0)
         self._steps = self._tokens = 0
 
-    def ready(self) -> Ready:
-        return Ready(CONTEXT_LIMIT, VOCABULARY, "none", "none", CONTEXT_LIMIT * 1000, 0, 32)
+    def ready(self) -> EngineReady:
+        return EngineReady(CONTEXT_LIMIT, VOCABULARY, "none", "none", CONTEXT_LIMIT * 1000, 0, 32)
 
     @property
     def has_work(self) -> bool:
@@ -69,7 +69,7 @@ class PacedEngine:
     def handle(self, command: Command) -> list[Event]:
         match command:
             case Submit(request=request):
-                total = len(command.tokens) // 4  # packed uint32
+                total = packed_length(command.tokens)
                 usage = Usage(
                     context_tokens=total,
                     new_tokens=command.num_new,
@@ -77,13 +77,13 @@ class PacedEngine:
                 )
                 left = command.sampling.max_output_tokens or CONTEXT_LIMIT - total
                 self._running[request] = _Request(left, usage)
-                return [Progress(request, Phase.QUEUED, 0, 0, total), Started(request, usage)]
+                return [RequestProgress(request, Phase.QUEUED, 0, 0, total), Started(request, usage)]
             case Cancel():
                 self._running.pop(command.request, None)
             case Evict():
                 return [Evicted(command.call, 0)]
             case GetResidency():
-                return [Residency(command.call, 0, 0)]
+                return [ResidentTokens(command.call, 0, 0)]
         return []
 
     def step(self) -> list[Event]:

@@ -1,4 +1,9 @@
-"""What ragged paged attention is made of: how a step's work is cut, listed and laid into buffers.
+"""What ``kernels.ragged_paged_attention`` launches: how a step's attention is cut into work, and where that lies.
 
-May import: kernels.span_table.
+``tiles`` has the shapes that a program can take, ``kinds`` the rules by which a step's spans are cut and the most that
+can come of it, ``work_lists`` the lists of one step, ``plan`` their place in device memory; ``check`` refuses arguments
+that do not fit, and ``hopper`` is the variant for that device. Its reference is ``ragged_paged_attention`` of
+``kernels.reference``, which nothing here imports.
+
+May import: kernels.checks, kernels.span_table.
 """

@@ -1,10 +1,11 @@
-"""Arguments of the fast kernels: refused here with a sentence, rather than by a device fault."""
+"""Checks the arguments of ragged paged attention before anything is launched."""
 
 from __future__ import annotations
 
 import torch
 
 from pensieve.kernels.attention.tiles import width_of
+from pensieve.kernels.checks import FLOAT_DTYPES, check_device, check_layout
 
 
 def check_attention(
@@ -19,7 +20,7 @@ def check_attention(
     width_of(q.shape[2])
     if pool.shape[1] != 2 or pool.shape[4] != q.shape[2]:
         raise ValueError(f"a pool of {tuple(pool.shape)} does not fit heads of {q.shape[2]} values")
-    if q.dtype != pool.dtype or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    if q.dtype != pool.dtype or q.dtype not in FLOAT_DTYPES:
         raise ValueError(
             f"q is {q.dtype} and the pool {pool.dtype}: both must be float16, bfloat16 or float32"
         )
@@ -28,9 +29,7 @@ def check_attention(
     if out is not None and (out.shape != q.shape or out.dtype != q.dtype):
         raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, q is {q.dtype} {tuple(q.shape)}")
     tensors = [q, pool, page_tables] if out is None else [q, pool, page_tables, out]
-    if any(tensor.stride(-1) != 1 and tensor.shape[-1] > 1 for tensor in tensors):
-        raise ValueError("the last dimension of every tensor must be contiguous")
-    if len({tensor.device for tensor in tensors}) > 1:
-        raise ValueError("all tensors must be on one device")
+    check_layout(tensors)
+    check_device(tensors)
     if not scale > 0:
         raise ValueError(f"scale must be positive, not {scale}")

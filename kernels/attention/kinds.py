@@ -17,19 +17,21 @@ from pensieve.kernels.attention.tiles import Tile, TileSet, choose_tiles
 from pensieve.kernels.span_table import HostSpans
 
 ENOUGH = 0.8
-"""Share of the resident programs that blocks of long spans must fill to be left whole."""
+"""Blocks of long spans stay whole when they fill this share of the resident programs."""
 EVEN_PROGRAMS = 2 / 3
-"""Share of the resident programs that an even cut aims at: more pieces cost more in merging than they hide."""
+"""An even cut aims at this share of the resident programs: more pieces cost more in merging than they hide."""
 LONG = 64
-"""Key tiles per resident program from which the end of a list is cut finer still."""
+"""From this many key tiles per resident program on, the end of a list is cut finer still."""
 SHORT_CONTEXT = 1536
-"""Mean context up to which programs that all start at once are worth their slower reading."""
+"""Up to this mean context, programs that all start at once are worth their slower reading."""
 LEAST_GUIDED = 4
-"""Key tiles of the shortest piece at the end of a long list."""
+"""The shortest piece at the end of a long list has this many key tiles."""
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
+    """Heads, their width, and the device: all that the rules know of a model and a machine."""
+
     heads: int
     kv_heads: int
     head_dim: int
@@ -48,56 +50,56 @@ class Geometry:
         return self.heads // self.kv_heads
 
 
-class Kind(Enum):
-    """Which launches a step takes, and with which tiles. All but MIXED are one launch."""
+class StepKind(Enum):
+    """Which launches the attention of a step takes, and with which tiles. All but MIXED take one launch."""
 
     NARROW = "narrow"
     """No span has more rows than the narrow tile."""
     SHORT = "short"
-    """No span has more than 32, and all start at once only with a tile of 32."""
+    """No span has more than 32 rows, and all start at once only with a tile of 32."""
     FEW = "few"
-    """No span has more than 64."""
+    """No span has more than 64 rows."""
     WIDE = "wide"
-    """No span is narrow, and some have more than 64."""
+    """No span is narrow, and some have more than 64 rows."""
     MIXED = "mixed"
-    """Narrow spans beside such."""
+    """Narrow spans, and beside them wider ones."""
 
     @property
     def has_wide(self) -> bool:
         """Whether there is a list of wide items: for a launch with the large tile."""
-        return self in (Kind.WIDE, Kind.MIXED)
+        return self in (StepKind.WIDE, StepKind.MIXED)
 
     @property
     def has_narrow(self) -> bool:
         """Whether there is a list of narrow items: all that are not wide."""
-        return self is not Kind.WIDE
+        return self is not StepKind.WIDE
 
     @property
     def is_mixed(self) -> bool:
-        """Both launches, side by side."""
-        return self is Kind.MIXED
+        """Whether there are both launches, side by side."""
+        return self is StepKind.MIXED
 
     @property
     def merged_rows(self) -> int:
-        """Rows of a cut item that are merged together: one where few items are cut, and time is short."""
-        return 1 if self is Kind.NARROW else 4
+        """Rows of a cut item that are merged together: one where few items are cut and every microsecond counts."""
+        return 1 if self is StepKind.NARROW else 4
 
     def narrow_tile(self, tiles: TileSet) -> Tile:
-        of = {Kind.SHORT: tiles.short, Kind.FEW: tiles.few, Kind.MIXED: tiles.narrow_beside}
+        of = {StepKind.SHORT: tiles.short, StepKind.FEW: tiles.few, StepKind.MIXED: tiles.narrow_beside}
         return of.get(self, tiles.narrow)
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Most work that a plan in fixed memory takes. A launch with capacity 0 is never made."""
+    """The most work that a plan in fixed memory takes. A launch with capacity 0 is never made."""
 
     narrow: int
     wide: int
     merges: int
     partial_rows: int
     narrow_programs: int = 0
-    """Programs of the narrow launch per KV head; 0: one for each item. Where there are more than items, the device
-    does not spread those with items evenly over its multiprocessors."""
+    """Programs of the narrow launch per KV head; 0: one for each item. With more programs than items, the device would
+    not spread those that have an item evenly over its multiprocessors."""
 
 
 def is_wide(host: HostSpans, geometry: Geometry, narrow: Tile) -> npt.NDArray[np.bool_]:
@@ -106,28 +108,30 @@ def is_wide(host: HostSpans, geometry: Geometry, narrow: Tile) -> npt.NDArray[np
     return wide
 
 
-def classify(host: HostSpans, geometry: Geometry, tiles: TileSet | None = None) -> Kind:
+def classify(host: HostSpans, geometry: Geometry, tiles: TileSet | None = None) -> StepKind:
     """The kind of a step with spans ``host`` int64 [S, 4]; spans of no tokens do not count."""
     tiles = tiles or geometry.tiles
     lengths = host[:, 1]
     most = int(lengths.max(initial=0)) * geometry.groups
     if most <= tiles.narrow.rows:
-        return Kind.NARROW
+        return StepKind.NARROW
     if most <= tiles.few.rows:
-        return Kind.SHORT if most <= tiles.short.rows and _is_short(host, geometry, tiles) else Kind.FEW
+        return (
+            StepKind.SHORT if most <= tiles.short.rows and _is_short(host, geometry, tiles) else StepKind.FEW
+        )
     large = is_wide(host, geometry, tiles.narrow)
     if (lengths[~large] > 0).any():
-        return Kind.MIXED
+        return StepKind.MIXED
     if not tiles.wide.hopper:  # smaller tiles while the device can start all of the large ones at once
         blocks = int((-(-lengths[large] * geometry.groups // tiles.wide.rows)).sum())
         if blocks <= programs_per_head(tiles.wide, geometry):
-            return Kind.FEW
-    return Kind.WIDE
+            return StepKind.FEW
+    return StepKind.WIDE
 
 
 def _is_short(host: HostSpans, geometry: Geometry, tiles: TileSet) -> bool:
-    """Whether all items start at once with the short tile, but not with the next larger one, which reads faster:
-    that wins when contexts are long."""
+    """Whether all items start at once with the short tile, but not with the next larger one. That one reads faster, and
+    wins when contexts are long."""
     lengths = host[:, 1]
     count = int((lengths > 0).sum())
     if not programs_per_head(tiles.few, geometry) < count <= programs_per_head(tiles.short, geometry):
@@ -136,17 +140,17 @@ def _is_short(host: HostSpans, geometry: Geometry, tiles: TileSet) -> bool:
 
 
 def programs_per_head(tile: Tile, geometry: Geometry) -> float:
-    """Resident programs that one KV head can count on."""
+    """How many resident programs one KV head can count on."""
     return tile.resident * geometry.multiprocessors / geometry.kv_heads
 
 
 def cut_evenly(count: int, total: int, tile: Tile, geometry: Geometry, *, all_single: bool) -> float | None:
-    """Key tiles per piece if ``count`` blocks of ``total`` key tiles are cut evenly, else None.
+    """Key tiles per piece if ``count`` blocks of ``total`` key tiles are cut evenly; None if they are not.
 
-    Blocks that start all at once are cut evenly, and so that their pieces still do: whatever starts later would find
-    every multiprocessor half idle. A longer list fills the device by itself; only its end is cut, ever finer, and only
-    blocks that are their span's only one (``all_single``: all are): the others end at different times by themselves,
-    and merging them costs much.
+    Blocks that all start at once are cut evenly, into so many pieces that these still all start at once: a piece that
+    started later would find every multiprocessor half idle. A longer list fills the device by itself. Of that only the
+    end is cut, ever finer, and only blocks that are the only one of their span (``all_single``: all are). The others
+    end at different times by themselves, and merging them costs much.
     """
     programs = programs_per_head(tile, geometry)
     if count > programs or (not all_single and count >= ENOUGH * programs):
@@ -155,29 +159,29 @@ def cut_evenly(count: int, total: int, tile: Tile, geometry: Geometry, *, all_si
 
 
 def guided(total: int, tile: Tile, geometry: Geometry) -> tuple[int, float]:
-    """For a longer list: the least key tiles of a piece, and its length per key tile that still remains."""
+    """For lists that are not cut evenly: the fewest key tiles of a piece, and its length per key tile that remains."""
     programs = programs_per_head(tile, geometry)
     finer = 1 if total >= LONG * programs else 2
     return max(LEAST_GUIDED, tile.least_keys // tile.keys), finer / programs
 
 
 def capacity_for(
-    kind: Kind,
+    kind: StepKind,
     max_tokens: int,
     max_spans: int,
     max_context: int,
     geometry: Geometry,
     tiles: TileSet | None = None,
 ) -> Capacity:
-    """Enough for every step of this kind with q of ``max_tokens`` rows, padding included, at most ``max_spans`` spans
-    that are not empty, and no query that sees more than ``max_context`` tokens."""
+    """A capacity for every step of this kind with q of ``max_tokens`` rows, padding included, with at most
+    ``max_spans`` spans that are not empty, and with no query that sees more than ``max_context`` tokens."""
     tiles = tiles or geometry.tiles
     groups, rows = geometry.groups, max_tokens * geometry.groups
     narrow_tile, wide_tile, at_once = kind.narrow_tile(tiles), tiles.wide, kind.merged_rows
     narrow = wide = _Most()
     if kind.has_narrow:
         spans = blocks = min(max_spans, max_tokens)
-        if kind is Kind.FEW and not wide_tile.hopper:
+        if kind is StepKind.FEW and not wide_tile.hopper:
             blocks = _most_blocks(spans + 1, rows, narrow_tile)
         elif not kind.has_wide:  # padding, for few spans or for many
             blocks = max(n - (n - max_tokens) * groups // narrow_tile.rows for n in (0, spans))
@@ -195,26 +199,29 @@ def capacity_for(
 
 @dataclass(frozen=True, slots=True)
 class _Most:
+    """Upper bounds of what one list of a step can hold."""
+
     items: int = 0
     cut: int = 0
     """Blocks that are cut."""
     pieces: int = 0
     """Items that these make."""
     usual: int = 0
-    """Items unless contexts differ very much; so many programs are enough for all of them."""
+    """Items there are unless contexts differ very much. Launching so many programs is enough for all items."""
 
 
 def _most_blocks(spans: int, rows: int, tile: Tile) -> int:
-    """Blocks of so many spans of so many rows in all, at most: each has a row more than fills some blocks."""
+    """The most blocks of ``spans`` spans with ``rows`` rows in all: each span has one row more than fills its
+    blocks."""
     return spans + max(0, rows - spans) // tile.rows
 
 
 def _most_items(blocks: int, context: int, tile: Tile, geometry: Geometry) -> _Most:
     """The most that the cuts can make of ``blocks`` blocks.
 
-    Even cut: the pieces' quotients sum up to the programs aimed at. Guided cut: a piece is no shorter than the least,
-    nor than its share of what remains; summed over what can remain when an item of the longest context is first cut,
-    this is the integral below. Rounding makes at most 4/3 of a quotient of 1.5, the least that is cut.
+    In an even cut the pieces' quotients sum up to the programs aimed at. In a guided cut a piece is no shorter than the
+    least, nor than its share of what remains; the integral below sums that over all that can remain when an item of the
+    longest context is first cut. The least quotient that is cut is 1.5, which rounding can make 4/3 as large.
     """
     programs = programs_per_head(tile, geometry)
     steps = -(-context // tile.keys)

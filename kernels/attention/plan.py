@@ -1,190 +1,157 @@
-"""Work lists of the ragged paged attention kernel: made on the CPU once per step.
-
-A span's query tokens times the G query heads of one KV head are its rows; a block of rows is an item, and an item with
-many keys may be cut into pieces that are merged afterwards. Spans with few rows are *narrow* and wait for memory all
-the time; *wide* ones compute. Either kind gets a launch with tiles of its own. The lists hold no heads: a launch takes
-every item once per KV head.
-"""
+"""A step's work lists in device memory, with the scratch that its pieces write; all layers share them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from pensieve.kernels.attention.kinds import Geometry, Kind, cut_evenly, guided, is_wide
-from pensieve.kernels.attention.tiles import Tile, TileSet
+from pensieve.kernels.attention.hopper import launch as hopper
+from pensieve.kernels.attention.kinds import Capacity, Geometry, StepKind, classify
+from pensieve.kernels.attention.tiles import TileSet, width_of
+from pensieve.kernels.attention.work_lists import ITEM, MERGE, WorkLists, make_work_lists
 from pensieve.kernels.span_table import HostSpans
 
-Ints = npt.NDArray[np.int64]
-
-ITEM = 8
-"""Words of an item: first row of q, rows of the span, position, page-table row, first row of the block, first key,
-end of keys, first partial row (-1: the item is whole and writes its result itself)."""
-MERGE = 6
-"""Words of a merge of some rows of a cut item: first row of q of the span, first row of these in the span, their end,
-partial row of the first in the first piece, pieces, partial rows from piece to piece."""
-
-WIDE_STEP, UNSHARED_STEP, NARROW_STEP = 1.75, 1.8, 1.03
-"""Measured on an H200, heads of 128: microseconds that 128 rows and 128 keys take a multiprocessor; that it waits in
-addition for keys which no other block has brought into the L2 cache, while narrow items use all of the memory's rate;
-and that 64 keys would take a narrow item's multiprocessor at its share of that rate."""
-ENOUGH_TO_READ = 0.6
-"""Share of the multiprocessors that reads as fast as all of them."""
+HEADER = 8
+"""Words of the header: how many narrow items, wide items and merges there are; where each of these lists begins; how
+many programs take wide items; the last is unused. Behind it come the wide items, then the narrow ones, then the
+merges."""
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """One step: items [n, 8] of both launches, merges [m, 6]."""
+class Scratch:
+    """Results of pieces before they are merged. Each layer overwrites them, so all plans of a stream may share one."""
 
-    narrow: Ints
-    wide: Ints
-    merges: Ints
-    partial_rows: int
-    """Scratch rows per KV head that the pieces write."""
-    wide_programs: int
-    """Programs among which the wide items are shared out."""
+    def __init__(self, rows: int, geometry: Geometry, device: torch.device) -> None:
+        """``rows``: the most ``partial_rows`` of the capacities it serves."""
+        self.rows = rows
+        held = max(1, rows) * geometry.kv_heads
+        self.partial = torch.empty(held, width_of(geometry.head_dim), dtype=torch.float32, device=device)
+        self.partial_lse = torch.empty(held, dtype=torch.float32, device=device)
 
 
-def make_work(host: HostSpans, num_rows: int, geometry: Geometry, tiles: TileSet, kind: Kind) -> Work:
-    """The lists of a step whose spans are ``host`` int64 [S, 4], for q of ``num_rows`` rows.
+class DoesNotFit(ValueError):
+    """A step needs more than what was laid out for it holds."""
 
-    ``kind`` says which tiles are used, not which items there may be: a step with spans that it has no launch for gets
-    items for them all the same.
+
+class AttentionPlan:
+    """The plan of a step, or, in memory of a fixed capacity, of all steps that replay one captured graph.
+
+    For a graph: make a plan with ``capacity_for`` the graph's kind and sizes, store it in the ``plans`` of the captured
+    span table under ``plan_key(q, pool)``, and capture. Before each replay, copy what ``pack`` returns for the step to
+    the beginning of ``words``. Memory of 0 words is a plan without work, which is safe to warm up with.
     """
-    narrow, wide = kind.narrow_tile(tiles), tiles.wide
-    covered = 0
-    if len(host):
-        lengths = host[:, 1]
-        covered = int((host[:, 0] + lengths).max())
-        if not lengths.all():
-            host = host[lengths > 0]
-    small, big = _parted(host, narrow, geometry, kind)
-    first, first_merges, used = _cut(_blocks(small, narrow, geometry), narrow, geometry, 0, kind.merged_rows)
-    second, second_merges, used = _cut(_blocks(big, wide, geometry), wide, geometry, used, kind.merged_rows)
-    programs = geometry.multiprocessors
-    if len(second) and (kind.is_mixed or wide.hopper):
-        # A fixed set of programs takes items: the shortest should come last. Lengths that are nearly equal do not
-        # count, so that the blocks of a span stay together.
-        size = np.floor(8 * np.log2(second[:, 6] - second[:, 5]))
-        second = second[np.argsort(-size, kind="stable")]
-        if kind.is_mixed and wide.hopper:  # other tiles leave room beside them
-            programs = _share_of_wide(first, second, narrow, wide, geometry)
-    if num_rows > covered:
-        padding = _padding(covered, num_rows - covered, wide if kind.has_wide else narrow, geometry.groups)
-        if kind.has_wide:
-            second = np.concatenate([second, padding])
-        else:
-            first = np.concatenate([first, padding])
-    merges = np.concatenate([first_merges, second_merges]) if len(second_merges) else first_merges
-    return Work(first, second, merges, used, programs)
+
+    def __init__(
+        self,
+        num_rows: int,
+        geometry: Geometry,
+        device: torch.device,
+        *,
+        kind: StepKind,
+        capacity: Capacity,
+        tiles: TileSet | None = None,
+        words: torch.Tensor | None = None,
+        scratch: Scratch | None = None,
+    ) -> None:
+        """``num_rows``: rows of q. ``words``: int32 [at least ``words_of(capacity)``] on ``device``, zeroed by the
+        caller, for the plan to lie in; without them the plan takes memory of its own. Raises ValueError when words or
+        scratch are too small."""
+        self.num_rows, self.geometry, self.kind, self.capacity = num_rows, geometry, kind, capacity
+        self.tiles = tiles or geometry.tiles
+        self.narrow, self.wide = kind.narrow_tile(self.tiles), self.tiles.wide
+        if words is None:
+            words = torch.zeros(words_of(capacity), dtype=torch.int32, device=device)
+        if words.dtype != torch.int32 or words.dim() != 1 or len(words) < words_of(capacity):
+            raise ValueError(
+                f"words are {words.dtype} {tuple(words.shape)}: int32 [{words_of(capacity)}] at least is needed"
+            )
+        if not words.is_contiguous() or words.device.type != device.type:
+            raise ValueError(f"words must be contiguous and on {device}")
+        self.words = words
+        self.scratch = scratch or Scratch(capacity.partial_rows, geometry, device)
+        if self.scratch.rows < capacity.partial_rows:
+            raise ValueError(f"a scratch of {self.scratch.rows} rows, {capacity.partial_rows} are needed")
+
+    @classmethod
+    def of(
+        cls,
+        host: HostSpans,
+        num_rows: int,
+        geometry: Geometry,
+        device: torch.device,
+        *,
+        tiles: TileSet | None = None,
+        capacity: Capacity | None = None,
+    ) -> AttentionPlan:
+        """The plan of one step with spans ``host`` int64 [S, 4], of just its size unless ``capacity`` is given."""
+        kind = classify(host, geometry, tiles)
+        work = make_work_lists(host, num_rows, geometry, tiles or geometry.tiles, kind)
+        plan = cls(num_rows, geometry, device, kind=kind, capacity=capacity or _need(work), tiles=tiles)
+        plan._upload(plan._packed(work))
+        return plan
+
+    def pack(self, host: HostSpans) -> npt.NDArray[np.int32]:
+        """The words of a step with spans ``host`` int64 [S, 4], to be put at the beginning of ``words``: only as many
+        as the step's own work takes. Raises DoesNotFit when the step needs more than the capacity."""
+        return self._packed(make_work_lists(host, self.num_rows, self.geometry, self.tiles, self.kind))
+
+    def refill(self, host: HostSpans) -> None:
+        """Take on another step, ordered with launches by the current stream. Copies from pageable memory, for which
+        the host may have to wait: a server copies ``pack`` itself. Raises as ``pack`` does and then changes nothing."""
+        self._upload(self.pack(host))
+
+    def _packed(self, work: WorkLists) -> npt.NDArray[np.int32]:
+        need = _need(work)
+        for name in ("narrow", "wide", "merges", "partial_rows"):
+            if getattr(need, name) > getattr(self.capacity, name):
+                raise DoesNotFit(
+                    f"the step needs {name}={getattr(need, name)}, the plan holds {getattr(self.capacity, name)}"
+                )
+        narrow_at = HEADER + ITEM * need.wide
+        merges_at = narrow_at + ITEM * need.narrow
+        words = np.empty(merges_at + MERGE * need.merges, dtype=np.int32)
+        counts = need.narrow, need.wide, need.merges
+        words[:HEADER] = *counts, narrow_at, HEADER, merges_at, work.wide_programs, 0
+        words[HEADER:narrow_at] = work.wide.reshape(-1)
+        words[narrow_at:merges_at] = work.narrow.reshape(-1)
+        words[merges_at:] = work.merges.reshape(-1)
+        return words
+
+    def _upload(self, packed: npt.NDArray[np.int32]) -> None:
+        # Pageable memory: the driver has read it when the call returns, so the array may go.
+        self.words[: len(packed)].copy_(torch.from_numpy(packed), non_blocking=True)
 
 
-def _parted(host: HostSpans, narrow: Tile, geometry: Geometry, kind: Kind) -> tuple[HostSpans, HostSpans]:
-    """Spans of the narrow and of the wide list."""
-    if not kind.has_wide:
-        many = not len(host) or int(host[:, 1].max()) * geometry.groups <= narrow.rows or kind is Kind.FEW
-        return (host, host[:0]) if many else (host[:0], host)
-    if not kind.has_narrow:
-        return host[:0], host
-    large = is_wide(host, geometry, narrow)
-    return host[~large], host[large]
+def words_of(capacity: Capacity) -> int:
+    """Words that a plan of this capacity needs at most."""
+    return HEADER + ITEM * (capacity.narrow + capacity.wide) + MERGE * capacity.merges
 
 
-def _share_of_wide(narrow: Ints, wide: Ints, small: Tile, large: Tile, geometry: Geometry) -> int:
-    """Multiprocessors that wide items get for themselves, so that they end with the narrow ones: these read as fast as
-    the memory can, or on fewer multiprocessors than ENOUGH_TO_READ more slowly."""
-    everything = geometry.multiprocessors
-    wide_steps, narrow_steps = (
-        int((-(-(items[:, 6] - items[:, 5]) // tile.keys)).sum())
-        for items, tile in ((wide, large), (narrow, small))
-    )
-    if not wide_steps or not narrow_steps:
-        return everything
-    spans = np.count_nonzero(wide[:, 4] == 0)  # blocks that begin one
-    wide_time = wide_steps * (WIDE_STEP + UNSHARED_STEP * spans / len(wide))
-    narrow_time = narrow_steps * NARROW_STEP
-    share = wide_time / narrow_time
-    if share > 1 - ENOUGH_TO_READ:
-        share = wide_time / (wide_time + narrow_time * ENOUGH_TO_READ)
-    return min(everything, max(1, round(share * everything)))
+def plan_key(q: torch.Tensor, pool: torch.Tensor) -> str:
+    """Name under which a span table keeps the plan for such tensors."""
+    return f"attention/{tuple(q.shape)}/{pool.shape[2]}/{q.dtype}"
 
 
-def _padding(start: int, tokens: int, tile: Tile, groups: int) -> Ints:
-    """Items for rows outside every span: blocks without keys, which come out as 0."""
-    first = np.arange(0, tokens * groups, tile.rows)
-    items = np.zeros((len(first), ITEM), np.int64)
-    items[:, 0], items[:, 1], items[:, 4], items[:, 7] = start, tokens * groups, first, -1
-    return items
+def geometry_of(q: torch.Tensor, pool: torch.Tensor) -> Geometry:
+    """The geometry of a call. A CPU, where only the interpreter runs, counts as 4 multiprocessors."""
+    geometry = Geometry(q.shape[1], pool.shape[2], q.shape[2], q.element_size(), multiprocessors_of(q.device))
+    fits = hopper.supports(geometry, q.dtype, pool.shape[3], q.device)
+    return replace(geometry, hopper=fits and hopper.addressable(q, pool))
 
 
-def _blocks(host: HostSpans, tile: Tile, geometry: Geometry) -> Ints:
-    """Uncut items of spans [n, 4]: longest contexts first, and the blocks of a span together, for the L2 cache."""
-    end = host[:, 1] + host[:, 2]
-    order = np.argsort(-end, kind="stable")
-    host, end = host[order], end[order]
-    rows = host[:, 1] * geometry.groups
-    items = np.zeros((len(host), ITEM), np.int64)
-    items[:, 0], items[:, 1], items[:, 2:4] = host[:, 0], rows, host[:, 2:4]
-    items[:, 6], items[:, 7] = end, -1
-    blocks = -(-rows // tile.rows)
-    if len(host) and int(blocks.max()) > 1:
-        span, block = _ranges(blocks)
-        items = items[span]
-        first = (blocks[span] - 1 - block) * tile.rows  # those that see most first
-        last_token = (np.minimum(first + tile.rows, rows[span]) - 1) // geometry.groups
-        items[:, 4], items[:, 6] = first, items[:, 2] + last_token + 1
-    return items
+def geometry_for(heads: int, pool: torch.Tensor) -> Geometry:
+    """The geometry of all calls with ``heads`` query heads and one layer's ``pool`` [P, 2, Hkv, N, D], whether the
+    queries lie in memory of their own or beside keys and values."""
+    return geometry_of(pool.new_empty(1, heads, pool.shape[4]), pool)
 
 
-def _cut(items: Ints, tile: Tile, geometry: Geometry, used: int, merged_rows: int) -> tuple[Ints, Ints, int]:
-    """Items cut into pieces, the merges that this takes, and the partial rows in use after ``used``."""
-    steps = -(-items[:, 6] // tile.keys)
-    pieces = _pieces(items, steps, tile, geometry)
-    whole = np.flatnonzero(pieces > 1)
-    if not len(whole):
-        return items, np.empty((0, MERGE), np.int64), used
-    held = pieces[whole] * tile.rows
-    first_partial = np.full(len(items), -1)
-    first_partial[whole] = used + np.cumsum(held) - held
-    item, piece = _ranges(pieces)
-    parts = items[item]
-    steps, count, scratch = steps[item], pieces[item], first_partial[item]
-    parts[:, 5] = piece * steps // count * tile.keys
-    parts[:, 6] = np.minimum((piece + 1) * steps // count * tile.keys, parts[:, 6])
-    parts[:, 7] = np.where(scratch >= 0, scratch + piece * tile.rows, -1)
-    rows = np.minimum(tile.rows, items[whole, 1] - items[whole, 4])
-    owner, group = _ranges(-(-rows // merged_rows))
-    offset, owner = group * merged_rows, whole[owner]
-    first = items[owner, 4] + offset
-    merges = np.empty((len(owner), MERGE), np.int64)
-    merges[:, 0], merges[:, 1] = items[owner, 0], first
-    merges[:, 2] = np.minimum(np.minimum(first + merged_rows, items[owner, 1]), items[owner, 4] + tile.rows)
-    merges[:, 3], merges[:, 4], merges[:, 5] = first_partial[owner] + offset, pieces[owner], tile.rows
-    return parts, merges, used + int(held.sum())
+def multiprocessors_of(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _pieces(items: Ints, steps: Ints, tile: Tile, geometry: Geometry) -> Ints:
-    """Into how many pieces, at least 1, each item is cut: see ``attention_kinds`` for the rules and their bounds."""
-    total = int(steps.sum())
-    if not total:
-        return np.ones(len(items), np.int64)
-    single = items[:, 1] <= tile.rows
-    all_single = bool(single.all())
-    share = cut_evenly(len(items), total, tile, geometry, all_single=all_single)
-    if share is not None:
-        even: Ints = np.maximum(1, steps / share).astype(np.int64)
-        return even
-    remaining = total - np.cumsum(steps) + steps
-    least, per_step = guided(total, tile, geometry)
-    pieces: Ints = np.maximum(1, np.rint(steps / np.maximum(least, remaining * per_step))).astype(np.int64)
-    if not all_single:
-        pieces[~single] = 1
-    return pieces
-
-
-def _ranges(counts: Ints) -> tuple[Ints, Ints]:
-    """For counts (2, 3): which (0, 0, 1, 1, 1) and index in it (0, 1, 0, 1, 2)."""
-    which = np.repeat(np.arange(len(counts)), counts)
-    return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+def _need(work: WorkLists) -> Capacity:
+    return Capacity(len(work.narrow), len(work.wide), len(work.merges), work.partial_rows)

@@ -1,7 +1,7 @@
 """Tile shapes of the ragged paged attention kernel, and which one a launch takes.
 
-Measured on an H200 with heads of 128; the comments name what a choice buys there. Nothing here looks at one shape:
-the rules see rows, items and the room on the device.
+They were chosen by measurement on an H200 with heads of 128; the comments name what a choice buys there. No rule is
+made for one shape of work: the rules see rows, items and the room on the device.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ WIDEST_HEAD = 256
 
 @dataclass(frozen=True, slots=True)
 class Tile:
+    """What one program holds at a time, and what that costs on the device."""
+
     rows: int
     """Query rows (tokens × query heads of a KV head) of an item; below 64 the tensor cores' older instruction runs."""
     keys: int
@@ -29,23 +31,25 @@ class Tile:
     split_mask: bool = False
     """Walk fully visible tiles first, without a mask: shorter, at the price of a second loop."""
     hopper: bool = False
-    """For the kernel of ``attention_hopper``."""
+    """Whether it is a tile of the kernel for Hopper (``attention.hopper``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TileSet:
+    """The tiles that the launches of one geometry take."""
+
     narrow: Tile
     narrow_beside: Tile
     """For narrow items that share the device with wide ones."""
     short: Tile
-    """For steps of short spans on short contexts, see ``attention_kinds``."""
+    """For steps of short spans on short contexts, see ``StepKind.SHORT``."""
     few: Tile
-    """For steps without spans of more rows than this."""
+    """For steps in which no span has more rows than this tile."""
     wide: Tile
 
 
 HOPPER = Tile(128, 128, 12, 2, None, 1, 512, split_mask=True, hopper=True)
-"""Fills a multiprocessor: nothing is resident beside it."""
+"""It fills a multiprocessor: nothing is resident beside it."""
 
 
 def width_of(head_dim: int) -> int:
@@ -56,7 +60,7 @@ def width_of(head_dim: int) -> int:
 
 
 def choose_tiles(head_dim: int, element_bytes: int, *, hopper: bool = False) -> TileSet:
-    """Tiles for heads of this size and element width; ``hopper``: wide items go to the kernel for that device."""
+    """The tiles for heads of this size and element width; ``hopper``: wide items go to the kernel for Hopper."""
     if element_bytes > 2:  # for comparisons, not for speed
         small, large = Tile(16, 32, 4, 2, None, 1, 64), Tile(64, 32, 4, 2, None, 1, 256)
         return TileSet(small, small, replace(small, rows=32), large, large)

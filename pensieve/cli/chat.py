@@ -75,7 +75,7 @@ def chat(
                 target = stack.enter_context(_own_server(model, store)).target
             client = stack.enter_context(Client(target, api_key=api_key, tls=tls))
             session = _open_session(client, session_id, system)
-            Chat(session, sampling, interactive=sys.stdin.isatty()).run()
+            ChatLoop(session, sampling, interactive=sys.stdin.isatty()).run()
     except (PensieveError, SpawnError) as error:
         raise click.ClickException(str(error)) from error
 
@@ -104,7 +104,7 @@ def _open_session(client: Client, session_id: str | None, system: str | None) ->
     return client.create_session(session_id=session_id, system_prompt=system)
 
 
-class Chat:
+class ChatLoop:
     """The loop. Answers and what a command was asked for go to stdout, everything else to stderr."""
 
     def __init__(self, session: Session, sampling: Sampling, *, interactive: bool) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, get_args
 
 import click
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from pensieve.config import EngineOptions
-from pensieve.engine.cost.probe import LONGEST, Point, Prober, describe, prober
+from pensieve.config import CacheConfig, DeviceName, DtypeName, EngineOptions, LoadFormat
+from pensieve.engine.cost.probe import LONGEST, CostPoint, Prober, describe, prober
 from pensieve.simulate.calibrate import SWAP_CHUNKS, calibrated
 
 if TYPE_CHECKING:  # the module brings torch with it
@@ -24,9 +24,9 @@ MACHINE_TOKENS: Final = 32768
 """Device tier, in tokens, to time steps in: enough for large batches."""
 
 
-def _measure_with_progress(running: Prober, longest: int, chunk_tokens: int, repeats: int) -> list[Point]:
+def _measure_with_progress(running: Prober, longest: int, chunk_tokens: int, repeats: int) -> list[CostPoint]:
     steps = (longest // chunk_tokens).bit_length()
-    points: list[Point] = []
+    points: list[CostPoint] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("context", total=steps)
@@ -56,21 +56,27 @@ def _measure_machine(worker: Worker, name: str, longest: int, path: Path) -> Non
 
 @click.command()
 @click.option("--model", default="demo", show_default=True, metavar="MODEL", help="Folder, hub id or `demo`.")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--device", type=click.Choice(get_args(DeviceName)), default="auto", show_default=True)
 @click.option(
     "--dtype",
-    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    type=click.Choice(get_args(DtypeName)),
     default="auto",
     show_default=True,
 )
 @click.option(
     "--load-format",
-    type=click.Choice(["auto", "safetensors", "dummy"]),
+    type=click.Choice(get_args(LoadFormat)),
     default="auto",
     show_default=True,
     help="`dummy`: random weights, for a model of which only the config is here.",
 )
-@click.option("--chunk-tokens", type=click.IntRange(1, 256), default=32, show_default=True, metavar="N")
+@click.option(
+    "--chunk-tokens",
+    type=click.IntRange(1, 256),
+    default=CacheConfig.chunk_tokens,
+    show_default=True,
+    metavar="N",
+)
 @click.option(
     "--longest",
     type=click.IntRange(min=2),
@@ -103,9 +109,9 @@ def _measure_machine(worker: Worker, name: str, longest: int, path: Path) -> Non
 )
 def profile(
     model: str,
-    device: Literal["auto", "cpu", "cuda"],
-    dtype: Literal["auto", "float32", "bfloat16", "float16"],
-    load_format: Literal["auto", "safetensors", "dummy"],
+    device: DeviceName,
+    dtype: DtypeName,
+    load_format: LoadFormat,
     chunk_tokens: int,
     longest: int | None,
     repeats: int,
@@ -120,7 +126,8 @@ def profile(
     """
     from pensieve.engine.cost.profiles import device_name, profile_path, write_profile
     from pensieve.engine.worker.torch_worker import build_worker
-    from pensieve.model.arch import ModelError, load_arch
+    from pensieve.model.arch import ModelError
+    from pensieve.model.folder import load_arch
     from pensieve.model.resolve import display_name, resolve_model
 
     try:

@@ -1,7 +1,7 @@
 """The Python SDK: ``Client`` blocks, ``AsyncClient`` is its twin for asyncio. Imports without torch.
 
 The life of a turn: ``_requests`` builds it under a fresh request id, ``_turn_machine`` decides what to send and what
-every message or failure means, a shell (``_sync_link``, ``_aio_link``) performs that on a channel, ``_decode`` makes
+every message or failure means, a shell (``_sync_link``, ``_aio_link``) performs that on a channel, ``decode`` makes
 values. Unary calls are ``_flows``. Errors are the classes of ``pensieve.errors``.
 
 May import: core, errors, rpc_status, v1.

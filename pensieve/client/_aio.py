@@ -19,7 +19,7 @@ from pensieve.client._requests import (
     TurnOptions,
 )
 from pensieve.client._retry import RetryPolicy
-from pensieve.client._transport import Settings
+from pensieve.client._transport import ClientSettings
 from pensieve.client._values import Item, ServerInfo, SessionInfo, TokenCount, Turn
 from pensieve.client._view import SessionView
 
@@ -42,7 +42,7 @@ class AsyncClient:
         retry: RetryPolicy | None = None,
         options: Sequence[tuple[str, Any]] = (),
     ) -> None:
-        settings = Settings(target, api_key, tls, credentials, timeout, retry or RetryPolicy(), options)
+        settings = ClientSettings(target, api_key, tls, credentials, timeout, retry or RetryPolicy(), options)
         self._link = AsyncLink(settings)
 
     async def create_session(

@@ -12,7 +12,7 @@ import grpc.aio
 
 from pensieve.client._flows import Flow, Invoke, SessionCore, Sleep
 from pensieve.client._requests import Keep
-from pensieve.client._transport import Settings, open_channel
+from pensieve.client._transport import ClientSettings, open_channel
 from pensieve.client._turn_machine import TurnMachine
 from pensieve.client._values import Piece, Turn
 from pensieve.client._view import StreamView
@@ -29,7 +29,7 @@ CLOSE_TIMEOUT_S = 1.0
 class AsyncLink:
     """Channel and stub, made inside the running loop by the first call; belongs to that loop."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ClientSettings) -> None:
         self.settings = settings
         self.closed = False
         self._channel: Any = None

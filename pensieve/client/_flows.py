@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from pensieve.client import _decode, _requests
+from pensieve.client import _requests, decode
 from pensieve.client._requests import InputLike
 from pensieve.client._retry import Backoff, Verdict, verdict
-from pensieve.client._transport import Settings
+from pensieve.client._transport import ClientSettings
 from pensieve.client._turn_machine import TurnMachine
 from pensieve.client._values import Item, ServerInfo, SessionInfo, TokenCount, Turn, TurnState
 from pensieve.core import Role
@@ -50,7 +50,7 @@ ABANDONED_KEPT = 16
 
 
 def call(
-    settings: Settings, method: str, request: Message, *, session: str = "", replay: bool = True
+    settings: ClientSettings, method: str, request: Message, *, session: str = "", replay: bool = True
 ) -> Flow[Any]:
     """One unary call, sent again while that is safe and worth it. ``replay=False``: at most once."""
     backoff = Backoff(settings.retry)
@@ -67,20 +67,20 @@ def call(
         yield Sleep(delay)
 
 
-def server_info(settings: Settings) -> Flow[ServerInfo]:
+def server_info(settings: ClientSettings) -> Flow[ServerInfo]:
     response = yield from call(settings, "GetServerInfo", pb.GetServerInfoRequest())
-    return _decode.server_info(response)
+    return decode.server_info(response)
 
 
 def list_sessions(
-    settings: Settings, labels: Mapping[str, str] | None, limit: int | None
+    settings: ClientSettings, labels: Mapping[str, str] | None, limit: int | None
 ) -> Flow[list[SessionInfo]]:
     found: list[SessionInfo] = []
     request = pb.ListSessionsRequest(label_selector=",".join(f"{k}={v}" for k, v in (labels or {}).items()))
     while limit is None or len(found) < limit:
         request.page_size = PAGE if limit is None else min(PAGE, limit - len(found))
         response = yield from call(settings, "ListSessions", request)
-        found.extend(_decode.session(one) for one in response.sessions)
+        found.extend(decode.session(one) for one in response.sessions)
         request.page_token = response.next_page_token
         if not request.page_token:
             break
@@ -88,7 +88,7 @@ def list_sessions(
 
 
 def create_session(
-    settings: Settings,
+    settings: ClientSettings,
     *,
     session_id: str | None,
     config: pb.SessionConfig,
@@ -104,13 +104,13 @@ def create_session(
         initial_items=[_requests.input_item(one) for one in initial_items],
     )
     response = yield from call(settings, "CreateSession", request)
-    return _decode.session(response.session)
+    return decode.session(response.session)
 
 
 class SessionCore:
     """What a session handle knows, and what it can do, as flows."""
 
-    def __init__(self, settings: Settings, name: str, info: SessionInfo | None = None) -> None:
+    def __init__(self, settings: ClientSettings, name: str, info: SessionInfo | None = None) -> None:
         self.settings = settings
         self.name = name
         self.info = info
@@ -179,7 +179,7 @@ class SessionCore:
     def get_turn(self, request_id: str) -> Flow[Turn]:
         request = pb.GetTurnRequest(session=self.name, request_id=request_id)
         response = yield from self.call("GetTurn", request)
-        return _decode.turn(response.turn)
+        return decode.turn(response.turn)
 
     def cancel(self, request_id: str | None, keep: str, keep_output_tokens: int | None) -> Flow[Turn]:
         request_id = request_id or self.running
@@ -195,7 +195,7 @@ class SessionCore:
             keep_output_tokens=keep_output_tokens,
         )
         response = yield from self.call("CancelTurn", request)
-        return _decode.turn(response.turn)
+        return decode.turn(response.turn)
 
     def last_user_item(self) -> Flow[tuple[int, int]]:
         """(number of the newest USER item, revision it was seen at). Raises NotFound (ITEM_NOT_FOUND)."""
@@ -224,7 +224,7 @@ class SessionCore:
         )
         while True:
             response = yield from self.call("ListItems", request)
-            found.extend(_decode.item(one) for one in response.items)
+            found.extend(decode.item(one) for one in response.items)
             if not response.next_page_token:
                 return found, response.revision
             request.page_token = response.next_page_token
@@ -252,7 +252,7 @@ class SessionCore:
             expected_revision=expected_revision,
         )
         response = yield from self.call("ForkSession", request)
-        return _decode.session(response.session)
+        return decode.session(response.session)
 
     # -- the session itself
 
@@ -308,10 +308,10 @@ class SessionCore:
     ) -> Flow[TokenCount]:
         request = pb.CountTokensRequest(session=self.name, input=_requests.turn_input(text, tokens, items))
         response = yield from self.call("CountTokens", request)
-        return _decode.token_count(response)
+        return decode.token_count(response)
 
     def _learn(self, message: pb.Session) -> SessionInfo:
-        info = _decode.session(message)
+        info = decode.session(message)
         self.info = info
         return info
 

@@ -14,7 +14,7 @@ import grpc
 from pensieve.client._flows import Flow, Invoke, SessionCore, Sleep
 from pensieve.client._janitor import Janitor, Watch
 from pensieve.client._requests import Keep
-from pensieve.client._transport import Settings, open_channel
+from pensieve.client._transport import ClientSettings, open_channel
 from pensieve.client._turn_machine import TurnMachine
 from pensieve.client._values import Piece, Turn
 from pensieve.client._view import StreamView
@@ -31,7 +31,7 @@ CLOSE_TIMEOUT_S = 2.0
 class Link:
     """Channel, stub and helper thread: what a client and its handles share, closed when the last of them goes."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ClientSettings) -> None:
         self.settings = settings
         self.channel, self.stub = open_channel(settings, grpc)
         self.janitor = Janitor()

@@ -44,7 +44,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ClientSettings:
     """Of a client."""
 
     target: str
@@ -84,7 +84,7 @@ class Settings:
         return pairs
 
 
-def open_channel(settings: Settings, library: Any) -> tuple[Any, Any]:
+def open_channel(settings: ClientSettings, library: Any) -> tuple[Any, Any]:
     """Channel and stub of ``library``, which is ``grpc`` or ``grpc.aio``."""
     make_stub: Any = pensieve_pb2_grpc.ConversationServiceStub  # Generated code has no annotations.
     credentials = settings.channel_credentials

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 
-from pensieve.client import _decode
+from pensieve.client import decode
 from pensieve.client._retry import STREAM_INCONSISTENT, Backoff, RetryPolicy, Verdict, verdict
 from pensieve.client._values import Piece, Progress, Turn
 from pensieve.core import FinishReason
@@ -110,9 +110,9 @@ class TurnMachine:
             case "accepted":
                 self._accepted(message.accepted)
             case "progress":
-                self.progress = _decode.progress(message.progress)
+                self.progress = decode.progress(message.progress)
             case "delta":
-                piece = self._text.add(_decode.piece(message.delta))
+                piece = self._text.add(decode.piece(message.delta))
                 if piece is not None:
                     self._backoff.reset()
                     self.pending.append(piece)
@@ -164,13 +164,13 @@ class TurnMachine:
     def _accepted(self, accepted: pb.TurnAccepted) -> None:
         self.seed = accepted.seed
         if accepted.HasField("heartbeat_interval"):
-            self._heartbeat_s = _decode.seconds(accepted.heartbeat_interval) or DEFAULT_HEARTBEAT_S
+            self._heartbeat_s = decode.seconds(accepted.heartbeat_interval) or DEFAULT_HEARTBEAT_S
         if accepted.attempt and self.attempt and accepted.attempt != self.attempt:
             self._restart()
         self.attempt = accepted.attempt or self.attempt
 
     def _completed(self, message: pb.Turn) -> None:
-        turn = _decode.turn(message)
+        turn = decode.turn(message)
         have = self._text.value
         if turn.text.startswith(have):
             if len(turn.text) > len(have):

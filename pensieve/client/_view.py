@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pensieve.client._flows import SessionCore
 from pensieve.client._requests import session_name
-from pensieve.client._transport import Settings
+from pensieve.client._transport import ClientSettings
 from pensieve.client._turn_machine import TurnMachine
 from pensieve.client._values import Progress, SessionInfo, Turn
 
@@ -80,7 +80,7 @@ class StreamView:
 class SessionView:
     """Read-only view of a session handle."""
 
-    def __init__(self, settings: Settings, name_or_id: str, info: SessionInfo | None = None) -> None:
+    def __init__(self, settings: ClientSettings, name_or_id: str, info: SessionInfo | None = None) -> None:
         self._core = SessionCore(settings, session_name(name_or_id), info)
 
     @property

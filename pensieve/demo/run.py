@@ -1,229 +1,194 @@
-"""``pensieve demo``: watch a small model remember while its memory is taken apart.
+"""``pensieve demo``: what a server's memory is worth, and that nothing is lost when it is taken apart.
 
-Starts a server whose two cache tiers are far too small for the conversations it holds, so that chunks are swapped out
-and in, dropped and recomputed and running answers suspended all the time; holds interleaved conversations over gRPC;
-prints them with a receipt per turn; checks every recalled fact and every receipt; then runs the same conversations on a
-server that keeps nothing between turns, and compares.
+Two acts (``acts.long_talk``, ``acts.crowd``), each of which starts its own servers and checks every answer and receipt.
 """
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
+import shlex
+import shutil
+import signal
 import sys
+import textwrap
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.text import Text
 
-from pensieve import AsyncClient
-from pensieve.client import Turn
-from pensieve.demo.talk.scenario import Conversation, conversations
-from pensieve.spawn import ServerProcess
+from pensieve.demo.acts import crowd, long_talk
+from pensieve.demo.acts.exchange import ServerRun
+from pensieve.demo.talk.scenario import conversations
+from pensieve.errors import PensieveError
+from pensieve.spawn import SpawnError
 
-
-@dataclass(slots=True)
-class Exchange:
-    """One turn as it went."""
-
-    user: str
-    expected: str | None
-    turn: Turn
-
-    @property
-    def right(self) -> bool:
-        """Whether the fact asked for is in the answer; a turn that asks for none is right."""
-        return self.expected is None or self.expected.lower() in self.turn.text.lower()
+SHOWN_PROBLEMS = 10
 
 
-@dataclass(slots=True)
-class Run:
-    """All conversations on one server."""
+@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.option(
+    "--context",
+    default=6000,
+    type=click.IntRange(300, 7000),
+    metavar="TOKENS",
+    help="First act: how long the conversation grows.",
+)
+@click.option(
+    "--sessions", default=16, type=click.IntRange(1, 200), help="Second act: conversations at once."
+)
+@click.option("--turns", default=8, type=click.IntRange(2, 60), help="Second act: turns of each of them.")
+@click.option(
+    "--device-cache", default="768tokens", metavar="SIZE", help="Second act: size of the first tier."
+)
+@click.option(
+    "--host-cache", default="1920tokens", metavar="SIZE", help="Second act: size of the second tier."
+)
+@click.option("--chunk-tokens", default=8, metavar="N", help="Second act: tokens per chunk.")
+@click.option("--seed", default=1, metavar="N", help="Which conversations.")
+@click.option("--verbose", is_flag=True, help="Print every line that was said, with its receipt.")
+@click.option("--quiet", is_flag=True, help="Print only how each act ended.")
+def demo(
+    context: int,
+    sessions: int,
+    turns: int,
+    device_cache: str,
+    host_cache: str,
+    chunk_tokens: int,
+    seed: int,
+    verbose: bool,
+    quiet: bool,
+) -> None:
+    """Watch a small model remember: no GPU, no download, about a minute.
 
-    name: str
-    seconds: float = 0.0
-    exchanges: list[list[Exchange]] = field(default_factory=list)
-    suspensions: int = 0
-    dropped_tokens: int = 0
-    problems: list[str] = field(default_factory=list)
+    First act: one long conversation on a server that keeps its state, beside the same conversation on a server that
+    starts every turn from nothing; the time to the first token of every turn, and how many times sooner it comes.
 
-    def all(self) -> list[Exchange]:
-        return [exchange for conversation in self.exchanges for exchange in conversation]
+    Second act: many conversations on memory far too small for them. Their state is swapped out and in, dropped,
+    recomputed; running answers are suspended; every answer still has to be right.
 
-    def tokens(self, source: str) -> int:
-        return sum(getattr(exchange.turn.usage, source) for exchange in self.all())
-
-    @property
-    def asked(self) -> int:
-        return sum(exchange.expected is not None for exchange in self.all())
-
-    @property
-    def right(self) -> int:
-        return sum(exchange.expected is not None and exchange.right for exchange in self.all())
-
-
-async def hold(
-    client: AsyncClient, conversation: Conversation, progress: Progress, task: TaskID
-) -> list[Exchange]:
-    """One conversation, turn by turn."""
-    session = await client.create_session()
-    exchanges: list[Exchange] = []
-    for line in conversation:
-        turn = await session.send(line.text, max_output_tokens=64, temperature=0.0)
-        exchanges.append(Exchange(line.text, line.expected, turn))
-        progress.advance(task)
-    await session.delete()
-    return exchanges
+    Exits with 1 if an answer is wrong, a receipt does not add up, or a path of the cache was not taken.
+    """
+    if verbose and quiet:
+        raise click.UsageError("--verbose and --quiet do not go together")
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal without bars gets "?"
+    started = time.perf_counter()
+    console, stage = Console(highlight=False), Console(highlight=False, quiet=quiet)
+    tiers = ["--device-cache", device_cache, "--host-cache", host_cache, "--chunk-tokens", str(chunk_tokens)]
+    tiers += ["--decode-reserve", "0"]  # no reserve: answers do get suspended
+    try:
+        with _terminated_like_interrupted():
+            problems = first_act(context, seed, console, stage, verbose)
+            problems += second_act(tiers, sessions, turns, seed, console, stage, verbose)
+    except (PensieveError, SpawnError) as error:
+        raise click.ClickException(str(error)) from error
+    for problem in problems[:SHOWN_PROBLEMS]:
+        console.print(Text(problem, "red"))
+    if problems:
+        console.print(Text(f"NOT well: {len(problems)} things are wrong, see above", "bold red"))
+        sys.exit(1)
+    console.print(
+        f"[bold green]Every answer is right and every receipt adds up.[/] ({time.perf_counter() - started:.0f} s)"
+    )
+    stage.print(what_next(sys.argv[0]))
 
 
-async def hold_all(
-    target: str, scripts: list[Conversation], progress: Progress, name: str
-) -> list[list[Exchange]]:
-    """All conversations at once: their turns interleave on the server."""
-    task = progress.add_task(name, total=sum(len(script) for script in scripts))
-    async with AsyncClient(target) as client:
-        return list(await asyncio.gather(*(hold(client, script, progress, task) for script in scripts)))
-
-
-def serve_and_hold(name: str, arguments: list[str], scripts: list[Conversation], console: Console) -> Run:
-    """Start a server, hold the conversations, read its counters, stop it."""
-    run = Run(name)
-    columns = (TextColumn("{task.description:>24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with (
-        console.status(f"starting the {name} server …"),
-        ServerProcess("--model", "demo", "--store", "memory:", *arguments) as server,
-    ):
+def first_act(context: int, seed: int, console: Console, stage: Console, verbose: bool) -> list[str]:
+    """One long conversation on two servers. What is wrong, line by line."""
+    stage.print("[bold]1. One conversation that grows, with its state kept and with its state forgotten[/]")
+    for name, options in long_talk.SERVERS.items():
+        stage.print(serve_line(options, f"{name:>9}: "), style="dim")
+    keeps, forgets = long_talk.serve_and_hold(long_talk.script(context, seed), stage)
+    if verbose:
+        print_transcript(keeps, stage)
+    console.print(Text(long_talk.result(keeps, forgets), "bold"))
+    problems = long_talk.problems(keeps, forgets)
+    if not problems:
         console.print(
-            f"{name} server: pensieve serve --model demo --store memory: {' '.join(arguments)}", style="dim"
+            f"All {len(keeps.exchanges)} answers are the same on both, {keeps.asked} of {keeps.asked} recalled facts"
+            f" right;\n{2 * len(keeps.exchanges)} receipts add up.\n"
         )
-        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-            started = time.perf_counter()
-            run.exchanges = asyncio.run(hold_all(server.target, scripts, progress, name))
-            run.seconds = time.perf_counter() - started
-        run.suspensions = int(server.metric("pensieve_suspensions_total"))
-        run.dropped_tokens = int(server.metric("pensieve_dropped_tokens_total"))
-        check_receipts(run, server)
-    return run
+    return problems
 
 
-def check_receipts(run: Run, server: ServerProcess) -> None:
-    """Within a turn, from turn to turn, and against the server's own counters."""
-    for number, conversation in enumerate(run.exchanges, 1):
-        before = 0
-        for index, exchange in enumerate(conversation, 1):
-            usage = exchange.turn.usage
-            if not usage.reconciles:
-                run.problems.append(f"session {number} turn {index}: the receipt does not add up: {usage}")
-            if index > 1 and usage.context_tokens != before + usage.new_tokens:
-                run.problems.append(
-                    f"session {number} turn {index}: {usage.context_tokens} tokens of context, but the turn before"
-                    f" ended with {before} and {usage.new_tokens} are new"
-                )
-            before = usage.context_tokens + usage.output_tokens
-    for source, field_name in (
-        ("device", "gpu_cached_tokens"),
-        ("host", "swapped_in_tokens"),
-        ("recomputed", "recomputed_tokens"),
-        ("new", "new_tokens"),
-    ):
-        counted = int(server.metric("pensieve_context_tokens_total", source=source))
-        if counted != run.tokens(field_name):
-            run.problems.append(
-                f"receipts say {run.tokens(field_name)} {source} tokens, the server counted {counted}"
-            )
+def second_act(
+    tiers: list[str], sessions: int, turns: int, seed: int, console: Console, stage: Console, verbose: bool
+) -> list[str]:
+    """Many conversations on small tiers. What is wrong, line by line."""
+    options = ["--model", "demo", "--store", "memory:", *tiers]
+    stage.print(f"[bold]2. {sessions} conversations at once, on memory far too small for them[/]")
+    stage.print(serve_line(options), style="dim")
+    act = crowd.serve_and_hold(options, conversations(sessions, turns, seed), stage)
+    if verbose:
+        print_transcript(act.run, stage)
+    console.print(crowd.result(act))
+    if act.suspensions == 0:
+        stage.print("no answer had to be suspended this time; a smaller --device-cache shows it", style="dim")
+    return crowd.problems(act)
 
 
-def print_transcript(run: Run, console: Console) -> None:
+def serve_line(options: Sequence[str], label: str = "") -> str:
+    """The command that starts such a server, in lines of a narrow terminal."""
+    return textwrap.fill(
+        f"{label}pensieve serve {' '.join(options)}", 78, initial_indent="   ", subsequent_indent="     "
+    )
+
+
+def print_transcript(run: ServerRun, console: Console) -> None:
     """Every line of every conversation, a receipt behind each answer."""
-    for number, conversation in enumerate(run.exchanges, 1):
-        console.rule(f"session {number}", align="left")
+    for number, conversation in enumerate(run.conversations, 1):
+        console.rule(f"conversation {number}", align="left")
         for exchange in conversation:
             usage = exchange.turn.usage
-            console.print(f"[bold]you[/]    {exchange.user}", highlight=False)
-            mark = (
-                "" if exchange.expected is None else " [green]✓[/]" if exchange.right else " [red]✗ WRONG[/]"
-            )
-            console.print(f"[bold]model[/]  {exchange.turn.text.strip()}{mark}", highlight=False)
+            mark = Text()
+            if exchange.said.expected is not None:
+                mark = Text(" ✓", "green") if exchange.right else Text(" ✗ WRONG", "red")
+            console.print(Text.assemble(("you    ", "bold"), exchange.said.text))
+            console.print(Text.assemble(("model  ", "bold"), exchange.turn.text.strip(), mark))
             console.print(
                 f"       {usage.context_tokens} context = {usage.gpu_cached_tokens} device"
                 f" + {usage.swapped_in_tokens} host + {usage.recomputed_tokens} recomputed + {usage.new_tokens} new"
                 f" → {usage.output_tokens} output",
                 style="dim",
-                highlight=False,
             )
 
 
-def print_summary(run: Run, stateless: Run, console: Console) -> None:
-    """What happened, side by side."""
-    table = Table("", run.name, stateless.name, title="summary")
-    rows: tuple[tuple[str, Callable[[Run], str]], ...] = (
-        ("sessions × turns", lambda r: f"{len(r.exchanges)} × {len(r.exchanges[0])}"),
-        ("recall answers right", lambda r: f"{r.right} of {r.asked}"),
-        ("tokens hit on the device", lambda r: f"{r.tokens('gpu_cached_tokens'):,}"),
-        ("tokens swapped in from the host", lambda r: f"{r.tokens('swapped_in_tokens'):,}"),
-        ("tokens recomputed", lambda r: f"{r.tokens('recomputed_tokens'):,}"),
-        ("new tokens", lambda r: f"{r.tokens('new_tokens'):,}"),
-        ("tokens dropped", lambda r: f"{r.dropped_tokens:,}"),
-        ("answers suspended and resumed", lambda r: f"{r.suspensions:,}"),
-        ("seconds", lambda r: f"{r.seconds:.1f}"),
+def what_next(program: str) -> str:
+    """What to try next, with a path to the command that works where the caller stands."""
+    command = program_name(program)
+    return (
+        "\nNow try:\n"
+        f"  {command} chat            talk to this model yourself\n"
+        f"  {command} serve           a server for your own programs\n"
+        f"  {command} demo --verbose  with every line that was said"
     )
-    for label, value in rows:
-        table.add_row(label, value(run), value(stateless))
-    console.print(table)
-    console.print(f"stateless took {stateless.seconds / run.seconds:.2f} × the time", highlight=False)
-    if run.suspensions == 0:
-        console.print(
-            "no answer had to be suspended this time; a smaller --device-cache shows it", style="dim"
-        )
 
 
-def verdict(run: Run, stateless: Run) -> list[str]:
-    """Everything that is wrong; empty when all is well."""
-    problems = run.problems + stateless.problems
-    for one in (run, stateless):
-        problems += [
-            f"{one.name}: asked {exchange.user!r}, wanted {exchange.expected!r}, got {exchange.turn.text!r}"
-            for exchange in one.all()
-            if not exchange.right
-        ]
-    for label, source in (
-        ("hit", "gpu_cached_tokens"),
-        ("swapped in", "swapped_in_tokens"),
-        ("recomputed", "recomputed_tokens"),
-    ):
-        if run.tokens(source) == 0:
-            problems.append(f"no token was {label}: the tiers are too large to show anything")
-    return problems
+def program_name(program: str) -> str:
+    """How the caller's shell finds ``program``: its bare name, a path from here, or Python with ``-m``."""
+    path = Path(program)
+    if path.name != "pensieve":
+        return f"{shlex.quote(sys.executable)} -m pensieve"
+    found = shutil.which("pensieve")
+    if found is not None and Path(found).samefile(path):
+        return "pensieve"
+    with contextlib.suppress(ValueError):
+        path = path.absolute().relative_to(Path.cwd())
+    return shlex.quote(str(path))
 
 
-@click.command(context_settings={"show_default": True})
-@click.option("--sessions", default=16, type=click.IntRange(1, 200), help="Conversations held at once.")
-@click.option("--turns", default=8, type=click.IntRange(2, 60), help="Turns of each conversation.")
-@click.option("--seed", default=1, help="Which conversations.")
-@click.option("--device-cache", default="768tokens", help="Size of the first tier.")
-@click.option("--host-cache", default="1920tokens", help="Size of the second tier.")
-@click.option("--chunk-tokens", default=8, help="Tokens per chunk.")
-@click.option("--quiet", is_flag=True, help="Print the summary only.")
-def demo(
-    sessions: int, turns: int, seed: int, device_cache: str, host_cache: str, chunk_tokens: int, quiet: bool
-) -> None:
-    """Watch a small model remember: no GPU, no download.
-
-    Exits with 1 if an answer is wrong, a receipt does not add up, or a path of the cache was not taken.
-    """
-    console = Console(soft_wrap=True)
-    scripts = conversations(sessions, turns, seed)
-    tiers = ["--device-cache", device_cache, "--host-cache", host_cache, "--chunk-tokens", str(chunk_tokens)]
-    tiers += ["--decode-reserve", "0"]  # no reserve: answers do get suspended
-    run = serve_and_hold("Pensieve", tiers, scripts, console)
-    if not quiet:
-        print_transcript(run, console)
-    stateless = serve_and_hold("stateless", [*tiers, "--stateless"], scripts, console)
-    print_summary(run, stateless, console)
-    problems = verdict(run, stateless)
-    for problem in problems:
-        console.print(problem, style="red", highlight=False)
-    sys.exit(1 if problems else 0)
+@contextlib.contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM and a closed terminal end the demo as Ctrl-C does: with its servers."""
+    before = {
+        number: signal.signal(number, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -4,5 +4,5 @@
 worker (``worker``) executes it with its KV memory (``kv``) and chooses tokens (``sampling``). ``cost`` says what
 recomputation costs, ``process`` runs the whole in a process of its own, ``build`` puts it together.
 
-May import: config, core, debug, errors, kernels, lifeline, logs, machine, model.
+May import: config, core, debug, errors, frames, kernels, lifeline, logs, machine, model.
 """

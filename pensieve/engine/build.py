@@ -9,7 +9,7 @@ from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost.model import CostProfileError
 from pensieve.engine.cost.profiles import stored_or_quick_profile
 from pensieve.engine.engine import Engine
-from pensieve.engine.messages import Ready
+from pensieve.engine.messages import EngineReady
 from pensieve.engine.scheduler import Scheduler
 from pensieve.engine.worker.sizing import WorkerInfo, report
 from pensieve.engine.worker.torch_worker import build_worker
@@ -30,7 +30,7 @@ def build_engine(options: EngineOptions) -> Engine:
     scheduler = Scheduler(
         scheduler_config(options, worker.arch, info), CacheManager(cache_config(options, info), cost)
     )
-    ready = Ready(
+    ready = EngineReady(
         context_limit=scheduler.context_limit,
         vocab_size=worker.arch.vocab_size,
         device=info.device,

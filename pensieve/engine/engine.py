@@ -37,6 +37,7 @@ from pensieve.debug import debug_enabled, failpoint
 from pensieve.engine.messages import (
     Cancel,
     Command,
+    EngineReady,
     Event,
     Evict,
     Evicted,
@@ -44,9 +45,8 @@ from pensieve.engine.messages import (
     Finished,
     GetResidency,
     Output,
-    Progress,
-    Ready,
-    Residency,
+    RequestProgress,
+    ResidentTokens,
     Started,
     Stats,
     Stop,
@@ -93,7 +93,7 @@ class Engine:
         self,
         scheduler: Scheduler,
         worker: StepWorker,
-        ready: Ready,
+        ready: EngineReady,
         clock: Callable[[], float] = time.monotonic,
         *,
         overlapped: bool = False,
@@ -112,7 +112,7 @@ class Engine:
         self._last_commit = -math.inf
         self._checks = debug_enabled()
 
-    def ready(self) -> Ready:
+    def ready(self) -> EngineReady:
         """What this engine can do."""
         return self._ready
 
@@ -135,7 +135,7 @@ class Engine:
                 return [Evicted(call, self._cache.evict(key))]
             case GetResidency(call, session):
                 tiers = self._cache.residency(SessionKey(session))
-                return [Residency(call, tiers.device, tiers.host)]
+                return [ResidentTokens(call, tiers.device, tiers.host)]
             case Stop():
                 pass  # the loop leaves; nothing here outlives it
         return []
@@ -186,25 +186,24 @@ class Engine:
 
     def stats(self) -> Stats:
         """Counters and gauges as of now."""
-        tiers = self._cache.tiers
-        size = self._cache.config.chunk_tokens
+        tiers = self._cache.occupancy()
         totals = self._totals
         return Stats(
             steps_total=totals.steps,
             running=len(self._scheduler.running),
             queued=len(self._scheduler.waiting),
-            device_free=tiers.device.free * size,
-            device_reclaimable=tiers.reclaimable() * size,
-            device_used=tiers.device.used * size,
-            host_free=tiers.host.free * size,
-            host_used=tiers.host.used * size,
+            device_free=tiers.device_free,
+            device_reclaimable=tiers.device_reclaimable,
+            device_used=tiers.device_used,
+            host_free=tiers.host_free,
+            host_used=tiers.host_used,
             cached_sessions=self._cache.cached_sessions,
             gpu_cached_total=totals.gpu_cached,
             swapped_in_total=totals.swapped_in,
             recomputed_total=totals.recomputed,
             new_total=totals.new,
             output_total=totals.output,
-            dropped_total=tiers.dropped_tokens,
+            dropped_total=tiers.dropped,
             suspensions_total=self._scheduler.suspensions,
             swap_in_bytes_total=totals.swap_in_bytes,
             swap_out_bytes_total=totals.swap_out_bytes,
@@ -246,7 +245,7 @@ class Engine:
         )
         self._requests[key] = request
         position = len(self._scheduler.waiting) - 1
-        return [Progress(submit.request, Phase.QUEUED, position, 0, len(tokens))]
+        return [RequestProgress(submit.request, Phase.QUEUED, position, 0, len(tokens))]
 
     def _started(self, request: Request) -> Started:
         usage = request.usage(self._clock())
@@ -284,7 +283,7 @@ class Engine:
                 continue
             self._phases[request.key] = phase
             total = request.length
-            events.append(Progress(request.key, phase, 0, total - request.num_missing, total))
+            events.append(RequestProgress(request.key, phase, 0, total - request.num_missing, total))
         return events
 
     def _count(self, plan: Plan, result: StepResult, seconds: float) -> None:

@@ -6,7 +6,7 @@ token ids. The engine compares them with what it has cached and keeps the longes
 never disagree with the history: edits, rewinds, turns on other replicas and engine restarts need no message of
 their own (4 bytes a token: a context of 32k tokens is 128 KiB on a local socket).
 
-Frames on a socket: 4-byte little-endian length, then msgpack; longer than ``MAX_FRAME`` is refused.
+On a socket they travel as ``pensieve.frames``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from __future__ import annotations
 import msgspec
 
 from pensieve.core import FinishReason, Phase, Sampling, TokenLogprob, Usage
-
-MAX_FRAME = 64 * 1024 * 1024
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
@@ -43,7 +41,7 @@ class Evict(msgspec.Struct, frozen=True, tag="evict"):
 
 
 class GetResidency(msgspec.Struct, frozen=True, tag="residency"):
-    """Where a session's KV-tokens lie. Answered by ``Residency``."""
+    """Where a session's KV-tokens lie. Answered by ``ResidentTokens``."""
 
     call: int
     session: str
@@ -64,7 +62,7 @@ class Output(msgspec.Struct, frozen=True, tag="output"):
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-class Progress(msgspec.Struct, frozen=True, tag="progress"):
+class RequestProgress(msgspec.Struct, frozen=True, tag="progress"):
     """A request changed its phase, or moved on inside a long one."""
 
     request: int
@@ -102,13 +100,13 @@ class Evicted(msgspec.Struct, frozen=True, tag="evicted"):
     tokens: int
 
 
-class Residency(msgspec.Struct, frozen=True, tag="resident"):
+class ResidentTokens(msgspec.Struct, frozen=True, tag="resident"):
     call: int
     device_tokens: int
     host_tokens: int
 
 
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
+class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     """First report of an engine."""
 
     context_limit: int
@@ -151,7 +149,7 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
     worker, whatever it measures (on a GPU ``device``, and ``gap`` between two steps)."""
 
 
-Event = Started | Output | Progress | Finished | Failed | Evicted | Residency | Ready
+Event = Started | Output | RequestProgress | Finished | Failed | Evicted | ResidentTokens | EngineReady
 
 
 class Report(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pensieve.core import FinishReason, Phase, RequestKey, Sampling, SessionKey, TokenArray, Usage
-from pensieve.engine.cache.restore import Range, Restore
+from pensieve.engine.cache.chunk import Range, Restore
 from pensieve.engine.plan import PENDING
 
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from pensieve.config import SchedulerConfig
 from pensieve.core import FinishReason, RequestKey, Sampling, SessionKey, TokenArray, TokenLogprob
+from pensieve.engine.cache.chunk import Range
 from pensieve.engine.cache.manager import CacheManager
-from pensieve.engine.cache.restore import Range
 from pensieve.engine.plan import PageTable, Plan, SampleSpec, Span, StepResult
 from pensieve.engine.request import Request
 
@@ -122,7 +122,7 @@ class Scheduler:
             self._admit(work, budget, now)
             if not work:
                 self._plan_decodes(work, now)
-        if not (self.config.swap_in_first and self.cache.tiers.swap_in):
+        if not (self.config.swap_in_first and self.cache.swaps_in):
             self.cache.swap_out_ahead(now, SWAP_OUT_QUANTUM - self._swap_out_backlog)
         swap_out, copies, swap_in = self.cache.take_copies()
         spans, tables = self._spans(work)

@@ -1,16 +1,14 @@
-"""What a decoder looks like: a frozen description, read from a Hugging Face model folder. No torch.
+"""What a decoder looks like: a frozen description. No torch.
 
 One ``Arch`` covers all families. It says what is computed (which norm, which positions, gated or not), never how the
-checkpoint names it; the names are the business of ``weights.py``.
+checkpoint names it; the names are the business of ``weights``. ``folder`` reads it from a Hugging Face model folder.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pensieve.core import Sampling
 
@@ -94,46 +92,3 @@ class Arch:
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         mlp = self.hidden_size * self.intermediate_size * (3 if self.gated_mlp else 2)
         return self.num_layers * (attention + mlp) + self.vocab_size * self.hidden_size
-
-
-def load_arch(folder: Path) -> Arch:
-    """The architecture of the model in ``folder``.
-
-    Reads config.json and, when there, generation_config.json. Raises ModelError.
-    """
-    from pensieve.model.families import READERS
-
-    config = read_json(folder / "config.json")
-    if config is None:
-        raise ModelError(f"{folder}: no config.json")
-    family = str(config.get("model_type", ""))
-    if family not in READERS:
-        names = ", ".join(config.get("architectures") or [family or "none named"])
-        raise ModelError(f"{folder}: architecture {names} is not supported (supported: {', '.join(READERS)})")
-    if config.get("quantization_config"):
-        raise ModelError(f"{folder}: quantised checkpoints are not supported")
-    generation = read_json(folder / "generation_config.json") or {}
-    try:
-        return READERS[family](config, generation)
-    except KeyError as error:
-        raise ModelError(f"{folder}/config.json: {error.args[0]} is missing") from error
-
-
-def load_generation(folder: Path) -> Sampling:
-    """What a model's authors recommend; greedy unless they say ``do_sample``. Raises ModelError."""
-    from pensieve.model.families import generation_defaults
-
-    return generation_defaults(read_json(folder / "generation_config.json") or {})
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file, None when there is no such file. Raises ModelError when it is not one."""
-    try:
-        data = json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read ({error})") from error
-    if not isinstance(data, dict):
-        raise ModelError(f"{path}: not a JSON object")
-    return data

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from pensieve.kernels import reference
-from pensieve.kernels.reference import Activation
+from pensieve.kernels.arguments import Activation
 
 
 @dataclass(frozen=True, slots=True)

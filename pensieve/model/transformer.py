@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from pensieve.kernels.reference import HeadPrep
+from pensieve.kernels.arguments import HeadPrep
 from pensieve.model.arch import Arch, Rope
 from pensieve.model.ops import TORCH_OPS, DecoderOps
 from pensieve.model.weights import LayerWeights, Linear, Weights

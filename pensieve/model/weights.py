@@ -25,18 +25,18 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
+class NormWeights:
     weight: torch.Tensor
     bias: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    attention_norm: Norm
+    attention_norm: NormWeights
     qkv: Linear
     """Rows: queries [Hq * D], keys [Hkv * D], values [Hkv * D]."""
     output: Linear
-    mlp_norm: Norm
+    mlp_norm: NormWeights
     up: Linear
     """Gated: rows of the gate [I], then of the projection [I]."""
     down: Linear
@@ -51,7 +51,7 @@ class Weights:
     positions: torch.Tensor | None
     """Learned positions [offset + context, hidden]."""
     layers: tuple[LayerWeights, ...]
-    final_norm: Norm
+    final_norm: NormWeights
     head: Linear
 
 
@@ -211,10 +211,10 @@ class _Assembler:
             return Linear(weight, None)
         return Linear(weight, self.source.get([f"{self.prefix}{name}.bias" for name in names], (out,)))
 
-    def _norm(self, name: str) -> Norm:
+    def _norm(self, name: str) -> NormWeights:
         shape = (self.arch.hidden_size,)
         bias = [f"{self.prefix}{name}.bias"]
-        return Norm(
+        return NormWeights(
             self._tensor(name, shape),
             self.source.get(bias, shape) if self.arch.norm == "layer" else None,
         )

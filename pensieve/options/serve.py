@@ -18,7 +18,7 @@ from typing import Any, Literal
 import click
 import msgspec
 
-from pensieve.config import EngineOptions, EngineTuning
+from pensieve.config import DISCONNECT_GRACE_S, HEARTBEAT_S, LEASE_S, EngineOptions, EngineTuning
 from pensieve.machine import user_directory
 from pensieve.options.table import OPTIONS, Option
 from pensieve.options.values import is_loopback
@@ -44,8 +44,6 @@ class ServeOptions(EngineTuning, frozen=True, kw_only=True):
     listen: str = "127.0.0.1:50051"
     admin: str = "127.0.0.1:0"
     store: str = msgspec.field(default_factory=default_store)
-    cost_profile: str = "auto"
-    """``auto``, ``estimate`` or the absolute path of a file."""
     tensor_parallel: int = 1
     threads: int = 0
     chat_template: Path | None = None
@@ -54,10 +52,10 @@ class ServeOptions(EngineTuning, frozen=True, kw_only=True):
     tls_cert: Path | None = None
     tls_key: Path | None = None
     insecure_i_know: bool = False
-    disconnect_grace_s: float = 15.0
+    disconnect_grace_s: float = DISCONNECT_GRACE_S
     drain_grace_s: float = 30.0
-    heartbeat_s: float = 10.0
-    lease_s: float = 10.0
+    heartbeat_s: float = HEARTBEAT_S
+    lease_s: float = LEASE_S
     stall_limit_s: float = 60.0
     record: Path | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -67,7 +65,6 @@ class ServeOptions(EngineTuning, frozen=True, kw_only=True):
         """The engine's share. ``model_path``: the local folder that ``model`` was resolved to."""
         return EngineOptions(
             model=str(model_path),
-            cost_profile=self.cost_profile,
             torch_threads=self.threads,
             **{name: getattr(self, name) for name in EngineTuning.__struct_fields__},
         )

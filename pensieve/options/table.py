@@ -6,7 +6,9 @@ Types and defaults are those of ``pensieve.options.serve.ServeOptions``; a test 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
+from pensieve.config import BATCH_LIMITS, DeviceName, DtypeName, LoadFormat, PolicyName, SwapMechanism
 from pensieve.options import values
 
 
@@ -46,6 +48,7 @@ class Option:
 _NO_FILE = "none needed"
 _OFF_TO_MEASURE = "off only to measure its worth"
 _PAPER = "the paper's value (EuroSys §4.3)"
+(_CPU_TOKENS, _CPU_RUNNING), (_GPU_TOKENS, _GPU_RUNNING) = BATCH_LIMITS["cpu"], BATCH_LIMITS["cuda"]
 
 OPTIONS: tuple[Option, ...] = (
     Option(
@@ -75,21 +78,21 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "device",
-        values.choice("auto", "cpu", "cuda"),
+        values.choice(*get_args(DeviceName)),
         "Where the model runs: auto, cpu or cuda.",
         "CUDA when there is a GPU, else the CPU",
         "NAME",
     ),
     Option(
         "dtype",
-        values.choice("auto", "float32", "bfloat16", "float16"),
+        values.choice(*get_args(DtypeName)),
         "Of weights and KV: auto, float32, bfloat16 or float16.",
         "the checkpoint's own on a GPU, float32 on the CPU",
         "NAME",
     ),
     Option(
         "load-format",
-        values.choice("auto", "safetensors", "dummy"),
+        values.choice(*get_args(LoadFormat)),
         "Where weights come from: auto, safetensors, or dummy: random ones, for benchmarks.",
         "the model's own weights",
         "NAME",
@@ -111,7 +114,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("chunk-tokens", values.power_of_two(256), "Tokens per chunk and KV page.", _PAPER, "N"),
     Option(
         "policy",
-        values.choice("gittins", "retention", "lru", "trailing-half", "whole-session"),
+        values.choice(*get_args(PolicyName)),
         "What is evicted first: gittins, retention (the paper's), lru, trailing-half or whole-session.",
         "what costs least and comes back least often, as learned while serving, goes first",
         "NAME",
@@ -134,7 +137,7 @@ OPTIONS: tuple[Option, ...] = (
         "max-batch-tokens",
         values.integer(0),
         "Tokens computed in one step, at most; 0: auto.",
-        "auto: 512 on a CPU, where steps must stay short; 2048 on a GPU",
+        f"auto: {_CPU_TOKENS} on a CPU, where steps must stay short; {_GPU_TOKENS} on a GPU",
         "N",
         shown="auto",
     ),
@@ -142,7 +145,7 @@ OPTIONS: tuple[Option, ...] = (
         "max-running",
         values.integer(0),
         "Generations in one batch, at most; 0: auto.",
-        "auto: 64 on a CPU, 256 on a GPU",
+        f"auto: {_CPU_RUNNING} on a CPU, {_GPU_RUNNING} on a GPU",
         "N",
         shown="auto",
     ),
@@ -196,7 +199,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "swap-mechanism",
-        values.choice("auto", "batch", "kernel"),
+        values.choice(*get_args(SwapMechanism)),
         "How chunks cross the bus: auto, batch (copy engine) or kernel; GPU only.",
         "auto: both are measured at start-up, per direction",
         "NAME",

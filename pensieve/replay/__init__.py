@@ -3,5 +3,5 @@
 ``load`` says what is sent and when, ``targets`` what is measured, ``play`` sends it, ``measure`` condenses what came
 back, ``presentation`` shows it. ``session`` is one whole replay, ``command`` its command line.
 
-May import: client, core, debug, engine.process, pensieve, spawn, tokenizer, v1.
+May import: client, core, debug, frames, pensieve, spawn, tokenizer, v1.
 """

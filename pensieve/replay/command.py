@@ -16,23 +16,29 @@ from rich.console import Console
 
 from pensieve.replay.load.generators import generate
 from pensieve.replay.load.schedule import Arrivals, Gaps
-from pensieve.replay.load.shaping import Shape
+from pensieve.replay.load.shaping import Shaping
 from pensieve.replay.load.workload import CountTokens, Dataset, DatasetError, estimate_tokens, load
 from pensieve.replay.measure.report import is_clean
 from pensieve.replay.measure.windows import Window
-from pensieve.replay.parameters import DatasetName, Outputs, numbers, output_options
+from pensieve.replay.parameters import (
+    FILE,
+    FOLDER,
+    POSITIVE,
+    DatasetName,
+    Outputs,
+    numbers,
+    output_options,
+    wide_console,
+)
 from pensieve.replay.play.crew import ClientFailed
 from pensieve.replay.play.progress import LiveProgress
-from pensieve.replay.play.runner import MAX_LAG_S, RunOptions
 from pensieve.replay.presentation.table import show
-from pensieve.replay.session import Plan, run_all
+from pensieve.replay.records import MAX_LAG_S, RunOptions
+from pensieve.replay.session import ReplayPlan, run_all
 from pensieve.replay.targets.base import Target, TurnFailed
 from pensieve.replay.targets.options import target_options
 
-_POSITIVE = click.IntRange(min=1)
 _SECONDS = click.FloatRange(min=0)
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
 def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,8 +46,8 @@ def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for decorate in reversed(
         (
             click.argument("dataset", type=DatasetName()),
-            click.option("--conversations", type=_POSITIVE, metavar="N", help="Of a built-in workload; default 100."),
-            click.option("--limit", type=_POSITIVE, metavar="N", help="Only the first N conversations."),
+            click.option("--conversations", type=POSITIVE, metavar="N", help="Of a built-in workload; default 100."),
+            click.option("--limit", type=POSITIVE, metavar="N", help="Only the first N conversations."),
             click.option(
                 "--rate",
                 type=click.FloatRange(min=0),
@@ -49,13 +55,13 @@ def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 help="Offer R turns per second on average: conversations start as a Poisson process. 0: all at once. "
                 "Default: the recorded times if the dataset has them, else all at once.",
             ),
-            click.option("--clients", type=_POSITIVE, metavar="N",
+            click.option("--clients", type=POSITIVE, metavar="N",
                          help="Closed loop: N clients, each with one conversation after the other."),
             click.option("--think-time", type=_SECONDS, default=0.0, metavar="S", help="Mean of exponential pauses."),
             click.option("--think-per-token", type=_SECONDS, default=0.0, metavar="S",
                          help="Pauses of S seconds per token of the answer, --think-minimum at least."),
             click.option("--think-minimum", type=_SECONDS, default=5.0, metavar="S", show_default=True),
-            click.option("--think-from", type=_FILE, metavar="TRACE",
+            click.option("--think-from", type=FILE, metavar="TRACE",
                          help="Pauses drawn from the times between the turns of a trace."),
             click.option("--run-in", type=_SECONDS, default=0.0, metavar="S",
                          help="Begin as if the load of --rate had been running for S seconds: what conversations in "
@@ -68,7 +74,7 @@ def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
                          help="Find the warm-up, and say whether the load was steady after it."),
             click.option("--stop-after-window", is_flag=True,
                          help="End the replay there: turns in flight are cut short and do not count."),
-            click.option("--processes", type=_POSITIVE, default=1, metavar="N", show_default=True,
+            click.option("--processes", type=POSITIVE, default=1, metavar="N", show_default=True,
                          help="Of this client, each with its share of the conversations, when one cannot keep up."),
             click.option("--max-lag", type=click.FloatRange(0, min_open=True), default=MAX_LAG_S,
                          metavar="S", show_default=True, help="Results are void when this program was itself later."),
@@ -76,15 +82,15 @@ def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
                          help="Multiply recorded times by F."),
             click.option("--seed", type=click.IntRange(min=0), default=0, metavar="N", show_default=True,
                          help="Of arrivals, pauses and input tokens."),
-            click.option("--max-turns", type=_POSITIVE, metavar="N", help="Per conversation."),
-            click.option("--max-input-tokens", type=_POSITIVE, metavar="N", help="Per turn."),
-            click.option("--max-output-tokens", type=_POSITIVE, metavar="N", help="Per turn."),
+            click.option("--max-turns", type=POSITIVE, metavar="N", help="Per conversation."),
+            click.option("--max-input-tokens", type=POSITIVE, metavar="N", help="Per turn."),
+            click.option("--max-output-tokens", type=POSITIVE, metavar="N", help="Per turn."),
             click.option("--scale-lengths", type=click.FloatRange(0, min_open=True), default=1.0, metavar="F",
                          help="Multiply all lengths by F, for models with short contexts."),
-            click.option("--concurrency", type=_POSITIVE, metavar="N", help="At most N conversations at once."),
+            click.option("--concurrency", type=POSITIVE, metavar="N", help="At most N conversations at once."),
             click.option("--force-lengths/--no-force-lengths", default=True,
                          help="Answers of exactly the recorded lengths, or at most so long."),
-            click.option("--tokenizer", type=_FOLDER, metavar="FOLDER",
+            click.option("--tokenizer", type=FOLDER, metavar="FOLDER",
                          help="Model folder whose tokenizer counts the text of a ShareGPT file; default: an estimate."),
         )
     ):  # fmt: skip
@@ -99,7 +105,7 @@ def make_plan(
     max_lag: float, time_scale: float, seed: int, max_turns: int | None, max_input_tokens: int | None,
     max_output_tokens: int | None, scale_lengths: float, concurrency: int | None, force_lengths: bool,
     tokenizer: Path | None,
-) -> Plan:  # fmt: skip
+) -> ReplayPlan:  # fmt: skip
     """From the values of ``workload_options``. Raises click exceptions."""
     if clients and (rate is not None or concurrency):
         raise click.UsageError("--clients goes without --rate and --concurrency")
@@ -130,9 +136,9 @@ def make_plan(
         raise click.UsageError(
             "pauses need --rate or --clients: this dataset says itself when turns are sent"
         )
-    return Plan(
+    return ReplayPlan(
         data,
-        Shape(scale_lengths, max_turns, max_input_tokens, max_output_tokens),
+        Shaping(scale_lengths, max_turns, max_input_tokens, max_output_tokens),
         Arrivals(rate or None, think_time, recorded, time_scale, seed, clients, think_per_token,
                  think_minimum if think_per_token else 0.0, gaps, run_in),
         RunOptions(force_lengths, concurrency or clients, seed, max_lag_s=max_lag, processes=processes,
@@ -148,12 +154,12 @@ def _loaded(path: Path, tokenizer: Path | None, limit: int | None) -> Dataset:
 
 
 def run_with_progress(
-    plan: Plan | Sequence[Plan], targets: Sequence[Target], console: Console
+    plan: ReplayPlan | Sequence[ReplayPlan], targets: Sequence[Target], console: Console
 ) -> dict[str, Any]:
     """Like ``session.run`` or ``run_all``, with a line per run on the terminal. Raises ClickException."""
     with LiveProgress(console) as live:
         try:
-            plans = [plan] if isinstance(plan, Plan) else plan
+            plans = [plan] if isinstance(plan, ReplayPlan) else plan
             return asyncio.run(_until_terminated(run_all(plans, targets, live)))
         except asyncio.CancelledError:
             sys.exit(128 + signal.SIGTERM)
@@ -178,7 +184,7 @@ class _Replay(click.Command):
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
         if args[:1] == ["compare"]:
-            from pensieve.replay.presentation.compare import compare
+            from pensieve.replay.compare_command import compare
 
             return compare.make_context(f"{info_name} compare", args[1:], parent, **extra)
         return super().make_context(info_name, args, parent, **extra)
@@ -197,8 +203,8 @@ class _Replay(click.Command):
     metavar="N,N,…",
     help="A run for each of these seeds, and 95 % confidence intervals.",
 )
-@click.option("--vocab-size", type=_POSITIVE, metavar="N", help="For servers that do not tell theirs.")
-@click.option("--context-limit", type=_POSITIVE, metavar="N", help="Contexts stay below.")
+@click.option("--vocab-size", type=POSITIVE, metavar="N", help="For servers that do not tell theirs.")
+@click.option("--context-limit", type=POSITIVE, metavar="N", help="Contexts stay below.")
 @output_options
 def replay(
     targets: list[Target], rates: tuple[float, ...], seeds: tuple[int, ...], vocab_size: int | None,
@@ -236,11 +242,11 @@ def _plans(
     seeds: tuple[int, ...],
     vocab_size: int,
     context_limit: int,
-) -> list[Plan]:
+) -> list[ReplayPlan]:
     """One for each rate and seed, with inputs of its own."""
     if rates and (workload["rate"] is not None or workload["clients"]):
         raise click.UsageError("--rates goes without --rate and --clients")
-    found: list[Plan] = []
+    found: list[ReplayPlan] = []
     for rate in rates or (workload["rate"],):
         for seed in seeds or (workload["seed"],):
             plan = make_plan(**(workload | {"rate": rate, "seed": seed}))
@@ -260,12 +266,6 @@ def _say_what_is_wrong(report: dict[str, Any]) -> None:
         click.echo("No results: the client was too late, so what it saw is not the servers' doing.", err=True)
         for reason in report["invalid_reasons"]:
             click.echo(f"  {reason}", err=True)
-
-
-def wide_console(*, record: bool = False) -> Console:
-    """On stdout; where that is no terminal, wide enough for the tables."""
-    console = Console(record=record)
-    return console if console.is_terminal else Console(record=record, width=140)
 
 
 def _counter(folder: Path | None) -> CountTokens:

@@ -1,4 +1,4 @@
-"""Parameters that several commands take: a dataset, lists of numbers, and what is written."""
+"""What the commands of ``replay`` and ``simulate`` share: types of parameters, options for output, the console."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
 
 from pensieve.replay.load.generators import NAMES
 
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-_OUTPUT = click.Path(dir_okay=False, path_type=Path)
+POSITIVE = click.IntRange(min=1)
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+OUTPUT = click.Path(dir_okay=False, path_type=Path)
+OUTPUT_FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
 class DatasetName(click.ParamType):  # type: ignore[type-arg]  # generic only in newer versions
@@ -23,7 +27,7 @@ class DatasetName(click.ParamType):  # type: ignore[type-arg]  # generic only in
     name = "dataset"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path | str:
-        return str(value) if value in NAMES else Path(_FILE.convert(value, param, ctx))
+        return str(value) if value in NAMES else Path(FILE.convert(value, param, ctx))
 
 
 def numbers(
@@ -81,11 +85,11 @@ class Outputs:
 def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """``--json``, ``--html`` and ``--plots``; the command gets them as ``outputs``."""
 
-    @click.option("--json", "json_file", type=_OUTPUT, metavar="FILE", help="Write all numbers.")
+    @click.option("--json", "json_file", type=OUTPUT, metavar="FILE", help="Write all numbers.")
     @click.option(
-        "--html", "html_file", type=_OUTPUT, metavar="FILE", help="Write one page of plots and tables."
+        "--html", "html_file", type=OUTPUT, metavar="FILE", help="Write one page of plots and tables."
     )
-    @click.option("--plots", "plots_folder", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER",
+    @click.option("--plots", "plots_folder", type=OUTPUT_FOLDER, metavar="FOLDER",
                   help="Write the plots as PNG and SVG.")  # fmt: skip
     @wraps(command)
     def wrapped(
@@ -94,3 +98,9 @@ def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(outputs=Outputs(json_file, html_file, plots_folder), **others)
 
     return wrapped
+
+
+def wide_console(*, record: bool = False) -> Console:
+    """On stdout; where that is no terminal, wide enough for the tables."""
+    console = Console(record=record)
+    return console if console.is_terminal else Console(record=record, width=140)

@@ -10,27 +10,27 @@ from typing import Any
 
 from pensieve.replay.load.run_in import run_in
 from pensieve.replay.load.schedule import Arrivals, Script, scripts
-from pensieve.replay.load.shaping import Shape, Shaped, shape
+from pensieve.replay.load.shaping import Shaped, Shaping, shape
 from pensieve.replay.load.workload import Dataset
 from pensieve.replay.measure.receipts import violations
 from pensieve.replay.measure.report import SCHEMA, environment, summarise
 from pensieve.replay.measure.validity import client_lag, intervals
 from pensieve.replay.measure.windows import Window, cut, running_turns, sent_turns
 from pensieve.replay.play import crew, runner
-from pensieve.replay.play.runner import Outcome, RunOptions
 from pensieve.replay.play.watching import Watcher
+from pensieve.replay.records import Outcome, RunOptions
 from pensieve.replay.targets import server_counters
-from pensieve.replay.targets.base import Remote, Target, TargetInfo, TurnFailed
+from pensieve.replay.targets.base import Remote, Target, TargetInfo, TurnFailed, empty_cache
 from pensieve.replay.targets.server_counters import Counters
 from pensieve.replay.targets.started_target import StartedTarget
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ReplayPlan:
     """What to replay, and how."""
 
     dataset: Dataset
-    shape: Shape
+    shape: Shaping
     arrivals: Arrivals
     run: RunOptions
     vocab_size: int = 0
@@ -44,7 +44,7 @@ class Plan:
 class _Prepared:
     """A plan, cut to what all targets hold."""
 
-    plan: Plan
+    plan: ReplayPlan
     shaped: Shaped
     scripts: list[Script]
     vocab_size: int
@@ -63,13 +63,13 @@ class _Lost:
 _NOBODY = Watcher()
 
 
-async def run(plan: Plan, targets: Sequence[Target], watch: Watcher = _NOBODY) -> dict[str, Any]:
+async def run(plan: ReplayPlan, targets: Sequence[Target], watch: Watcher = _NOBODY) -> dict[str, Any]:
     """``run_all`` of one plan."""
     return await run_all([plan], targets, watch)
 
 
 async def run_all(
-    plans: Sequence[Plan], targets: Sequence[Target], watch: Watcher = _NOBODY
+    plans: Sequence[ReplayPlan], targets: Sequence[Target], watch: Watcher = _NOBODY
 ) -> dict[str, Any]:
     """The report, ready for JSON. All targets get the same token ids at the same times, one target after the other.
 
@@ -113,7 +113,7 @@ async def run_all(
 
 
 async def _meet(
-    targets: Sequence[Target], plan: Plan, lost: dict[int, _Lost], watch: Watcher
+    targets: Sequence[Target], plan: ReplayPlan, lost: dict[int, _Lost], watch: Watcher
 ) -> dict[int, TargetInfo]:
     """What each target can hold. One that is started for this, and is not the only one, is stopped again.
 
@@ -143,7 +143,7 @@ async def _open(target: Target, watch: Watcher) -> TargetInfo:
         return await target.open()
 
 
-def _prepare(plan: Plan, infos: Sequence[TargetInfo]) -> _Prepared:
+def _prepare(plan: ReplayPlan, infos: Sequence[TargetInfo]) -> _Prepared:
     limit = min([info.context_limit for info in infos if info.context_limit] + [plan.context_limit or 2**31])
     vocab = min([info.vocab_size for info in infos if info.vocab_size] + [plan.vocab_size or 2**31])
     if 2**31 in (limit, vocab):
@@ -183,9 +183,8 @@ async def _play(
     """The ``targets`` entry of a run. Raises TurnFailed when a started server ends before the run does."""
     cache = "as found"
     if index:
-        evict = getattr(target, "evict", None)
         try:
-            cache = "sessions deleted" if evict is None else await evict()
+            cache = await empty_cache(target)
         except TurnFailed as failure:
             cache = f"not emptied: {failure}"
     plan = work.plan

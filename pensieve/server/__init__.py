@@ -4,6 +4,6 @@
 ``turns`` and ``sessions`` over ``history``, with an engine behind ``links``. ``operations`` runs beside the service:
 metrics, health, the admin port, recordings.
 
-May import: config, core, debug, engine.messages, engine.process, errors, logs, model, options, pensieve,
+May import: config, core, debug, engine.messages, engine.process, errors, frames, logs, model, options, pensieve,
 rpc_status, store, tokenizer, v1.
 """

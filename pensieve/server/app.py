@@ -32,7 +32,8 @@ from pensieve.debug import debug_enabled
 from pensieve.engine.process.host import DEFAULT_BUILDER
 from pensieve.errors import PensieveError
 from pensieve.logs import configure_logging
-from pensieve.model.arch import ModelError, load_generation
+from pensieve.model.arch import ModelError
+from pensieve.model.folder import load_generation
 from pensieve.model.resolve import display_name, resolve_model
 from pensieve.options.serve import ServeOptions
 from pensieve.server.conversations import Conversations

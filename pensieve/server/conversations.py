@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pensieve
-from pensieve.engine.messages import Residency
+from pensieve.core import packed_length
+from pensieve.engine.messages import ResidentTokens
 from pensieve.errors import PensieveError, Unavailable
 from pensieve.server import ids
 from pensieve.server.history.cache import Histories
@@ -93,10 +94,10 @@ class Conversations:
         items, prompt = await self._renderer.items(
             history, entries, Stamp(history.head_item + 1, "", 0), generation_prompt=True
         )
-        new = sum(len(item.tokens) // 4 for item in items) + len(prompt)
+        new = sum(packed_length(item.tokens) for item in items) + len(prompt)
         return ContextSize(new, past + new, limit)
 
-    async def residency(self, key: Key) -> Residency | None:
+    async def residency(self, key: Key) -> ResidentTokens | None:
         """In which tiers the session's KV lies; None when no engine can tell."""
         try:
             return await self._link.residency(ids.session_key(key))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field
 
+from pensieve.config import DISCONNECT_GRACE_S, HEARTBEAT_S, LEASE_S
 from pensieve.store.records import SamplingDefaults
 
 
@@ -43,13 +44,13 @@ class TurnSettings:
     limits: RequestLimits = RequestLimits()
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     """Sampling values where neither turn nor session says otherwise; what is unset here too is ``core.Sampling``'s."""
-    lease_s: float = 10.0
+    lease_s: float = LEASE_S
     """How long a turn of a dead replica blocks its session. Renewed every third of it."""
-    heartbeat_s: float = 10.0
+    heartbeat_s: float = HEARTBEAT_S
     """A stream is never silent for longer."""
     messages_per_s: float = 4000.0
     """With many streams, output is merged to stay below this rate (``turns.pace``): about half of one core."""
-    disconnect_grace_s: float = 15.0
+    disconnect_grace_s: float = DISCONNECT_GRACE_S
     """How long a turn that nobody listens to waits for a re-attach."""
     commit_retry_s: float = 30.0
     """How long a finished turn waits for a store that is down."""

@@ -24,7 +24,7 @@ from pensieve.core import RequestKey, Sampling, pack_tokens
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost.model import CostModel
 from pensieve.engine.engine import Engine
-from pensieve.engine.messages import Evict, Failed, Output, Ready, Submit
+from pensieve.engine.messages import EngineReady, Evict, Failed, Output, Submit
 from pensieve.engine.plan import Copy, PendingStep, Plan, SampleSpec, Span, StepResult, StepWorker
 from pensieve.engine.scheduler import Scheduler
 from pensieve.simulate.scenario.machine import Machine
@@ -100,7 +100,9 @@ class Calibrator:
             max_running=info.max_running,
         )
         scheduler = Scheduler(config, cache)
-        ready = Ready(scheduler.context_limit, worker.arch.vocab_size, info.device, info.dtype, 0, 0, size)
+        ready = EngineReady(
+            scheduler.context_limit, worker.arch.vocab_size, info.device, info.dtype, 0, 0, size
+        )
         self._engine = Engine(scheduler, self._timed, ready, clock, overlapped=info.device == "cuda")
         self._requests = 0
 

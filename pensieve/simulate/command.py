@@ -17,7 +17,7 @@ from pensieve.config import CacheConfig, parse_cache_size
 from pensieve.engine.cost.model import CostModel, CostProfileError
 from pensieve.replay.load.generators import generate
 from pensieve.replay.load.schedule import Gaps
-from pensieve.replay.load.shaping import Shape, shape
+from pensieve.replay.load.shaping import Shaping, shape
 from pensieve.replay.load.workload import Dataset, DatasetError, load
 from pensieve.replay.parameters import DatasetName, Outputs, numbers, output_options
 from pensieve.simulate.report import document, show
@@ -144,7 +144,7 @@ def simulate(
         _check_run_in(trace, sessions, seeds, settings)
     try:
         data = _dataset(trace, sessions, seed)
-        shaped = shape(data.conversations, Shape(), settings.context_limit)
+        shaped = shape(data.conversations, Shaping(), settings.context_limit)
         gaps = None if think_from is None else Gaps.of(load(think_from))
         loads = [
             Load(shaped.conversations, None if run_in else sessions, turns_per_s, think_time, number, gaps)

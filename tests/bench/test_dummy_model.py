@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pensieve.model.arch import load_arch
+from pensieve.model.folder import load_arch
 from pensieve.tokenizer import ChatTokenizer
 from support.replay.benches import load_bench
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from pensieve.replay.presentation.compare import compare
+from pensieve.replay.compare_command import compare
 from support.replay.benches import load_bench
 from support.sources import ROOT
 

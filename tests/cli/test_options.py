@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import tomllib
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from pensieve.config import EngineOptions, batch_limits
 from pensieve.options.serve import ServeOptions, resolve
 from pensieve.options.table import OPTIONS
 from pensieve.options.values import duration, is_loopback, split_address
+from pensieve.server.settings import TurnSettings
+from support.sources import tree
 
 
 def write(folder: Path, text: str) -> Path:
@@ -34,6 +37,30 @@ def test_table_and_struct_agree() -> None:
     assert sorted(option.field for option in OPTIONS) == sorted(ServeOptions.__struct_fields__)
     assert len({option.name for option in OPTIONS}) == len(OPTIONS)
     assert all(option.help.endswith(".") and option.why for option in OPTIONS)
+
+
+def test_each_default_is_written_once() -> None:
+    """Where a field has its default from another class or from a constant, it cannot drift from it."""
+    written: dict[str, list[str]] = {}
+    for module in ("config", "options/serve", "server/settings", "engine/worker/sizing"):
+        for owner in ast.walk(tree(Path(f"pensieve/{module}.py"))):
+            for line in owner.body if isinstance(owner, ast.ClassDef) else ():
+                # "" stands for nothing, which no other place can get wrong.
+                if (
+                    isinstance(line, ast.AnnAssign)
+                    and isinstance(line.value, ast.Constant)
+                    and line.value.value != ""
+                ):
+                    assert isinstance(owner, ast.ClassDef)
+                    written.setdefault(ast.unparse(line.target), []).append(f"{module}: {owner.name}")
+    assert {"chunk_tokens", "max_queued", "drain_grace_s"} <= set(written)
+    assert {name: places for name, places in written.items() if len(places) > 1} == {}
+
+
+def test_the_service_has_the_defaults_of_the_options() -> None:
+    options, settings = ServeOptions(), TurnSettings(replica="r")
+    for name in ("lease_s", "heartbeat_s", "disconnect_grace_s"):
+        assert getattr(settings, name) == getattr(options, name), name
 
 
 def test_defaults_pass_their_own_parser() -> None:

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from pensieve.cli.profile import profile
 from pensieve.engine.cost.model import CostModel
-from pensieve.engine.cost.probe import Point, Prober, split
+from pensieve.engine.cost.probe import CostPoint, Prober, split
 from pensieve.engine.plan import Plan, Sampled, StepResult, SynchronousWorker
 from support.engine.checkpoints import tiny_checkpoint
 
@@ -50,7 +50,9 @@ def test_recovers_the_cost_that_the_worker_has(chunk_tokens: int) -> None:
 
 
 def test_noise_never_makes_a_cost_negative_or_falling() -> None:
-    attention, other = split([Point(32, 1.0), Point(64, 0.9), Point(128, 1.1), Point(256, 1.05)])
+    attention, other = split(
+        [CostPoint(32, 1.0), CostPoint(64, 0.9), CostPoint(128, 1.1), CostPoint(256, 1.05)]
+    )
     costs = [cost for _, cost in attention]
     assert other == 0.9
     assert costs == sorted(costs)
@@ -59,7 +61,7 @@ def test_noise_never_makes_a_cost_negative_or_falling() -> None:
 
 def test_one_point_is_no_profile() -> None:
     with pytest.raises(ValueError, match="two points"):
-        split([Point(32, 1.0)])
+        split([CostPoint(32, 1.0)])
 
 
 def test_a_slow_run_does_not_count() -> None:

@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from pensieve.cli import chat as module
-from pensieve.cli.chat import Chat
+from pensieve.cli.chat import ChatLoop
 from pensieve.client import Client
 from pensieve.errors import Unauthenticated
 from support.faults.fake_faults import Fault, answer_to
@@ -134,8 +134,8 @@ def test_as_a_program(server: FakeServerThread) -> None:
     assert done.stdout == f"{answer_to('one')}\n{answer_to('two')}\n"
 
 
-def interactive(client: Client) -> tuple[Chat, io.StringIO, io.StringIO]:
-    chat = Chat(client.create_session(), {}, interactive=True)
+def interactive(client: Client) -> tuple[ChatLoop, io.StringIO, io.StringIO]:
+    chat = ChatLoop(client.create_session(), {}, interactive=True)
     out, notes = io.StringIO(), io.StringIO()
     chat._out, chat._notes = Console(file=out), Console(file=notes)
     return chat, out, notes

@@ -11,7 +11,7 @@ import pytest
 
 import pensieve
 import pensieve.client as sdk
-from pensieve.client._transport import CHANNEL_OPTIONS, SERVICE_CONFIG, Settings
+from pensieve.client._transport import CHANNEL_OPTIONS, SERVICE_CONFIG, ClientSettings
 
 ERRORS = set(
     [
@@ -124,15 +124,15 @@ def test_channel_options() -> None:
     assert options["grpc.keepalive_time_ms"] >= 20_000  # Servers allow no more frequent pings than that.
     assert options["grpc.max_receive_message_length"] == 16 * 1024 * 1024
     assert '"UNAVAILABLE"' in SERVICE_CONFIG
-    own = dict(Settings("x", options=[("grpc.keepalive_time_ms", 1)]).channel_options)
+    own = dict(ClientSettings("x", options=[("grpc.keepalive_time_ms", 1)]).channel_options)
     assert own == {**options, "grpc.keepalive_time_ms": 1}
 
 
 def test_targets_and_credentials() -> None:
-    assert Settings("pensieve://h:1").address == Settings("h:1").address == "h:1"
-    assert Settings("h:1").channel_credentials is None
-    assert Settings("h:1", tls=True).channel_credentials is not None
-    assert Settings("h:1", api_key="ck_1").metadata("sessions/a") == [
+    assert ClientSettings("pensieve://h:1").address == ClientSettings("h:1").address == "h:1"
+    assert ClientSettings("h:1").channel_credentials is None
+    assert ClientSettings("h:1", tls=True).channel_credentials is not None
+    assert ClientSettings("h:1", api_key="ck_1").metadata("sessions/a") == [
         ("x-session-route", "sessions/a"),
         ("authorization", "Bearer ck_1"),
     ]

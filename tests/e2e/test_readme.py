@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import doctest
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,3 +28,20 @@ def test_the_session_in_the_readme() -> None:
         result = doctest.DocTestRunner().run(example, clear_globs=False)
         scope["client"].close()
     assert result.failed == 0
+
+
+@pytest.mark.timeout(200)
+def test_commands_against_the_server_of_the_readme(tmp_path: Path) -> None:
+    """Every line of the README that talks to its server, in a shell that has the environment on its path."""
+    text = README.read_text(encoding="utf-8")
+    lines = re.findall(r"^\$ (pensieve \w+ .*--target .*127\.0\.0\.1:50051)$", text, re.MULTILINE)
+    assert {line.split()[1] for line in lines} == {"chat", "replay"}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    with ServerProcess("--model", "demo", "--store", "memory:", "--threads", "1") as server:
+        for line in lines:
+            done = subprocess.run(
+                line.replace("127.0.0.1:50051", server.target), shell=True, cwd=tmp_path, text=True, timeout=150,
+                input="My name is Ada.\n/quit\n", env=os.environ | {"PATH": path}, capture_output=True, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, f"{line}: {done.stderr}"
+            assert done.stdout.strip(), line

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from pensieve.config import CacheConfig, PolicyName
 from pensieve.core import SessionKey, TokenArray
-from pensieve.engine.cache.chunk import Place
+from pensieve.engine.cache.chunk import Place, Restore, TierTokens
 from pensieve.engine.cache.index import Reclaim, lowest
 from pensieve.engine.cache.manager import CacheManager
-from pensieve.engine.cache.restore import Restore, TierTokens
 from pensieve.engine.cost.model import CostModel
 
 COST = CostModel(((0, 0.0), (1000, 1000.0)), 4.0, 4)
@@ -116,11 +115,11 @@ def test_swap_out_ahead_keeps_the_device_copy_and_reclaims_it_lazily() -> None:
     cache.swap_out_ahead(2.0, limit=99)
     assert commit(cache) == (2, 0, 0)  # 2 of 8 free, 4 wanted
     assert (places(cache, "a"), places(cache, "b")) == ("BBDD", "DD")
-    serve(cache, "c", 12, now=3.0)  # two free slots and one reclaimed
+    serve(cache, "c", 12, now=3.0)  # two free pages and one reclaimed
     assert (places(cache, "a"), places(cache, "b"), places(cache, "c")) == ("HBDD", "DD", "DDD")
 
 
-def test_a_session_that_returns_before_its_slot_was_taken_hits_for_free() -> None:
+def test_a_session_that_returns_before_its_page_was_taken_hits_for_free() -> None:
     cache = make(8, 8, watermark=1.0)
     serve(cache, "a", 16, now=0.0)
     cache.swap_out_ahead(1.0, limit=99)
@@ -162,7 +161,7 @@ def test_holes_are_separate_ranges() -> None:
     cache = make(8, 8)
     serve(cache, "a", 24, now=0.0)
     for index in (1, 4):
-        cache.tiers.discard(cache._sessions[SessionKey("a")].chunks[index])
+        cache._tiers.discard(cache._sessions[SessionKey("a")].chunks[index])
     assert places(cache, "a") == "D.DD.D"
     restore = serve(cache, "a", 30, now=1.0, new=6)
     assert restore.missing == ((4, 8), (16, 20), (24, 30))
@@ -211,13 +210,13 @@ def test_a_forked_session_shares_until_it_writes() -> None:
     serve(cache, "a", 14, now=0.0)
     assert cache.fork(SessionKey("a"), SessionKey("b"), 14, 1.0) == 14
     cache.check()
-    assert cache.tiers.device.used == 4
+    assert cache.occupancy().device_used == 4 * 4
     key = SessionKey("b")
     restore = cache.admit(key, tokens(18), 4, 2.0)
     assert restore.gpu_cached == 14
     assert restore.missing == ((14, 18),)
     assert commit(cache) == (0, 1, 0)  # the partly filled tail was copied on write
-    assert cache.tiers.device.used == 6
+    assert cache.occupancy().device_used == 6 * 4
     for start, end in restore.missing:
         cache.computed(key, start, end)
     cache.release(key, 2.0)
@@ -226,7 +225,7 @@ def test_a_forked_session_shares_until_it_writes() -> None:
 
 
 def test_a_full_pool_of_shared_chunks_still_serves() -> None:
-    """No slot is left for the copy on write, so the tail is recomputed instead."""
+    """No page is left for the copy on write, so the tail is recomputed instead."""
     cache = make(4, 0)
     serve(cache, "a", 14, now=0.0)
     cache.fork(SessionKey("a"), SessionKey("b"), 14, 1.0)
@@ -242,7 +241,7 @@ def test_evict_frees_idle_sessions_only() -> None:
     assert cache.evict() == 8
     cache.check()
     assert cache.residency(SessionKey("a")) == TierTokens(0, 0)
-    assert cache.tiers.device.used == 2
+    assert cache.occupancy().device_used == 2 * 4
 
 
 @given(st.lists(st.floats(0, 100) | st.just(float("inf")), min_size=1, max_size=2000), st.integers(1, 50))

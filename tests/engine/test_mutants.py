@@ -10,6 +10,7 @@ import pytest
 from pensieve.config import CacheConfig, SchedulerConfig
 from pensieve.core import SessionKey
 from pensieve.engine.cache.manager import CacheManager
+from pensieve.engine.cache.tiers import Tiers
 from pensieve.engine.plan import StepWorker
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hash_worker import VOCABULARY, HashWorker, verify_tokens
@@ -63,9 +64,9 @@ def test_stale_host_copies_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_restore_that_evicts_itself_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pinning only what already has a slot lets a restore take the slots it has just given out."""
-    original = CacheManager._pin
+    """Pinning only what already has a page lets a restore take the pages that it has just handed out."""
+    original = Tiers.pin
     monkeypatch.setattr(
-        CacheManager, "_pin", lambda self, chunk: original(self, chunk) if chunk.device >= 0 else None
+        Tiers, "pin", lambda self, chunk: original(self, chunk) if chunk.device >= 0 else None
     )
     assert caught(lambda worker: worker)

@@ -18,8 +18,8 @@ from pensieve.engine.messages import (
     Failed,
     Finished,
     GetResidency,
-    Progress,
-    Residency,
+    RequestProgress,
+    ResidentTokens,
     Submit,
 )
 from pensieve.engine.plan import Plan
@@ -105,7 +105,7 @@ def test_dropped_range_and_new_input_are_two_spans_of_one_step() -> None:
     rig = Rig(CacheConfig(device_chunks=10, host_chunks=0, chunk_tokens=4, swap_watermark=0.0))
     rig.turn("a", 14, 2)
     rig.driver.run_until_idle()
-    rig.turn("b", 27, 1)  # takes seven of ten slots: drops a's first chunk
+    rig.turn("b", 27, 1)  # takes seven of ten pages: drops a's first chunk
     rig.driver.run_until_idle()
     rig.driver.start_turn("a", [1, 2, 3], 1)
     plan = rig.step()
@@ -131,7 +131,7 @@ def test_the_youngest_is_suspended_and_returns_first() -> None:
 
 
 def ahead_of_time(plan: Plan) -> bool:
-    """Whether a plan saves a chunk whose slot it does not itself give to another."""
+    """Whether a plan saves a chunk whose page it does not itself hand to another."""
     reused = {copy.dst for copy in plan.swap_in + plan.copies}.union(
         *(set(t.tolist()) for t in plan.page_tables)
     )
@@ -254,7 +254,7 @@ def test_an_end_that_shows_late_costs_no_step_and_leaves_the_whole_turn_cached()
     assert rig.driver.finished[0].output == answer and key is not None
     assert len(rig.worker.plans) == 4  # in the fourth, the one behind the end was sampled in vain
     (residency,) = rig.engine.handle(GetResidency(1, "a"))
-    assert isinstance(residency, Residency) and residency.device_tokens == 13
+    assert isinstance(residency, ResidentTokens) and residency.device_tokens == 13
 
 
 def test_a_generation_suspended_in_its_last_step_ends_without_coming_back() -> None:
@@ -278,7 +278,7 @@ def test_a_generation_suspended_in_its_last_step_ends_without_coming_back() -> N
 def test_a_context_that_can_never_fit_is_refused_at_once(count: int, refused: bool) -> None:
     rig = Rig()
     events = rig.engine.handle(Submit(1, "a", pack_tokens(range(count)), count, Sampling()))
-    assert isinstance(events[0], Failed if refused else Progress)
+    assert isinstance(events[0], Failed if refused else RequestProgress)
     if refused:
         assert events[0].reason == "CONTEXT_LIMIT_EXCEEDED"
         assert not rig.engine.has_work
@@ -305,7 +305,7 @@ def test_progress_names_the_phase() -> None:
         (event.phase, event.tokens_done)
         for _ in range(2)
         for event in rig.engine.step()
-        if isinstance(event, Progress)
+        if isinstance(event, RequestProgress)
     ]
     assert phases == [(Phase.PREFILL, 16), (Phase.DECODE, 20)]
 
@@ -318,5 +318,5 @@ def test_cancel_leaves_what_was_computed() -> None:
     assert not rig.engine._scheduler.has_requests
     rig.engine.check()
     (residency,) = rig.engine.handle(GetResidency(1, "a"))
-    assert isinstance(residency, Residency)
+    assert isinstance(residency, ResidentTokens)
     assert residency.device_tokens == 16

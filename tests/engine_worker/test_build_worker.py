@@ -11,7 +11,7 @@ import torch
 from pensieve.config import EngineOptions, parse_cache_size
 from pensieve.engine.worker.sizing import worker_info
 from pensieve.engine.worker.torch_worker import build_worker
-from pensieve.model.arch import load_arch
+from pensieve.model.folder import load_arch
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from transformers.generation import logits_process as hf
 from pensieve.core import Sampling
 from pensieve.engine.plan import SampleSpec
 from pensieve.engine.sampling.draw import Parameters, draw, weigh
-from pensieve.engine.sampling.rows import MAX_TOP_K, Group, prepare, uniform
+from pensieve.engine.sampling.rows import MAX_TOP_K, DrawGroup, prepare, uniform
 from pensieve.engine.sampling.sampler import choose, clean, sample
 from support.engine.slow_sampler import slow_sample, slow_uniform
 
@@ -243,7 +243,7 @@ def test_a_number_of_zero_takes_the_first_token_that_is_left() -> None:
         top_k=torch.tensor([[2]]),
         top_p=torch.ones(1, 1, dtype=torch.float64),
     )
-    group = Group(0, 1, min_p=False, top_p=False, top_k=True, most=2)
+    group = DrawGroup(0, 1, min_p=False, top_p=False, top_k=True, most=2)
     assert draw(rows, rows.amax(dim=1, keepdim=True), parameters, group).tolist() == [3]
 
 

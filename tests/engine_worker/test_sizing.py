@@ -14,7 +14,7 @@ from pensieve.engine.worker.sizing import (
     GIB,
     FreeMemory,
     Placement,
-    Tiers,
+    TierSizes,
     WorkerInfo,
     report,
     resolve_device,
@@ -47,7 +47,7 @@ GPU = Placement("cuda", "bfloat16", 4096, 2048, 256)
 CPU = Placement("cpu", "bfloat16", 4096, 512, 64)
 
 
-def sizes(place: Placement, device_gib: float, host_gib: float, **values: Any) -> Tiers:
+def sizes(place: Placement, device_gib: float, host_gib: float, **values: Any) -> TierSizes:
     options = EngineOptions(model="/m", **values)
     return tier_sizes(options, ARCH, place, FreeMemory(int(device_gib * GIB), int(host_gib * GIB)))
 
@@ -77,7 +77,7 @@ def test_auto_host_tier_leaves_half_of_the_memory() -> None:
 
 
 def test_auto_on_a_cpu_is_modest() -> None:
-    assert sizes(CPU, 16, 16) == Tiers(GIB // CHUNK, GIB // CHUNK, *["auto: 1 GiB on a CPU"] * 2)
+    assert sizes(CPU, 16, 16) == TierSizes(GIB // CHUNK, GIB // CHUNK, *["auto: 1 GiB on a CPU"] * 2)
     small = sizes(CPU, 0.5, 0.5)
     assert small.device_chunks == GIB // 2 // CHUNK
     assert (small.device_chunks + small.host_chunks) * CHUNK <= GIB // 2

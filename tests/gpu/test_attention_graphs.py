@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from pensieve.kernels.attention.buffers import AttentionPlan, Scratch, geometry_for, plan_key, words_of
-from pensieve.kernels.attention.kinds import Kind, capacity_for, classify
+from pensieve.kernels.attention.kinds import StepKind, capacity_for, classify
+from pensieve.kernels.attention.plan import AttentionPlan, Scratch, geometry_for, plan_key, words_of
 from pensieve.kernels.ragged_paged_attention import ragged_paged_attention
 from pensieve.kernels.reference import ragged_paged_attention as reference
 from pensieve.kernels.span_table import HostSpans, SpanTable
@@ -24,18 +24,18 @@ HEADS = [(40, 40), (40, 10), (32, 8), (12, 2)]
 SCALE = DIM**-0.5
 
 
-def lengths_of(kind: Kind, groups: int, dice: random.Random) -> list[int]:
+def lengths_of(kind: StepKind, groups: int, dice: random.Random) -> list[int]:
     """Lengths of a step's spans; ``classify`` may have another opinion of the kind, and the plan takes it anyway."""
     narrow, few = 16 // groups, 64 // groups
-    if kind is Kind.NARROW:
+    if kind is StepKind.NARROW:
         return [dice.randint(1, narrow) for _ in range(dice.randint(1, SPANS))]
-    if kind is Kind.SHORT:
+    if kind is StepKind.SHORT:
         return [dice.randint(1, 2 * narrow) for _ in range(dice.randint(1, min(SPANS, TOKENS // 40)))]
-    if kind is Kind.FEW:
+    if kind is StepKind.FEW:
         return [dice.randint(1, few) for _ in range(dice.randint(1, min(SPANS, TOKENS // few)))]
     wide = [dice.randint(few + 1, 180) for _ in range(dice.randint(1, 3))]
     decodes = [dice.randint(1, min(3, narrow)) for _ in range(dice.randint(1, 30))]
-    return wide + decodes if kind is Kind.MIXED else wide
+    return wide + decodes if kind is StepKind.MIXED else wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Bench:
         return found
 
 
-def make_bench(kind: Kind, heads: int, kv_heads: int, copies: int) -> Bench:
+def make_bench(kind: StepKind, heads: int, kv_heads: int, copies: int) -> Bench:
     torch.manual_seed(0)
     pages = -(-CONTEXT // PAGE)
     shape = (SPANS * pages // 4, 2, kv_heads, PAGE, DIM)
@@ -84,7 +84,7 @@ def make_bench(kind: Kind, heads: int, kv_heads: int, copies: int) -> Bench:
     return Bench(q, pools, flat, plan, table)
 
 
-def step(kind: Kind, groups: int, seed: int) -> HostSpans:
+def step(kind: StepKind, groups: int, seed: int) -> HostSpans:
     """Spans of a random step whose page tables lie end to end."""
     dice = random.Random(seed)
     lengths = lengths_of(kind, groups, dice)
@@ -105,8 +105,8 @@ def captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("kind", list(Kind))
-def test_a_graph_made_without_a_step_serves_all_of_its_kind(kind: Kind, heads: tuple[int, int]) -> None:
+@pytest.mark.parametrize("kind", list(StepKind))
+def test_a_graph_made_without_a_step_serves_all_of_its_kind(kind: StepKind, heads: tuple[int, int]) -> None:
     bench = make_bench(kind, *heads, copies=1)
     outs: list[torch.Tensor] = []
 
@@ -117,7 +117,7 @@ def test_a_graph_made_without_a_step_serves_all_of_its_kind(kind: Kind, heads: t
     pinned = torch.zeros(len(bench.plan.words), dtype=torch.int32, pin_memory=True)
     for seed in range(5):
         host = step(kind, heads[0] // heads[1], seed)
-        if kind in (Kind.NARROW, Kind.MIXED):
+        if kind in (StepKind.NARROW, StepKind.MIXED):
             assert classify(host, bench.plan.geometry) is kind
         packed = bench.plan.pack(host)
         pinned[: len(packed)] = torch.from_numpy(packed)
@@ -134,8 +134,8 @@ def test_a_graph_made_without_a_step_serves_all_of_its_kind(kind: Kind, heads: t
 
 
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("kind", list(Kind))
-def test_layers_that_follow_each_other_at_once(kind: Kind, heads: tuple[int, int]) -> None:
+@pytest.mark.parametrize("kind", list(StepKind))
+def test_layers_that_follow_each_other_at_once(kind: StepKind, heads: tuple[int, int]) -> None:
     """Calls share words and scratch; each must see its own pieces only, and leave nothing for the next to miss."""
     bench = make_bench(kind, *heads, copies=6)
     host = step(kind, heads[0] // heads[1], seed=3)
@@ -161,8 +161,8 @@ def test_layers_that_follow_each_other_at_once(kind: Kind, heads: tuple[int, int
 
 
 def test_wide_items_stay_on_their_share_of_the_device() -> None:
-    bench = make_bench(Kind.MIXED, 40, 10, copies=1)
-    host = step(Kind.MIXED, 4, seed=3)
+    bench = make_bench(StepKind.MIXED, 40, 10, copies=1)
+    host = step(StepKind.MIXED, 4, seed=3)
     bench.plan.refill(host)
     want = bench.call(0)
     if not bench.plan.wide.hopper:
@@ -173,7 +173,7 @@ def test_wide_items_stay_on_their_share_of_the_device() -> None:
 
 
 def test_a_plan_for_bulk_copies_refuses_other_tensors() -> None:
-    bench = make_bench(Kind.WIDE, 8, 2, copies=1)
+    bench = make_bench(StepKind.WIDE, 8, 2, copies=1)
     if not bench.plan.wide.hopper:
         pytest.skip("only the kernel for Hopper addresses memory by bulk copies")
     odd = torch.zeros(TOKENS, 8, DIM + 1, device=CUDA, dtype=torch.bfloat16)[:, :, :DIM]

@@ -7,9 +7,9 @@ import torch
 
 from pensieve.kernels import reference
 from pensieve.kernels.activation import activate
+from pensieve.kernels.arguments import Activation, HeadPrep
 from pensieve.kernels.kv_write import kv_write
 from pensieve.kernels.norm import add_norm
-from pensieve.kernels.reference import Activation, HeadPrep
 from pensieve.model.ops import triton_ops
 from pensieve.model.transformer import Transformer
 from support.kernels.decoder_cases import check_activation, check_heads, check_norm, head_case

@@ -16,8 +16,8 @@ from pensieve.engine.cost.profiles import profile_directory, stored_or_quick_pro
 from pensieve.engine.plan import Plan, SampleSpec, Span
 from pensieve.engine.worker.sizing import report
 from pensieve.engine.worker.torch_worker import Worker, build_worker
-from pensieve.model.arch import load_arch
 from pensieve.model.filling import MOST_THREADS, PIECE_BYTES, Fill, fill_all
+from pensieve.model.folder import load_arch
 from pensieve.model.weights import Weights, load_weights, tensors_of, weight_bytes
 from support.engine.checkpoints import FAMILIES, Family, tiny_checkpoint
 

@@ -12,7 +12,7 @@ import torch
 from pensieve.core import RequestKey
 from pensieve.engine.kv import pinned
 from pensieve.engine.kv import queue as swap_queue
-from pensieve.engine.kv.copy import make_copy
+from pensieve.engine.kv.mechanisms import make_copy
 from pensieve.engine.kv.pinned import PinnedMemory
 from pensieve.engine.kv.pools import KvPools
 from pensieve.engine.kv.swap import RestoreMismatch, SwapEngine

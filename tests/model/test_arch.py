@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from pensieve.core import Sampling
-from pensieve.model.arch import Arch, ModelError, Rope, load_arch
+from pensieve.model.arch import Arch, ModelError, Rope
+from pensieve.model.folder import load_arch
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pensieve.model.arch import ModelError, load_arch
+from pensieve.model.arch import ModelError
+from pensieve.model.folder import load_arch
 from pensieve.model.weights import Weights, load_weights, weight_bytes
 from support.engine.checkpoints import Family, tiny_checkpoint
 

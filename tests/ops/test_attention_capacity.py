@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pensieve.kernels.attention.buffers import HEADER, AttentionPlan, Scratch, words_of
-from pensieve.kernels.attention.kinds import Capacity, Geometry, Kind, capacity_for, classify
-from pensieve.kernels.attention.plan import ITEM, make_work
+from pensieve.kernels.attention.kinds import Capacity, Geometry, StepKind, capacity_for, classify
+from pensieve.kernels.attention.plan import HEADER, AttentionPlan, Scratch, words_of
 from pensieve.kernels.attention.tiles import choose_tiles
+from pensieve.kernels.attention.work_lists import ITEM, make_work_lists
 from pensieve.kernels.span_table import HostSpans, SpanTable
 
 SHAPES = [(40, 40), (40, 10), (32, 8), (14, 2), (1, 1), (40, 1), (64, 8)]
@@ -62,7 +62,7 @@ def test_no_step_of_a_kind_exceeds_its_capacity(data: st.DataObject) -> None:
         data.draw(st.sampled_from([most, limit])),
         where,
     )
-    work = make_work(host, tokens, where, where.tiles, kind)
+    work = make_work_lists(host, tokens, where, where.tiles, kind)
     need = Capacity(len(work.narrow), len(work.wide), len(work.merges), work.partial_rows)
     for name in FIELDS:
         assert getattr(need, name) <= getattr(capacity, name), (name, kind, need, capacity)
@@ -72,8 +72,8 @@ def test_capacities_are_tight_where_graphs_live() -> None:
     """A launch has a program per item and KV head: those beyond a step's own cost time."""
     for batch, context in ((1, 16384), (8, 4096), (32, 1024), (256, 4096)):
         host = spans_of([1] * batch, [context] * batch)
-        work = make_work(host, batch, LLAMA, TILES, Kind.NARROW)
-        capacity = capacity_for(Kind.NARROW, batch, batch, context, LLAMA)
+        work = make_work_lists(host, batch, LLAMA, TILES, StepKind.NARROW)
+        capacity = capacity_for(StepKind.NARROW, batch, batch, context, LLAMA)
         surplus = (capacity.narrow - len(work.narrow)) * LLAMA.kv_heads
         assert surplus <= TILES.narrow.resident * LLAMA.multiprocessors
         assert capacity.wide == 0
@@ -82,21 +82,22 @@ def test_capacities_are_tight_where_graphs_live() -> None:
 @pytest.mark.parametrize(
     ("lengths", "context", "kind"),
     [
-        ([], 50, Kind.NARROW), ([0, 0], 50, Kind.NARROW), ([1, 4, 0], 50, Kind.NARROW), ([1, 5], 50, Kind.FEW),
-        ([16, 0], 50, Kind.FEW), ([17], 50, Kind.FEW), ([8] * 30, 1000, Kind.SHORT), ([8] * 26, 1000, Kind.FEW),
-        ([8] * 40, 1000, Kind.FEW), ([8] * 30, 2000, Kind.FEW), ([1] * 29 + [8], 1000, Kind.SHORT),
-        ([8] * 29 + [9], 1000, Kind.FEW), ([1024], 50, Kind.WIDE), ([1024, 1], 50, Kind.MIXED),
-        ([16] * 2000, 50, Kind.FEW), ([1, 17], 50, Kind.MIXED),
+        ([], 50, StepKind.NARROW), ([0, 0], 50, StepKind.NARROW), ([1, 4, 0], 50, StepKind.NARROW),
+        ([1, 5], 50, StepKind.FEW), ([16, 0], 50, StepKind.FEW), ([17], 50, StepKind.FEW),
+        ([8] * 30, 1000, StepKind.SHORT), ([8] * 26, 1000, StepKind.FEW),
+        ([8] * 40, 1000, StepKind.FEW), ([8] * 30, 2000, StepKind.FEW), ([1] * 29 + [8], 1000, StepKind.SHORT),
+        ([8] * 29 + [9], 1000, StepKind.FEW), ([1024], 50, StepKind.WIDE), ([1024, 1], 50, StepKind.MIXED),
+        ([16] * 2000, 50, StepKind.FEW), ([1, 17], 50, StepKind.MIXED),
     ],
 )  # fmt: skip
-def test_kinds(lengths: list[int], context: int, kind: Kind) -> None:
+def test_kinds(lengths: list[int], context: int, kind: StepKind) -> None:
     assert classify(spans_of(lengths, [context] * len(lengths)), LLAMA) is kind
 
 
 def test_all_wide_blocks_go_to_a_hopper_device() -> None:
     host = spans_of([17], [50])
-    assert classify(host, replace(LLAMA, hopper=True)) is Kind.WIDE
-    assert classify(spans_of([16, 1], [50, 50]), replace(LLAMA, hopper=True)) is Kind.FEW
+    assert classify(host, replace(LLAMA, hopper=True)) is StepKind.WIDE
+    assert classify(spans_of([16, 1], [50, 50]), replace(LLAMA, hopper=True)) is StepKind.FEW
 
 
 @pytest.mark.parametrize("heads", SHAPES)
@@ -105,7 +106,7 @@ def test_wide_items_get_a_share_of_the_device(heads: tuple[int, int]) -> None:
 
     def share(lengths: list[int], contexts: list[int]) -> int:
         host = spans_of(lengths, contexts)
-        return make_work(host, int(host[:, 1].sum()), where, where.tiles, Kind.MIXED).wide_programs
+        return make_work_lists(host, int(host[:, 1].sum()), where, where.tiles, StepKind.MIXED).wide_programs
 
     little = share([1] * 100 + [200], [2000] * 100 + [300])
     much = share([1] * 100 + [2000] * 4, [2000] * 100 + [4000] * 4)
@@ -114,15 +115,15 @@ def test_wide_items_get_a_share_of_the_device(heads: tuple[int, int]) -> None:
 
 
 def test_words_lie_in_memory_of_the_caller() -> None:
-    capacity = capacity_for(Kind.NARROW, 8, 8, 4096, LLAMA)
+    capacity = capacity_for(StepKind.NARROW, 8, 8, 4096, LLAMA)
     upload = torch.zeros(words_of(capacity) + 20, dtype=torch.int32)
     plan = AttentionPlan(
-        8, LLAMA, CPU, kind=Kind.NARROW, capacity=capacity, words=upload[10 : 10 + words_of(capacity)]
+        8, LLAMA, CPU, kind=StepKind.NARROW, capacity=capacity, words=upload[10 : 10 + words_of(capacity)]
     )
     host = spans_of([1] * 8, [4096] * 8)
     packed = plan.pack(host)
     assert not upload.any(), "packing alone changes nothing"
-    work = make_work(host, 8, LLAMA, TILES, Kind.NARROW)
+    work = make_work_lists(host, 8, LLAMA, TILES, StepKind.NARROW)
     assert packed.dtype == np.int32 and packed[:3].tolist() == [len(work.narrow), 0, len(work.merges)]
     assert len(packed) == HEADER + work.narrow.size + work.merges.size <= len(plan.words)
     assert (packed[HEADER : HEADER + work.narrow.size].reshape(-1, ITEM) == work.narrow).all()
@@ -135,7 +136,7 @@ def test_memory_that_does_not_fit_is_refused() -> None:
     capacity = Capacity(4, 0, 8, 64)
 
     def plan(**more: torch.Tensor | Scratch) -> AttentionPlan:
-        return AttentionPlan(4, LLAMA, CPU, kind=Kind.NARROW, capacity=capacity, **more)  # type: ignore[arg-type]
+        return AttentionPlan(4, LLAMA, CPU, kind=StepKind.NARROW, capacity=capacity, **more)  # type: ignore[arg-type]
 
     needed = words_of(capacity)
     for words in (
@@ -154,7 +155,7 @@ def test_memory_that_does_not_fit_is_refused() -> None:
 
 def test_a_plan_refuses_what_its_graph_has_no_launch_for() -> None:
     plan = AttentionPlan(
-        64, LLAMA, CPU, kind=Kind.NARROW, capacity=capacity_for(Kind.NARROW, 64, 64, 4096, LLAMA)
+        64, LLAMA, CPU, kind=StepKind.NARROW, capacity=capacity_for(StepKind.NARROW, 64, 64, 4096, LLAMA)
     )
     with pytest.raises(ValueError, match="needs wide"):
         plan.pack(spans_of([1, 30], [9, 900]))

@@ -9,7 +9,7 @@ import pytest
 import triton
 
 from pensieve.kernels import activation, kv_write, norm
-from pensieve.kernels.reference import Activation
+from pensieve.kernels.arguments import Activation
 from support.kernels.compiled_kernels import CUOBJDUMP, Binary, build
 
 REGISTERS = 65536

@@ -14,7 +14,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from pensieve.kernels.attention.hopper import launch as attention_hopper
+from pensieve.kernels.attention.hopper import launch as hopper
 from pensieve.kernels.attention.hopper.launch import (
     FIRST_VERSION,
     GROUP_ROWS,
@@ -131,7 +131,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch.cuda, "get_device_capability", lambda device: (9, 0) if device.index == 0 else (8, 0)
     )
-    monkeypatch.setattr(attention_hopper.triton, "__version__", "3.6.0")
+    monkeypatch.setattr(hopper.triton, "__version__", "3.6.0")
     cuda = torch.device("cuda", 0)
     fine = Geometry(40, 10, 128, 2, 132)
     assert supports(fine, torch.bfloat16, 32, cuda) and supports(fine, torch.float16, 16, cuda)
@@ -141,7 +141,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not supports(fine, torch.bfloat16, 8, cuda) and not supports(fine, torch.bfloat16, 48, cuda)
     assert not supports(Geometry(40, 8, 128, 2, 132), torch.bfloat16, 32, cuda)
     assert not supports(Geometry(40, 10, 80, 2, 132), torch.bfloat16, 32, cuda)
-    monkeypatch.setattr(attention_hopper.triton, "__version__", "3.5.1")
+    monkeypatch.setattr(hopper.triton, "__version__", "3.5.1")
     assert not supports(fine, torch.bfloat16, 32, cuda)
 
 

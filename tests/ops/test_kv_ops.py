@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from pensieve.kernels.reference import HeadPrep, chunk_copy, kv_write
+from pensieve.kernels.arguments import HeadPrep
+from pensieve.kernels.reference import chunk_copy, kv_write
 
 
 @pytest.mark.parametrize("page", [1, 4, 32])

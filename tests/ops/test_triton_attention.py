@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pensieve.kernels.attention.buffers import AttentionPlan
-from pensieve.kernels.attention.kinds import Capacity, Geometry, Kind, classify
-from pensieve.kernels.attention.plan import make_work
+from pensieve.kernels.attention.kinds import Capacity, Geometry, StepKind, classify
+from pensieve.kernels.attention.plan import AttentionPlan
 from pensieve.kernels.attention.tiles import choose_tiles
+from pensieve.kernels.attention.work_lists import make_work_lists
 from pensieve.kernels.ragged_paged_attention import ragged_paged_attention
 from pensieve.kernels.span_table import SpanTable
 from support.kernels.attention_cases import make_case
@@ -54,7 +54,7 @@ def test_work_covers_every_row_and_key_once(
     table = SpanTable.build([n for n, _ in spans], [p for _, p in spans], range(len(spans)))
     kind = classify(table.host, geometry)
     num_rows = table.num_tokens + padding
-    work = make_work(table.host, num_rows, geometry, tiles, kind)
+    work = make_work_lists(table.host, num_rows, geometry, tiles, kind)
     row_of = np.repeat(np.arange(len(table)), table.host[:, 1])
     position = np.arange(table.num_tokens) - table.host[row_of, 0] + table.host[row_of, 2]
     covered = np.zeros((num_rows, geometry.groups), np.int64)
@@ -90,7 +90,7 @@ def test_small_steps_are_cut_for_the_whole_device() -> None:
     geometry = Geometry(32, 8, head_dim=128, element_bytes=2, multiprocessors=132)
     tiles = choose_tiles(128, 2)
     host = SpanTable.build([1], [16383], [0]).host
-    work = make_work(host, 1, geometry, tiles, Kind.NARROW)
+    work = make_work_lists(host, 1, geometry, tiles, StepKind.NARROW)
     programs = len(work.narrow) * geometry.kv_heads
     assert 132 <= programs <= 2 * 132
     sizes = work.narrow[:, 6] - work.narrow[:, 5]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pensieve.replay.measure.activity import active_sessions, largest_within_limit
-from pensieve.replay.play.runner import TurnRecord
+from pensieve.replay.records import TurnRecord
 
 
 def turn(talk: int, number: int, sent: float, done: float, ttft: float = 0.1, error: str = "") -> TurnRecord:

@@ -22,20 +22,21 @@ from hypothesis import strategies as st
 
 from pensieve.replay.command import replay
 from pensieve.replay.load.schedule import Arrivals, Due, Script, scripts
-from pensieve.replay.load.shaping import Shape
-from pensieve.replay.load.workload import Conversation, Dataset, Turn
+from pensieve.replay.load.shaping import Shaping
+from pensieve.replay.load.workload import Conversation, Dataset, TurnLengths
 from pensieve.replay.play import crew
 from pensieve.replay.play import player_process as wire
 from pensieve.replay.play.crew import ClientFailed, deal
-from pensieve.replay.play.runner import Outcome, RunOptions, TurnRecord
-from pensieve.replay.session import Plan, run
+from pensieve.replay.records import Outcome, RunOptions, TurnRecord
+from pensieve.replay.session import ReplayPlan, run
 from pensieve.replay.targets.base import Address, Remote, TargetInfo, TurnFailed
 from pensieve.replay.targets.options import parse_target
 from support.service.paced_server import PacedConversations, in_thread
 
 INFO = TargetInfo(vocab_size=50, context_limit=512)
 TALKS = tuple(
-    Conversation(str(number), (Turn(3 + number, 2 + number),) * (1 + number % 4)) for number in range(7)
+    Conversation(str(number), (TurnLengths(3 + number, 2 + number),) * (1 + number % 4))
+    for number in range(7)
 )
 TURNS = sum(len(talk.turns) for talk in TALKS)
 
@@ -133,7 +134,7 @@ async def test_records_are_in_order_of_completion_from_one_start(address: Addres
 
 def begun(number: int) -> Script:
     """A conversation with a history of 20 tokens."""
-    talk = Conversation(str(number), (Turn(19, 1), Turn(4, 2)))
+    talk = Conversation(str(number), (TurnLengths(19, 1), TurnLengths(4, 2)))
     return Script(number, talk, (Due(-1.0, 0.0), Due(0.0, 0.0)), beforehand=True)
 
 
@@ -142,7 +143,7 @@ async def test_all_histories_are_played_before_the_common_start(
 ) -> None:
     """One process has nothing to play beforehand, and waits for the other one."""
     service.token_s = 0.2
-    fresh = Script(1, Conversation("1", (Turn(5, 1),)), (Due(0.0, 0.0),))
+    fresh = Script(1, Conversation("1", (TurnLengths(5, 1),)), (Due(0.0, 0.0),))
     outcome = await crew.replay("it", address, INFO, [begun(0), fresh], RunOptions(processes=2))
     assert len(service.prompts[0]) == 19
     assert [(r.conversation, r.turn, r.done_s > 0) for r in outcome.records] == [
@@ -155,7 +156,7 @@ async def test_all_histories_are_played_before_the_common_start(
 async def test_no_session_goes_before_all_have_ended(service: PacedConversations, address: Address) -> None:
     """A conversation of one process ends long before the other's."""
     service.token_s = 0.01
-    talks = (Conversation("short", (Turn(2, 1),)), Conversation("long", (Turn(2, 30),)))
+    talks = (Conversation("short", (TurnLengths(2, 1),)), Conversation("long", (TurnLengths(2, 30),)))
     await crew.replay("it", address, INFO, scripts(talks, Arrivals()), RunOptions(processes=2))
     kinds = [kind for kind, _ in service.log]
     assert kinds[-2:] == ["deleted", "deleted"] and kinds.count("done") == 2
@@ -199,21 +200,21 @@ async def test_cancelling_ends_the_processes(service: PacedConversations, addres
 
 async def hired_process(
     address: Address, work: list[Script]
-) -> tuple[asyncio.subprocess.Process, wire.Channel]:
+) -> tuple[asyncio.subprocess.Process, wire.CrewChannel]:
     """A process that is told what to do by hand."""
     ours, theirs = socket.socketpair()
     with theirs:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", wire.__name__, str(theirs.fileno())), pass_fds=(theirs.fileno(),)
         )
-    channel = await wire.Channel.over(ours, wire.Report)
+    channel = await wire.CrewChannel.over(ours, wire.PlayerMessage)
     channel.send(wire.Job(address, INFO, tuple(work), RunOptions()))
     return process, channel
 
 
-async def ready_process(address: Address) -> tuple[asyncio.subprocess.Process, wire.Channel]:
+async def ready_process(address: Address) -> tuple[asyncio.subprocess.Process, wire.CrewChannel]:
     process, channel = await hired_process(address, scripts(TALKS, Arrivals()))
-    await channel.receive(wire.Ready)
+    await channel.receive(wire.PlayerReady)
     return process, channel
 
 
@@ -269,6 +270,6 @@ async def test_a_target_inside_this_process_is_refused() -> None:
 
         async def close(self) -> None: ...
 
-    plan = Plan(Dataset("d", TALKS, "0"), Shape(), Arrivals(), RunOptions(processes=2))
+    plan = ReplayPlan(Dataset("d", TALKS, "0"), Shaping(), Arrivals(), RunOptions(processes=2))
     with pytest.raises(ValueError, match="inside lives in this process"):
         await run(plan, [Inside()])  # type: ignore[list-item]

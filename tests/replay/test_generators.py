@@ -7,7 +7,7 @@ import pytest
 
 from pensieve.replay.load.generators import CHATS, NAMES, generate
 from pensieve.replay.load.schedule import Arrivals, Gaps, scripts
-from pensieve.replay.load.workload import Conversation, Dataset, DatasetError, Turn
+from pensieve.replay.load.workload import Conversation, Dataset, DatasetError, TurnLengths
 
 PUBLISHED = {
     "sharegpt": (5.56, 37.77, 204.58),
@@ -62,7 +62,7 @@ def test_a_workload_is_its_seed(name: str) -> None:
     assert generate(name, 20, 1).sha256 != generate(name, 20, 2).sha256
 
 
-TALK = Conversation("a", (Turn(5, 100), Turn(5, 10), Turn(5, 1)))
+TALK = Conversation("a", (TurnLengths(5, 100), TurnLengths(5, 10), TurnLengths(5, 1)))
 
 
 def test_pauses_per_token_of_the_answer() -> None:
@@ -71,7 +71,7 @@ def test_pauses_per_token_of_the_answer() -> None:
 
 
 def test_pauses_from_a_trace() -> None:
-    stamped = Conversation("s", (Turn(1, 1, 2.0), Turn(1, 1, 5.0), Turn(1, 1, 12.0)))
+    stamped = Conversation("s", (TurnLengths(1, 1, 2.0), TurnLengths(1, 1, 5.0), TurnLengths(1, 1, 12.0)))
     gaps = Gaps.of(Dataset("t", (stamped,), "0"))
     assert gaps.seconds == (3.0, 7.0)
     drawn = {

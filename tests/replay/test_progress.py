@@ -8,12 +8,12 @@ from rich.console import Console
 
 from pensieve.core import Usage
 from pensieve.replay.load.schedule import Arrivals
-from pensieve.replay.load.shaping import Shape
-from pensieve.replay.load.workload import Conversation, Dataset, Turn
+from pensieve.replay.load.shaping import Shaping
+from pensieve.replay.load.workload import Conversation, Dataset, TurnLengths
 from pensieve.replay.play.progress import LiveProgress
-from pensieve.replay.play.runner import RunOptions, TurnRecord
-from pensieve.replay.session import Plan, run
-from pensieve.replay.targets.base import OnTokens, TargetInfo, TurnSpec
+from pensieve.replay.records import RunOptions, TurnRecord
+from pensieve.replay.session import ReplayPlan, run
+from pensieve.replay.targets.base import AskedTurn, OnTokens, TargetInfo
 
 
 class Clock:
@@ -106,7 +106,7 @@ class Silent:
     async def start_session(self) -> str:
         return "s"
 
-    async def turn(self, session: str, spec: TurnSpec, on_tokens: OnTokens) -> Usage | None:
+    async def turn(self, session: str, spec: AskedTurn, on_tokens: OnTokens) -> Usage | None:
         return None
 
     async def end_session(self, session: str) -> None:
@@ -118,8 +118,11 @@ class Silent:
 
 async def test_a_replay_tells_of_its_sends() -> None:
     live = live_progress(Clock())
-    talks = (Conversation("a", (Turn(2, 1), Turn(2, 1))), Conversation("b", (Turn(2, 1),)))
-    plan = Plan(Dataset("d", talks, "0"), Shape(), Arrivals(), RunOptions(force_lengths=False))
+    talks = (
+        Conversation("a", (TurnLengths(2, 1), TurnLengths(2, 1))),
+        Conversation("b", (TurnLengths(2, 1),)),
+    )
+    plan = ReplayPlan(Dataset("d", talks, "0"), Shaping(), Arrivals(), RunOptions(force_lengths=False))
     await run(plan, [Silent()], live)
     text = shown(live, Clock())
     assert "3/3" in text and "0 running" in text

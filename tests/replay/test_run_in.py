@@ -8,13 +8,13 @@ import pytest
 from pensieve.replay.load.generators import generate
 from pensieve.replay.load.run_in import run_in
 from pensieve.replay.load.schedule import Arrivals, Due, Script, scripts
-from pensieve.replay.load.workload import Conversation, Turn
+from pensieve.replay.load.workload import Conversation, TurnLengths
 
 RATE, THINK_S, TOKEN_S = 20.0, 6.0, 0.01
 
 
 def _script(*turns: tuple[int, int], pauses: tuple[float, ...], start: float = 0.0) -> Script:
-    talk = Conversation("c", tuple(Turn(*turn) for turn in turns))
+    talk = Conversation("c", tuple(TurnLengths(*turn) for turn in turns))
     return Script(7, talk, tuple(Due(start, pause) for pause in pauses))
 
 

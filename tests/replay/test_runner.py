@@ -11,21 +11,22 @@ import pytest
 
 from pensieve.core import Usage
 from pensieve.replay.load.schedule import Arrivals, Due, Script, scripts
-from pensieve.replay.load.shaping import Shape
-from pensieve.replay.load.workload import Conversation, Dataset, Turn
+from pensieve.replay.load.shaping import Shaping
+from pensieve.replay.load.workload import Conversation, Dataset, TurnLengths
 from pensieve.replay.measure.receipts import violations
 from pensieve.replay.measure.report import is_clean, statistics, summarise
 from pensieve.replay.measure.validity import client_lag
 from pensieve.replay.measure.windows import Window, cut
-from pensieve.replay.play.runner import Outcome, Played, RunOptions, TurnRecord, outcome, replay
+from pensieve.replay.play.runner import replay
 from pensieve.replay.play.watching import RunWatcher, Watcher
-from pensieve.replay.session import Plan, run
-from pensieve.replay.targets.base import OnTokens, TargetInfo, TurnFailed, TurnSpec
+from pensieve.replay.records import Outcome, Played, RunOptions, TurnRecord, outcome
+from pensieve.replay.session import ReplayPlan, run
+from pensieve.replay.targets.base import AskedTurn, OnTokens, TargetInfo, TurnFailed
 
 INFO = TargetInfo(vocab_size=50, context_limit=1000)
 TALKS = (
-    Conversation("a", (Turn(4, 3), Turn(2, 5), Turn(1, 1))),
-    Conversation("b", (Turn(6, 2), Turn(3, 4))),
+    Conversation("a", (TurnLengths(4, 3), TurnLengths(2, 5), TurnLengths(1, 1))),
+    Conversation("b", (TurnLengths(6, 2), TurnLengths(3, 4))),
 )
 
 
@@ -51,7 +52,7 @@ class FakeTarget:
         self.contexts[name] = 0
         return name
 
-    async def turn(self, session: str, spec: TurnSpec, on_tokens: OnTokens) -> Usage | None:
+    async def turn(self, session: str, spec: AskedTurn, on_tokens: OnTokens) -> Usage | None:
         assert not self.running[session], "a turn came before the answer to the one before"
         self.running[session] = 1
         self.most_running = max(self.most_running, sum(self.running.values()))
@@ -100,9 +101,9 @@ class Watching(Watcher, RunWatcher):
         self.records.append(record)
 
 
-def plan(**run_options: object) -> Plan:
-    return Plan(
-        Dataset("d", TALKS, "0"), Shape(), Arrivals(seed=3), RunOptions(seed=3, **run_options)  # type: ignore[arg-type]
+def plan(**run_options: object) -> ReplayPlan:
+    return ReplayPlan(
+        Dataset("d", TALKS, "0"), Shaping(), Arrivals(seed=3), RunOptions(seed=3, **run_options)  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -129,7 +130,7 @@ async def test_concurrency_bounds_open_conversations() -> None:
 
 async def test_a_stall_of_the_client_is_noted_for_its_whole_length() -> None:
     class Stalling(FakeTarget):
-        async def turn(self, session: str, spec: TurnSpec, on_tokens: OnTokens) -> Usage | None:
+        async def turn(self, session: str, spec: AskedTurn, on_tokens: OnTokens) -> Usage | None:
             time.sleep(0.1)
             return await super().turn(session, spec, on_tokens)
 
@@ -184,16 +185,19 @@ async def test_pauses_follow_the_answer() -> None:
             assert record.sent_s >= record.due_s
 
 
-def begun(number: int, due_s: float, history: int, *turns: Turn) -> Script:
+def begun(number: int, due_s: float, history: int, *turns: TurnLengths) -> Script:
     """A conversation in progress, whose next turn is its third."""
-    talk = Conversation(str(number), (Turn(history - 1, 1), *turns))
+    talk = Conversation(str(number), (TurnLengths(history - 1, 1), *turns))
     dues = (Due(-due_s, 0.0), *(Due(due_s, 0.0) for _ in turns))
     return Script(number, talk, dues, first_turn=1, beforehand=True)
 
 
 async def test_histories_are_played_before_time_0_in_order_of_age() -> None:
-    begun_talks = [begun(3, 0.02, 30, Turn(4, 2)), begun(1, 0.05, 10, Turn(5, 3), Turn(6, 1))]
-    fresh = Script(9, Conversation("9", (Turn(7, 2),)), (Due(0.03, 0.0),))
+    begun_talks = [
+        begun(3, 0.02, 30, TurnLengths(4, 2)),
+        begun(1, 0.05, 10, TurnLengths(5, 3), TurnLengths(6, 1)),
+    ]
+    fresh = Script(9, Conversation("9", (TurnLengths(7, 2),)), (Due(0.03, 0.0),))
     target = FakeTarget()
     found = await replay(target, INFO, [begun_talks[0], fresh, begun_talks[1]], RunOptions())
     assert list(target.contexts.values()) == [10 + 8 + 7, 30 + 6, 9], (
@@ -217,14 +221,14 @@ async def test_histories_are_played_before_time_0_in_order_of_age() -> None:
 
 
 async def test_what_was_played_beforehand_is_not_measured() -> None:
-    found = await replay(FakeTarget(), INFO, [begun(0, 0.01, 20, Turn(4, 2))], RunOptions())
+    found = await replay(FakeTarget(), INFO, [begun(0, 0.01, 20, TurnLengths(4, 2))], RunOptions())
     for window in (Window(), Window(0.0, 10.0)):
         measured, told = cut(found, window)
         assert [record.turn for record in measured.records] == [2] and told["turns_outside"] == 1
 
 
 async def test_a_history_that_fails_ends_its_conversation() -> None:
-    talks = [begun(1, 0.05, 10, Turn(5, 3), Turn(6, 1)), begun(3, 0.02, 30, Turn(4, 2))]
+    talks = [begun(1, 0.05, 10, TurnLengths(5, 3), TurnLengths(6, 1)), begun(3, 0.02, 30, TurnLengths(4, 2))]
     found = await replay(FakeTarget(fail_at=1), INFO, talks, RunOptions())
     assert [(r.conversation, r.turn, r.error) for r in found.records] == [
         (1, 1, "UNAVAILABLE"), (3, 1, ""), (3, 2, ""),
@@ -234,7 +238,7 @@ async def test_a_history_that_fails_ends_its_conversation() -> None:
 
 async def test_of_a_conversation_that_is_over_only_the_history_is_played() -> None:
     target = FakeTarget()
-    talks = [begun(3, 0.02, 30), begun(1, 0.05, 10, Turn(4, 2))]
+    talks = [begun(3, 0.02, 30), begun(1, 0.05, 10, TurnLengths(4, 2))]
     found = await replay(target, INFO, talks, RunOptions(concurrency=1))
     assert [(r.conversation, r.turn, r.done_s > 0) for r in found.records] == [
         (1, 1, False), (3, 1, False), (1, 2, True),
@@ -251,7 +255,7 @@ async def test_a_load_that_is_over_is_refused() -> None:
 async def test_few_histories_at_a_time() -> None:
     """They come in the order of their age only if most have to wait."""
     target = FakeTarget()
-    talks = [begun(number, 60.0, 20 + number, Turn(1, 1)) for number in range(200)]
+    talks = [begun(number, 60.0, 20 + number, TurnLengths(1, 1)) for number in range(200)]
     found = await replay(target, INFO, talks, RunOptions(stop_s=0.01))
     assert target.calls == len(found.records) == 200 and 1 < target.most_running <= 16
     assert list(target.contexts.values()) == [20 + number for number in range(200)]

@@ -13,13 +13,14 @@ from click.testing import CliRunner
 from pensieve.core import Usage
 from pensieve.replay.command import replay as command
 from pensieve.replay.load.schedule import Due, Script
-from pensieve.replay.load.workload import Conversation, Turn
+from pensieve.replay.load.workload import Conversation, TurnLengths
 from pensieve.replay.measure.activity import active_sessions
 from pensieve.replay.measure.report import is_clean, summarise
 from pensieve.replay.measure.validity import client_lag
 from pensieve.replay.measure.windows import Window, cut
-from pensieve.replay.play.runner import Outcome, RunOptions, TurnRecord, replay
-from pensieve.replay.targets.base import OnTokens, TargetInfo, TurnSpec
+from pensieve.replay.play.runner import replay
+from pensieve.replay.records import Outcome, RunOptions, TurnRecord
+from pensieve.replay.targets.base import AskedTurn, OnTokens, TargetInfo
 from support.service.paced_server import PacedConversations, in_thread
 
 INFO = TargetInfo(50, 1000)
@@ -48,7 +49,7 @@ class Hanging:
         self.opened.append(f"s{len(self.opened)}")
         return self.opened[-1]
 
-    async def turn(self, session: str, spec: TurnSpec, on_tokens: OnTokens) -> Usage | None:
+    async def turn(self, session: str, spec: AskedTurn, on_tokens: OnTokens) -> Usage | None:
         self.turns[session] = self.turns.get(session, 0) + 1
         on_tokens(1, time.perf_counter())
         if self.turns[session] > 1:
@@ -67,7 +68,7 @@ class Hanging:
 
 def script(number: int, *due: Due, turns: int = 3) -> Script:
     dues = due + (Due(0.0, 0.0),) * (turns - len(due))
-    return Script(number, Conversation(str(number), (Turn(2, 1),) * turns), dues)
+    return Script(number, Conversation(str(number), (TurnLengths(2, 1),) * turns), dues)
 
 
 LATER = Due(0.0, 1000.0)

@@ -9,7 +9,7 @@ import pytest
 
 from pensieve.replay.measure.validity import METRICS, client_lag, intervals
 from pensieve.replay.measure.windows import Window, cut, has_trend, running_turns
-from pensieve.replay.play.runner import Outcome, TurnRecord
+from pensieve.replay.records import Outcome, TurnRecord
 from pensieve.replay.targets.base import TargetInfo
 
 INFO = TargetInfo(100, 100)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from pensieve.replay.load.schedule import Arrivals, scripts
-from pensieve.replay.load.shaping import Shape, shape
-from pensieve.replay.load.workload import Conversation, DatasetError, Turn, load
+from pensieve.replay.load.shaping import Shaping, shape
+from pensieve.replay.load.workload import Conversation, DatasetError, TurnLengths, load
 
 SHARE_GPT = [
     {
@@ -50,7 +50,10 @@ def test_share_gpt_pairs_inputs_with_answers(tmp_path: Path) -> None:
     packed.write_bytes(gzip.compress(plain.read_bytes()))
     for path in (plain, packed):
         data = load(path, words)
-        assert data.conversations == (Conversation("a", (Turn(3, 3),)), Conversation("b", (Turn(1, 1),)))
+        assert data.conversations == (
+            Conversation("a", (TurnLengths(3, 3),)),
+            Conversation("b", (TurnLengths(1, 1),)),
+        )
         assert not data.recorded_arrivals
     assert [talk.key for talk in load(plain, words, limit=1).conversations] == ["a"]
 
@@ -60,7 +63,7 @@ def test_length_trace(tmp_path: Path) -> None:
     path.write_text(lines(TRACE))
     data = load(path)
     assert data.recorded_arrivals
-    assert data.conversations[0] == Conversation("s", (Turn(3, 4, 10.0), Turn(5, 6, 12.0)))
+    assert data.conversations[0] == Conversation("s", (TurnLengths(3, 4, 10.0), TurnLengths(5, 6, 12.0)))
     assert data.conversations[0].tokens == 18
     assert len(load(path, limit=1).conversations) == 1
 
@@ -80,7 +83,7 @@ def test_recorded_trace(tmp_path: Path) -> None:
         )
     )
     data = load(path)
-    assert data.conversations == (Conversation("s", (Turn(3, 4, 1.0), Turn(6, 4, 3.0))),)
+    assert data.conversations == (Conversation("s", (TurnLengths(3, 4, 1.0), TurnLengths(6, 4, 3.0))),)
     for extra, message in (
         ({"schema": "pensieve.trace/1"}, "line 6: a second recording"),
         ({"schema": "x"}, "line 6: schema 'x'"),
@@ -120,11 +123,11 @@ def test_broken_gzip(tmp_path: Path) -> None:
 
 def test_shape_counts_what_it_cuts() -> None:
     talks = [
-        Conversation("fits", (Turn(10, 10), Turn(10, 9))),
-        Conversation("cut", (Turn(10, 10), Turn(10, 10), Turn(1, 1))),
-        Conversation("never", (Turn(40, 1),)),
+        Conversation("fits", (TurnLengths(10, 10), TurnLengths(10, 9))),
+        Conversation("cut", (TurnLengths(10, 10), TurnLengths(10, 10), TurnLengths(1, 1))),
+        Conversation("never", (TurnLengths(40, 1),)),
     ]
-    shaped = shape(talks, Shape(), context_limit=40)
+    shaped = shape(talks, Shaping(), context_limit=40)
     assert [len(talk.turns) for talk in shaped.conversations] == [2, 1]
     assert (shaped.cut_conversations, shaped.dropped_conversations, shaped.dropped_turns) == (1, 1, 3)
     assert shaped.turns == 3
@@ -132,12 +135,12 @@ def test_shape_counts_what_it_cuts() -> None:
 
 
 def test_shape_limits() -> None:
-    talk = Conversation("a", (Turn(100, 1), Turn(4, 80), Turn(1, 1)))
-    (small,) = shape([talk], Shape(0.5, 2, 20, 30), 1000).conversations
-    assert small.turns == (Turn(20, 1), Turn(2, 30))
+    talk = Conversation("a", (TurnLengths(100, 1), TurnLengths(4, 80), TurnLengths(1, 1)))
+    (small,) = shape([talk], Shaping(0.5, 2, 20, 30), 1000).conversations
+    assert small.turns == (TurnLengths(20, 1), TurnLengths(2, 30))
 
 
-TALKS = [Conversation(str(i), (Turn(5, 5),) * (1 + i % 4)) for i in range(400)]
+TALKS = [Conversation(str(i), (TurnLengths(5, 5),) * (1 + i % 4)) for i in range(400)]
 
 
 def test_poisson_starts_offer_the_rate() -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from pensieve.replay.presentation.compare import SCHEMA, compare
-from pensieve.replay.presentation.curves import at
+from pensieve.replay.compare_command import compare
+from pensieve.replay.measure.report import at
+from pensieve.replay.presentation.compare import SCHEMA
 from pensieve.replay.presentation.plots import PlotsMissing, require
 from support.replay.page_reader import Page
 from support.replay.replay_reports import SYSTEMS, first_version, sweep

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.replay.presentation.curves import at, busiest, by_system, curve_points, entries
+from pensieve.replay.measure.report import at
+from pensieve.replay.presentation.curves import busiest, by_system, curve_points, entries
 from support.replay.replay_reports import RATES, SYSTEMS, first_version, sweep
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pensieve.replay.presentation.curves import Point
+from pensieve.replay.presentation.curves import CurvePoint
 from pensieve.replay.presentation.equal_latency import carried, common_latency, comparisons, ratio
 
 LATENCY = st.floats(1e-3, 10.0)
@@ -66,8 +66,11 @@ def test_nothing_is_made_up(latency_s: float, text: str) -> None:
 
 
 def test_pairs_at_the_mean_and_at_p90() -> None:
-    def line(factor: float, p90_s: float | None) -> list[Point]:
-        return [Point("", factor, 0.1, p90_s, None), Point("", 2 * factor, 0.4, p90_s and 2 * p90_s, None)]
+    def line(factor: float, p90_s: float | None) -> list[CurvePoint]:
+        return [
+            CurvePoint("", factor, 0.1, p90_s, None),
+            CurvePoint("", 2 * factor, 0.4, p90_s and 2 * p90_s, None),
+        ]
 
     found = comparisons({"A": line(3, 0.5), "B": line(1, 0.5), "old": line(1, None), "down": []})
     assert [(pair.ours, pair.other) for pair in found] == [

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pensieve.replay.targets.base import TurnFailed
-from pensieve.replay.targets.openai_stream import Answer
+from pensieve.replay.targets.openai_stream import Completion
 
 EVENTS = (
     {"id": "x", "choices": [{"index": 0, "text": "one", "token_ids": [7], "prompt_token_ids": [1, 2]}]},
@@ -24,7 +24,7 @@ EVENTS = (
 def test_events_are_found_however_they_are_cut(cuts: list[int], end: str) -> None:
     events = [": a comment", *(f"data: {json.dumps(event)}" for event in EVENTS), "data: [DONE]"]
     stream = "".join(event + end + end for event in events).encode()
-    answer = Answer()
+    answer = Completion()
     for at, (begin, stop) in enumerate(itertools.pairwise(sorted({0, *cuts, len(stream)}))):
         answer.feed(stream[begin:stop], float(at))
     assert [count for count, _ in answer.pieces] == [1, 2]
@@ -34,12 +34,12 @@ def test_events_are_found_however_they_are_cut(cuts: list[int], end: str) -> Non
 
 def test_an_error_in_the_stream_is_the_servers() -> None:
     with pytest.raises(TurnFailed, match=r"SERVER_ERROR: .*out of memory"):
-        Answer().feed(b'data: {"error": {"message": "out of memory"}}\n\n', 0.0)
+        Completion().feed(b'data: {"error": {"message": "out of memory"}}\n\n', 0.0)
 
 
 def test_the_servers_count_decides_where_no_ids_come() -> None:
     for total, expected in ((3, [1, 2]), (2, [1, 1]), (1, [1])):
-        answer = Answer()
+        answer = Completion()
         for event in ({"choices": [{"text": "a"}]}, {"choices": [{"delta": {"content": "b"}}]}):
             answer.feed(f"data: {json.dumps(event)}\n\n".encode(), 1.0)
         answer.feed(f'data: {{"usage": {{"completion_tokens": {total}}}}}\n\n'.encode(), 2.0)

@@ -13,19 +13,19 @@ from rich.console import Console
 from pensieve.core import Usage
 from pensieve.engine.messages import Stats
 from pensieve.replay.load.schedule import Arrivals
-from pensieve.replay.load.shaping import Shape
-from pensieve.replay.load.workload import Conversation, Dataset, Turn
-from pensieve.replay.play.runner import RunOptions
+from pensieve.replay.load.shaping import Shaping
+from pensieve.replay.load.workload import Conversation, Dataset, TurnLengths
 from pensieve.replay.presentation.table import show
-from pensieve.replay.session import Plan, run
+from pensieve.replay.records import RunOptions
+from pensieve.replay.session import ReplayPlan, run
 from pensieve.replay.targets import server_counters
-from pensieve.replay.targets.base import OnTokens, TargetInfo, TurnSpec
+from pensieve.replay.targets.base import AskedTurn, OnTokens, TargetInfo
 from pensieve.replay.targets.started_target import StartedTarget
 from pensieve.server.links.engine_link import LinkState
 from pensieve.server.operations.metrics import Metrics
 
-PLAN = Plan(
-    Dataset("d", (Conversation("a", (Turn(2, 1), Turn(2, 1))),), "0"), Shape(), Arrivals(),
+PLAN = ReplayPlan(
+    Dataset("d", (Conversation("a", (TurnLengths(2, 1), TurnLengths(2, 1))),), "0"), Shaping(), Arrivals(),
     RunOptions(force_lengths=False, max_lag_s=60.0),
 )  # fmt: skip
 
@@ -66,7 +66,7 @@ class Working:
     async def start_session(self) -> str:
         return "s"
 
-    async def turn(self, session: str, spec: TurnSpec, on_tokens: OnTokens) -> Usage | None:
+    async def turn(self, session: str, spec: AskedTurn, on_tokens: OnTokens) -> Usage | None:
         self._engine.work()
         return None
 

@@ -20,18 +20,20 @@ from click.testing import CliRunner, Result
 
 from pensieve.replay.command import replay
 from pensieve.replay.load.schedule import Arrivals
-from pensieve.replay.load.shaping import Shape
-from pensieve.replay.load.workload import Conversation, Dataset, Turn
-from pensieve.replay.play.runner import RunOptions
+from pensieve.replay.load.shaping import Shaping
+from pensieve.replay.load.workload import Conversation, Dataset, TurnLengths
 from pensieve.replay.play.watching import Watcher
-from pensieve.replay.session import Plan, run
+from pensieve.replay.records import RunOptions
+from pensieve.replay.session import ReplayPlan, run
 from pensieve.replay.targets.base import Target, TurnFailed
 from pensieve.replay.targets.options import parse_start
 from support.processes import until
 from support.service.paced_server import PacedConversations, in_thread
 from support.store.redis_server import free_port
 
-PLAN = Plan(Dataset("d", (Conversation("a", (Turn(2, 1),)),), "0"), Shape(), Arrivals(), RunOptions())
+PLAN = ReplayPlan(
+    Dataset("d", (Conversation("a", (TurnLengths(2, 1),)),), "0"), Shaping(), Arrivals(), RunOptions()
+)
 
 
 def started(command: str, timeout_s: float = 30.0) -> Target:

@@ -12,24 +12,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pensieve import frames
 from pensieve.core import Sampling
 from pensieve.engine.messages import (
-    MAX_FRAME,
     Cancel,
     Command,
+    EngineReady,
     Evict,
     Evicted,
     Failed,
     Finished,
     Output,
-    Ready,
     Report,
     Stats,
     Stop,
     Submit,
 )
-from pensieve.engine.process import frames
-from pensieve.engine.process.frames import (
+from pensieve.engine.process.loop import run_engine
+from pensieve.frames import (
+    MAX_FRAME,
     FrameError,
     FrameSocket,
     PeerClosed,
@@ -37,7 +38,6 @@ from pensieve.engine.process.frames import (
     encode_frame,
     frame_length,
 )
-from pensieve.engine.process.loop import run_engine
 from support.engine.fake_engine import FakeEngine, Script
 
 COMMANDS = decoder_for(Command)
@@ -139,7 +139,7 @@ def engine() -> FakeEngine:
 def test_the_first_report_is_ready_and_each_iteration_sends_one() -> None:
     channel = ScriptedChannel([submit(1), submit(2), Evict(call=7)], [], [], [])
     run_engine(engine(), channel)
-    assert isinstance(channel.reports[0].events[0], Ready)
+    assert isinstance(channel.reports[0].events[0], EngineReady)
     assert len(channel.reports) == 1 + 4
     first_step = channel.reports[1].events
     assert Evicted(call=7, tokens=77) in first_step

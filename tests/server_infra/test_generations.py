@@ -13,8 +13,8 @@ from pensieve.engine.messages import (
     Failed,
     Finished,
     Output,
-    Progress,
-    Residency,
+    RequestProgress,
+    ResidentTokens,
     Started,
     Stats,
 )
@@ -58,9 +58,12 @@ async def test_every_event_goes_on_at_once_and_in_order() -> None:
     generations, _ = opened()
     heard = Listener()
     number = generations.open(heard).request
-    events: list[Event] = [Started(number, Usage(context_tokens=7)), Progress(number, Phase.PREFILL)]
+    events: list[Event] = [Started(number, Usage(context_tokens=7)), RequestProgress(number, Phase.PREFILL)]
     events += [Output(number, (token,), (TokenLogprob(token, -1.0),)) for token in range(50)]
-    events += [Progress(number, Phase.DECODE), Finished(number, FinishReason.EOS, Usage(context_tokens=7))]
+    events += [
+        RequestProgress(number, Phase.DECODE),
+        Finished(number, FinishReason.EOS, Usage(context_tokens=7)),
+    ]
     for upto, event in enumerate(events, 1):
         generations.deal([event])
         assert heard.events == events[:upto]
@@ -129,7 +132,7 @@ async def test_a_sink_that_raises_loses_its_own_generation_only(place: str) -> N
     first, second = generations.open(bad).request, generations.open(good).request
     for event in (
         *(Started(first, Usage()), Started(second, Usage())),
-        *(Progress(first, Phase.DECODE), Progress(second, Phase.DECODE)),
+        *(RequestProgress(first, Phase.DECODE), RequestProgress(second, Phase.DECODE)),
         *(Output(first, (1,)), Output(second, (1,))),
     ):
         generations.deal([event])
@@ -199,8 +202,8 @@ async def test_calls_are_matched_and_forgotten() -> None:
     generations = opened()[0]
     one, first = generations.open_call()
     two, second = generations.open_call()
-    generations.deal([Evicted(two, 5), Residency(one, 1, 2), Evicted(77, 1)])
-    assert (await first, await second) == (Residency(one, 1, 2), Evicted(two, 5))
+    generations.deal([Evicted(two, 5), ResidentTokens(one, 1, 2), Evicted(77, 1)])
+    assert (await first, await second) == (ResidentTokens(one, 1, 2), Evicted(two, 5))
     await asyncio.sleep(0)
     assert not generations.has_calls
 

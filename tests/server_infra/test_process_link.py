@@ -18,7 +18,7 @@ import pytest
 
 from pensieve.core import FinishReason, Sampling, SessionKey
 from pensieve.debug import child_environment
-from pensieve.engine.messages import Finished, Output, Progress, Started
+from pensieve.engine.messages import Finished, Output, RequestProgress, Started
 from pensieve.errors import ContextLimitExceeded, Internal, Unavailable
 from pensieve.server.links.engine_link import LinkState
 from pensieve.server.links.process_link import ProcessLink
@@ -63,7 +63,7 @@ async def test_a_generation_comes_in_order_and_ends() -> None:
         assert link.info.context_limit == 4096
         events = [event async for event in submit(link)]
         kinds = [type(event) for event in events]
-        assert kinds[0] is Started and kinds[-1] is Finished and Progress in kinds
+        assert kinds[0] is Started and kinds[-1] is Finished and RequestProgress in kinds
         tokens = [token for event in events if isinstance(event, Output) for token in event.token_ids]
         assert tokens == [0, 1, 2, 3]
         finished = events[-1]

@@ -18,7 +18,7 @@ import pytest
 
 from pensieve.config import EngineTuning
 from pensieve.core import Usage
-from pensieve.engine.messages import Ready
+from pensieve.engine.messages import EngineReady
 from pensieve.server.operations.recording import TraceRecorder, header, open_recorder
 from pensieve.server.values import TurnEnd
 from pensieve.store import Key
@@ -52,7 +52,7 @@ async def recording(path: Path, room: int) -> AsyncIterator[TraceRecorder]:
     file = FailingFile(path, "ab")
     file.room = room
     recorder = TraceRecorder(file, compressed=False)
-    info = Ready(
+    info = EngineReady(
         context_limit=9,
         vocab_size=9,
         device="cpu",

@@ -21,8 +21,9 @@ from pensieve.core import Usage
 from pensieve.errors import PensieveError
 from pensieve.replay.load.schedule import Arrivals, Script, scripts
 from pensieve.replay.load.workload import load
-from pensieve.replay.play.runner import RunOptions, TurnRecord, replay
-from pensieve.replay.targets.base import OnTokens, TurnSpec
+from pensieve.replay.play.runner import replay
+from pensieve.replay.records import RunOptions, TurnRecord
+from pensieve.replay.targets.base import AskedTurn, OnTokens
 from pensieve.replay.targets.grpc_target import PensieveTarget
 from pensieve.server.conversations import Conversations
 from pensieve.server.links.inprocess_link import InProcessLink
@@ -129,7 +130,7 @@ class InOrder(PensieveTarget):
         self._sessions[index] = await super().start_session()
         return self._sessions[index]
 
-    async def turn(self, session: str, spec: TurnSpec, on_tokens: OnTokens) -> Usage | None:
+    async def turn(self, session: str, spec: AskedTurn, on_tokens: OnTokens) -> Usage | None:
         mine = self._sessions.index(session)
         async with self._moved:
             await self._moved.wait_for(lambda: self._order[self._next] == mine)

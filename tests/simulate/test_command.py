@@ -16,10 +16,10 @@ from pensieve.replay.command import make_plan, workload_options
 from pensieve.replay.load.generators import generate
 from pensieve.replay.load.run_in import run_in
 from pensieve.replay.load.schedule import Gaps, scripts
-from pensieve.replay.load.workload import Conversation, Turn
+from pensieve.replay.load.workload import Conversation, TurnLengths
 from pensieve.replay.presentation.compare import read_report
 from pensieve.replay.presentation.panels import panels
-from pensieve.replay.session import Plan
+from pensieve.replay.session import ReplayPlan
 from pensieve.simulate import command
 from pensieve.simulate.command import simulate
 from pensieve.simulate.run import Simulation
@@ -180,7 +180,10 @@ def test_the_machine_meets_what_was_measured() -> None:
 
 
 def test_load_is_streamed_and_ordered() -> None:
-    talks = [Conversation("a", (Turn(1, 2, 10.0), Turn(3, 4, 15.0))), Conversation("b", (Turn(5, 6, 2.0),))]
+    talks = [
+        Conversation("a", (TurnLengths(1, 2, 10.0), TurnLengths(3, 4, 15.0))),
+        Conversation("b", (TurnLengths(5, 6, 2.0),)),
+    ]
     recorded = list(Load(talks))
     assert [(life.start, life.turns) for life in recorded] == [(0.0, ((5, 6),)), (8.0, ((1, 2), (3, 4)))]
     assert (recorded[1].due(1, 9.0), recorded[1].due(1, 20.0), recorded[1].due(2, 20.0)) == (
@@ -204,7 +207,7 @@ def planned(context: click.Context, **workload: Any) -> None:
 
 def test_a_load_in_progress_has_the_turns_of_a_replay_with_run_in(monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["sharegpt", "--rate", "8", "--think-time", "2", "--run-in", "20", "--seed", "3"]
-    plans: list[Plan] = []
+    plans: list[ReplayPlan] = []
     assert CliRunner().invoke(planned, [*options, "--conversations", "200"], obj=plans).exit_code == 0
     talks = plans[0].dataset.conversations
     found = run_in(scripts(talks, plans[0].arrivals), plans[0].arrivals.run_in_s)
@@ -280,7 +283,7 @@ def test_windows_count_from_the_start_of_a_load_in_progress(
 
 
 def test_pauses_can_be_drawn_from_the_gaps_of_a_trace(trace: Path) -> None:
-    talks = [Conversation("a", (Turn(1, 2), Turn(3, 4), Turn(5, 6)))]
+    talks = [Conversation("a", (TurnLengths(1, 2), TurnLengths(3, 4), TurnLengths(5, 6)))]
     gaps = Gaps("there", "", (7.0, 11.0))
     lives = list(Load(talks, 400, 5.0, None, 1, gaps))
     drawn = [wait for life in lives for wait in life.waits]

@@ -9,8 +9,8 @@ import pytest
 
 from pensieve.config import CacheConfig
 from pensieve.replay.load.generators import generate
-from pensieve.replay.load.shaping import Shape, shape
-from pensieve.replay.load.workload import Conversation, Turn
+from pensieve.replay.load.shaping import Shaping, shape
+from pensieve.replay.load.workload import Conversation, TurnLengths
 from pensieve.simulate.full.engine import FullSimulation
 from pensieve.simulate.run import Simulation
 from pensieve.simulate.scenario.load import Load
@@ -44,7 +44,7 @@ def make(name: str, **more: Any) -> tuple[Settings, Load]:
     workload, scale, count, rate, think_s, device, host = LOADS[name]
     config = settings(device, host, **more)
     talks = shape(
-        generate(workload, count, 3).conversations, Shape(scale), config.context_limit
+        generate(workload, count, 3).conversations, Shaping(scale), config.context_limit
     ).conversations
     return config, Load(talks, None, rate, think_s, 3)
 
@@ -90,7 +90,13 @@ def test_the_loads_are_what_they_are_said_to_be() -> None:
 def test_one_turn_step_by_step(overlapped: bool) -> None:
     """Alone there is nothing to be approximated: the same times to the last bit but those of sums in another order."""
     config = settings(100, 100, overlapped=overlapped)
-    lives = Load([Conversation("a", (Turn(3000, 70), Turn(1, 1), Turn(40, 33)))], None, 1.0, 2.0, 1)
+    lives = Load(
+        [Conversation("a", (TurnLengths(3000, 70), TurnLengths(1, 1), TurnLengths(40, 33)))],
+        None,
+        1.0,
+        2.0,
+        1,
+    )
     truth, ours = (
         FullSimulation(config, "retention").run(lives),
         TurnSimulation(config, "retention").run(lives),
@@ -103,7 +109,7 @@ def test_one_turn_step_by_step(overlapped: bool) -> None:
 def test_what_a_server_adds_to_a_turn() -> None:
     config = settings(100, 100)
     slower = dataclasses.replace(config, machine=Machine(turn_s=0.5))
-    lives = Load([Conversation("a", (Turn(100, 20), Turn(50, 20)))], None, 1.0, 2.0, 1)
+    lives = Load([Conversation("a", (TurnLengths(100, 20), TurnLengths(50, 20)))], None, 1.0, 2.0, 1)
     for simulation in (FullSimulation, TurnSimulation):
         plain, later = (simulation(settings, "retention").run(lives) for settings in (config, slower))
         for kind in ("cold", "warm"):

@@ -12,7 +12,7 @@ import pytest
 from pensieve.config import CacheConfig
 from pensieve.core import SessionKey, Usage
 from pensieve.engine.plan import Plan, StepResult
-from pensieve.replay.load.workload import Conversation, Turn
+from pensieve.replay.load.workload import Conversation, TurnLengths
 from pensieve.simulate.full.engine import Clock, CostWorker, FullSimulation
 from pensieve.simulate.run import EngineName, Simulation
 from pensieve.simulate.scenario import policies
@@ -39,7 +39,7 @@ def talks(seed: int, count: int = 30, longest: int = 400) -> list[Conversation]:
     for number in range(count):
         turns, total = [], 0
         for _ in range(rng.randrange(1, 7)):
-            turn = Turn(rng.randrange(1, 60), rng.randrange(1, 30))
+            turn = TurnLengths(rng.randrange(1, 60), rng.randrange(1, 30))
             total += turn.input_tokens + turn.output_tokens
             if total < longest:
                 turns.append(turn)
@@ -160,7 +160,7 @@ def test_numbers_are_those_of_the_turns(engine: EngineName, window: Span | None,
 @pytest.mark.parametrize("engine", ["turns", "full"])
 def test_active_sessions_are_open_from_arrival_to_last_answer(engine: EngineName) -> None:
     """One session alone: a pause of 8 s and two answers that take milliseconds."""
-    talk = Conversation("a", (Turn(10, 4, 0.0), Turn(10, 4, 8.0)))
+    talk = Conversation("a", (TurnLengths(10, 4, 0.0), TurnLengths(10, 4, 8.0)))
     result = simulate(settings(), Load([talk]), engine, "retention", (2.0, 6.0))
     assert result["active_sessions"]["mean"] == pytest.approx(1.0) and result["turns"]["completed"] == 0
     whole = simulate(settings(), Load([talk]), engine, "retention")
@@ -252,7 +252,7 @@ def test_a_lost_replica(engine: EngineName) -> None:
 
 
 def test_a_session_that_no_device_holds_is_refused() -> None:
-    load = Load([Conversation("a", (Turn(5, 4), Turn(50, 22)))], 10, 20.0, 1.0, 3)
+    load = Load([Conversation("a", (TurnLengths(5, 4), TurnLengths(50, 22)))], 10, 20.0, 1.0, 3)
     simulate(settings(11), load, "turns", "lru")
     with pytest.raises(ValueError, match="81 tokens"):
         simulate(settings(10), load, "turns", "lru")
@@ -270,7 +270,11 @@ def test_memory_follows_sessions_alive_not_sessions_seen() -> None:
 
 def test_suspended_turns_keep_their_receipt() -> None:
     load = Load(
-        [Conversation("a", (Turn(100, 250),)), Conversation("b", (Turn(100, 250),))], None, 1e6, 0.0, 1
+        [Conversation("a", (TurnLengths(100, 250),)), Conversation("b", (TurnLengths(100, 250),))],
+        None,
+        1e6,
+        0.0,
+        1,
     )
     simulation = FullSimulation(settings(50, 100), "clairvoyant")
     tally = simulation.run(load)

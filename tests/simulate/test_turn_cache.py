@@ -10,9 +10,9 @@ import pytest
 
 from pensieve.config import CacheConfig
 from pensieve.core import SessionKey
+from pensieve.engine.cache.chunk import Range, Restore
 from pensieve.engine.cache.index import Reclaim
 from pensieve.engine.cache.manager import CacheManager
-from pensieve.engine.cache.restore import Range, Restore
 from pensieve.simulate.scenario import policies
 from pensieve.simulate.scenario.machine import Machine
 from pensieve.simulate.turns.cache import TurnCache
@@ -26,8 +26,7 @@ class Manager:
     """The real cache, driven in the words of its twin."""
 
     def __init__(self, config: CacheConfig, name: str) -> None:
-        self.cache = CacheManager(config, COST)
-        self.cache.index.policy = policies.make(name)[0]
+        self.cache = CacheManager(config, COST, policies.make(name)[0])
 
     def can_admit(self, key: int, history: int, tokens: int) -> bool:
         return self.cache.can_admit(SessionKey(str(key)), ZEROS[:tokens], tokens - history, reserve=True)
@@ -111,8 +110,9 @@ class Both:
         self.running[key] = Run(total, () if whole else ours.missing, self.rng.expovariate(0.02))
 
     def plan_ends(self) -> None:
-        assert self.twin.device_free == self.manager.cache.tiers.device.free
-        assert self.twin._reclaimable == self.manager.cache.tiers.reclaimable()
+        tiers = self.manager.cache.occupancy()
+        assert self.twin.device_free * SIZE == tiers.device_free
+        assert self.twin._reclaimable * SIZE == tiers.device_reclaimable
         self.twin.save_ahead(self.now, 10**6)
         self.manager.cache.swap_out_ahead(self.now, 10**6)
         self.twin.complete()
@@ -147,8 +147,11 @@ def test_decides_as_the_manager(name: str, host: int) -> None:
     both = Both(name, host, f"{name}{host}")
     for _ in range(700):
         both.step()
-        tiers = both.manager.cache.tiers
-        assert (both.twin.device_free, both.twin.host_free) == (tiers.device.free, tiers.host.free)
+        tiers = both.manager.cache.occupancy()
+        assert (both.twin.device_free * SIZE, both.twin.host_free * SIZE) == (
+            tiers.device_free,
+            tiers.host_free,
+        )
         for reclaim in Reclaim:
             assert both.twin.index.total(reclaim) == both.manager.cache.index.total(reclaim)
     assert both.lost > 0 and both.suspended > 10, (

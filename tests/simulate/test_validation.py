@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pensieve.replay.load.schedule import Due, Script
-from pensieve.replay.load.workload import Conversation, Turn
-from pensieve.replay.play.runner import RunOptions
+from pensieve.replay.load.workload import Conversation, TurnLengths
+from pensieve.replay.records import RunOptions
 from support.replay.benches import load_bench
 
 SECONDS = 36.0
@@ -35,7 +35,7 @@ def talks() -> list[Script]:
     for number in range(24):
         turns, shortest, longest = (14, 1.2, 1.6) if number % 5 < 2 else (5, 6.0, 7.0)
         pauses = [0.0, *(rng.uniform(shortest, longest) for _ in range(turns - 1))]
-        lengths = tuple(Turn(rng.randrange(28, 52), rng.randrange(3, 6)) for _ in pauses)
+        lengths = tuple(TurnLengths(rng.randrange(28, 52), rng.randrange(3, 6)) for _ in pauses)
         due = tuple(Due(0.25 * number, pause) for pause in pauses)
         found.append(Script(number, Conversation("", lengths), due))
     return found

@@ -10,8 +10,8 @@ import redis
 
 from pensieve.errors import DataLoss, NotFound, TurnInProgress
 from pensieve.store import Began
-from pensieve.store._redis_index import BATCH, GRACE_MS
-from pensieve.store._redis_rows import index_key, session_keys
+from pensieve.store._redis.index import BATCH, GRACE_MS
+from pensieve.store._redis.rows import index_key, session_keys
 from pensieve.store.records import State
 from pensieve.store.redis_store import RedisStore
 from support.store.store_bench import (

@@ -13,7 +13,7 @@ import redis
 
 from pensieve.errors import DataLoss, FailedPrecondition, NotFound, TurnInProgress, Unavailable
 from pensieve.store import Began
-from pensieve.store._redis_rows import session_keys
+from pensieve.store._redis.rows import session_keys
 from pensieve.store.records import State
 from pensieve.store.redis_store import RedisStore
 from support.store.redis_server import RedisServer, free_port, redis_server

@@ -13,7 +13,7 @@ import pytest
 
 from pensieve.errors import TurnFenced, TurnInProgress, Unavailable
 from pensieve.store import Began, BeginOutcome, HistoryStore
-from pensieve.store._redis_link import RedisLink
+from pensieve.store._redis.link import RedisLink
 from pensieve.store.records import SessionRow
 from pensieve.store.redis_store import RedisStore
 from support.faults.proxies import FaultyProxy, running

@@ -7,7 +7,7 @@ import pytest
 
 from pensieve.errors import AlreadyExists, DataLoss, InvalidArgument, NotFound, RevisionMismatch, TurnFenced
 from pensieve.store import Began, Key
-from pensieve.store.records import Kind, Record, SamplingDefaults, SessionConfig, SessionRow, State
+from pensieve.store.records import Record, RecordKind, SamplingDefaults, SessionConfig, SessionRow, State
 from support.store.store_bench import (
     LEASE_MS,
     Bench,
@@ -168,12 +168,12 @@ async def test_what_lies_before_the_damage_can_still_be_left_out(bench: Bench) -
 async def test_an_update_changes_configuration_and_labels(bench: Bench) -> None:
     await create(bench, labels={"a": "1"})
     config = SessionConfig(model="tiny", system_prompt="Be long.", ttl_s=60)
-    record = Record(revision=2, kind=Kind.UPDATE, time_ms=1, request_id="u1", config=config, labels={})
+    record = Record(revision=2, kind=RecordKind.UPDATE, time_ms=1, request_id="u1", config=config, labels={})
     after = await bench.store.apply(KEY, "fp", record, counts(2))
     assert (after.config, after.labels) == (config, {})
     assert after.expire_ms == after.update_ms + 60_000
     assert await bench.store.load(KEY) == after
-    forever = Record(revision=3, kind=Kind.UPDATE, time_ms=1, config=SessionConfig(model="tiny"))
+    forever = Record(revision=3, kind=RecordKind.UPDATE, time_ms=1, config=SessionConfig(model="tiny"))
     after = await bench.store.apply(KEY, "fp", forever, counts(3))
     assert (after.expire_ms, after.labels) == (0, {})
 

@@ -14,7 +14,7 @@ from pensieve.errors import (
     TurnInProgress,
 )
 from pensieve.store import Began, Replay, RunningElsewhere
-from pensieve.store.records import History, Kind
+from pensieve.store.records import History, RecordKind
 from support.store.store_bench import (
     LEASE_MS,
     Bench,
@@ -235,9 +235,9 @@ async def test_apply_rewinds_and_is_idempotent(bench: Bench) -> None:
     with pytest.raises(AlreadyExists):
         await bench.store.apply(KEY, "other", rewind_record(3, "w1"), counts(4))
     assert [logged.record.kind for logged in await bench.store.read(KEY)] == [
-        Kind.CREATE,
-        Kind.TURN,
-        Kind.REWIND,
+        RecordKind.CREATE,
+        RecordKind.TURN,
+        RecordKind.REWIND,
     ]
 
 

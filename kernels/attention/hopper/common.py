@@ -1,4 +1,4 @@
-"""What the roles of the attention kernel for Hopper share: sizes, names of the language, and how work is dealt."""
+"""What the roles of the attention kernel for Hopper share: sizes, names of the language, and how work is dealt out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ ROWS = gl.constexpr(64)
 KEYS = gl.constexpr(128)
 """Keys of a tile."""
 K_STAGES, V_STAGES, Q_SLOTS = gl.constexpr(2), gl.constexpr(3), gl.constexpr(2)
-"""Tiles in shared memory: values are given back a whole softmax later than keys, queries come an item ahead."""
+"""Tiles that each ring in shared memory holds. Values are done with a whole softmax later than keys; queries come an
+item ahead. (A ring's slot has nothing to do with the slots of a page.)"""
 SLAB = gl.constexpr(64)
 """Columns of a bulk copy: 128 bytes, the widest swizzle."""
 ITEM = gl.constexpr(8)
@@ -34,7 +35,7 @@ SHARE_AT = gl.constexpr(6)
 
 @jit
 def works_of(words, COUNT_AT: gl.constexpr, KV_HEADS: gl.constexpr, BESIDE: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Number of works, items times KV heads; programs that share them; the first work of this one."""
+    """The number of works (items times KV heads), of the programs that share them, and the first work of this one."""
     works = gl.load(words + COUNT_AT) * KV_HEADS
     programs = gl.num_programs(0)
     if BESIDE:
@@ -44,15 +45,15 @@ def works_of(words, COUNT_AT: gl.constexpr, KV_HEADS: gl.constexpr, BESIDE: gl.c
 
 @jit
 def dealt(turn, programs):  # type: ignore[no-untyped-def]
-    """The turn's work: dealt there and back again, since the list falls in length."""
+    """The work of this program in a turn. Works fall in length, so they are dealt out there and back again."""
     place = gl.program_id(0)
     return turn * programs + gl.where(turn % 2 == 0, place, programs - 1 - place)
 
 
 @jit
 def tiles_of(item):  # type: ignore[no-untyped-def]
-    """First key tile of an item, the one after its last, and the end of its keys; without keys, a tile that no row
-    sees."""
+    """An item's first key tile, the one after its last, and the end of its keys. An item without keys gets one tile, of
+    which no row sees anything."""
     first = gl.load(item + 5) // KEYS
     end = gl.load(item + 6)
     return first, gl.maximum((end + KEYS - 1) // KEYS, first + 1), end

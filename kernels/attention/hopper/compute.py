@@ -59,8 +59,8 @@ def _walk(  # type: ignore[no-untyped-def]
     q, rings, signals, state, tile, count, seen, factor,
     GROUP: gl.constexpr, MASKED: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """``count`` tiles downwards from ``tile``. ``state``: the sum so far; the weights of the tile before, whose values
-    it lacks; maxima and denominators; tiles begun, and turns taken, since the start of the program."""
+    """Walk ``count`` tiles downwards from ``tile``. ``state``: the sum so far; the weights of the tile before, which
+    the sum still lacks; maxima and denominators; tiles begun, and turns taken, since the start of the program."""
     acc, pairs, top, total, at, steps = state
     k_ring, v_ring, _ = rings
     _, _, k_full, k_empty, v_full, v_empty, turns = signals
@@ -70,12 +70,14 @@ def _walk(  # type: ignore[no-untyped-def]
         v_stage = at % V_STAGES
         last_stage = (at - 1) % V_STAGES
         mbarrier.wait(k_full.index(k_stage), at // K_STAGES & 1)
+        # Both products of a turn are started together: this tile's scores, and the last tile's weights times values.
+        # Then the other group may start its own, and this group's softmax runs beside them.
         mbarrier.wait(turns.index(GROUP), steps & 1 ^ (1 - GROUP))
         none = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
         scores = mma(q, k_ring.index(k_stage).permute((1, 0)), none, use_acc=False, is_async=True)
         acc = mma(unpacked(pairs, dtype, operand), v_ring.index(last_stage), acc, is_async=True)
         mbarrier.arrive(turns.index(1 - GROUP))
-        scores = mma_wait(1, deps=(scores,))
+        scores = mma_wait(1, deps=(scores,))  # the scores are there; the other product may still run
         mbarrier.arrive(k_empty.index(k_stage))
         if MASKED:
             scores = visible(scores, (tile - back) * KEYS, seen)
@@ -112,6 +114,7 @@ def _attend_item(  # type: ignore[no-untyped-def]
     row = first_row + GROUP * ROWS + gl.arange(0, ROWS, PER_ROW)
     seen = gl.minimum(position + 1 + row // GROUPS, end)
 
+    # The last tile goes first, on its own: it has no weights before it to multiply, and may end inside a page.
     k_stage = at % K_STAGES
     v_stage = at % V_STAGES
     mbarrier.wait(q_ready, q_phase)
@@ -132,6 +135,7 @@ def _attend_item(  # type: ignore[no-untyped-def]
         q, rings, signals, state, 0, more, seen, factor, GROUP, False, dtype
     )
 
+    # The walk leaves one tile's weights behind, which are still to be multiplied by its values.
     v_stage = (at - 1) % V_STAGES
     acc = mma(unpacked(pairs, dtype, operand), v_ring.index(v_stage), acc, is_async=True)
     acc = mma_wait(0, deps=(acc,))
@@ -146,7 +150,7 @@ def _attend_item(  # type: ignore[no-untyped-def]
 def _store_rows(  # type: ignore[no-untyped-def]
     block, out, q_start, first_row, rows, head, out_token, out_head, GROUPS: gl.constexpr, DIM: gl.constexpr
 ):
-    """A finished block of rows, from shared memory, as far as the span has them."""
+    """Store a finished block of rows, from shared memory, as far as the span has rows."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     token = (q_start + row // GROUPS).to(gl.int64)
@@ -162,7 +166,7 @@ def compute(  # type: ignore[no-untyped-def]
     COUNT_AT: gl.constexpr, KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
     BESIDE: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
-    """One of the two warp groups."""
+    """The role of one of the two warp groups: attend 64 of the 128 rows of each item."""
     words, out, lse, partial, partial_lse, items_at, partial_rows, out_token, out_head, factor = inputs
     dtype: gl.constexpr = out.dtype.element_ty
     works, programs, work = works_of(words, COUNT_AT, KV_HEADS, BESIDE)

@@ -1,7 +1,7 @@
 """Device code of the attention kernel for Hopper: one program that loads, and two warp groups that compute.
 
-Per multiprocessor one program of three roles. A single warp, the loader, keeps rings of key and value tiles filled with
-bulk copies of whole pages; two warp groups of 64 query rows each take the same tiles in the same order. As in
+Each multiprocessor has one program of three roles. A single warp, the loader, keeps rings of key and value tiles filled
+with bulk copies of whole pages; two warp groups of 64 query rows each take the same tiles in the same order. As in
 FlashAttention-3 (Shah et al. 2024), a group starts the products of the next tile's scores and of the last tile's values
 and computes its softmax while they run; and the groups take turns at starting theirs, so that the softmax of the one
 falls on the products of the other (ping-pong). Plain Triton can say none of this, hence Gluon.
@@ -49,8 +49,8 @@ def attend_hopper(  # type: ignore[no-untyped-def]
     COUNT_AT: gl.constexpr, KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
     BESIDE: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
-    """Wide items of a plan, see ``attention_plan``. BESIDE: lets the next launch begin at once, and leaves to it the
-    multiprocessors that the plan does not give to wide items."""
+    """Attend the wide items of a plan (``attention.work_lists``). BESIDE: let the next launch begin at once, and leave
+    to it the multiprocessors that the plan does not set aside for wide items."""
     if BESIDE:
         gdc_launch_dependents()
     PIECE: gl.constexpr = min(PAGE, KEYS)
@@ -65,7 +65,8 @@ def attend_hopper(  # type: ignore[no-untyped-def]
     k_ring = seen_as(k_pieces, dtype, [K_STAGES, KEYS, DIM], TILE)
     v_ring = seen_as(v_pieces, dtype, [V_STAGES, KEYS, DIM], TILE)
     q_ring = seen_as(q_pieces, dtype, [Q_SLOTS * 2, ROWS, DIM], TILE)
-    # Filled by one loader and emptied by two groups; and the groups' turns.
+    # A full and an empty signal for each place of the three rings, filled by one loader and emptied by two groups; and
+    # the groups' turns.
     signals = (
         _signals(Q_SLOTS, 1), _signals(Q_SLOTS, 2), _signals(K_STAGES, 1), _signals(K_STAGES, 2),
         _signals(V_STAGES, 1), _signals(V_STAGES, 2), _signals(2, 1),

@@ -1,4 +1,4 @@
-"""The wide launch of the attention kernel on Hopper devices; its device code is in ``attention_hopper_kernel``.
+"""The wide launch of the attention kernel on Hopper devices; its device code is in ``kernel``.
 
 Nothing of the compiler for that device is imported before the first launch.
 """
@@ -16,7 +16,7 @@ from pensieve.kernels.attention.kinds import Geometry
 GROUP_ROWS, KEYS, SLAB = 64, 128, 64
 """Query rows of a warp group, keys of a tile, columns of a bulk copy: what the device code is written for."""
 FIRST_VERSION = (3, 6)
-"""Of Triton, with the language that the device code is written in."""
+"""The first Triton with the language that the device code is written in."""
 
 
 def supports(geometry: Geometry, dtype: torch.dtype, page_tokens: int, device: torch.device) -> bool:
@@ -65,10 +65,10 @@ def attend_wide(
 ) -> None:
     """Attend the items that begin at word ``items_at``, as many as word ``count_at`` says, for every KV head.
 
-    ``items_at`` and what lies there are as in ``attention_plan``, with blocks of 128 rows and pieces that begin at
-    multiples of 128 keys; longest items first, or some programs work longer than others. ``programs``: one for each
-    multiprocessor is best, since one fills it. ``beside``: the next launch may begin at once, on multiprocessors
-    that the plan does not give to wide items. Only for what ``supports`` and ``addressable`` admit.
+    The items are those of ``attention.work_lists``, with blocks of 128 rows and pieces that begin at multiples of 128
+    keys; the longest should come first, or some programs work longer than others. ``programs``: one for each
+    multiprocessor is best, since one fills it. ``beside``: the next launch may begin at once, on multiprocessors that
+    the plan does not set aside for wide items. Only for what ``supports`` and ``addressable`` admit.
     """
     heads, dim, kv_heads, page = q.shape[1], q.shape[2], pool.shape[2], pool.shape[3]
     groups = heads // kv_heads
@@ -84,7 +84,8 @@ def attend_wide(
 
 
 def _descriptors(q: torch.Tensor, pool: torch.Tensor, groups: int) -> tuple[Any, Any]:
-    """What bulk copies need to know: queries as rows of the tokens' heads, the pool as one long list of rows."""
+    """What bulk copies need to know of memory: queries are rows of the tokens' heads, the pool is one long list of
+    rows."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

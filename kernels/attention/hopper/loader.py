@@ -30,7 +30,8 @@ def load(  # type: ignore[no-untyped-def]
     COUNT_AT: gl.constexpr, KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
     BESIDE: gl.constexpr,
 ):  # fmt: skip
-    """The loader. Queries come one item ahead."""
+    """The role of the loader: bring queries one item ahead, and key and value tiles as soon as their places are
+    free."""
     q_desc, pool_desc = descriptors
     q_pieces, k_pieces, v_pieces = pieces
     q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = signals
@@ -59,6 +60,7 @@ def load(  # type: ignore[no-untyped-def]
                 )  # fmt: skip
         for back in range(last - first):
             tile = last - 1 - back
+            # Where the pages of this tile lie: found once, for keys and values.
             rows = ()
             for piece in gl.static_range(PIECES):
                 key = tile * KEYS + piece * PIECE

@@ -12,7 +12,7 @@ from pensieve.kernels.attention.hopper.common import KEYS, ROWS, jit
 LOWEST = gl.constexpr(-1e38)
 """First maximum of a row: below every score but finite, so that a tile without visible keys gives weights of 0."""
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-"""Of scores [ROWS, KEYS]: a lane holds columns 2 and 3 lanes apart, eight columns repeating along the keys."""
+"""How scores [ROWS, KEYS] lie in registers: a lane holds two columns next to each other of every eight."""
 PER_ROW = gl.constexpr(gl.SliceLayout(1, SCORES.value))
 PER_KEY = gl.constexpr(gl.SliceLayout(0, SCORES.value))
 
@@ -26,8 +26,9 @@ def visible(scores, first_key, seen):  # type: ignore[no-untyped-def]
 
 @jit
 def weigh(scores, top, factor):  # type: ignore[no-untyped-def]
-    """Weights of a tile relative to the rows' new maxima, in units of log2: weights [ROWS, KEYS]; their sums per row
-    and lane, [ROWS, 4], to be added up over the lanes once at the end; the maxima; what older results shrink by."""
+    """The weights of a tile relative to the rows' new maxima, in units of log2. Returns weights [ROWS, KEYS]; their
+    sums per row and lane, [ROWS, 4], to be added up over the lanes once at the end; the maxima; what older results
+    shrink by."""
     # Reduced along the repeating columns first: two chains of operations per row and lane instead of one.
     tops = gl.max(gl.reshape(scores, [ROWS, KEYS // 8, 8]), 1)
     new_top = gl.maximum(top, gl.convert_layout(gl.max(tops, 1), PER_ROW) * factor)

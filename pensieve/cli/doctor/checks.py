@@ -152,7 +152,8 @@ def _redis(url: str) -> Check:
 
 def model(name: str) -> Iterator[Check]:
     """The model folder: architecture, weights, tokenizer, chat template. Downloads nothing."""
-    from pensieve.model.arch import ModelError, load_arch
+    from pensieve.model.arch import ModelError
+    from pensieve.model.folder import load_arch
     from pensieve.model.resolve import resolve_model
 
     if name != "demo" and not Path(name).expanduser().is_dir():

@@ -15,6 +15,7 @@ from pensieve.cli.doctor import gpu as doctor_gpu
 from pensieve.cli.doctor.checks import Check
 from pensieve.options import serve as options
 
+_DEFAULTS = options.ServeOptions()
 _COLOUR = {"ok": "green", "note": "yellow", "fail": "red"}
 
 
@@ -51,10 +52,10 @@ def show(findings: list[Check], console: Console) -> None:
 
 
 @click.command()
-@click.option("--model", metavar="MODEL", help="Folder, hub id or `demo`.  [default: demo]")
+@click.option("--model", metavar="MODEL", help=f"Folder, hub id or `demo`.  [default: {_DEFAULTS.model}]")
 @click.option("--store", metavar="URL", help="History store to try.  [default: as `pensieve serve`]")
-@click.option("--listen", metavar="HOST:PORT", help="gRPC address to try.  [default: 127.0.0.1:50051]")
-@click.option("--admin", metavar="HOST:PORT", help="Admin address to try.  [default: 127.0.0.1:0]")
+@click.option("--listen", metavar="HOST:PORT", help=f"gRPC address to try.  [default: {_DEFAULTS.listen}]")
+@click.option("--admin", metavar="HOST:PORT", help=f"Admin address to try.  [default: {_DEFAULTS.admin}]")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def doctor(as_json: bool, **given: str | None) -> None:
     """Show what this machine can do, and what is missing, with the fix.

@@ -14,14 +14,17 @@ from pensieve.demo.talk.values import Values
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Utterance:
     """One turn of the user. ``expected``: the value that the answer must hold; None if the turn asks for none."""
 
     text: str
     expected: str | None = None
 
 
-Conversation = list[Line]
+Conversation = list[Utterance]
+
+LONG_FACTS = 5
+"""Facts that a long conversation begins with, and questions that it ends with."""
 
 _SELF_KEYS = (
     "home", "origin", "job", "instrument", "language", "age", "allergy", "hobby", "favourite colour", "favourite food",
@@ -55,6 +58,27 @@ def conversations(count: int, turns: int, seed: int = 0) -> list[Conversation]:
     return [_conversation(random.Random(f"scenario {seed} {index}"), turns) for index in range(count)]
 
 
+def long_conversation(stories: int, sentences: int, seed: int = 0) -> Conversation:
+    """One conversation that grows: five facts, then ``stories`` turns of ``sentences`` sentences that tell nothing.
+
+    After every fourth story one of the facts is asked for. The last five turns ask for all five, the oldest last.
+    The same arguments give the same conversation.
+    """
+    rng = random.Random(f"long scenario {seed}")
+    values = Values(rng, held_out=True, plain=True)
+    slots = _slots(rng, values)
+    told: list[tuple[Subject, Attribute, str]] = []
+    for _ in range(LONG_FACTS):
+        told.append(_new_fact(slots, values, told))
+    utterances = [Utterance(_statement(rng, *fact)) for fact in told]
+    for number in range(1, stories + 1):
+        story = (_sentence(smalltalk.remark(rng, held_out=True), ".") for _ in range(sentences))
+        utterances.append(Utterance(" ".join(story)))
+        if number % 4 == 0:
+            utterances.append(_question(rng, *rng.choice(told)))
+    return utterances + [_question(rng, *fact) for fact in reversed(told)]
+
+
 def _conversation(rng: random.Random, turns: int) -> Conversation:
     values = Values(rng, held_out=True, plain=True)
     slots = _slots(rng, values)
@@ -70,22 +94,24 @@ def _conversation(rng: random.Random, turns: int) -> Conversation:
     for _ in range(early):
         acts.insert(rng.randint(max(1, len(acts) // 3), len(acts)), "ask")
     late = asked - early
-    lines: Conversation = []
+    utterances: Conversation = []
     for act in acts:
         if act == "tell":
             told.append(_new_fact(slots, values, told))
-            lines.append(Line(_statement(rng, *told[-1])))
+            utterances.append(Utterance(_statement(rng, *told[-1])))
         elif act == "chat":
             sentences, question, _ = smalltalk.exchange(rng, held_out=True)
-            lines.append(
-                Line(" ".join(_sentence(text, ".") for text in sentences[:-1]) + _last(sentences, question))
+            utterances.append(
+                Utterance(
+                    " ".join(_sentence(text, ".") for text in sentences[:-1]) + _last(sentences, question)
+                )
             )
         else:
-            lines.append(_question(rng, *rng.choice(told)))
+            utterances.append(_question(rng, *rng.choice(told)))
     # Oldest last, so that the first fact is asked for in the very last turn.
     for number in reversed(range(late)):
-        lines.append(_question(rng, *told[number % len(told)]))
-    return lines
+        utterances.append(_question(rng, *told[number % len(told)]))
+    return utterances
 
 
 def _last(sentences: list[str], question: bool) -> str:
@@ -136,6 +162,8 @@ def _statement(rng: random.Random, subject: Subject, attribute: Attribute, value
     return _sentence(facts.fill(rng.choice(templates), subject, value, by_assistant=False), ".")
 
 
-def _question(rng: random.Random, subject: Subject, attribute: Attribute, value: str) -> Line:
+def _question(rng: random.Random, subject: Subject, attribute: Attribute, value: str) -> Utterance:
     templates = [template for template in attribute.questions if not template.startswith("{p}")]
-    return Line(_sentence(facts.fill(rng.choice(templates), subject, "", by_assistant=False), "?"), value)
+    return Utterance(
+        _sentence(facts.fill(rng.choice(templates), subject, "", by_assistant=False), "?"), value
+    )

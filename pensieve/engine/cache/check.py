@@ -4,45 +4,44 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from pensieve.core import SessionKey
 from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, Place
+from pensieve.engine.cache.index import EvictionIndex
 from pensieve.engine.cache.pool import PagePool
-
-if TYPE_CHECKING:
-    from pensieve.engine.cache.manager import CacheManager
+from pensieve.engine.cache.tiers import Tiers
 
 
-def check_manager(
-    manager: CacheManager,
+def check_cache(
+    chunk_tokens: int,
     sessions: Mapping[SessionKey, CachedSession],
     running: Mapping[SessionKey, CachedSession],
-    pinned: int,
+    tiers: Tiers,
+    index: EvictionIndex,
 ) -> None:
     """Raise AssertionError on the first invariant that does not hold."""
     chunks = list({id(chunk): chunk for session in sessions.values() for chunk in session.chunks}.values())
-    _check_pool("device", manager.tiers.device, [c.device for c in chunks if c.device != NOWHERE])
-    _check_pool("host", manager.tiers.host, [c.host for c in chunks if c.host != NOWHERE])
-    assert pinned == sum(c.pins > 0 for c in chunks), f"{pinned} pinned, chunks say otherwise"
+    _check_pool("device", tiers.device, [c.device for c in chunks if c.device != NOWHERE])
+    _check_pool("host", tiers.host, [c.host for c in chunks if c.host != NOWHERE])
+    assert tiers.pinned == sum(c.pins > 0 for c in chunks), f"{tiers.pinned} pinned, chunks say otherwise"
     for chunk in chunks:
-        _check_chunk(chunk, manager.config.chunk_tokens)
+        _check_chunk(chunk, chunk_tokens)
     spare = {chunk for chunk in chunks if chunk.pins and chunk.host != NOWHERE}
-    assert set(manager.tiers.spare) == spare, "the list of spare host copies is wrong"
+    assert set(tiers.spare) == spare, "the list of spare host copies is wrong"
     for session in sessions.values():
-        _check_session(session, manager.config.chunk_tokens)
+        _check_session(session, chunk_tokens)
         assert session.running == (session.key in running), f"{session.key}: running flag is wrong"
-    manager.index.check()
+    index.check()
 
 
 def _check_pool(name: str, pool: PagePool, held: list[int]) -> None:
-    twice = [slot for slot, count in Counter(held).items() if count > 1]
-    assert not twice, f"{name} slots {twice} have two owners"
+    twice = [page for page, count in Counter(held).items() if count > 1]
+    assert not twice, f"{name} pages {twice} have two owners"
     assert len(held) + pool.free == pool.capacity, (
-        f"{name}: {len(held)} held + {pool.free} free != {pool.capacity}: a slot leaked"
+        f"{name}: {len(held)} held + {pool.free} free != {pool.capacity}: a page leaked"
     )
-    both = [slot for slot in held if pool.is_free(slot)]
-    assert not both, f"{name} slots {both} are held and free"
+    both = [page for page in held if pool.is_free(page)]
+    assert not both, f"{name} pages {both} are held and free"
 
 
 def _check_chunk(chunk: Chunk, size: int) -> None:
@@ -50,7 +49,7 @@ def _check_chunk(chunk: Chunk, size: int) -> None:
     assert 0 <= chunk.filled <= size, f"{name}: filled {chunk.filled} of {size}"
     assert chunk.filled == 0 or chunk.place is not Place.DROPPED, f"{name}: dropped but filled"
     assert chunk.pins == sum(owner.running for owner in chunk.owners), f"{name}: {chunk.pins} pins"
-    assert not chunk.pins or chunk.device != NOWHERE, f"{name}: pinned without a device slot"
+    assert not chunk.pins or chunk.device != NOWHERE, f"{name}: pinned without a device page"
     assert len({id(owner) for owner in chunk.owners}) == len(chunk.owners) > 0, f"{name}: owners"
 
 
@@ -66,5 +65,5 @@ def _check_session(session: CachedSession, size: int) -> None:
         f"{key}: tokens without chunks"
     )
     if session.running:
-        slots = [chunk.device for chunk in session.chunks]
-        assert list(session.table) == slots, f"{key}: page table {list(session.table)} is not {slots}"
+        pages = [chunk.device for chunk in session.chunks]
+        assert list(session.table) == pages, f"{key}: page table {list(session.table)} is not {pages}"

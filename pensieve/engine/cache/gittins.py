@@ -15,7 +15,8 @@ from typing import Final
 
 import numpy as np
 
-from pensieve.engine.cache.returns import BINS, PRIOR, WIDTHS, Floats, Ints
+from pensieve.core import Floats, Ints
+from pensieve.engine.cache.returns import BINS, PRIOR, WIDTHS
 
 _LEAST_EXPONENT: Final = -10
 _OCTAVES: Final = 30

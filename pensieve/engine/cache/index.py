@@ -14,9 +14,9 @@ import heapq
 import numpy as np
 import numpy.typing as npt
 
+from pensieve.core import Floats
 from pensieve.engine.cache.chunk import CachedSession, Chunk, Place
 from pensieve.engine.cache.policy import UNKNOWN, Policy
-from pensieve.engine.cache.returns import Floats
 from pensieve.engine.cost.model import CostModel
 
 

@@ -1,8 +1,9 @@
-"""``CacheManager``: the only writer of chunk places, reference counts and slots. No torch.
+"""``CacheManager``: the only writer of chunk places, pins and pages. No torch.
 
-One request's life here: ``can_admit`` → ``admit`` (chunks pinned, slots given, copies planned) → per step ``extend``
-and, at commit, ``computed`` → ``release`` (unpinned, kept). Between its turns a session's chunks wander
-DEVICE → BOTH → HOST → DROPPED as ``Tiers`` needs room, and back by the next ``admit``.
+One request's life here: ``can_admit`` → ``admit`` (its chunks are pinned and placed on the device, copies are planned)
+→ per step ``extend`` and, when it is launched, ``computed`` → ``release`` (its chunks are unpinned and stay). Between
+turns the chunks of a session wander DEVICE → BOTH → HOST → DROPPED as ``Tiers`` needs room; the next ``admit`` brings
+them back.
 
 Any chunk that no running request pins can be evicted, at worst by dropping it. So "does it fit" is one comparison with
 the number of pinned chunks, and a full tier can never stop a request that fits an empty one.
@@ -14,27 +15,29 @@ import numpy as np
 
 from pensieve.config import CacheConfig
 from pensieve.core import SessionKey, TokenArray
-from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, Place, common_prefix
+from pensieve.engine.cache.check import check_cache
+from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, Place, Range, Restore, TierTokens
 from pensieve.engine.cache.index import EvictionIndex
-from pensieve.engine.cache.policy import POLICIES
-from pensieve.engine.cache.restore import Range, Restore, TierTokens
-from pensieve.engine.cache.tiers import Tiers
+from pensieve.engine.cache.policy import POLICIES, Policy
+from pensieve.engine.cache.tiers import Occupancy, PlannedCopies, Tiers
 from pensieve.engine.cost.model import CostModel
-from pensieve.engine.plan import Copy, PageTable
+from pensieve.engine.plan import PageTable
 
 
 class CacheManager:
-    """Two-tier chunk cache of all sessions. Not thread-safe: the engine's thread owns it."""
+    """Two-tier chunk cache of all sessions. Not thread-safe: the engine's thread owns it.
 
-    def __init__(self, config: CacheConfig, cost: CostModel) -> None:
+    ``policy``: takes the place of the one that ``config`` names; simulations have more of them.
+    """
+
+    def __init__(self, config: CacheConfig, cost: CostModel, policy: Policy | None = None) -> None:
         if config.device_chunks < 1 or config.host_chunks < 0 or config.chunk_tokens < 1:
             raise ValueError(f"impossible cache sizes: {config}")
         self.config = config
-        self.index = EvictionIndex(POLICIES[config.policy](), cost)
-        self.tiers = Tiers(config, self.index, self._forget)
+        self.index = EvictionIndex(POLICIES[config.policy]() if policy is None else policy, cost)
+        self._tiers = Tiers(config, self.index, self._forget)
         self._sessions: dict[SessionKey, CachedSession] = {}
         self._running: dict[SessionKey, CachedSession] = {}
-        self._pinned = 0
 
     # -- questions: change nothing -----------------------------------------------------------------------------------
 
@@ -47,6 +50,15 @@ class CacheManager:
     def cached_sessions(self) -> int:
         return len(self._sessions)
 
+    @property
+    def swaps_in(self) -> bool:
+        """Whether the plan in the making copies chunks in from the host."""
+        return self._tiers.swaps_in
+
+    def occupancy(self) -> Occupancy:
+        """How full both tiers are, and what was dropped for want of room."""
+        return self._tiers.occupancy()
+
     def chunks_for(self, tokens: int) -> int:
         """Chunks that a context of this length occupies."""
         return -(-tokens // self.config.chunk_tokens)
@@ -54,39 +66,38 @@ class CacheManager:
     def can_admit(self, key: SessionKey, tokens: TokenArray, num_new: int, *, reserve: bool) -> bool:
         """Whether ``admit`` may be called now.
 
-        With ``reserve``, more than ``decode_reserve`` of all device slots must stay unpinned afterwards: free,
-        reclaimable, or evictable. (Evictable ones count because the plan that needs them copies them out itself;
-        insisting on a clean copy first would only add a step of waiting.)
+        With ``reserve``, more than ``decode_reserve`` of all device pages must stay unpinned afterwards: free,
+        reclaimable, or evictable. (Evictable ones count because the plan that needs them copies their chunks out
+        itself; insisting on a clean copy first would only add a step of waiting.)
         """
         session = self._sessions.get(key)
         pinned_by_others = 0
         if session is not None:
-            if session.running or any(chunk.saving or chunk.loading for chunk in session.chunks):
+            if session.running or session.copying:
                 return False
-            keep = min(common_prefix(session.tokens, tokens), len(tokens) - num_new)
+            keep = session.known(tokens, num_new)
             size = self.config.chunk_tokens
+            # Shared chunks that are pinned already cost this request no page; one that it will write to does.
             pinned_by_others = sum(
                 chunk.pins > 0 and chunk.filled == size and (chunk.index + 1) * size <= keep
                 for chunk in session.chunks
             )
-        left = self.config.device_chunks - self._pinned - self.chunks_for(len(tokens)) + pinned_by_others
+        left = self._tiers.unpinned - self.chunks_for(len(tokens)) + pinned_by_others
         return left > self.config.decode_reserve * self.config.device_chunks if reserve else left >= 0
 
     def page_table(self, key: SessionKey, tokens: int) -> PageTable:
-        """Device slots of the first ``tokens`` positions of a running session; valid until it is released."""
+        """Device pages of the first ``tokens`` positions of a running session; valid until it is released."""
         return self._running[key].table[: self.chunks_for(tokens)]
 
     def residency(self, key: SessionKey) -> TierTokens:
+        """What is cached of a session, and where."""
         session = self._sessions.get(key)
-        chunks = session.chunks if session is not None else []
-        device = sum(chunk.filled for chunk in chunks if chunk.device != NOWHERE)
-        host = sum(chunk.filled for chunk in chunks if chunk.place is Place.HOST)
-        return TierTokens(device, host)
+        return TierTokens(0, 0) if session is None else session.residency()
 
     # -- one request -------------------------------------------------------------------------------------------------
 
     def admit(self, key: SessionKey, tokens: TokenArray, num_new: int, now: float) -> Restore:
-        """Pin the context ``tokens`` of a session and give every chunk of it a device slot.
+        """Pin the context ``tokens`` of a session and place every chunk of it on the device.
 
         The cached part is what the cached token ids and ``tokens`` agree on, never more than the history (the first
         ``len(tokens) - num_new``), and never the last token: something has to be computed to get logits.
@@ -95,39 +106,37 @@ class CacheManager:
         positions                             state before                           what happens
         ====================================  =====================================  ================================
         ``[0, keep)``, chunk on the device    valid up to ``chunk.filled``           hit
-        ``[0, keep)``, chunk on the host      valid up to ``chunk.filled``           slot + planned copy
-        ``[0, keep)``, dropped or unfilled    missing                                slot, to be recomputed
-        ``[keep, len(tokens))``               chunk freed, or its tail cut           slot, to be computed
+        ``[0, keep)``, chunk on the host      valid up to ``chunk.filled``           page + planned copy
+        ``[0, keep)``, dropped or unfilled    missing                                page, to be recomputed
+        ``[keep, len(tokens))``               chunk freed, or its tail cut           page, to be computed
         ====================================  =====================================  ================================
         """
         session = self._sessions.get(key) or self._add(key)
-        history = len(tokens) - num_new
-        keep = min(common_prefix(session.tokens, tokens), history)
+        keep = session.known(tokens, num_new)
         self._truncate(session, keep)
         session.tokens = tokens.copy()
         session.running = True
         self.index.came_back(session, num_new, now)
         self._running[key] = session
-        for chunk in session.chunks:  # before anything is evicted: a restore must not evict itself
-            self._pin(chunk)
+        # All before anything is evicted: a restore must not evict itself.
+        for chunk in session.chunks:
+            self._tiers.pin(chunk)
         if keep == len(tokens):
-            keep -= 1
-        restore = self._lay_out(session, len(tokens), keep, history)
-        self._give_slots(session, now)
+            keep -= 1  # the last token's logits are needed, however much of its KV is cached
+        restore = self._lay_out(session, len(tokens), keep, len(tokens) - num_new)
+        self._bring_to_device(session, now)
         session.table = np.fromiter((c.device for c in session.chunks), np.int32, len(session.chunks))
         return restore
 
     def extend(self, key: SessionKey, tokens: int, now: float) -> bool:
-        """Give a running session slots up to ``tokens`` positions; False when every slot is pinned."""
+        """Make room on the device for ``tokens`` positions of a running session; False when every page is pinned."""
         session = self._running[key]
         while len(session.chunks) < self.chunks_for(tokens):
-            if self._pinned >= self.config.device_chunks:
+            if not self._tiers.unpinned:
                 return False
-            chunk = Chunk(len(session.chunks), owners=[session])
-            session.chunks.append(chunk)
-            self._pin(chunk)
-            self.tiers.reserve(1, now)
-            self.tiers.place_on_device(chunk)
+            chunk = self._append(session)
+            self._tiers.reserve(1, now)
+            self._tiers.place_on_device(chunk)
             session.table = np.append(session.table, np.int32(chunk.device))
         return True
 
@@ -145,25 +154,28 @@ class CacheManager:
             assert not chunk.shared, f"{key} chunk {index}: a shared chunk was written"
             chunk.filled = high
             if chunk.host != NOWHERE:
-                self.tiers.discard_host(chunk)
+                self._tiers.discard_host(chunk)
 
     def release(
         self, key: SessionKey, now: float, tokens: TokenArray | None = None, *, forget: bool = False
     ) -> None:
-        """The request has ended: its chunks stay (or go, with ``forget``). ``tokens``: its context, where that grew."""
+        """The request has ended. Its chunks stay, or go with ``forget``.
+
+        ``tokens``: its context, where that has grown since ``admit``.
+        """
         session = self._running.pop(key)
         if tokens is not None:
             session.tokens = tokens
         for chunk in session.chunks:
-            self._unpin(chunk)
+            self._tiers.unpin(chunk)
         session.running = False
         session.last_active = now
         self.index.left(session, now)
         while session.chunks and (forget or session.chunks[-1].filled == 0):
-            self._leave(session, session.chunks[-1])
+            self._cut_last(session)
         for chunk in session.chunks:
             if chunk.filled == 0 and chunk.place is not Place.DROPPED:
-                self.tiers.discard(chunk)  # its recomputation never came: nothing worth copying out
+                self._tiers.discard(chunk)  # its recomputation never came: nothing worth copying out
         last = session.chunks[-1] if session.chunks else None
         known = 0 if last is None else last.index * self.config.chunk_tokens + last.filled
         session.tokens = session.tokens[:known].copy()
@@ -171,7 +183,7 @@ class CacheManager:
             self._forget(session)
 
     def suspend(self, key: SessionKey, now: float, tokens: TokenArray) -> None:
-        """As ``release``, of a request that goes on later: its session is not idle, and nothing is to be learned."""
+        """``release`` a request that goes on later: its session is not idle, so the policy learns nothing from it."""
         session = self._running[key]
         self.release(key, now, tokens)
         self.index.suspended(session, now)
@@ -180,15 +192,15 @@ class CacheManager:
 
     def swap_out_ahead(self, now: float, limit: int) -> None:
         """Below the watermark, plan background copies of the least valuable chunks (EuroSys §4.3.2)."""
-        self.tiers.save_ahead(now, limit)
+        self._tiers.save_ahead(now, limit)
 
-    def take_copies(self) -> tuple[tuple[Copy, ...], tuple[Copy, ...], tuple[Copy, ...]]:
-        """(swap_out, copies, swap_in) planned since the last call."""
-        return self.tiers.take_copies()
+    def take_copies(self) -> PlannedCopies:
+        """What was planned since the last call."""
+        return self._tiers.take_copies()
 
     def complete_copies(self) -> None:
-        """The plan with the copies of the last ``take_copies`` was executed."""
-        self.tiers.complete()
+        """The plan with the copies of the last ``take_copies`` was launched."""
+        self._tiers.complete()
 
     def fork(self, source: SessionKey, target: SessionKey, tokens: int, now: float) -> int:
         """Let a new session share the first ``tokens`` cached tokens of another; returns how many it shares."""
@@ -218,12 +230,11 @@ class CacheManager:
         sessions = list(self._sessions.values()) if key is None else [self._sessions.get(key)]
         freed = 0
         for session in sessions:
-            if session is None or session.running or any(c.saving or c.loading for c in session.chunks):
+            if session is None or session.running or session.copying:
                 continue
             while session.chunks:
-                chunk = session.chunks[-1]
-                freed += 0 if chunk.shared else chunk.filled
-                self._leave(session, chunk)
+                freed += 0 if session.chunks[-1].shared else session.chunks[-1].filled
+                self._cut_last(session)
             self._forget(session)
         return freed
 
@@ -247,7 +258,7 @@ class CacheManager:
         """Cut a session's cache to its first ``keep`` tokens."""
         size = self.config.chunk_tokens
         while session.chunks and session.chunks[-1].index * size >= keep:
-            self._leave(session, session.chunks[-1])
+            self._cut_last(session)
         if session.chunks and not session.chunks[-1].shared:
             tail = session.chunks[-1]
             tail.filled = min(tail.filled, keep - tail.index * size)
@@ -259,20 +270,19 @@ class CacheManager:
         sources = {Place.DEVICE: 0, Place.BOTH: 0, Place.HOST: 0, Place.DROPPED: 0}
         for index in range(self.chunks_for(total)):
             low, high = index * size, min((index + 1) * size, total)
-            if index == len(session.chunks):
-                session.chunks.append(Chunk(index, owners=[session]))
-                self._pin(session.chunks[index])
-            chunk = session.chunks[index]
+            chunk = session.chunks[index] if index < len(session.chunks) else self._append(session)
             valid = max(min(chunk.filled, keep - low), 0)
+            # The part that is not valid will be written, which only a session's own chunks may be.
             if chunk.shared and valid < high - low:
                 to_come = self.chunks_for(total) - len(session.chunks)
                 chunk, valid = self._make_private(session, chunk, valid, to_come)
             elif not chunk.shared:
                 chunk.filled = valid
             if valid == 0 and chunk.host != NOWHERE:
-                self.tiers.discard_host(chunk)
+                self._tiers.discard_host(chunk)  # or an empty chunk would be copied in
             sources[chunk.place] += valid
             if low + valid < high:
+                # Ranges that touch become one: each will be a span of its own.
                 if missing and missing[-1][1] == low + valid:
                     missing[-1] = (missing[-1][0], high)
                 else:
@@ -286,65 +296,53 @@ class CacheManager:
     ) -> tuple[Chunk, int]:
         """Copy on write: replace a shared chunk in a running session's list; returns the new one and what it holds.
 
-        Its first ``valid`` tokens are copied when the device has them and a slot to spare beside the ``to_come`` chunks
+        Its first ``valid`` tokens are copied when the device has them and a page to spare beside the ``to_come`` chunks
         that this session still needs; otherwise they are missing and will be recomputed.
         """
         private = Chunk(shared.index, owners=[session])
-        self._pin(private)
+        self._tiers.pin(private)
         session.chunks[shared.index] = private
         shared.owners.remove(session)
         session.cached -= shared.place is not Place.DROPPED
-        spare = self.config.device_chunks - self._pinned - to_come >= 0
+        spare = self._tiers.unpinned >= to_come
         if shared.device != NOWHERE and valid > 0 and spare:
-            self.tiers.reserve(1, session.last_active)
-            self.tiers.place_on_device(private)
-            self.tiers.copies.append(Copy(shared.device, private.device))
+            self._tiers.reserve(1, session.last_active)
+            self._tiers.duplicate(shared, private)
             private.filled = valid
-        self._unpin(shared)
+        # Only now: the reservation must not have evicted what is to be copied.
+        self._tiers.unpin(shared)
         return private, private.filled
 
-    def _give_slots(self, session: CachedSession, now: float) -> None:
+    def _bring_to_device(self, session: CachedSession, now: float) -> None:
+        """Place every chunk of a session on the device that is not there; those that the host has are loaded."""
         absent = [chunk for chunk in session.chunks if chunk.device == NOWHERE]
-        self.tiers.reserve(len(absent), now)
+        self._tiers.reserve(len(absent), now)
         for chunk in absent:
             if chunk.host != NOWHERE:
-                self.tiers.load(chunk)
+                self._tiers.load(chunk)
             else:
-                self.tiers.place_on_device(chunk)
+                self._tiers.place_on_device(chunk)
         self.index.touch(session)
 
-    def _leave(self, session: CachedSession, chunk: Chunk) -> None:
-        """Take the last chunk out of a session's list; free what it holds when nobody else has it."""
-        session.chunks.pop()
+    def _append(self, session: CachedSession) -> Chunk:
+        """A new, pinned chunk at the end of a running session's list; it has no page yet."""
+        chunk = Chunk(len(session.chunks), owners=[session])
+        session.chunks.append(chunk)
+        self._tiers.pin(chunk)
+        return chunk
+
+    def _cut_last(self, session: CachedSession) -> None:
+        """Take the last chunk out of a session's list; free its pages when nobody else has it."""
+        chunk = session.chunks.pop()
         session.cached -= chunk.place is not Place.DROPPED
         chunk.owners.remove(session)
         self.index.touch(session)
         if not chunk.owners:
             chunk.filled = 0  # given up on purpose: not counted as dropped for want of room
-            self.tiers.discard(chunk)
-
-    def _pin(self, chunk: Chunk) -> None:
-        self._pinned += chunk.pins == 0
-        chunk.pins += 1
-        if chunk.pins == 1:
-            self.tiers.pinned(chunk)
-            self._touch_owners(chunk)
-
-    def _unpin(self, chunk: Chunk) -> None:
-        chunk.pins -= 1
-        self._pinned -= chunk.pins == 0
-        if chunk.pins == 0:
-            self.tiers.unpinned(chunk)
-            self._touch_owners(chunk)
-
-    def _touch_owners(self, chunk: Chunk) -> None:
-        for owner in chunk.owners:
-            self.index.touch(owner)
+            self._tiers.discard(chunk)
 
     # -- invariants --------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise AssertionError, with the numbers, unless every slot has exactly one owner and all counts agree."""
-        from pensieve.engine.cache.check import check_manager
-
-        check_manager(self, self._sessions, self._running, self._pinned)
+        """Raise AssertionError, with the numbers, unless every page has exactly one owner and all counts agree."""
+        check_cache(self.config.chunk_tokens, self._sessions, self._running, self._tiers, self.index)

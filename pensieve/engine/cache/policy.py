@@ -20,8 +20,9 @@ from typing import Final, Protocol
 import numpy as np
 
 from pensieve.config import PolicyName
+from pensieve.core import Floats, Ints
 from pensieve.engine.cache.gittins import COLUMNS, OLDEST, YOUNGEST, columns_of, factors
-from pensieve.engine.cache.returns import CELLS, Floats, Ints, ReturnRates, cell_of
+from pensieve.engine.cache.returns import CELLS, ReturnRates, cell_of
 
 SHORTEST_IDLE_S = 1e-3
 """T never gets smaller: the value of a session that is active right now stays finite, so costs still order it."""

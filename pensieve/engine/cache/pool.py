@@ -1,4 +1,4 @@
-"""Slots of one tier: who is free. Lowest number first, so that runs of adjacent pages form and tests are exact."""
+"""Which pages of a tier are free. The lowest goes first, so that runs of adjacent pages form and tests are exact."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import heapq
 
 
 class PagePool:
-    """Free list over slots ``0 … capacity-1``."""
+    """Free list over pages ``0 … capacity-1``."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -22,17 +22,17 @@ class PagePool:
         return self.capacity - len(self._free)
 
     def take(self) -> int:
-        """A free slot. Raises IndexError when there is none: ask ``free`` first."""
-        slot = heapq.heappop(self._heap)
-        self._free.remove(slot)
-        return slot
+        """Take a free page. Raises IndexError when there is none: ask ``free`` first."""
+        page = heapq.heappop(self._heap)
+        self._free.remove(page)
+        return page
 
-    def put_back(self, slot: int) -> None:
-        """Return a slot. Returning a free slot is a bug and raises."""
-        if slot in self._free or not 0 <= slot < self.capacity:
-            raise ValueError(f"slot {slot} of {self.capacity} is not taken")
-        self._free.add(slot)
-        heapq.heappush(self._heap, slot)
+    def put_back(self, page: int) -> None:
+        """Return a page. Returning a free one is a bug and raises ValueError."""
+        if page in self._free or not 0 <= page < self.capacity:
+            raise ValueError(f"page {page} of {self.capacity} is not taken")
+        self._free.add(page)
+        heapq.heappush(self._heap, page)
 
-    def is_free(self, slot: int) -> bool:
-        return slot in self._free
+    def is_free(self, page: int) -> bool:
+        return page in self._free

@@ -27,8 +27,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+from pensieve.core import Floats, Ints
 
 LEAST_EXPONENT: Final = -4
 _OCTAVES: Final = 20

@@ -1,21 +1,25 @@
-"""The two tiers: slots, evictions between them, and the copies that a plan must make. A part of ``CacheManager``.
+"""The two tiers: their pages, evictions between them, and the copies that a plan must make. A part of ``CacheManager``.
 
-Where a chunk can go (``place`` before → after):
+How a chunk changes its ``place``, and which call does it:
 
-====================  ======  =========================================================
-``reserve``           BOTH → HOST       device slot taken at once, lazily
-``reserve``           DEVICE → HOST     copied out in the same plan, on demand
-``reserve``           DEVICE → DROPPED  the host has no room for something this cheap
-``save_ahead``        DEVICE → BOTH     copied in the background (EuroSys §4.3.2)
-either                BOTH → DEVICE     of a chunk in use, to make room on the host
-either                HOST → DROPPED    to make room for a chunk worth more
-``load``              HOST → BOTH       swapped in; the host copy stays, clean
-====================  ======  =========================================================
+=============================  ================  ======================================================================
+call                           before → after    what happens
+=============================  ================  ======================================================================
+``reserve``                    BOTH → HOST       its device page is taken at once: what it holds is on the host already
+``reserve``                    DEVICE → HOST     it is copied out on demand, in the plan that needs its page
+``reserve``                    DEVICE → DROPPED  the host has no room for something this cheap
+``reserve``                    HOST → DROPPED    it makes room on the host for a chunk worth more
+``save_ahead``                 DEVICE → BOTH     it is copied out in the background (EuroSys §4.3.2)
+``reserve``, ``save_ahead``    BOTH → DEVICE     it is in use and needs no host copy, which makes room for another's
+``load``                       HOST → BOTH       it is swapped in; the host copy stays, clean
+=============================  ================  ======================================================================
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from pensieve.config import CacheConfig
 from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, Place
@@ -24,66 +28,141 @@ from pensieve.engine.cache.pool import PagePool
 from pensieve.engine.plan import Copy
 
 
+class PlannedCopies(NamedTuple):
+    """Copies that one plan must make, under the names that they have in ``Plan``."""
+
+    swap_out: tuple[Copy, ...]
+    copies: tuple[Copy, ...]
+    swap_in: tuple[Copy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """How full both tiers are: KV-tokens that their pages have room for, whatever part of a page is filled.
+
+    ``dropped`` is what was dropped for want of room since start: KV-tokens that were there.
+    """
+
+    device_free: int
+    device_reclaimable: int
+    """In pages that are used, but can be taken at once."""
+    device_used: int
+    host_free: int
+    host_used: int
+    dropped: int
+
+
 class Tiers:
-    """Both slot pools. ``forget`` is called with a session that lost its last cached chunk."""
+    """The page pools of both tiers. ``forget`` is called with a session that has lost its last cached chunk."""
 
     def __init__(
         self, config: CacheConfig, index: EvictionIndex, forget: Callable[[CachedSession], None]
     ) -> None:
         self.device = PagePool(config.device_chunks)
         self.host = PagePool(config.host_chunks)
+        self.pinned = 0
+        """Chunks that some running request uses. Each has a device page, or is about to get one."""
+        self.spare: dict[Chunk, None] = {}
+        """Pinned chunks with a host copy: while their requests run, nobody needs that copy. Oldest first."""
         self._watermark = config.swap_watermark * config.device_chunks
+        self._chunk_tokens = config.chunk_tokens
         self._index = index
         self._forget = forget
-        self.swap_out: list[Copy] = []
-        self.copies: list[Copy] = []
-        self.swap_in: list[Copy] = []
+        self._swap_out: list[Copy] = []
+        self._copies: list[Copy] = []
+        self._swap_in: list[Copy] = []
+        self._dropped = 0
         self._in_flight: list[Chunk] = []
-        self.spare: dict[Chunk, None] = {}
-        """Pinned chunks with a host copy: while its request runs, nobody needs that copy. Oldest first."""
-        self.dropped_tokens = 0
+        """Chunks that are being saved or loaded by the plan in the making."""
 
-    # -- device slots ------------------------------------------------------------------------------------------------
+    # -- questions: change nothing -----------------------------------------------------------------------------------
 
-    def reserve(self, slots: int, now: float) -> None:
-        """Make at least ``slots`` device slots free; the caller knows that enough chunks are unpinned.
+    @property
+    def unpinned(self) -> int:
+        """Device pages that no running request holds: free, or to be had by an eviction."""
+        return self.device.capacity - self.pinned
 
-        First chunks with a clean host copy, which cost nothing; then chunks that must be copied or dropped.
+    @property
+    def swaps_in(self) -> bool:
+        """Whether the plan in the making copies chunks in from the host."""
+        return bool(self._swap_in)
+
+    def reclaimable(self) -> int:
+        """Device pages of unpinned chunks with a clean host copy."""
+        return self._index.total(Reclaim.PAGE)
+
+    def occupancy(self) -> Occupancy:
+        size = self._chunk_tokens
+        return Occupancy(
+            device_free=self.device.free * size,
+            device_reclaimable=self.reclaimable() * size,
+            device_used=self.device.used * size,
+            host_free=self.host.free * size,
+            host_used=self.host.used * size,
+            dropped=self._dropped,
+        )
+
+    # -- pins --------------------------------------------------------------------------------------------------------
+
+    def pin(self, chunk: Chunk) -> None:
+        """A running request uses the chunk from now on; it cannot be evicted."""
+        chunk.pins += 1
+        if chunk.pins == 1:
+            self.pinned += 1
+            if chunk.host != NOWHERE:
+                self.spare[chunk] = None
+            self._touch(chunk)
+
+    def unpin(self, chunk: Chunk) -> None:
+        """One running request less uses the chunk."""
+        chunk.pins -= 1
+        if chunk.pins == 0:
+            self.pinned -= 1
+            self.spare.pop(chunk, None)
+            self._touch(chunk)
+
+    # -- device pages ------------------------------------------------------------------------------------------------
+
+    def reserve(self, pages: int, now: float) -> None:
+        """Make at least ``pages`` device pages free; the caller knows that enough are ``unpinned``.
+
+        Chunks with a clean host copy lose theirs first, which costs nothing; then those that must be copied or dropped.
         """
         for reclaim in (Reclaim.PAGE, Reclaim.SAVED_PAGE):
-            while (need := slots - self.device.free) > 0:
+            while (need := pages - self.device.free) > 0:
                 victims = self._index.round(reclaim, now, need)
-                if not self._evict_round(victims, slots, now):
+                if not self._evict_round(victims, pages, now):
                     break
-        assert self.device.free >= slots, (
-            f"{slots} device slots asked for, {self.device.free} of {self.device.capacity} could be had"
+        assert self.device.free >= pages, (
+            f"{pages} device pages asked for, {self.device.free} of {self.device.capacity} could be had"
         )
 
     def place_on_device(self, chunk: Chunk) -> None:
-        """Give a chunk a free device slot."""
+        """Let a chunk have a free device page."""
         if chunk.place is Place.DROPPED:
             for owner in chunk.owners:
                 owner.cached += 1
         chunk.device = self.device.take()
 
     def load(self, chunk: Chunk) -> None:
-        """Plan the copy of a HOST chunk to a device slot of its own."""
+        """Place a HOST chunk on the device and plan the copy of what it holds."""
         self.place_on_device(chunk)
-        self.swap_in.append(Copy(chunk.host, chunk.device))
+        self._swap_in.append(Copy(chunk.host, chunk.device))
         chunk.loading = True
         self._in_flight.append(chunk)
 
+    def duplicate(self, source: Chunk, target: Chunk) -> None:
+        """Place a new chunk on the device and plan the copy of what another holds there."""
+        self.place_on_device(target)
+        self._copies.append(Copy(source.device, target.device))
+
     # -- ahead of time -----------------------------------------------------------------------------------------------
 
-    def reclaimable(self) -> int:
-        """Device slots of unpinned chunks with a clean host copy."""
-        return self._index.total(Reclaim.PAGE)
-
     def save_ahead(self, now: float, limit: int) -> None:
-        """Plan copies of up to ``limit`` victims while too few device slots are free or reclaimable.
+        """Plan copies of up to ``limit`` victims while too few device pages are free or reclaimable.
 
         Nothing is dropped for it. A full host would lose what only it has, to hold twice what the device still has: in
-        simulation that doubled what had to be recomputed, and on a GPU copying when a slot is needed was as fast
+        simulation that doubled what had to be recomputed, and on a GPU copying when a page is needed was as fast
         (bench/results/watermark.md).
         """
         need = min(limit, self._shortfall())
@@ -92,49 +171,54 @@ class Tiers:
         victims = self._index.round(Reclaim.SAVED_PAGE, now, need)
         while need > 0 and (group := victims.take()):
             for chunk in group:
-                if not self._host_slot_for_nothing():
+                if not self._host_page_for_nothing():
                     return
                 self._save(chunk)
                 need -= 1
             victims.put_back()
 
     def _shortfall(self) -> int:
+        """Pages that are neither free nor reclaimable and should be, by the watermark; rounded up."""
         low = self._watermark - self.device.free
         return 0 if low <= 0 else int(-(-(low - self.reclaimable()) // 1))
 
     # -- evictions ---------------------------------------------------------------------------------------------------
 
-    def _evict_round(self, victims: EvictionRound, slots: int, now: float) -> bool:
-        """Evict from one round until enough is free; whether it gave anything.
+    def _evict_round(self, victims: EvictionRound, pages: int, now: float) -> bool:
+        """Evict victims of one round until ``pages`` device pages are free; returns whether there was a victim.
 
         All victims are chosen before the first is moved: where the host cannot take them all, the most valuable are
         saved and the least valuable dropped.
         """
         chosen: list[tuple[float, Chunk]] = []
-        while self.device.free + len(chosen) < slots and (group := victims.take()):
+        while self.device.free + len(chosen) < pages and (group := victims.take()):
             value = victims.peek()
             for chunk in group:
-                chunk.saving = True  # no candidate any more
+                # Nothing is copied yet, but what is being saved is no candidate: the round won't choose it again.
+                chunk.saving = True
                 chosen.append((value, chunk))
             victims.put_back()
         room: EvictionRound | None = None
+        # Rounds go from the lowest value up, so this goes from the highest down: the best get what room there is.
         for value, chunk in reversed(chosen):
             chunk.saving = False
             if chunk.host == NOWHERE:
+                # The host is ranked once for all of them, and only when the first has to be copied.
                 room = room or self._index.round(Reclaim.HOST_COPY, now, len(chosen))
                 if self._make_host_room(room, value):
                     self._save(chunk)
+            # The page is free at once even if it has yet to be read: a plan swaps out before it writes anything.
             self._leave_device(chunk)
         return bool(chosen)
 
     def _make_host_room(self, room: EvictionRound, value: float) -> bool:
-        """A free host slot: at the cost of a copy that nobody needs now, else by dropping chunks that are worth no more
-        than ``value``; False when there is none.
+        """Free a host page at the cost of a copy that nobody needs now, else by dropping chunks that are worth no more
+        than ``value``; returns whether one is free.
 
         Copies of chunks in use go first because the link has room to make them again, whereas what is dropped has to be
         recomputed.
         """
-        while not self._host_slot_for_nothing():
+        while not self._host_page_for_nothing():
             if room.peek() > value:
                 return False
             group = room.take()
@@ -145,17 +229,8 @@ class Tiers:
             room.put_back()
         return True
 
-    def pinned(self, chunk: Chunk) -> None:
-        """A request began to use a chunk that nobody used."""
-        if chunk.host != NOWHERE:
-            self.spare[chunk] = None
-
-    def unpinned(self, chunk: Chunk) -> None:
-        """Nobody uses a chunk any more."""
-        self.spare.pop(chunk, None)
-
-    def _host_slot_for_nothing(self) -> bool:
-        """Whether a host slot is free, if need be by forgetting the copy of a chunk in use."""
+    def _host_page_for_nothing(self) -> bool:
+        """Whether a host page is free, if need be by forgetting the copy of a chunk in use."""
         if self.host.free:
             return True
         for chunk in self.spare:
@@ -166,9 +241,10 @@ class Tiers:
         return False
 
     def _save(self, chunk: Chunk) -> None:
+        """Plan the copy of a DEVICE chunk to a free host page."""
         chunk.host = self.host.take()
         chunk.saving = True
-        self.swap_out.append(Copy(chunk.device, chunk.host))
+        self._swap_out.append(Copy(chunk.device, chunk.host))
         self._in_flight.append(chunk)
         self._touch(chunk)
 
@@ -178,24 +254,25 @@ class Tiers:
         self._after_loss(chunk)
 
     def discard_host(self, chunk: Chunk) -> None:
-        """Free a chunk's host slot; what the device still has stays."""
+        """Free a chunk's host page; what the device still has stays."""
         self.host.put_back(chunk.host)
         chunk.host = NOWHERE
         self.spare.pop(chunk, None)
         self._after_loss(chunk)
 
     def discard(self, chunk: Chunk) -> None:
-        """Free everything a chunk holds."""
+        """Free every page that a chunk has."""
         if chunk.device != NOWHERE:
             self._leave_device(chunk)
         if chunk.host != NOWHERE:
             self.discard_host(chunk)
 
     def _after_loss(self, chunk: Chunk) -> None:
+        """A chunk has lost a page. With the last one its KV is gone, and maybe its sessions with it."""
         self._touch(chunk)
         if chunk.place is not Place.DROPPED:
             return
-        self.dropped_tokens += chunk.filled
+        self._dropped += chunk.filled
         chunk.filled = 0
         for owner in chunk.owners:
             owner.cached -= 1
@@ -203,19 +280,20 @@ class Tiers:
                 self._forget(owner)
 
     def _touch(self, chunk: Chunk) -> None:
+        """The rows of all sessions that have the chunk are out of date."""
         for owner in chunk.owners:
             self._index.touch(owner)
 
     # -- plan and commit ---------------------------------------------------------------------------------------------
 
-    def take_copies(self) -> tuple[tuple[Copy, ...], tuple[Copy, ...], tuple[Copy, ...]]:
-        """(swap_out, copies, swap_in) decided since the last call; each is in exactly one plan."""
-        result = tuple(self.swap_out), tuple(self.copies), tuple(self.swap_in)
-        self.swap_out, self.copies, self.swap_in = [], [], []
-        return result
+    def take_copies(self) -> PlannedCopies:
+        """What was planned since the last call; each copy is in exactly one plan."""
+        planned = PlannedCopies(tuple(self._swap_out), tuple(self._copies), tuple(self._swap_in))
+        self._swap_out, self._copies, self._swap_in = [], [], []
+        return planned
 
     def complete(self) -> None:
-        """The plan that held all planned copies was executed."""
+        """The plan that held all planned copies was launched: what comes after it finds them made."""
         for chunk in self._in_flight:
             chunk.saving = chunk.loading = False
             self._touch(chunk)

@@ -60,7 +60,7 @@ class ProbedWorker(StepWorker, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class CostPoint:
     """Seconds to compute the chunk that ends at ``context`` tokens, all before it being cached."""
 
     context: int
@@ -86,7 +86,7 @@ class Prober:
         self._clock = clock
         self._step = 0
 
-    def measure(self, longest: int, repeats: int, growth: int = 2) -> Iterator[Point]:
+    def measure(self, longest: int, repeats: int, growth: int = 2) -> Iterator[CostPoint]:
         """Points from one chunk to ``longest`` tokens, each ``growth`` times as long as the one before."""
         chunk, done, context = self._chunk_tokens, 0, self._chunk_tokens
         while context <= longest:
@@ -97,7 +97,7 @@ class Prober:
             self._run(context - chunk, context)  # warms up: compiles kernels, fills caches
             times = [self._timed(context - chunk, context) for _ in range(repeats)]
             done = context
-            yield Point(context, min(times))  # what else the machine does only ever adds
+            yield CostPoint(context, min(times))  # what else the machine does only ever adds
             context *= growth
 
     def _timed(self, start: int, end: int) -> float:
@@ -135,9 +135,9 @@ def prober(worker: ProbedWorker, clock: Callable[[], float] = time.perf_counter)
 
 def quick_points(
     worker: ProbedWorker, *, seconds: float = QUICK_SECONDS, clock: Callable[[], float] = time.perf_counter
-) -> list[Point]:
+) -> list[CostPoint]:
     """A few points in about ``seconds``; at least two. Raises ValueError when the pool cannot hold those."""
-    info, started, points = worker.info, clock(), list[Point]()
+    info, started, points = worker.info, clock(), list[CostPoint]()
     longest = min(info.context_limit, info.device_chunks * info.chunk_tokens, LONGEST)
     if longest < QUICK_GROWTH * info.chunk_tokens:
         raise ValueError(f"contexts of at most {longest} tokens are too short to measure a cost by length")
@@ -149,7 +149,7 @@ def quick_points(
     return points
 
 
-def split(points: list[Point]) -> tuple[list[tuple[int, float]], float]:
+def split(points: list[CostPoint]) -> tuple[list[tuple[int, float]], float]:
     """(attention cost at each context, c). Attention never falls as the context grows, and c is never negative."""
     if len(points) < 2:
         raise ValueError("at least two points are needed")
@@ -165,7 +165,7 @@ def split(points: list[Point]) -> tuple[list[tuple[int, float]], float]:
 
 
 def describe(
-    worker: ProbedWorker, model: str, points: list[Point], *, device_name: str, repeats: int
+    worker: ProbedWorker, model: str, points: list[CostPoint], *, device_name: str, repeats: int
 ) -> dict[str, Any]:
     """The profile as it is written: what was measured, and on what."""
     attention, other = split(points)

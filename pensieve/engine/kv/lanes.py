@@ -7,12 +7,12 @@ import logging
 import numpy as np
 import torch
 
-from pensieve.engine.kv.copy import Choice, RunCopy, calibrate, choose, make_copy
 from pensieve.engine.kv.groups import calls_for, layer_groups
+from pensieve.engine.kv.mechanisms import Choice, RunCopy, calibrate, choose, make_copy
 from pensieve.engine.kv.pools import KvPools
 from pensieve.engine.kv.queue import Pairs
 from pensieve.engine.kv.timeline import Lane, Mark
-from pensieve.kernels.attention.buffers import multiprocessors_of
+from pensieve.kernels.attention.plan import multiprocessors_of
 from pensieve.kernels.chunk_checksum import ChunkChecksum
 from pensieve.kernels.chunk_copy import ChunkCopy, runs_of
 

@@ -40,12 +40,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pensieve.engine.kv.timeline import Lane, Mark, Timeline, Work
+from pensieve.core import Ints
+from pensieve.engine.kv.timeline import Lane, LaneWork, Mark, Timeline
 from pensieve.engine.plan import Copy, Plan
 
 Pairs = npt.NDArray[np.int32]
 """(source page, target page) per chunk, [n, 2]."""
-Numbers = npt.NDArray[np.int64]
 
 QUANTUM_BYTES = 4 << 20
 """Most of one submission of copies out, and most that is queued of them while a copy in is under way."""
@@ -199,7 +199,7 @@ class SwapQueue:
         self._lanes.copy_in(prepared)
         line = self.lines[Lane.IN]
         end = self._lanes.mark(Lane.IN)
-        line.add(Work(line.last + 1, end, begin, len(pairs) * self._sizes.chunk_bytes, prepared))
+        line.add(LaneWork(line.last + 1, end, begin, len(pairs) * self._sizes.chunk_bytes, prepared))
         self._brought_in[target] = line.last
         self._loaded[source] = line.last
         if not self._pipelined:
@@ -227,7 +227,7 @@ class SwapQueue:
         if work is not None:
             self._lanes.follow(lane, after, work.end)
 
-    def _pending(self, after: Lane, tickets: Numbers) -> int:
+    def _pending(self, after: Lane, tickets: Ints) -> int:
         """The latest of these tickets of a lane, 0 if that is done."""
         latest = int(tickets.max(initial=0))
         return latest if latest > self.lines[after].done else 0
@@ -236,7 +236,7 @@ class SwapQueue:
         """All compute work queued so far; the newest of it touched these pages."""
         line = self.lines[Lane.COMPUTE]
         line.settle()
-        line.add(Work(line.last + 1, self._lanes.mark(Lane.COMPUTE)))
+        line.add(LaneWork(line.last + 1, self._lanes.mark(Lane.COMPUTE)))
         self._touched[touched] = line.last
 
     def _begin_out(self, ticket: int) -> None:
@@ -260,7 +260,7 @@ class SwapQueue:
         ticket = head.first_ticket - 1 + head.next_run // layers
         num_bytes = runs * (self._sizes.chunk_bytes // layers)
         end = self._lanes.mark(Lane.OUT)
-        self.lines[Lane.OUT].add(Work(ticket, end, begin, num_bytes, head.prepared))
+        self.lines[Lane.OUT].add(LaneWork(ticket, end, begin, num_bytes, head.prepared))
         if head.next_run == len(head.pairs) * layers:
             self._waiting.popleft()
 
@@ -277,7 +277,7 @@ class SwapQueue:
         return pairs
 
 
-def _clocks(count: int, pages: int) -> Numbers:
+def _clocks(count: int, pages: int) -> Ints:
     """Tickets of page-wise last uses; 0: never."""
     return np.zeros((count, pages), dtype=np.int64)
 

@@ -31,7 +31,7 @@ class Mark(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class LaneWork:
     """A piece of a lane's work."""
 
     ticket: int
@@ -54,14 +54,14 @@ class Timeline:
         self.queued_bytes = 0
         self.finished_bytes = 0
         self.finished_seconds = 0.0
-        self._works: deque[Work] = deque()
+        self._works: deque[LaneWork] = deque()
 
     @property
     def busy(self) -> bool:
         """Whether something was still under way when ``settle`` last looked."""
         return bool(self._works)
 
-    def add(self, work: Work) -> None:
+    def add(self, work: LaneWork) -> None:
         """The lane's newest piece of work."""
         assert work.ticket >= self.last
         self.last = work.ticket
@@ -78,7 +78,7 @@ class Timeline:
                 self.finished_bytes += work.num_bytes
                 self.finished_seconds += work.begin.elapsed_time(work.end) / 1e3
 
-    def first_at(self, ticket: int) -> Work | None:
+    def first_at(self, ticket: int) -> LaneWork | None:
         """The first piece of work with which everything up to ``ticket`` is done; None when it is already."""
         assert ticket <= self.last, f"nobody has queued ticket {ticket} yet"
         self.settle()

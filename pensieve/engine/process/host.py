@@ -22,9 +22,9 @@ import click
 
 from pensieve.config import EngineOptions
 from pensieve.engine.messages import Command, Report
-from pensieve.engine.process.frames import FrameSocket, PeerClosed, decoder_for
-from pensieve.engine.process.loop import Engine, run_engine
+from pensieve.engine.process.loop import HostedEngine, run_engine
 from pensieve.errors import PensieveError
+from pensieve.frames import FrameSocket, PeerClosed, decoder_for
 from pensieve.lifeline import die_with_parent
 from pensieve.logs import configure_logging
 
@@ -35,11 +35,11 @@ LAST_WORDS: Final = "engine: "
 DEFAULT_BUILDER: Final = "pensieve.engine.build:build_engine"
 _OPTIONS_TIMEOUT_S: Final = 30.0
 
-Builder = Callable[[EngineOptions], Engine]
+Builder = Callable[[EngineOptions], HostedEngine]
 
 
 class SocketChannel:
-    """``loop.Channel`` over a socket."""
+    """``loop.CommandChannel`` over a socket."""
 
     def __init__(self, frames: FrameSocket) -> None:
         self._frames = frames
@@ -60,14 +60,14 @@ def load_builder(dotted: str) -> Builder:
 
 
 def _read_options(frames: FrameSocket) -> EngineOptions:
-    """First frame, alone: the front end sends commands only after ``Ready``."""
+    """First frame, alone: the front end sends commands only after ``EngineReady``."""
     options: list[EngineOptions] = frames.receive(decoder_for(EngineOptions), _OPTIONS_TIMEOUT_S)
     if len(options) != 1:
         raise PeerClosed("no options came from the front end")
     return options[0]
 
 
-def _build(builder: str, options: EngineOptions) -> Engine:
+def _build(builder: str, options: EngineOptions) -> HostedEngine:
     try:
         return load_builder(builder)(options)
     except PensieveError:
@@ -77,7 +77,7 @@ def _build(builder: str, options: EngineOptions) -> Engine:
         raise
 
 
-def _run(engine: Engine, channel: SocketChannel) -> None:
+def _run(engine: HostedEngine, channel: SocketChannel) -> None:
     try:
         run_engine(engine, channel)
     except PeerClosed:

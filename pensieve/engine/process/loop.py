@@ -12,17 +12,17 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
-from pensieve.engine.messages import Command, Event, Ready, Report, Stats, Stop
+from pensieve.engine.messages import Command, EngineReady, Event, Report, Stats, Stop
 
 HEARTBEAT_S: Final = 0.5
 _BLOCKED_S: Final = 0.005
 """Pause after a step that could do nothing although work waits, so that waiting does not burn a core."""
 
 
-class Engine(Protocol):
+class HostedEngine(Protocol):
     """What the loop needs of an engine (``pensieve.engine.engine.Engine``)."""
 
-    def ready(self) -> Ready: ...
+    def ready(self) -> EngineReady: ...
 
     def handle(self, command: Command) -> list[Event]: ...
 
@@ -38,7 +38,7 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-class Channel(Protocol):
+class CommandChannel(Protocol):
     """The loop's end of the link."""
 
     def receive(self, timeout: float) -> list[Command]:
@@ -50,7 +50,7 @@ class Channel(Protocol):
         ...
 
 
-def run_engine(engine: Engine, channel: Channel) -> None:
+def run_engine(engine: HostedEngine, channel: CommandChannel) -> None:
     """Serve until ``Stop`` arrives. Raises PeerClosed when the other end is gone, else what the engine raises."""
     stats = engine.stats()
     channel.send(Report(events=(engine.ready(),), stats=stats))

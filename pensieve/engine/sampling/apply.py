@@ -6,14 +6,15 @@ from collections.abc import Mapping
 
 import torch
 
-from pensieve.engine.sampling.changes import Changes, Ints, Penalties
+from pensieve.core import Ints
+from pensieve.engine.sampling.changes import Changes, Penalties
 from pensieve.engine.sampling.draw import row_ranges
 
 MOST = 1e30
 """What an infinite logit counts as; minus this for one that is minus infinite or not a number."""
 
 
-def changed(logits: torch.Tensor, changes: Changes, sent: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def apply_changes(logits: torch.Tensor, changes: Changes, sent: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """A copy of the logits [S, vocab] with ``changes``, whose arrays are ``sent`` to the device."""
     result = logits.clone(memory_format=torch.contiguous_format)
     if changes.penalties is not None:

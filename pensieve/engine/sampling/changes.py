@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from pensieve.core import TokenArray
+from pensieve.core import Floats, Ints, TokenArray
 from pensieve.engine.plan import SampleSpec
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 Array = Ints | Floats | TokenArray
 
 _NO_TOKENS: TokenArray = np.empty(0, dtype=np.int32)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pensieve.engine.sampling.changes import Floats, Ints
-from pensieve.engine.sampling.rows import MAX_TOP_K, Group
+from pensieve.core import Floats, Ints
+from pensieve.engine.sampling.rows import MAX_TOP_K, DrawGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +43,18 @@ class Parameters:
         )
 
 
-def draw(logits: torch.Tensor, largest: torch.Tensor, parameters: Parameters, group: Group) -> torch.Tensor:
+def draw(
+    logits: torch.Tensor, largest: torch.Tensor, parameters: Parameters, group: DrawGroup
+) -> torch.Tensor:
     """A token for each row of ``logits`` float32 [n, vocab], whose maxima are ``largest`` [n, 1]; int64 [n]."""
     cumulative = weigh(logits, largest, parameters, group).cumsum_(dim=-1)
     total = cumulative[:, -1:].double()  # the largest alone weighs enough that this is never 0
     return torch.searchsorted(cumulative, (parameters.uniform * total).long(), right=True).squeeze(1)
 
 
-def weigh(logits: torch.Tensor, largest: torch.Tensor, parameters: Parameters, group: Group) -> torch.Tensor:
+def weigh(
+    logits: torch.Tensor, largest: torch.Tensor, parameters: Parameters, group: DrawGroup
+) -> torch.Tensor:
     """Weights in proportion to the tokens' probabilities, 0 for those filtered out; int64 [n, vocab]."""
     # The maximum goes to 0 before the division: a tiny temperature then overflows to -inf, never to NaN.
     scaled = logits.double().sub_(largest.double()).div_(parameters.temperature)
@@ -72,7 +76,7 @@ def _floor(
     scaled: torch.Tensor,
     weights: torch.Tensor,
     parameters: Parameters,
-    group: Group,
+    group: DrawGroup,
 ) -> torch.Tensor:
     """The least value of ``scaled`` that stays in each row; [n, 1]. Changes ``weights``."""
     if not group.top_k and not group.top_p:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pensieve.core import Sampling
+from pensieve.core import Floats, Ints, Sampling
 from pensieve.engine.plan import SampleSpec
-from pensieve.engine.sampling.changes import Array, Changes, Floats, Ints, changes_of
+from pensieve.engine.sampling.changes import Array, Changes, changes_of
 
 MAX_TOP_K = 1024
 """Up to here the largest values of a row are selected; beyond it the whole row is sorted."""
@@ -26,7 +26,7 @@ _BLOCK = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class DrawGroup:
     """Rows ``start … end - 1`` of ``Draws``, and which filters some of them need."""
 
     start: int
@@ -52,7 +52,7 @@ class Draws:
     """1 … vocabulary; the vocabulary is off."""
     top_p: Floats
     """1 is off."""
-    groups: tuple[Group, ...]
+    groups: tuple[DrawGroup, ...]
 
     def arrays(self) -> dict[str, Array]:
         """What the device needs, by name."""
@@ -67,7 +67,7 @@ class Draws:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedRows:
     """What ``specs`` ask of the rows ``0 … rows - 1`` of a step's logits."""
 
     rows: int
@@ -95,19 +95,19 @@ class Prepared:
         return arrays
 
 
-def prepare(specs: Sequence[SampleSpec], vocab: int) -> Prepared:
+def prepare(specs: Sequence[SampleSpec], vocab: int) -> PreparedRows:
     """The arrays of ``specs``, one for each row of logits [rows, vocab].
 
     Raises ValueError when a token of a spec's prompt or output is no id of the vocabulary.
     """
     if all([spec.sampling.plain for spec in specs]):
-        return Prepared(len(specs), vocab)
+        return PreparedRows(len(specs), vocab)
     wanted = [
         (row, spec.sampling.top_logprobs)
         for row, spec in enumerate(specs)
         if spec.sampling.top_logprobs is not None
     ]
-    return Prepared(
+    return PreparedRows(
         len(specs),
         vocab,
         draws=_draws(specs, vocab),
@@ -163,9 +163,9 @@ def _need(sampling: Sampling, vocab: int) -> int:
     return 2 if sampling.top_p < 1.0 else 0
 
 
-def _group(start: int, end: int, samplings: Sequence[Sampling], vocab: int) -> Group:
+def _group(start: int, end: int, samplings: Sequence[Sampling], vocab: int) -> DrawGroup:
     top_k = [_top_k(sampling, vocab) for sampling in samplings]
-    return Group(
+    return DrawGroup(
         start,
         end,
         min_p=any(sampling.min_p > 0.0 for sampling in samplings),

@@ -21,10 +21,10 @@ import torch
 
 from pensieve.core import TokenLogprob
 from pensieve.engine.plan import SampleSpec
-from pensieve.engine.sampling.apply import MOST, changed
+from pensieve.engine.sampling.apply import MOST, apply_changes
 from pensieve.engine.sampling.changes import Array
 from pensieve.engine.sampling.draw import BYTES_PER_ELEMENT, GPU_ELEMENTS, Parameters, draw, row_ranges
-from pensieve.engine.sampling.rows import Draws, Prepared, prepare
+from pensieve.engine.sampling.rows import Draws, PreparedRows, prepare
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _TORCH = {"int32": torch.int32, "int64": torch.int64, "float64": torch.float64}
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Of the n rows of ``Prepared.logprob_rows``."""
+    """Of the n rows of ``PreparedRows.logprob_rows``."""
 
     chosen: torch.Tensor
     """float32 [n]"""
@@ -47,7 +47,7 @@ class Logprobs:
 class Chosen:
     """A step's tokens on the logits' device; S may be more than the rows of ``prepared``."""
 
-    prepared: Prepared
+    prepared: PreparedRows
     tokens: torch.Tensor
     """int64 [S]"""
     finite: torch.Tensor
@@ -74,7 +74,7 @@ class Chosen:
 class Fetched:
     """A step's tokens on their way to the host."""
 
-    prepared: Prepared
+    prepared: PreparedRows
     parts: list[torch.Tensor]
     """Tokens, finite, and the three of ``Logprobs``; on the CPU."""
     done: torch.cuda.Event | None
@@ -127,7 +127,7 @@ def largest(logits: torch.Tensor) -> torch.Tensor:
     return torch.argmax(logits, dim=-1)
 
 
-def choose(logits: torch.Tensor, prepared: Prepared, finite: torch.Tensor | None = None) -> Chosen:
+def choose(logits: torch.Tensor, prepared: PreparedRows, finite: torch.Tensor | None = None) -> Chosen:
     """Queue the choice of a token for each row of ``logits`` float32 [S, vocab] without waiting for a device.
 
     ``finite`` is given when the logits are already what ``clean`` made of them. Rows past those of ``prepared`` get
@@ -138,7 +138,7 @@ def choose(logits: torch.Tensor, prepared: Prepared, finite: torch.Tensor | None
     if prepared.plain:
         return Chosen(prepared, largest(logits), finite)
     sent = _upload(prepared.arrays(), logits.device)
-    adjusted = logits if prepared.changes is None else changed(logits, prepared.changes, sent)
+    adjusted = logits if prepared.changes is None else apply_changes(logits, prepared.changes, sent)
     tokens = largest(adjusted)
     if prepared.draws is not None:
         _draw_into(tokens, adjusted, prepared.draws, sent)

@@ -29,11 +29,11 @@ from pensieve.engine.kv.swap import SwapEngine
 from pensieve.engine.plan import PendingStep, Plan, Sampled, StepResult
 from pensieve.engine.sampling.rows import prepare
 from pensieve.engine.sampling.sampler import Chosen, Fetched, choose
+from pensieve.engine.worker.cuda_batch import CudaBatch, make_cuda_batch
 from pensieve.engine.worker.graphs import Programs
-from pensieve.engine.worker.host_batch import HostBatch, make_host_batch
 from pensieve.engine.worker.program import Shared, StepProgram
-from pensieve.engine.worker.sizing import DTYPES, WorkerInfo
-from pensieve.kernels.attention.buffers import Scratch, geometry_of
+from pensieve.engine.worker.sizing import DTYPES, WorkerInfo, allocate_pools
+from pensieve.kernels.attention.plan import Scratch, geometry_of
 from pensieve.model.transformer import Transformer
 
 STAGINGS = 3
@@ -52,20 +52,7 @@ class CudaWorker:
         self.arch, self.info = model.arch, info
         self._device = torch.device(info.device)
         self._compute = torch.cuda.Stream(self._device)
-        try:
-            self._pools = KvPools(
-                model.arch,
-                device_chunks=info.device_chunks,
-                host_chunks=info.host_chunks,
-                chunk_tokens=info.chunk_tokens,
-                dtype=DTYPES[info.dtype],
-                device=self._device,
-            )
-        except RuntimeError as error:
-            raise ValueError(
-                f"no memory for {info.device_chunks} device and {info.host_chunks} host chunks of "
-                f"{info.chunk_tokens} tokens: give smaller cache sizes ({error})"
-            ) from error
+        self._pools = allocate_pools(model.arch, info)
         self._swap = SwapEngine(
             self._pools,
             self._compute,
@@ -119,13 +106,13 @@ class CudaWorker:
     @torch.inference_mode()
     def launch(self, plan: Plan) -> PendingStep:
         """See ``StepWorker.launch``."""
-        batch: HostBatch | None = None
+        batch: CudaBatch | None = None
         program: StepProgram | None = None
         staging = self._stagings[0]
         with torch.cuda.stream(self._compute):
             if plan.spans:
                 # The host's work comes first, so that what is queued is queued at once.
-                batch = make_host_batch(plan, self.info.chunk_tokens, self._sampled)
+                batch = make_cuda_batch(plan, self.info.chunk_tokens, self._sampled)
                 staging.uploaded.synchronize()
                 program, words = self._programs.pack(batch, staging.array)
             self._swap.before_step(plan)
@@ -144,7 +131,7 @@ class CudaWorker:
         before, self._last_end = self._last_end, end
         return _CudaStep(self, batch, fetched, before, begin, end)
 
-    def _sample(self, batch: HostBatch) -> Fetched | None:
+    def _sample(self, batch: CudaBatch) -> Fetched | None:
         """Queue what the graph did not do for the samples, and their way to the host."""
         rows = len(batch.specs)
         self._sampled = {request: row for row, request in enumerate(batch.requests)}
@@ -180,7 +167,7 @@ class _CudaStep:
     """``PendingStep`` of a ``CudaWorker``."""
 
     worker: CudaWorker
-    batch: HostBatch | None
+    batch: CudaBatch | None
     fetched: Fetched | None
     before: torch.cuda.Event | None
     """End of the step before on the device."""

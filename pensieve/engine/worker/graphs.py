@@ -17,11 +17,11 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from pensieve.engine.worker.host_batch import HostBatch
+from pensieve.engine.worker.cuda_batch import CudaBatch
 from pensieve.engine.worker.program import ALIGNMENT, Shared, Size, StepProgram
 from pensieve.engine.worker.sizing import WorkerInfo
-from pensieve.kernels.attention.buffers import DoesNotFit, words_of
-from pensieve.kernels.attention.kinds import Capacity, Geometry, Kind, capacity_for, classify
+from pensieve.kernels.attention.kinds import Capacity, Geometry, StepKind, capacity_for, classify
+from pensieve.kernels.attention.plan import DoesNotFit, words_of
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +29,14 @@ WIDE_ALONE_LIMIT = 512
 """Tokens up to which steps without any decode get a graph: longer ones keep the device busy without."""
 
 
-def buckets(kind: Kind, max_tokens: int, max_running: int) -> list[int]:
+def buckets(kind: StepKind, max_tokens: int, max_running: int) -> list[int]:
     """Tokens of the graphs of a kind, ascending."""
-    if kind is Kind.NARROW:
+    if kind is StepKind.NARROW:
         return _rising(min(max_running, max_tokens), ((1, 2), (2, 4), (4, 8), (8, 256), (16, 1 << 30)))
-    if kind in (Kind.SHORT, Kind.FEW):  # decodes beside turns of a few tokens: common on a busy server
+    if kind in (
+        StepKind.SHORT,
+        StepKind.FEW,
+    ):  # decodes beside turns of a few tokens: common on a busy server
         return _rising(min(max(2 * max_running, 512), max_tokens), ((8, 64), (16, 256), (32, 1 << 30)))
     if kind.is_mixed:
         return _rising(max_tokens, ((32, 512), (64, 1024), (128, 2048), (512, 1 << 30)))
@@ -60,8 +63,8 @@ class Programs:
         self._compute = compute
         self._graphs = graphs
         self._memory = torch.cuda.graph_pool_handle() if graphs else None
-        self._made: dict[tuple[Kind, int], StepProgram] = {}
-        self._buckets = {kind: buckets(kind, _most_tokens(info), info.max_running) for kind in Kind}
+        self._made: dict[tuple[StepKind, int], StepProgram] = {}
+        self._buckets = {kind: buckets(kind, _most_tokens(info), info.max_running) for kind in StepKind}
         self._pages = most_pages(info)
         self.words = self._most_words()
         """int32 words that any step's upload can have."""
@@ -70,9 +73,9 @@ class Programs:
     def scratch_rows(info: WorkerInfo, geometry: Geometry) -> int:
         """Rows of the scratch that all programs share."""
         tokens = _most_tokens(info)
-        return max(_capacity(kind, tokens, info, geometry).partial_rows for kind in Kind)
+        return max(_capacity(kind, tokens, info, geometry).partial_rows for kind in StepKind)
 
-    def pack(self, batch: HostBatch, staging: npt.NDArray[np.int32]) -> tuple[StepProgram, int]:
+    def pack(self, batch: CudaBatch, staging: npt.NDArray[np.int32]) -> tuple[StepProgram, int]:
         """The program for a step, and the words of the step as ``StepProgram.pack`` wrote them into ``staging``."""
         program = self._graph_for(batch)
         if program is not None:
@@ -97,11 +100,11 @@ class Programs:
         """Give back graphs and their memory."""
         self._made.clear()
 
-    def _wanted(self) -> Iterator[tuple[Kind, int]]:
+    def _wanted(self) -> Iterator[tuple[StepKind, int]]:
         for kind, sizes in self._buckets.items():
             yield from ((kind, size) for size in sizes)
 
-    def _graph_for(self, batch: HostBatch) -> StepProgram | None:
+    def _graph_for(self, batch: CudaBatch) -> StepProgram | None:
         if not self._graphs or batch.longest > self._info.context_limit:
             return None
         kind = classify(batch.spans, self.shared.geometry)
@@ -109,7 +112,7 @@ class Programs:
         at = bisect.bisect_left(sizes, len(batch.tokens))
         return self._program(kind, sizes[at]) if at < len(sizes) else None
 
-    def _program(self, kind: Kind, tokens: int) -> StepProgram:
+    def _program(self, kind: StepKind, tokens: int) -> StepProgram:
         if (kind, tokens) not in self._made:
             program = StepProgram(self.shared, self._size(kind, tokens))
             assert self._memory is not None
@@ -117,12 +120,12 @@ class Programs:
             self._made[kind, tokens] = program
         return self._made[kind, tokens]
 
-    def _size(self, kind: Kind, tokens: int) -> Size:
+    def _size(self, kind: StepKind, tokens: int) -> Size:
         info = self._info
         capacity = _capacity(kind, tokens, info, self.shared.geometry)
         return Size(tokens, min(tokens, info.max_running), self._pages, kind, capacity)
 
-    def _exact(self, batch: HostBatch) -> Size:
+    def _exact(self, batch: CudaBatch) -> Size:
         geometry, count = self.shared.geometry, len(batch.tokens)
         kind = classify(batch.spans, geometry)
         capacity = capacity_for(kind, count, len(batch.spans), batch.longest, geometry)
@@ -130,7 +133,7 @@ class Programs:
 
     def _most_words(self) -> int:
         tokens = _most_tokens(self._info)
-        plan = max(words_of(_capacity(kind, tokens, self._info, self.shared.geometry)) for kind in Kind)
+        plan = max(words_of(_capacity(kind, tokens, self._info, self.shared.geometry)) for kind in StepKind)
         return 5 * tokens + plan + self._pages + 7 * ALIGNMENT
 
 
@@ -144,7 +147,7 @@ def _most_tokens(info: WorkerInfo) -> int:
     return max(info.max_batch_tokens, info.max_running)
 
 
-def _capacity(kind: Kind, tokens: int, info: WorkerInfo, geometry: Geometry) -> Capacity:
+def _capacity(kind: StepKind, tokens: int, info: WorkerInfo, geometry: Geometry) -> Capacity:
     # Few requests have more than two spans: a dropped range and the new turn.
     spans = min(tokens, 2 * info.max_running)
     return capacity_for(kind, tokens, spans, info.context_limit, geometry)

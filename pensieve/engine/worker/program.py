@@ -15,12 +15,12 @@ import numpy.typing as npt
 import torch
 
 from pensieve.engine.sampling.sampler import clean, largest
-from pensieve.engine.worker.host_batch import NO_SLOT, HostBatch
-from pensieve.kernels.attention.buffers import AttentionPlan, DoesNotFit, Scratch, plan_key, words_of
-from pensieve.kernels.attention.kinds import Capacity, Geometry, Kind
+from pensieve.engine.worker.cuda_batch import NO_SLOT, CudaBatch
+from pensieve.kernels.arguments import HeadPrep
+from pensieve.kernels.attention.kinds import Capacity, Geometry, StepKind
+from pensieve.kernels.attention.plan import AttentionPlan, DoesNotFit, Scratch, plan_key, words_of
 from pensieve.kernels.kv_write import kv_write
 from pensieve.kernels.ragged_paged_attention import ragged_paged_attention
-from pensieve.kernels.reference import HeadPrep
 from pensieve.kernels.span_table import SpanTable
 from pensieve.kernels.upload import upload
 from pensieve.model.transformer import Transformer
@@ -60,7 +60,7 @@ class Size:
     tokens: int
     samples: int
     pages: int
-    kind: Kind
+    kind: StepKind
     attention: Capacity
 
 
@@ -95,7 +95,7 @@ class StepProgram:
             words=view["words"], scratch=shared.scratch,
         )  # fmt: skip
 
-    def pack(self, batch: HostBatch, staging: npt.NDArray[np.int32]) -> int:
+    def pack(self, batch: CudaBatch, staging: npt.NDArray[np.int32]) -> int:
         """Write a step into ``staging`` int32 [words]; how many of its words are used.
 
         Raises DoesNotFit when it is too large; ``staging`` is then of no use.

@@ -1,7 +1,8 @@
 """Where a model runs and what fits: device, dtype, limits, and the size of both cache tiers.
 
 ``resolve_device`` needs nothing but the options and the architecture; ``worker_info`` also looks at free memory, so it
-is called once the weights are loaded. ``tier_sizes`` in between is a pure function of numbers.
+is called once the weights are loaded. ``tier_sizes`` in between is a pure function of numbers, and ``allocate_pools``
+turns its result into memory.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import Final
 
 import torch
 
-from pensieve.config import EngineOptions, batch_limits, parse_cache_size
+from pensieve.config import BATCH_LIMITS, EngineOptions, batch_limits, parse_cache_size
+from pensieve.engine.kv.pools import KvPools
 from pensieve.engine.sampling.sampler import workspace_bytes as sampler_bytes
 from pensieve.machine import memory
 from pensieve.model.arch import DTYPE_BYTES, Arch
@@ -58,8 +60,8 @@ class WorkerInfo:
     host_chunks: int
     chunk_tokens: int
     context_limit: int
-    max_batch_tokens: int = 512
-    max_running: int = 64
+    max_batch_tokens: int = BATCH_LIMITS["cpu"][0]
+    max_running: int = BATCH_LIMITS["cpu"][1]
     device_source: str = ""
     """Where the size of the device tier came from, in words."""
     host_source: str = ""
@@ -75,7 +77,7 @@ class FreeMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Tiers:
+class TierSizes:
     """Chunks of both tiers and where each number came from."""
 
     device_chunks: int
@@ -150,7 +152,7 @@ def workspace_bytes(arch: Arch, placement: Placement, *, cuda_graphs: bool) -> i
     return activations + logits + ATTENTION_BYTES + (GRAPHS_BYTES if cuda_graphs else 0)
 
 
-def tier_sizes(options: EngineOptions, arch: Arch, placement: Placement, free: FreeMemory) -> Tiers:
+def tier_sizes(options: EngineOptions, arch: Arch, placement: Placement, free: FreeMemory) -> TierSizes:
     """Chunks of both tiers, from the options or from free memory. Raises ValueError."""
     chunk_bytes = arch.kv_bytes_per_token(placement.dtype) * options.chunk_tokens
     on_gpu = placement.device == "cuda"
@@ -158,7 +160,27 @@ def tier_sizes(options: EngineOptions, arch: Arch, placement: Placement, free: F
     device_chunks, device_source = _device_tier(options, chunk_bytes, on_gpu, free.device, kept)
     host_free = free.host if on_gpu else free.host - device_chunks * chunk_bytes
     host_chunks, host_source = _host_tier(options, chunk_bytes, on_gpu, host_free, device_chunks)
-    return Tiers(device_chunks, host_chunks, device_source, host_source)
+    return TierSizes(device_chunks, host_chunks, device_source, host_source)
+
+
+def allocate_pools(arch: Arch, info: WorkerInfo) -> KvPools:
+    """The memory of both tiers, as large as ``info`` says. Raises ValueError when there is not that much."""
+    try:
+        return KvPools(
+            arch,
+            device_chunks=info.device_chunks,
+            host_chunks=info.host_chunks,
+            chunk_tokens=info.chunk_tokens,
+            dtype=DTYPES[info.dtype],
+            device=torch.device(info.device),
+        )
+    except RuntimeError as error:  # torch has no narrower class for this on a CPU
+        # Only a GPU's error says something more: which of the two did not fit, and how much there was.
+        detail = f" ({error})" if info.device == "cuda" else ""
+        raise ValueError(
+            f"no memory for {info.device_chunks} device and {info.host_chunks} host chunks of "
+            f"{info.chunk_tokens} tokens: give smaller cache sizes{detail}"
+        ) from error
 
 
 def _device_tier(

@@ -17,11 +17,12 @@ from pensieve.core import RequestKey
 from pensieve.engine.kv.pools import KvPools, LayerTransfers
 from pensieve.engine.plan import Plan, Sampled, StepResult, StepWorker, SynchronousWorker
 from pensieve.engine.sampling.sampler import sample
-from pensieve.engine.worker.batch import StepBatch, make_batch
-from pensieve.engine.worker.sizing import DTYPES, WorkerInfo, resolve_device, worker_info
+from pensieve.engine.worker.sizing import DTYPES, WorkerInfo, allocate_pools, resolve_device, worker_info
+from pensieve.engine.worker.torch_batch import TorchBatch, make_torch_batch
 from pensieve.kernels import reference
-from pensieve.kernels.reference import HeadPrep
-from pensieve.model.arch import Arch, load_arch
+from pensieve.kernels.arguments import HeadPrep
+from pensieve.model.arch import Arch
+from pensieve.model.folder import load_arch
 from pensieve.model.ops import triton_ops
 from pensieve.model.transformer import Transformer
 from pensieve.model.weights import load_weights, weight_bytes
@@ -52,20 +53,7 @@ class TorchWorker(SynchronousWorker):
         self._pipelined = pipelined_swap_in
         self._sampled: dict[RequestKey, int] = {}
         self._device = torch.device(info.device)
-        try:
-            self._pools = KvPools(
-                model.arch,
-                device_chunks=info.device_chunks,
-                host_chunks=info.host_chunks,
-                chunk_tokens=info.chunk_tokens,
-                dtype=DTYPES[info.dtype],
-                device=self._device,
-            )
-        except RuntimeError as error:  # torch has no narrower class for this on a CPU
-            raise ValueError(
-                f"no memory for {info.device_chunks} device and {info.host_chunks} host chunks of "
-                f"{info.chunk_tokens} tokens: give smaller cache sizes"
-            ) from error
+        self._pools = allocate_pools(model.arch, info)
 
     @property
     def pools(self) -> KvPools:
@@ -98,7 +86,7 @@ class TorchWorker(SynchronousWorker):
 
     def _compute(self, plan: Plan, swap_in: LayerTransfers, timings: dict[str, float]) -> tuple[Sampled, ...]:
         started = time.perf_counter()
-        batch = make_batch(
+        batch = make_torch_batch(
             plan,
             page_tokens=self.info.chunk_tokens,
             padding_page=self._pools.padding_page,
@@ -127,7 +115,7 @@ class TorchWorker(SynchronousWorker):
 class _StepAttention:
     """Attention of one step over the paged pool (``pensieve.model.transformer.Attend``)."""
 
-    def __init__(self, pools: KvPools, batch: StepBatch, swap_in: LayerTransfers, scale: float) -> None:
+    def __init__(self, pools: KvPools, batch: TorchBatch, swap_in: LayerTransfers, scale: float) -> None:
         self.pools, self.batch, self.swap_in, self.scale = pools, batch, swap_in, scale
         self.seconds = 0.0
 

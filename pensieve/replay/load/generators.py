@@ -16,9 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pensieve.replay.load.workload import Conversation, Dataset, Turn
-
-Floats = NDArray[np.float64]
+from pensieve.replay.load.workload import Conversation, Dataset, TurnLengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +81,11 @@ def _conversations(shape: ChatShape, number: int, generator: np.random.Generator
     return found
 
 
-def _turns(inputs: Floats, outputs: Floats) -> list[Turn]:
-    def whole(values: Floats) -> list[int]:
+def _turns(inputs: NDArray[np.float64], outputs: NDArray[np.float64]) -> list[TurnLengths]:
+    def whole(values: NDArray[np.float64]) -> list[int]:
         return [int(value) for value in np.maximum(1, np.round(values))]
 
-    return [Turn(*lengths) for lengths in zip(whole(inputs), whole(outputs), strict=True)]
+    return [TurnLengths(*lengths) for lengths in zip(whole(inputs), whole(outputs), strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +96,7 @@ class Quantiles:
     at: tuple[float, ...] = (0, 5, 25, 50, 75, 95, 99, 100)
     """Per cent."""
 
-    def draw(self, generator: np.random.Generator, count: int) -> Floats:
+    def draw(self, generator: np.random.Generator, count: int) -> NDArray[np.float64]:
         logs = np.interp(generator.uniform(0, 100, count), self.at, np.log(self.values))
         return np.asarray(np.exp(logs), dtype=np.float64)
 
@@ -147,7 +145,7 @@ class LongContext:
             total += turn.input_tokens + turn.output_tokens
             if total > self.context_limit:
                 break
-            kept.append(Turn(turn.input_tokens, turn.output_tokens, float(time)))
+            kept.append(TurnLengths(turn.input_tokens, turn.output_tokens, float(time)))
         return Conversation(str(index), tuple(kept))
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from pensieve.replay.load.workload import Conversation, Turn
+from pensieve.replay.load.workload import Conversation, TurnLengths
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class Shaping:
     """Limits on a workload; None: as recorded."""
 
     scale_lengths: float = 1.0
@@ -36,7 +36,7 @@ class Shaped:
         return sum(len(talk.turns) for talk in self.conversations)
 
 
-def shape(conversations: Iterable[Conversation], wanted: Shape, context_limit: int) -> Shaped:
+def shape(conversations: Iterable[Conversation], wanted: Shaping, context_limit: int) -> Shaped:
     """``context_limit``: the smallest of all targets, so that all do the same work. A context must stay below it."""
     kept: list[Conversation] = []
     cut = dropped = turns_lost = 0
@@ -52,7 +52,7 @@ def shape(conversations: Iterable[Conversation], wanted: Shape, context_limit: i
     return Shaped(tuple(kept), cut, dropped, turns_lost)
 
 
-def _resized(turn: Turn, wanted: Shape) -> Turn:
+def _resized(turn: TurnLengths, wanted: Shaping) -> TurnLengths:
     def size(tokens: int, limit: int | None) -> int:
         scaled = max(1, round(tokens * wanted.scale_lengths))
         return scaled if limit is None else min(scaled, limit)
@@ -64,7 +64,7 @@ def _resized(turn: Turn, wanted: Shape) -> Turn:
     )
 
 
-def _that_fit(turns: list[Turn], limit: int) -> list[Turn]:
+def _that_fit(turns: list[TurnLengths], limit: int) -> list[TurnLengths]:
     total = 0
     for index, turn in enumerate(turns):
         total += turn.input_tokens + turn.output_tokens

@@ -21,7 +21,7 @@ class DatasetError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TurnLengths:
     """One user input and the answer to it, in tokens."""
 
     input_tokens: int
@@ -33,7 +33,7 @@ class Turn:
 @dataclass(frozen=True, slots=True)
 class Conversation:
     key: str
-    turns: tuple[Turn, ...]
+    turns: tuple[TurnLengths, ...]
 
     @property
     def tokens(self) -> int:
@@ -108,21 +108,21 @@ def _messages(path: Path, number: int, messages: list[Any]) -> Iterable[tuple[bo
         yield speaker in ("human", "user", "system"), text
 
 
-def _answered(messages: Iterable[tuple[bool, str]], count: CountTokens) -> list[Turn]:
+def _answered(messages: Iterable[tuple[bool, str]], count: CountTokens) -> list[TurnLengths]:
     """Pairs of input and answer; an answer without input and an input without answer are left out."""
-    turns: list[Turn] = []
+    turns: list[TurnLengths] = []
     asked: list[str] = []
     for is_user, text in messages:
         if is_user:
             asked.append(text)
         elif asked:
-            turns.append(Turn(max(1, count("\n".join(asked))), max(1, count(text))))
+            turns.append(TurnLengths(max(1, count("\n".join(asked))), max(1, count(text))))
             asked = []
     return turns
 
 
 def _length_trace(path: Path, text: str) -> list[Conversation]:
-    rows: dict[str, list[tuple[int, Turn]]] = {}
+    rows: dict[str, list[tuple[int, TurnLengths]]] = {}
     headers = 0
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
@@ -135,7 +135,7 @@ def _length_trace(path: Path, text: str) -> list[Conversation]:
             if not row.get("committed", True):
                 continue
             stamp = row.get("timestamp_s")
-            turn = Turn(
+            turn = TurnLengths(
                 int(row["input_tokens"]), int(row["output_tokens"]), None if stamp is None else float(stamp)
             )
             entry = int(row["turn"]), turn
@@ -165,9 +165,9 @@ def _header(path: Path, number: int, row: dict[str, Any], headers: int) -> int:
     return headers + 1
 
 
-def _with_answers(turns: Iterable[Turn]) -> tuple[Turn, ...]:
+def _with_answers(turns: Iterable[TurnLengths]) -> tuple[TurnLengths, ...]:
     """An input without an answer is put before the next one, so that contexts keep their lengths."""
-    kept: list[Turn] = []
+    kept: list[TurnLengths] = []
     waiting = 0
     for turn in turns:
         if turn.output_tokens:

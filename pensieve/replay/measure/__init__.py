@@ -1,4 +1,4 @@
 """From what was played to numbers: windows, receipts, latencies, and whether they may be believed.
 
-May import: pensieve, replay.play.
+May import: pensieve, replay.records.
 """

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pensieve.replay.play.runner import TurnRecord
+from pensieve.replay.records import TurnRecord
 
 TTFT_LIMIT_S = 2.0
 _BIN_TURNS = 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pensieve.replay.play.runner import TurnRecord
+from pensieve.replay.records import TurnRecord
 
 
 def violations(records: Iterable[TurnRecord]) -> list[str]:

@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from pensieve import __version__
 from pensieve.replay.measure.activity import active_sessions
 from pensieve.replay.measure.receipts import violations
-from pensieve.replay.play.runner import Outcome, TurnRecord
+from pensieve.replay.records import Outcome, TurnRecord
 
 SCHEMA = "pensieve.replay/1"
 SOURCES = ("gpu_cached", "swapped_in", "recomputed", "new")
@@ -70,6 +70,16 @@ def is_clean(summary: dict[str, Any]) -> bool:
     return not (turns["failed"] or turns["skipped"] or summary["receipts"]["violations"])
 
 
+def at(summary: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path; None where an older report has no such field."""
+    value: Any = summary
+    for key in path.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            return None
+        value = value[key]
+    return value
+
+
 def statistics(values: Iterable[float]) -> dict[str, float | int | None]:
     """Count, mean and percentiles."""
     array = np.fromiter(values, dtype=np.float64)
@@ -97,14 +107,18 @@ def environment() -> dict[str, Any]:
     """Machine and versions, as far as they can change a number."""
     names = ("torch", "transformers", "tokenizers", "numpy", "grpcio", "protobuf", "redis")
     versions = {"pensieve": __version__, "python": platform.python_version()}
-    for name in names:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "absent"
+    versions |= {name: version_of(name) for name in names}
     release = platform.release().partition("-")[0]  # what a distributor adds says nothing about speed
     machine = {"system": f"{platform.system()} {release}", "cpu": _cpu(), "cores": _cores()}
     return {"machine": machine, "versions": versions}
+
+
+def version_of(package: str) -> str:
+    """The installed version; ``absent`` where there is none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "absent"
 
 
 def _cpu() -> str:

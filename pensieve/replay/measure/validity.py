@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from pensieve.replay.measure.report import statistics
-from pensieve.replay.play.runner import Outcome
+from pensieve.replay.measure.report import at, statistics
+from pensieve.replay.records import Outcome
 
 METRICS = (
     "turns_per_s", "output_tokens_per_s", "normalised_latency_s.mean", "normalised_latency_s.p90",
@@ -19,7 +19,7 @@ METRICS = (
 )  # fmt: skip
 """What gets confidence intervals, as paths into a summary."""
 
-_T_975 = (
+T_975 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
@@ -65,7 +65,7 @@ def intervals(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "rate": rate,
             "clients": clients,
             "seeds": [summary["seed"] for summary in group],
-            "metrics": {path: _interval([_at(summary, path) for summary in group]) for path in METRICS},
+            "metrics": {path: _interval([at(summary, path) for summary in group]) for path in METRICS},
         }
         for (target, rate, clients), group in groups.items()
         if len(group) > 1
@@ -77,13 +77,6 @@ def _interval(values: Sequence[float | None]) -> dict[str, float | int | None]:
     if len(known) < 2:
         return {"mean": float(known[0]) if len(known) else None, "low": None, "high": None, "n": len(known)}
     mean = float(known.mean())
-    t = _T_975[min(len(known) - 1, len(_T_975)) - 1]
+    t = T_975[min(len(known) - 1, len(T_975)) - 1]
     half = t * float(known.std(ddof=1)) / math.sqrt(len(known))
     return {"mean": mean, "low": mean - half, "high": mean + half, "n": len(known)}
-
-
-def _at(summary: Mapping[str, Any], path: str) -> float | None:
-    value: Any = summary
-    for key in path.split("."):
-        value = value[key]
-    return None if value is None else float(value)

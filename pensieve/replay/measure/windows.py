@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pensieve.replay.play.runner import Outcome, TurnRecord
+from pensieve.replay.measure.validity import T_975
+from pensieve.replay.records import Outcome, TurnRecord
 
 BINS = 10
 _PARTS = 100
 _LARGEST_TREND = 0.2
-_T_95 = 2.306
-"""Two-sided 5 % point of Student's t with ``BINS`` − 2 degrees of freedom."""
+_T_95 = T_975[BINS - 3]
+"""The point for a line through ``BINS`` levels, which leaves ``BINS`` − 2 degrees of freedom."""
 
 
 @dataclass(frozen=True, slots=True)

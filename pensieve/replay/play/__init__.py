@@ -1,4 +1,4 @@
 """Plays scripts against a target, from one process or several.
 
-May import: core, debug, engine.process, replay.load, replay.targets.
+May import: debug, frames, replay.load, replay.records, replay.targets.
 """

@@ -15,7 +15,8 @@ from typing import Any, TypeVar, cast
 from pensieve.debug import child_environment
 from pensieve.replay.load.schedule import Script
 from pensieve.replay.play import player_process as wire
-from pensieve.replay.play.runner import OnSend, OnTurn, Outcome, Played, RunOptions, TurnRecord, outcome
+from pensieve.replay.play.runner import OnSend, OnTurn
+from pensieve.replay.records import Outcome, Played, RunOptions, TurnRecord, outcome
 from pensieve.replay.targets.base import Address, TargetInfo, TurnFailed
 
 _HEAD_START_S = 0.05
@@ -84,18 +85,18 @@ async def replay(
 class _Member:
     """One client process, as the crew sees it."""
 
-    def __init__(self, number: int, process: asyncio.subprocess.Process, channel: wire.Channel) -> None:
+    def __init__(self, number: int, process: asyncio.subprocess.Process, channel: wire.CrewChannel) -> None:
         self._number, self._process, self.channel = number, process, channel
         assert process.stderr is not None
         self._words = asyncio.create_task(_tail(process.stderr))
 
     async def ready(self, on_turn: OnTurn, on_send: OnSend) -> None:
-        message = await self._next(wire.Ready | wire.Refused, on_turn, on_send)
+        message = await self._next(wire.PlayerReady | wire.Refused, on_turn, on_send)
         if isinstance(message, wire.Refused):
             raise TurnFailed(message.code, message.message)
 
     async def follow(self, on_turn: OnTurn, on_send: OnSend) -> Played:
-        finished = await self._next(wire.Finished, on_turn, on_send)
+        finished = await self._next(wire.PlayerFinished, on_turn, on_send)
         return cast(Played, finished.played)
 
     async def _next(self, wanted: Any, on_turn: OnTurn, on_send: OnSend) -> Any:
@@ -135,7 +136,7 @@ class _Member:
 @asynccontextmanager
 async def _member(number: int) -> AsyncIterator[_Member]:
     ours, theirs = socket.socketpair()
-    channel = await wire.Channel.over(ours, wire.Report)  # closing it would end the process, too
+    channel = await wire.CrewChannel.over(ours, wire.PlayerMessage)  # closing it would end the process, too
     with theirs:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", wire.__name__, str(theirs.fileno())),

@@ -7,7 +7,7 @@
     crew  → process   Leave    all processes have finished: sessions may be deleted now
     crew  ← process   Left     the last one
 
-Frames as between front end and engine (``pensieve.engine.process.frames``) on a socket; its descriptor is the argument.
+Frames as between front end and engine (``pensieve.frames``) on a socket; its descriptor is the argument.
 When the socket closes early the crew is gone, and so is the process.
 """
 
@@ -22,9 +22,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pensieve.engine.process.frames import HEADER, decode, decoder_for, encode_frame, frame_length
+from pensieve.frames import HEADER, decode, decoder_for, encode_frame, frame_length
 from pensieve.replay.load.schedule import Script
-from pensieve.replay.play.runner import Played, Player, RunOptions, TurnRecord
+from pensieve.replay.play.runner import Player
+from pensieve.replay.records import Played, RunOptions, TurnRecord
 from pensieve.replay.targets.base import Address, TargetInfo, TurnFailed
 from pensieve.replay.targets.options import parse_target
 
@@ -48,7 +49,7 @@ class Leave(msgspec.Struct, frozen=True, tag=True, array_like=True):
     pass
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class PlayerReady(msgspec.Struct, frozen=True, tag=True, array_like=True):
     pass
 
 
@@ -65,7 +66,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True, array_like=True):
     record: TurnRecord
 
 
-class Finished(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class PlayerFinished(msgspec.Struct, frozen=True, tag=True, array_like=True):
     played: Played
 
 
@@ -73,11 +74,11 @@ class Left(msgspec.Struct, frozen=True, tag=True, array_like=True):
     leftover: str
 
 
-Order = Job | Go | Leave
-Report = Ready | Refused | Sent | Ended | Finished | Left
+CrewMessage = Job | Go | Leave
+PlayerMessage = PlayerReady | Refused | Sent | Ended | PlayerFinished | Left
 
 
-class Channel:
+class CrewChannel:
     """One end of the socket between a crew and a process of it."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, messages: Any) -> None:
@@ -86,10 +87,10 @@ class Channel:
         self._decoder: msgspec.msgpack.Decoder[Any] = decoder_for(messages)
 
     @classmethod
-    async def over(cls, sock: socket.socket, messages: Any) -> Channel:
+    async def over(cls, sock: socket.socket, messages: Any) -> CrewChannel:
         return cls(*await asyncio.open_connection(sock=sock), messages)
 
-    def send(self, message: Order | Report) -> None:
+    def send(self, message: CrewMessage | PlayerMessage) -> None:
         """Without waiting: a measurement is not to wait for the other end to read."""
         self._writer.write(encode_frame(message))
 
@@ -111,7 +112,7 @@ class Channel:
             return  # the other end was faster
 
 
-async def run(channel: Channel) -> None:
+async def run(channel: CrewChannel) -> None:
     """The life of the process."""
     job = await channel.receive(Job)
     target = parse_target(job.address.url, job.address.api_key)
@@ -125,15 +126,15 @@ async def run(channel: Channel) -> None:
         await target.close()
 
 
-async def _play(channel: Channel, job: Job, player: Player) -> None:
-    go = await _answering(channel, player.prepare(job.scripts), lambda _: Ready(), Go)
+async def _play(channel: CrewChannel, job: Job, player: Player) -> None:
+    go = await _answering(channel, player.prepare(job.scripts), lambda _: PlayerReady(), Go)
     gc.freeze()  # what is here by now stays: a collection need not look at it while turns are timed
-    await _answering(channel, player.play(job.scripts, go.start), Finished, Leave)
+    await _answering(channel, player.play(job.scripts, go.start), PlayerFinished, Leave)
     channel.send(Left(await player.end_sessions()))
 
 
 async def _answering(
-    channel: Channel, work: Coroutine[Any, Any, W], report: Callable[[W], Report], order: type[T]
+    channel: CrewChannel, work: Coroutine[Any, Any, W], report: Callable[[W], PlayerMessage], order: type[T]
 ) -> T:
     """Do the work, report what came of it, and wait for the next order; the crew's end ends the work."""
     ordered, working = asyncio.create_task(channel.receive(order)), asyncio.create_task(work)
@@ -148,7 +149,7 @@ async def _answering(
 
 
 async def main(descriptor: int) -> None:
-    channel = await Channel.over(socket.socket(fileno=descriptor), Order)
+    channel = await CrewChannel.over(socket.socket(fileno=descriptor), CrewMessage)
     try:
         await run(channel)
     except EOFError:

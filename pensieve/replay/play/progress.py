@@ -20,8 +20,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from pensieve.replay.play.runner import TurnRecord
 from pensieve.replay.play.watching import RunWatcher, Watcher
+from pensieve.replay.records import TurnRecord
 
 _RECENT_S = 10.0
 """Tokens per second are those of turns that ended in this time."""
@@ -65,11 +65,11 @@ class LiveProgress(Watcher):
         finally:
             self.progress.remove_task(task)
 
-    def run(self, target: str, turns: int) -> Line:
-        return Line(self.progress, target, turns, self._clock)
+    def run(self, target: str, turns: int) -> RunLine:
+        return RunLine(self.progress, target, turns, self._clock)
 
 
-class Line(RunWatcher):
+class RunLine(RunWatcher):
     """One run: turns done and in flight, tokens per second, errors."""
 
     def __init__(self, progress: Progress, name: str, turns: int, clock: Callable[[], float]) -> None:

@@ -8,108 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from pensieve.core import Usage
 from pensieve.replay.load.schedule import Script
-from pensieve.replay.targets.base import Target, TargetInfo, TurnFailed, TurnSpec
+from pensieve.replay.records import Outcome, Played, RunOptions, TurnRecord, outcome
+from pensieve.replay.targets.base import AskedTurn, Target, TargetInfo, TurnFailed
 
-MAX_LAG_S = 0.25
 _TICK_S = 0.02
 _ENDING = 32
 """Sessions that a process deletes at once."""
 _BEFOREHAND = 16
 """Histories that a process sends at once: few enough that they are computed nearly in their order."""
-
-
-@dataclass(slots=True)
-class TurnRecord:
-    """What happened to one turn. Times in seconds after the start of the replay; written by the player only."""
-
-    conversation: int
-    turn: int
-    input_tokens: int
-    due_s: float
-    """When it should have been sent."""
-    sent_s: float = 0.0
-    arrivals: list[tuple[int, float]] = field(default_factory=list)
-    """(tokens, time) of each piece of output."""
-    done_s: float = 0.0
-    usage: Usage | None = None
-    error: str = ""
-    """Code of the failure."""
-    message: str = ""
-
-    def ended_at(self, zero_s: float) -> None:
-        """Set the end, and let all times count from it; if it was sent, it was when it was due."""
-        self.arrivals = [(count, at - zero_s) for count, at in self.arrivals]
-        if self.sent_s:
-            self.sent_s -= zero_s
-        self.due_s, self.done_s = self.sent_s, 0.0
-
-    @property
-    def output_tokens(self) -> int:
-        return sum(count for count, _ in self.arrivals)
-
-    @property
-    def latency_s(self) -> float:
-        return self.done_s - self.sent_s
-
-    @property
-    def ttft_s(self) -> float | None:
-        """Time to first token."""
-        return self.arrivals[0][1] - self.sent_s if self.arrivals else None
-
-
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    force_lengths: bool = True
-    concurrency: int | None = None
-    """Conversations at once; None: as many as are due."""
-    seed: int = 0
-    ids: int = 0
-    """Other input ids for another number: no run finds the inputs of an earlier one in a server's prefix cache."""
-    max_lag_s: float = MAX_LAG_S
-    """The measurement is void when a hundredth of the sends, or of the client's own timers, were later than this."""
-    stop_s: float | None = None
-    """Seconds after the start, when the replay ends whatever is still going on; None: when all conversations have."""
-    processes: int = 1
-    """Client processes that share the conversations."""
-
-
-@dataclass(frozen=True, slots=True)
-class Played:
-    """What a player knows at its end beyond the turns that ended."""
-
-    duration_s: float
-    skipped_turns: int
-    cut_short: tuple[TurnRecord, ...]
-    loop_lag_s: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """All that a replay against one target gave."""
-
-    target: str
-    info: TargetInfo
-    records: tuple[TurnRecord, ...]
-    """In order of completion."""
-    skipped_turns: int
-    """Never sent, because a turn before them failed."""
-    duration_s: float
-    loop_lag_s: tuple[tuple[float, ...], ...] = ()
-    """For each client process: how late its own timer fired, each time."""
-    outside: tuple[TurnRecord, ...] = ()
-    """Turns that did not end in the window of measurement; ``records`` are then those that did."""
-    window_s: tuple[float, float] | None = None
-    """Start and end of the window; None: the whole replay."""
-    leftover: str = ""
-    """Why a session could not be ended after the measurement."""
-    cut_short: tuple[TurnRecord, ...] = ()
-    """The turns that open conversations were at when the replay was stopped: neither completed nor failed. Those in a
-    pause were not sent; ``done_s`` is the time of the stop."""
 
 
 @dataclass(slots=True)
@@ -253,7 +163,7 @@ class Player:
                 # Opening a conversation is no part of its first turn's latency.
                 record.due_s = max(due, self._now())
             await self._sleep_until(due)
-            await self._send(talk.opening.result(), TurnSpec(ids, turn.output_tokens, forced), record)
+            await self._send(talk.opening.result(), AskedTurn(ids, turn.output_tokens, forced), record)
         except TurnFailed as failure:
             record.error, record.message = failure.code, str(failure)
         except asyncio.CancelledError:
@@ -265,7 +175,7 @@ class Player:
             talk.failed = True
             self._skipped += len(talk.script.due) - talk.place
 
-    async def _send(self, session: str, spec: TurnSpec, record: TurnRecord) -> None:
+    async def _send(self, session: str, spec: AskedTurn, record: TurnRecord) -> None:
         start, arrivals = self._start, record.arrivals
         self._on_send()
         record.sent_s = self._now()
@@ -303,22 +213,6 @@ async def replay(
     await player.prepare(scripts)
     played = await player.play(scripts, time.perf_counter())
     return outcome(target.name, info, records, [played], await player.end_sessions())
-
-
-def outcome(
-    target: str, info: TargetInfo, records: Iterable[TurnRecord], played: Sequence[Played], leftover: str
-) -> Outcome:
-    """Of what one or more players did at the same time."""
-    return Outcome(
-        target,
-        info,
-        tuple(sorted(records, key=lambda record: record.done_s)),
-        sum(part.skipped_turns for part in played),
-        max(part.duration_s for part in played),
-        tuple(part.loop_lag_s for part in played),
-        leftover=leftover,
-        cut_short=tuple(record for part in played for record in part.cut_short),
-    )
 
 
 async def _watch_loop(lags: list[float]) -> None:

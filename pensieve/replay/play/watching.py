@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-from pensieve.replay.play.runner import TurnRecord
+from pensieve.replay.records import TurnRecord
 
 
 class RunWatcher:

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pensieve.replay.measure.report import SOURCES
-from pensieve.replay.presentation.curves import at
+from pensieve.replay.measure.report import SOURCES, at
 from pensieve.replay.presentation.equal_latency import Ratio
 
 NOTHING = "–"

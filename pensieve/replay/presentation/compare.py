@@ -1,4 +1,4 @@
-"""``pensieve replay compare``: reports of several runs in one set of pictures and tables."""
+"""Reports of several runs together: what is read of each, and what their pictures and ratios hold as JSON."""
 
 from __future__ import annotations
 
@@ -8,18 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
-from pensieve.replay.presentation.curves import Point, Report
+from pensieve.replay.presentation.curves import CurvePoint, Report
 from pensieve.replay.presentation.equal_latency import Comparison, Ratio, comparisons
-from pensieve.replay.presentation.html import write_html
 from pensieve.replay.presentation.panels import Panel, panels
-from pensieve.replay.presentation.plots import write_plots
-from pensieve.replay.presentation.table import show_curves
 
 SCHEMA = "pensieve.replay.compare/1"
-_OUTPUT = click.Path(dir_okay=False, path_type=Path)
-_REPORT = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 class NotAReport(click.ClickException):
@@ -77,7 +71,7 @@ def _panel(panel: Panel, names: Sequence[str], latency_s: float | None) -> dict[
     return {"workload": panel.title, "systems": systems, "ratios": pairs}
 
 
-def _point(point: Point) -> dict[str, Any]:
+def _point(point: CurvePoint) -> dict[str, Any]:
     low, high = point.interval_s or (None, None)
     return {
         "load": point.load,
@@ -98,38 +92,3 @@ def _ratio(ratio: Ratio | None) -> dict[str, Any] | None:
         "latency_s": ratio.latency_s, "turns_per_s": ours, "against_turns_per_s": other, "times": ratio.times,
         "bound": ratio.bound, "text": ratio.text,
     }  # fmt: skip
-
-
-@click.command()
-@click.argument("files", metavar="A.json [B.json ...]", type=_REPORT, nargs=-1, required=True)
-@click.option("--at-latency", "latency_ms", type=click.FloatRange(0, min_open=True), metavar="MS",
-              help="Ratios of throughput at this normalised latency, in milliseconds per token. Default, for each pair "
-              "of systems: the geometric middle of the latencies that both reached.")  # fmt: skip
-@click.option("--json", "json_file", type=_OUTPUT, metavar="FILE", help="Write the curves and the ratios.")
-@click.option("--html", "html_file", type=_OUTPUT, metavar="FILE",
-              help="Write one page with plots, tables and configurations.")  # fmt: skip
-@click.option("--plots", "plots_folder", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER",
-              help="Write the plots as PNG and SVG.")  # fmt: skip
-def compare(
-    files: tuple[Path, ...], latency_ms: float | None, json_file: Path | None, html_file: Path | None,
-    plots_folder: Path | None,
-) -> None:  # fmt: skip
-    """Several reports of `pensieve replay --json` together.
-
-    Reports of the same workload and model are drawn in one panel, others in panels beside it. In a panel, targets of
-    the same name are one curve when the reports differ in nothing but the load and the place where a server listens;
-    else each report has its own.
-    """
-    reports, names = [read_report(path) for path in files], names_of(files)
-    if not any(report["targets"] for report in reports):
-        raise NotAReport("no target was measured in any of these")
-    latency_s = None if latency_ms is None else latency_ms / 1000
-    console = Console()
-    show_curves(reports, names, console if console.is_terminal else Console(width=140), latency_s)
-    if json_file is not None:
-        text = json.dumps(comparison(reports, names, latency_s), indent=1, allow_nan=False)
-        json_file.write_text(text + "\n", encoding="utf-8")
-    if html_file is not None:
-        write_html(reports, html_file, names, latency_s)
-    if plots_folder is not None:
-        write_plots(reports, plots_folder, names, latency_s)

@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pensieve.replay.measure.report import at
+
 Report = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CurveEntry:
     """One target of a report at one load."""
 
     system: str
@@ -32,7 +34,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class CurvePoint:
     """A system at one load: means over its seeds."""
 
     load: str
@@ -46,24 +48,14 @@ class Point:
     """95 % interval of ``mean_s``, where several seeds were run."""
 
 
-def at(summary: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path; None where an older report has no such field."""
-    value: Any = summary
-    for key in path.split("."):
-        if not isinstance(value, Mapping) or key not in value:
-            return None
-        value = value[key]
-    return value
-
-
-def entries(reports: Sequence[Report]) -> list[Entry]:
+def entries(reports: Sequence[Report]) -> list[CurveEntry]:
     """All targets of all runs of all reports, in order, named as in their report."""
     return [entry for number, report in enumerate(reports) for entry in _of_report(number, report)]
 
 
-def by_system(found: Sequence[Entry]) -> dict[str, list[Entry]]:
+def by_system(found: Sequence[CurveEntry]) -> dict[str, list[CurveEntry]]:
     """In the order in which systems first appear; each from the lowest load to the highest."""
-    curves: dict[str, list[Entry]] = {}
+    curves: dict[str, list[CurveEntry]] = {}
     for entry in found:
         curves.setdefault(entry.system, []).append(entry)
     for curve in curves.values():
@@ -71,17 +63,17 @@ def by_system(found: Sequence[Entry]) -> dict[str, list[Entry]]:
     return curves
 
 
-def busiest(curve: Sequence[Entry]) -> Entry:
+def busiest(curve: Sequence[CurveEntry]) -> CurveEntry:
     """The entry with the highest load, where a cache is under most pressure; of several seeds the first."""
     return next(entry for entry in curve if entry.load == curve[-1].load)
 
 
-def curve_points(curve: Sequence[Entry]) -> list[Point]:
+def curve_points(curve: Sequence[CurveEntry]) -> list[CurvePoint]:
     """One per load, in the order of ``curve``.
 
     Entries are left out that have no throughput or latency, or that are void because the client was late.
     """
-    groups: dict[str, list[Entry]] = {}
+    groups: dict[str, list[CurveEntry]] = {}
     for entry in curve:
         if entry.summary.get("valid") is not False:
             groups.setdefault(entry.load, []).append(entry)
@@ -92,18 +84,18 @@ def curve_points(curve: Sequence[Entry]) -> list[Point]:
             for path in ("turns_per_s", "normalised_latency_s.mean", "normalised_latency_s.p90")
         )
         if throughput is not None and mean is not None:
-            points.append(Point(load, throughput, mean, p90, group[0].interval_s))
+            points.append(CurvePoint(load, throughput, mean, p90, group[0].interval_s))
     return points
 
 
-def _of_report(number: int, report: Report) -> Iterator[Entry]:
+def _of_report(number: int, report: Report) -> Iterator[CurveEntry]:
     # A report from before there were sweeps has one load, which only its options tell.
     arrivals = at(report, "options.arrivals") or {}
     for index, summary in enumerate(report["targets"]):
         rate, seed = (summary.get(key, arrivals.get(key)) for key in ("rate", "seed"))
         clients = summary.get("clients")
         name = str(summary["target"])
-        yield Entry(
+        yield CurveEntry(
             name, _load(report, rate, clients), rate, clients, seed, number, f"targets.{index}", summary,
             _interval(report, name, rate, clients),
         )  # fmt: skip
@@ -118,7 +110,7 @@ def _load(report: Report, rate: float | None, clients: int | None) -> str:
     return "recorded times" if at(report, "options.arrivals.recorded") else "all at once"
 
 
-def _order(entry: Entry) -> tuple[float, float, int, float]:
+def _order(entry: CurveEntry) -> tuple[float, float, int, float]:
     throughput = at(entry.summary, "turns_per_s") or 0.0
     return entry.rate or math.inf, entry.clients or math.inf, entry.seed or 0, throughput
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Literal
 
-from pensieve.replay.presentation.curves import Point
+from pensieve.replay.presentation.curves import CurvePoint
 
 Line = Sequence[tuple[float, float]]
 """(turns/s, normalised latency in seconds) from the lowest load to the highest."""
@@ -119,7 +119,9 @@ def ratio(ours: Line, other: Line, latency_s: float | None = None) -> Ratio | No
     return Ratio(level, carried(ours, level), carried(other, level))
 
 
-def comparisons(points: Mapping[str, Sequence[Point]], latency_s: float | None = None) -> list[Comparison]:
+def comparisons(
+    points: Mapping[str, Sequence[CurvePoint]], latency_s: float | None = None
+) -> list[Comparison]:
     """Every pair of systems, in their order."""
     lines = {name: (_mean_line(found), _p90_line(found)) for name, found in points.items()}
     return [
@@ -133,9 +135,9 @@ def comparisons(points: Mapping[str, Sequence[Point]], latency_s: float | None =
     ]
 
 
-def _mean_line(points: Sequence[Point]) -> Line:
+def _mean_line(points: Sequence[CurvePoint]) -> Line:
     return [(point.throughput, point.mean_s) for point in points]
 
 
-def _p90_line(points: Sequence[Point]) -> Line:
+def _p90_line(points: Sequence[CurvePoint]) -> Line:
     return [(point.throughput, point.p90_s) for point in points if point.p90_s is not None]

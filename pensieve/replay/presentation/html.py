@@ -11,8 +11,9 @@ from typing import Any
 import jinja2
 
 from pensieve.replay.measure.activity import RULE
+from pensieve.replay.measure.report import at
 from pensieve.replay.presentation.columns import NOTHING
-from pensieve.replay.presentation.curves import Entry, Report, at
+from pensieve.replay.presentation.curves import CurveEntry, Report
 from pensieve.replay.presentation.latency_plot import CAPTION
 from pensieve.replay.presentation.page_tables import headline_tables, tables
 from pensieve.replay.presentation.panels import panels, report_numbers
@@ -51,7 +52,7 @@ def page(reports: Sequence[Report], names: Sequence[str] = (), latency_s: float 
     )
     names = list(names) or report_numbers(reports)
     shown = panels(reports, names)
-    found = [entry for panel in shown for curve in panel.curves.values() for entry in curve]
+    found = [entry for panel in shown for entry in panel.entries]
     pictures = {key: (key, *_CAPTIONS[key], svg) for key, svg in inline_svgs(shown, latency_s).items()}
     return environment.get_template("report.html.jinja").render(
         kind="Simulation" if all("simulation" in report for report in reports) else "Replay",
@@ -73,7 +74,7 @@ def page(reports: Sequence[Report], names: Sequence[str] = (), latency_s: float 
     )
 
 
-def _problems(reports: Sequence[Report], names: Sequence[str], found: Sequence[Entry]) -> Iterator[str]:
+def _problems(reports: Sequence[Report], names: Sequence[str], found: Sequence[CurveEntry]) -> Iterator[str]:
     """What a reader must know before believing a number."""
     for name, report in zip(names, reports, strict=True):
         where = f"{name}: " if len(reports) > 1 else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from pensieve.replay.presentation.curves import Point
+from pensieve.replay.presentation.curves import CurvePoint
 from pensieve.replay.presentation.equal_latency import comparisons
 from pensieve.replay.presentation.panels import Panel
 from pensieve.replay.presentation.plot_style import (
@@ -62,7 +62,7 @@ def latency_figure(panels: Sequence[Panel], latency_s: float | None = None) -> F
     return figure
 
 
-def _draw(axes: Axes, points: Sequence[Point], look: Look, key: str, top: float | None) -> None:
+def _draw(axes: Axes, points: Sequence[CurvePoint], look: Look, key: str, top: float | None) -> None:
     """``key`` names the lines in an SVG."""
     xs, ys = [point.throughput for point in points], [1000 * point.mean_s for point in points]
     axes.plot(
@@ -86,7 +86,7 @@ def _draw(axes: Axes, points: Sequence[Point], look: Look, key: str, top: float 
         )  # fmt: skip
 
 
-def _top(points: Mapping[str, Sequence[Point]], latency_s: float | None) -> float | None:
+def _top(points: Mapping[str, Sequence[CurvePoint]], latency_s: float | None) -> float | None:
     """Where the picture ends, in ms; None: it holds everything.
 
     Whatever latency a ratio is told at is inside.
@@ -99,7 +99,7 @@ def _top(points: Mapping[str, Sequence[Point]], latency_s: float | None) -> floa
     return 1000 * top if highest > top else None
 
 
-def _extremes(points: Mapping[str, Sequence[Point]]) -> tuple[list[float], float]:
+def _extremes(points: Mapping[str, Sequence[CurvePoint]]) -> tuple[list[float], float]:
     """Lowest mean latency of each system, and the highest of all that is drawn."""
     lowest = [min(point.mean_s for point in found) for found in points.values() if found]
     return lowest, max(max(point.mean_s, point.p90_s or 0.0) for found in points.values() for point in found)
@@ -109,7 +109,7 @@ def _logarithmic(lowest: Sequence[float]) -> bool:
     return max(lowest) > _LOG_FROM * min(lowest) > 0
 
 
-def _scale(axes: Axes, points: Mapping[str, Sequence[Point]], top: float | None) -> None:
+def _scale(axes: Axes, points: Mapping[str, Sequence[CurvePoint]], top: float | None) -> None:
     axes.set_xlim(left=0)
     if _logarithmic(_extremes(points)[0]):
         axes.set_yscale("log")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pensieve.replay.measure.activity import RULE, largest_within_limit
+from pensieve.replay.measure.report import at
 from pensieve.replay.presentation.columns import (
     BY_TURN,
     FAILURES,
@@ -19,7 +20,7 @@ from pensieve.replay.presentation.columns import (
     number,
     ratio_texts,
 )
-from pensieve.replay.presentation.curves import Entry, at, curve_points
+from pensieve.replay.presentation.curves import CurveEntry, curve_points
 from pensieve.replay.presentation.equal_latency import RULE as RATIO_RULE
 from pensieve.replay.presentation.equal_latency import comparisons
 from pensieve.replay.presentation.panels import Panel
@@ -60,7 +61,7 @@ def headline_tables(panels: Sequence[Panel], latency_s: float | None) -> Iterato
 
 def tables(panels: Sequence[Panel]) -> Iterator[Table]:
     """All numbers."""
-    found = [entry for panel in panels for curve in panel.curves.values() for entry in curve]
+    found = [entry for panel in panels for entry in panel.entries]
     yield _grid("speed", "Throughput and latency", "", panels, SPEED)
     swap = _swap_columns(found)
     note = (
@@ -72,7 +73,7 @@ def tables(panels: Sequence[Panel]) -> Iterator[Table]:
     yield _grid("sessions", "Active conversations", RULE, panels, SESSIONS)
     yield _grid("failures", "Failures, receipts and the client's own lateness", "", panels, FAILURES)
     for panel in panels:
-        for entry in (entry for curve in panel.curves.values() for entry in curve):
+        for entry in panel.entries:
             if at(entry.summary, "by_turn"):
                 yield _by_turn(panel, entry)
 
@@ -87,7 +88,7 @@ def _systems(panels: Sequence[Panel]) -> Table:
     return _with_work(Table("systems", "At a glance", note, heads, 1, ()), panels, rows)
 
 
-def _system(name: str, curve: Sequence[Entry]) -> Row:
+def _system(name: str, curve: Sequence[CurveEntry]) -> Row:
     points = curve_points(curve)
     best = max(points, key=lambda point: point.throughput, default=None)
     bins = [row for entry in curve for row in at(entry.summary, "active_sessions.bins") or []]
@@ -125,7 +126,7 @@ def _ratios(panels: Sequence[Panel], latency_s: float | None) -> Table:
 
 
 def _grid(key: str, title: str, note: str, panels: Sequence[Panel], columns: Sequence[Column]) -> Table:
-    found = [(panel, entry) for panel in panels for curve in panel.curves.values() for entry in curve]
+    found = [(panel, entry) for panel in panels for entry in panel.entries]
     seeds = any(entry.seed is not None for _, entry in found)
     rows = [(panel, (*_labels(entry, seeds), *_cells(entry, columns))) for panel, entry in found]
     heads = ("system", "offered", *(("seed",) if seeds else ()), *(column.title for column in columns))
@@ -145,14 +146,14 @@ def _with_work(table: Table, panels: Sequence[Panel], rows: Sequence[tuple[Panel
     )
 
 
-def _labels(entry: Entry, seeds: bool) -> Row:
+def _labels(entry: CurveEntry, seeds: bool) -> Row:
     texts = [entry.system, entry.load]
     if seeds:
         texts.append(NOTHING if entry.seed is None else str(entry.seed))
     return tuple(Cell(text) for text in texts)
 
 
-def _cells(entry: Entry, columns: Sequence[Column]) -> Iterator[Cell]:
+def _cells(entry: CurveEntry, columns: Sequence[Column]) -> Iterator[Cell]:
     for column in columns:
         path = f"{entry.report}.{entry.path}.{column.path}"
         text = column.text(entry.summary)
@@ -161,7 +162,7 @@ def _cells(entry: Entry, columns: Sequence[Column]) -> Iterator[Cell]:
         yield Cell(text, path, at(entry.summary, column.path))
 
 
-def _swap_columns(found: Sequence[Entry]) -> list[Column]:
+def _swap_columns(found: Sequence[CurveEntry]) -> list[Column]:
     """Whatever numbers the targets gave under ``swap``."""
     names = dict.fromkeys(
         name
@@ -176,7 +177,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _by_turn(panel: Panel, entry: Entry) -> Table:
+def _by_turn(panel: Panel, entry: CurveEntry) -> Table:
     rows = []
     for index, row in enumerate(entry.summary["by_turn"]):
         base = f"{entry.report}.{entry.path}.by_turn.{index}"

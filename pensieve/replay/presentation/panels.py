@@ -11,7 +11,15 @@ from pathlib import PurePath
 from typing import Any
 
 from pensieve.replay.load.generators import NAMES
-from pensieve.replay.presentation.curves import Entry, Point, Report, at, by_system, curve_points, entries
+from pensieve.replay.measure.report import at
+from pensieve.replay.presentation.curves import (
+    CurveEntry,
+    CurvePoint,
+    Report,
+    by_system,
+    curve_points,
+    entries,
+)
 
 _LOAD_KEYS = frozenset({"rate", "seed", "clients"})
 _PLACE = re.compile(r"\bCUDA_VISIBLE_DEVICES=\S+|(?:--port[ =]|\S+:)\d+\b")
@@ -24,12 +32,17 @@ class Panel:
 
     title: str
     """What sets it apart from the other panels; empty where it is the only one."""
-    curves: Mapping[str, Sequence[Entry]]
+    curves: Mapping[str, Sequence[CurveEntry]]
     """System → its entries, from the lowest load to the highest."""
 
     @property
-    def points(self) -> dict[str, list[Point]]:
+    def points(self) -> dict[str, list[CurvePoint]]:
         return {name: curve_points(curve) for name, curve in self.curves.items()}
+
+    @property
+    def entries(self) -> list[CurveEntry]:
+        """The entries of all systems, system by system."""
+        return [entry for curve in self.curves.values() for entry in curve]
 
 
 def panels(reports: Sequence[Report], names: Sequence[str] = ()) -> list[Panel]:
@@ -115,7 +128,9 @@ def _titles(reports: Sequence[Report], groups: Sequence[list[int]], names: Seque
     ]
 
 
-def _told_apart(reports: Sequence[Report], found: Sequence[Entry], names: Sequence[str]) -> list[Entry]:
+def _told_apart(
+    reports: Sequence[Report], found: Sequence[CurveEntry], names: Sequence[str]
+) -> list[CurveEntry]:
     settings: dict[str, set[str]] = defaultdict(set)
     loads: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for entry in found:
@@ -136,7 +151,7 @@ def _share_a_load(loads: Sequence[set[str]]) -> bool:
     return sum(map(len, loads)) > len(set().union(*loads))
 
 
-def _setting(report: Report, entry: Entry) -> str:
+def _setting(report: Report, entry: CurveEntry) -> str:
     """All that can change a number and is neither work nor load, as text that compares."""
     details = {key: _PLACE.sub("", str(value)) for key, value in (entry.summary.get("details") or {}).items()}
     return json.dumps([report.get("machine"), report.get("versions"), details], sort_keys=True, default=str)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pensieve.replay.measure.activity import TTFT_LIMIT_S
-from pensieve.replay.measure.report import SOURCES
+from pensieve.replay.measure.report import SOURCES, at
 from pensieve.replay.presentation.columns import SOURCE_NAMES
-from pensieve.replay.presentation.curves import Entry, Report, at, busiest
+from pensieve.replay.presentation.curves import CurveEntry, Report, busiest
 from pensieve.replay.presentation.latency_plot import latency_figure
 from pensieve.replay.presentation.panels import Panel, panels
 from pensieve.replay.presentation.plot_style import (
@@ -118,7 +118,7 @@ def _ttft(shown: Sequence[Panel]) -> Figure | None:
     return figure
 
 
-def _distributions(curve: Sequence[Entry]) -> list[tuple[LineStyle, list[float], list[float]]]:
+def _distributions(curve: Sequence[CurveEntry]) -> list[tuple[LineStyle, list[float], list[float]]]:
     """Line style, values and shares of cold and of warm turns at the highest load."""
     found = ((style, *_distribution(busiest(curve).summary, kind)) for kind, style in _TTFT_STYLES.items())
     return [drawn for drawn in found if drawn[1]]
@@ -181,7 +181,7 @@ def _sessions(shown: Sequence[Panel]) -> Figure | None:
     return figure
 
 
-def _bins(curve: Sequence[Entry]) -> list[tuple[float, float]]:
+def _bins(curve: Sequence[CurveEntry]) -> list[tuple[float, float]]:
     """(active conversations, p95 of the time to first token in seconds) of all loads."""
     return [
         (bin_["active"], bin_["ttft_p95_s"])
@@ -191,7 +191,7 @@ def _bins(curve: Sequence[Entry]) -> list[tuple[float, float]]:
     ]
 
 
-def _rows(curve: Sequence[Entry]) -> list[Mapping[str, Any]]:
+def _rows(curve: Sequence[CurveEntry]) -> list[Mapping[str, Any]]:
     return list(busiest(curve).summary.get("by_turn") or [])
 
 

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pensieve.replay.measure.report import SOURCES
-from pensieve.replay.presentation.columns import SESSIONS, SPEED, limit_text, number, ratio_texts
-from pensieve.replay.presentation.curves import Entry, Report, at, busiest
+from pensieve.replay.measure.report import SOURCES, at
+from pensieve.replay.presentation.columns import NOTHING, SESSIONS, SPEED, limit_text, number, ratio_texts
+from pensieve.replay.presentation.curves import CurveEntry, Report, busiest
 from pensieve.replay.presentation.equal_latency import comparisons
 from pensieve.replay.presentation.panels import Panel, panels
 
@@ -38,7 +38,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     of its turns.
     """
     (panel,) = panels([report])
-    found = _in_order(panel)
+    found = panel.entries
     if len(found) <= _SIDE_BY_SIDE and len({entry.load for entry in found}) == 1:
         console.print(_overview(report["targets"], _workload_line(report)))
         detailed = found
@@ -63,16 +63,12 @@ def show_curves(
     """
     for panel in panels(reports, names):
         told = names[0] if len(reports) == 1 else f"{len(reports)} reports"
-        console.print(_curves(_in_order(panel), panel.title or told))
+        console.print(_curves(panel.entries, panel.title or told))
         _ratios(panel, latency_s, console)
     for report in reports:
         for summary in report["targets"]:
             _problems(summary, console)
         _warnings(report, console)
-
-
-def _in_order(panel: Panel) -> list[Entry]:
-    return [entry for curve in panel.curves.values() for entry in curve]
 
 
 def _workload_line(report: dict[str, Any]) -> str:
@@ -128,13 +124,13 @@ def _overview(summaries: Sequence[dict[str, Any]], title: str) -> Table:
     return table
 
 
-def _curves(found: Sequence[Entry], title: str) -> Table:
+def _curves(found: Sequence[CurveEntry], title: str) -> Table:
     table = Table(title=Text(title), title_justify="left")
     table.add_column("system", overflow="fold", min_width=24)
     for name in ("offered", "seed", *_LINE.values(), "TTFT p95 ≤ 2 s"):
         table.add_column(name, justify="right", overflow="fold")
     for entry in found:
-        seed = "–" if entry.seed is None else str(entry.seed)
+        seed = NOTHING if entry.seed is None else str(entry.seed)
         cells = (_COLUMNS[path].text(entry.summary) for path in _LINE)
         within = limit_text(at(entry.summary, "active_sessions"))
         table.add_row(Text(entry.system), entry.load, seed, *cells, within)
@@ -155,7 +151,7 @@ def _ratios(panel: Panel, latency_s: float | None, console: Console) -> None:
     console.print(table)
 
 
-def _by_turn(entry: Entry) -> Table:
+def _by_turn(entry: CurveEntry) -> Table:
     table = Table(title=Text(f"By turn: {entry.system}, {entry.load}"), title_justify="left")
     heads = ("turn", "turns", "TTFT p50 ms", "TTFT p99 ms", "context")
     for name in (*heads, *(source.replace("_", " ") for source in SOURCES), "output"):

@@ -35,7 +35,7 @@ class TargetInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnSpec:
+class AskedTurn:
     """One turn to be answered, greedily."""
 
     input_ids: TokenArray
@@ -58,7 +58,7 @@ class Target(Protocol):
         """A new, empty conversation; returns what names it."""
         ...
 
-    async def turn(self, session: str, spec: TurnSpec, on_tokens: OnTokens) -> Usage | None:
+    async def turn(self, session: str, spec: AskedTurn, on_tokens: OnTokens) -> Usage | None:
         """Answer one turn and keep it; returns the receipt, None from targets that give none. Raises TurnFailed."""
         ...
 
@@ -85,3 +85,17 @@ class Remote(Protocol):
     def address(self) -> Address:
         """The target is open."""
         ...
+
+
+@runtime_checkable
+class Evicts(Protocol):
+    """A target that can be asked to empty its prefix cache."""
+
+    async def evict(self) -> str:
+        """Says, for the report, what was done. Raises TurnFailed."""
+        ...
+
+
+async def empty_cache(target: Target) -> str:
+    """Ask for an empty cache where a target can be asked; elsewhere the end of its sessions has to do."""
+    return await target.evict() if isinstance(target, Evicts) else "sessions deleted"

@@ -12,9 +12,9 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from pensieve.client._decode import usage
+from pensieve.client.decode import usage
 from pensieve.core import Usage
-from pensieve.replay.targets.base import Address, OnTokens, TargetInfo, TurnFailed, TurnSpec
+from pensieve.replay.targets.base import Address, AskedTurn, OnTokens, TargetInfo, TurnFailed
 from pensieve.v1 import pensieve_pb2 as pb
 from pensieve.v1 import pensieve_pb2_grpc as rpc
 
@@ -62,7 +62,7 @@ class PensieveTarget:
         created = await self._call("CreateSession", request)
         return str(created.session.name)
 
-    async def turn(self, session: str, spec: TurnSpec, on_tokens: OnTokens) -> Usage | None:
+    async def turn(self, session: str, spec: AskedTurn, on_tokens: OnTokens) -> Usage | None:
         request = pb.StreamTurnRequest(session=session, turn=_turn_spec(spec))
         completed = None
         try:
@@ -110,7 +110,7 @@ class PensieveTarget:
             raise _failure(error) from error
 
 
-def _turn_spec(spec: TurnSpec) -> pb.TurnSpec:
+def _turn_spec(spec: AskedTurn) -> pb.TurnSpec:
     sampling = pb.SamplingParams(temperature=0.0, max_output_tokens=spec.output_tokens)
     if spec.forced:
         sampling.ignore_eos = True

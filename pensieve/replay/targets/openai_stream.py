@@ -32,7 +32,7 @@ _event_decoder = msgspec.json.Decoder(_Event)
 
 
 @dataclass(slots=True)
-class Answer:
+class Completion:
     """What came of one completion, filled by ``feed``."""
 
     pieces: list[tuple[int, float]] = field(default_factory=list)

@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 
 from pensieve.core import TokenArray, Usage
-from pensieve.replay.targets.base import Address, OnTokens, TargetInfo, TurnFailed, TurnSpec
-from pensieve.replay.targets.openai_stream import Answer
+from pensieve.replay.targets.base import Address, AskedTurn, OnTokens, TargetInfo, TurnFailed
+from pensieve.replay.targets.openai_stream import Completion
 
 _WORDS = (
     "the",
@@ -112,7 +112,7 @@ class OpenAITarget:
             self._dialect = dialect
             probe = _Session()
             try:
-                answer = await self._ask(probe, TurnSpec(np.arange(3, 7, dtype=np.int32), 2, dialect.forced))
+                answer = await self._ask(probe, AskedTurn(np.arange(3, 7, dtype=np.int32), 2, dialect.forced))
             except TurnFailed as refusal:
                 refusals.append(f"{dialect.path}: {refusal}")
                 continue
@@ -126,7 +126,7 @@ class OpenAITarget:
         self._sessions[str(self._opened)] = _Session()
         return str(self._opened)
 
-    async def turn(self, session: str, spec: TurnSpec, on_tokens: OnTokens) -> Usage | None:
+    async def turn(self, session: str, spec: AskedTurn, on_tokens: OnTokens) -> Usage | None:
         state = self._sessions[session]
         answer = await self._ask(state, spec)
         for count, at in answer.pieces:
@@ -195,8 +195,8 @@ class OpenAITarget:
         vocab = listed.get("vocab_size") or meta.get("n_vocab") or 0
         return TargetInfo(int(vocab), int(limit), details, dialect.forced)
 
-    async def _ask(self, state: _Session, spec: TurnSpec) -> Answer:
-        answer = Answer()
+    async def _ask(self, state: _Session, spec: AskedTurn) -> Completion:
+        answer = Completion()
         body = _body(self._model, self._dialect, state, spec)
         try:
             async with self._client.post(self._dialect.path, json=body) as response:
@@ -218,7 +218,7 @@ def _json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _body(model: str, dialect: Dialect, state: _Session, spec: TurnSpec) -> dict[str, Any]:
+def _body(model: str, dialect: Dialect, state: _Session, spec: AskedTurn) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": model,
         "max_tokens": spec.output_tokens,
@@ -237,7 +237,7 @@ def _body(model: str, dialect: Dialect, state: _Session, spec: TurnSpec) -> dict
     return body
 
 
-def _keep(state: _Session, dialect: Dialect, spec: TurnSpec, answer: Answer, produced: int) -> None:
+def _keep(state: _Session, dialect: Dialect, spec: AskedTurn, answer: Completion, produced: int) -> None:
     """Add the turn to the history."""
     if dialect.api == "chat":
         question = {"role": "user", "content": text_of(spec.input_ids)}

@@ -14,7 +14,16 @@ from typing import Any, TypeVar
 
 from pensieve.core import Usage
 from pensieve.replay.targets import server_counters
-from pensieve.replay.targets.base import Address, OnTokens, Remote, Target, TargetInfo, TurnFailed, TurnSpec
+from pensieve.replay.targets.base import (
+    Address,
+    AskedTurn,
+    OnTokens,
+    Remote,
+    Target,
+    TargetInfo,
+    TurnFailed,
+    empty_cache,
+)
 from pensieve.replay.targets.server_counters import Counters
 from pensieve.spawn import READY, STOP_GRACE_S
 
@@ -115,15 +124,14 @@ class StartedTarget:
     async def start_session(self) -> str:
         return await self._running.start_session()
 
-    async def turn(self, session: str, spec: TurnSpec, on_tokens: OnTokens) -> Usage | None:
+    async def turn(self, session: str, spec: AskedTurn, on_tokens: OnTokens) -> Usage | None:
         return await self._running.turn(session, spec, on_tokens)
 
     async def end_session(self, session: str) -> None:
         await self._running.end_session(session)
 
     async def evict(self) -> str:
-        evict = getattr(self._running, "evict", None)
-        return "sessions deleted" if evict is None else str(await evict())
+        return await empty_cache(self._running)
 
     async def counters(self) -> Counters | None:
         """Since the server started; None of a server whose metrics cannot be read."""

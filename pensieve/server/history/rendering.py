@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from pensieve.core import Role, TokenArray, pack_tokens, unpack_tokens
+from pensieve.core import Role, TokenArray, pack_tokens, packed_length, unpack_tokens
 from pensieve.errors import ContextLimitExceeded, InvalidArgument
 from pensieve.server.values import InputEntry
 from pensieve.store.records import History, Item, Overflow
@@ -83,7 +83,7 @@ class Renderer:
     def check_size(self, entries: Sequence[InputEntry], limit: int) -> None:
         """Raises ContextLimitExceeded for input that is too long whatever it tokenises to. Costs nothing."""
         chars = sum(len(entry.text) for entry in entries if entry.tokens is None)
-        verbatim = sum(len(entry.tokens) // 4 for entry in entries if entry.tokens is not None)
+        verbatim = sum(packed_length(entry.tokens) for entry in entries if entry.tokens is not None)
         if verbatim >= limit or chars > self._tokenizer.max_chars(limit):
             raise too_long(verbatim if verbatim >= limit else limit + 1, limit)
 
@@ -97,7 +97,7 @@ class Renderer:
 
     def length(self, history: History) -> int:
         """``len(context(history))``, without making it."""
-        return len(self._lost_start(history)) + sum(len(item.tokens) // 4 for item in history.visible())
+        return len(self._lost_start(history)) + sum(packed_length(item.tokens) for item in history.visible())
 
     def _lost_start(self, history: History) -> TokenArray:
         """The beginning-of-sequence token if the view hides it, else nothing; int32 [0 or 1]."""

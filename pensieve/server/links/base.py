@@ -12,12 +12,12 @@ from pensieve.core import RequestKey, Sampling, SessionKey, TokenArray, pack_tok
 from pensieve.engine.messages import (
     Cancel,
     Command,
+    EngineReady,
     Evict,
     Evicted,
     GetResidency,
-    Ready,
     Report,
-    Residency,
+    ResidentTokens,
     Stats,
     Submit,
 )
@@ -70,7 +70,7 @@ class BaseLink(abc.ABC):
         self._generations = Generations(self._cancel, observer)
         self._watchdog = Watchdog(stall_limit_s)
         self._state = LinkState.STARTING
-        self._ready: Ready | None = None
+        self._ready: EngineReady | None = None
         self._stats = Stats()
         self._watch_task: asyncio.Task[None] | None = None
         self.restarts_total = 0
@@ -78,7 +78,7 @@ class BaseLink(abc.ABC):
         """Called on the event loop after each change of ``state``."""
 
     @property
-    def info(self) -> Ready:
+    def info(self) -> EngineReady:
         if self._ready is None:
             raise starting()
         return self._ready
@@ -117,8 +117,8 @@ class BaseLink(abc.ABC):
     async def evict(self, session: SessionKey | None = None) -> int:
         return (await self._call(lambda call: Evict(call=call, session=session or ""), Evicted)).tokens
 
-    async def residency(self, session: SessionKey) -> Residency:
-        return await self._call(lambda call: GetResidency(call=call, session=session), Residency)
+    async def residency(self, session: SessionKey) -> ResidentTokens:
+        return await self._call(lambda call: GetResidency(call=call, session=session), ResidentTokens)
 
     @abc.abstractmethod
     async def start(self) -> None: ...
@@ -141,7 +141,7 @@ class BaseLink(abc.ABC):
     def _receive(self, report: Report) -> None:
         """Take one report in: what the engine is, its counters, then the events of generations and calls."""
         for event in report.events:
-            if isinstance(event, Ready):
+            if isinstance(event, EngineReady):
                 self._ready = event
         self._stats = report.stats
         self._watchdog.reported(report.stats)

@@ -11,7 +11,15 @@ import enum
 from typing import Protocol
 
 from pensieve.core import RequestKey, Sampling, SessionKey, TokenArray
-from pensieve.engine.messages import Finished, Output, Progress, Ready, Residency, Started, Stats
+from pensieve.engine.messages import (
+    EngineReady,
+    Finished,
+    Output,
+    RequestProgress,
+    ResidentTokens,
+    Started,
+    Stats,
+)
 
 
 class LinkState(enum.StrEnum):
@@ -32,7 +40,7 @@ class GenerationSink(Protocol):
 
     def started(self, event: Started) -> None: ...
 
-    def progress(self, event: Progress) -> None: ...
+    def progress(self, event: RequestProgress) -> None: ...
 
     def tokens(self, event: Output) -> None: ...
 
@@ -63,7 +71,7 @@ class EngineLink(Protocol):
     """One engine."""
 
     @property
-    def info(self) -> Ready:
+    def info(self) -> EngineReady:
         """What the engine said when it came up. Raises Unavailable (STARTING) before that."""
         ...
 
@@ -98,13 +106,13 @@ class EngineLink(Protocol):
         """Drop cached KV of one session or of all idle ones; returns the number of tokens dropped."""
         ...
 
-    async def residency(self, session: SessionKey) -> Residency: ...
+    async def residency(self, session: SessionKey) -> ResidentTokens: ...
 
     async def stop(self) -> None:
         """End the engine; running generations fail with Unavailable (DRAINING)."""
         ...
 
 
-def context_limit(info: Ready) -> int:
+def context_limit(info: EngineReady) -> int:
     """A context must be shorter than this, in tokens: the model's limit, or what the device tier holds if less."""
     return min(info.context_limit, info.device_capacity_tokens or info.context_limit)

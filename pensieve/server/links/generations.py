@@ -14,14 +14,14 @@ from typing import Final, Protocol
 
 from pensieve.core import FinishReason, RequestKey, Usage
 from pensieve.engine.messages import (
+    EngineReady,
     Event,
     Evicted,
     Failed,
     Finished,
     Output,
-    Progress,
-    Ready,
-    Residency,
+    RequestProgress,
+    ResidentTokens,
     Started,
 )
 from pensieve.errors import (
@@ -33,8 +33,8 @@ from pensieve.errors import (
 )
 from pensieve.server.links.engine_link import GenerationSink
 
-CallAnswer = Evicted | Residency
-GenerationEvent = Started | Progress | Output | Finished | Failed
+CallAnswer = Evicted | ResidentTokens
+GenerationEvent = Started | RequestProgress | Output | Finished | Failed
 OVERLOAD_RETRY_S: Final = 1.0
 """When to try again after the engine's queue was full."""
 
@@ -153,15 +153,15 @@ class Generations:
         now = self._clock()
         for event in events:
             match event:
-                case Output() | Progress() | Started() | Finished() | Failed():
+                case Output() | RequestProgress() | Started() | Finished() | Failed():
                     generation = self._open.get(event.request)
                     if generation is not None:
                         self._deal_one(generation, event, now)
-                case Evicted() | Residency():
+                case Evicted() | ResidentTokens():
                     future = self._calls.get(event.call)
                     if future is not None and not future.done():
                         future.set_result(event)
-                case Ready():
+                case EngineReady():
                     """The link itself takes it."""
 
     def _deal_one(self, generation: OpenGeneration, event: GenerationEvent, now: float) -> None:
@@ -170,7 +170,7 @@ class Generations:
                 case Output():
                     self._observe_tokens(generation, len(event.token_ids), now)
                     generation.sink.tokens(event)
-                case Progress():
+                case RequestProgress():
                     generation.sink.progress(event)
                 case Started():
                     generation.usage = event.usage

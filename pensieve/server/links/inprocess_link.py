@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 
 from pensieve.engine.messages import Command, Report, Stop
-from pensieve.engine.process.frames import PeerClosed
-from pensieve.engine.process.loop import Engine, run_engine
+from pensieve.engine.process.loop import HostedEngine, run_engine
 from pensieve.errors import Internal, PensieveError
+from pensieve.frames import PeerClosed
 from pensieve.server.links.base import DEFAULT_STALL_LIMIT_S, BaseLink
 from pensieve.server.links.generations import GenerationObserver
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class _ThreadChannel:
-    """``engine.process.loop.Channel`` between the thread and the event loop. One per life of an engine."""
+    """``engine.process.loop.CommandChannel`` between the thread and the event loop. One per life of an engine."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Report], None]) -> None:
         self._loop = loop
@@ -55,7 +55,7 @@ class InProcessLink(BaseLink):
 
     def __init__(
         self,
-        build: Callable[[], Engine],
+        build: Callable[[], HostedEngine],
         *,
         observer: GenerationObserver | None = None,
         stall_limit_s: float = DEFAULT_STALL_LIMIT_S,

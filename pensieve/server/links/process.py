@@ -13,10 +13,10 @@ import msgspec
 
 from pensieve.config import EngineOptions
 from pensieve.debug import child_environment
-from pensieve.engine.messages import MAX_FRAME, Command, Report
-from pensieve.engine.process.frames import HEADER, FrameError, decode, decoder_for, encode_frame, frame_length
+from pensieve.engine.messages import Command, Report
 from pensieve.engine.process.host import DEFAULT_BUILDER, LAST_WORDS
 from pensieve.errors import ContextLimitExceeded, ResourceExhausted
+from pensieve.frames import HEADER, MAX_FRAME, FrameError, decode, decoder_for, encode_frame, frame_length
 
 _LAST_LINE_BYTES: Final = 4096
 _STDERR_PATIENCE_S: Final = 1.0

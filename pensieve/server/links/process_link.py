@@ -14,9 +14,9 @@ from typing import Final
 
 from pensieve.config import EngineOptions
 from pensieve.engine.messages import Command, Stop
-from pensieve.engine.process.frames import FrameError
 from pensieve.engine.process.host import DEFAULT_BUILDER
 from pensieve.errors import Internal, PensieveError
+from pensieve.frames import FrameError
 from pensieve.server.links.base import DEFAULT_STALL_LIMIT_S, BaseLink
 from pensieve.server.links.engine_link import LinkState
 from pensieve.server.links.generations import GenerationObserver

@@ -28,7 +28,7 @@ import msgspec
 
 import pensieve
 from pensieve.config import EngineTuning, batch_limits
-from pensieve.engine.messages import Ready
+from pensieve.engine.messages import EngineReady
 from pensieve.server.values import TurnEnd
 from pensieve.store import Key
 
@@ -86,7 +86,7 @@ class TraceRow(msgspec.Struct, frozen=True):
     committed: bool
 
 
-def header(info: Ready, options: EngineTuning) -> TraceHeader:
+def header(info: EngineReady, options: EngineTuning) -> TraceHeader:
     """The header of a server whose engine says ``info`` of itself and was started with ``options``."""
     batch_tokens, running = batch_limits(options, "cuda" if info.device == "cuda" else "cpu")
     engine: dict[str, str | int | float | bool] = {

@@ -10,7 +10,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from pensieve.core import TokenLogprob, Usage, unpack_tokens
-from pensieve.engine.messages import Residency
+from pensieve.engine.messages import ResidentTokens
 from pensieve.server import ids
 from pensieve.server.conversations import ServerFacts
 from pensieve.server.settings import TurnSettings
@@ -75,7 +75,7 @@ def session(row: SessionRow, context_limit: int) -> pb.Session:
     return message
 
 
-def residency(found: Residency, row: SessionRow, replica: str, now_ms: int) -> pb.CacheResidency:
+def residency(found: ResidentTokens, row: SessionRow, replica: str, now_ms: int) -> pb.CacheResidency:
     """Where the KV of the context's tokens lies; what is in neither tier has to be computed again."""
     gpu = min(found.device_tokens, row.context_tokens)
     host = min(found.host_tokens, row.context_tokens - gpu)

@@ -13,7 +13,15 @@ from pensieve.server.history.cache import kept, system_item
 from pensieve.server.history.rendering import Renderer, Stamp
 from pensieve.server.values import InputEntry
 from pensieve.store import Counts
-from pensieve.store.records import History, Item, Kind, Overflow, Record, SamplingDefaults, SessionConfig
+from pensieve.store.records import (
+    History,
+    Item,
+    Overflow,
+    Record,
+    RecordKind,
+    SamplingDefaults,
+    SessionConfig,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +68,7 @@ async def create(renderer: Renderer, new: NewSession) -> Record:
     items, _ = await renderer.items(History(), (*prompt, *new.items), Stamp(1, new.request_id, now))
     return Record(
         revision=1,
-        kind=Kind.CREATE,
+        kind=RecordKind.CREATE,
         time_ms=now,
         request_id=new.request_id,
         items=items,
@@ -74,7 +82,7 @@ def fork(source: History, item: int | None, request_id: str) -> Record:
     base = source if item is None else kept(source, item)
     return Record(
         revision=1,
-        kind=Kind.CREATE,
+        kind=RecordKind.CREATE,
         time_ms=now_ms(),
         request_id=request_id,
         items=base.items,
@@ -88,7 +96,7 @@ def rewind(base: History, item: int, request_id: str) -> Record:
     """Supersede everything after ``item``, the system prompt excepted."""
     return Record(
         revision=base.revision + 1,
-        kind=Kind.REWIND,
+        kind=RecordKind.REWIND,
         time_ms=now_ms(),
         request_id=request_id,
         keep_items=max(item, system_item(base)),
@@ -105,7 +113,7 @@ async def update(renderer: Renderer, base: History, change: SessionChange) -> Re
     config = change.applied(base.config)
     record = Record(
         revision=base.revision + 1,
-        kind=Kind.UPDATE,
+        kind=RecordKind.UPDATE,
         time_ms=now_ms(),
         config=config if config != base.config else None,
         labels=change.labels,

@@ -6,7 +6,7 @@ import asyncio
 
 from pensieve.core import FinishReason, Sampling, SessionKey, Usage
 from pensieve.debug import failpoint
-from pensieve.engine.messages import Finished, Output, Progress, Started
+from pensieve.engine.messages import Finished, Output, RequestProgress, Started
 from pensieve.server.history.rendering import PreparedTurn
 from pensieve.server.links.engine_link import EngineLink, Generation
 from pensieve.server.turns import record as turn_record
@@ -69,7 +69,7 @@ class TurnGeneration:
     def started(self, event: Started) -> None:
         self._started, self._started_at = event, asyncio.get_running_loop().time()
 
-    def progress(self, event: Progress) -> None:
+    def progress(self, event: RequestProgress) -> None:
         self._buffer.report(
             ProgressView(event.phase, event.queue_position, event.tokens_done, event.tokens_total)
         )

@@ -11,7 +11,7 @@ from pensieve.core import FinishReason, Role, TokenArray, Usage, pack_tokens, un
 from pensieve.server.history.rendering import PreparedTurn
 from pensieve.server.values import NewTurn, TurnStatus, TurnView
 from pensieve.store import Key
-from pensieve.store.records import History, Item, Kind, Record, TurnResult
+from pensieve.store.records import History, Item, Record, RecordKind, TurnResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def build(
     hidden = prepared.history.hidden_before
     return Record(
         revision=base.revision + 1,
-        kind=Kind.TURN,
+        kind=RecordKind.TURN,
         time_ms=time_ms,
         request_id=spec.request_id,
         keep_items=keep_items,

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from pensieve.config import CacheConfig
 from pensieve.core import SessionKey, TokenArray
+from pensieve.engine.cache.chunk import Restore
 from pensieve.engine.cache.manager import CacheManager
-from pensieve.engine.cache.restore import Restore
 from pensieve.engine.cost.model import CostModel
 from pensieve.simulate.scenario import policies
 
@@ -16,9 +16,8 @@ class StampedCache(CacheManager):
     """``CacheManager`` whose policy may know more than the time of a release: see ``policies``."""
 
     def __init__(self, config: CacheConfig, cost: CostModel, policy: str) -> None:
-        super().__init__(config, cost)
         self.policy, self._stamp = policies.make(policy)
-        self.index.policy = self.policy
+        super().__init__(config, cost, self.policy)
         self._coming: dict[SessionKey, tuple[int, Callable[[float], float]]] = {}
         self._turns: dict[SessionKey, tuple[int, Callable[[float], float]]] = {}
         self.restores: dict[SessionKey, Restore] = {}

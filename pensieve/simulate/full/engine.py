@@ -12,7 +12,7 @@ import numpy as np
 from pensieve.config import SchedulerConfig
 from pensieve.core import Sampling, SessionKey, TokenArray, Usage, pack_tokens
 from pensieve.engine.engine import Engine
-from pensieve.engine.messages import Failed, Finished, Output, Ready, Submit
+from pensieve.engine.messages import EngineReady, Failed, Finished, Output, Submit
 from pensieve.engine.plan import PendingStep, Plan, Sampled, StepResult, StepWorker
 from pensieve.engine.scheduler import Scheduler
 from pensieve.simulate.full.cache import StampedCache
@@ -109,7 +109,7 @@ class _Replica:
         )
         self.scheduler = Scheduler(config, self.cache)
         chunks = settings.cache
-        ready = Ready(
+        ready = EngineReady(
             self.scheduler.context_limit, VOCABULARY, "simulated", "none", chunks.device_chunks * size,
             chunks.host_chunks * size, size,
         )  # fmt: skip

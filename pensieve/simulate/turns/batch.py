@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from pensieve.engine.cache.restore import Range, Restore
+from pensieve.engine.cache.chunk import Range, Restore
 from pensieve.engine.scheduler import SWAP_OUT_QUANTUM
 from pensieve.simulate.scenario.load import Life
 from pensieve.simulate.scenario.policies import Stamp

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from pensieve.config import CacheConfig
+from pensieve.engine.cache.chunk import Range, Restore
 from pensieve.engine.cache.index import Reclaim
 from pensieve.engine.cache.policy import UNKNOWN, Policy
-from pensieve.engine.cache.restore import Range, Restore
 from pensieve.engine.cost.model import CostModel
 from pensieve.simulate.turns.places import (
     ADMITTED,

@@ -13,7 +13,7 @@ from pensieve.core import Sampling, Usage, pack_tokens
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost.model import CostModel
 from pensieve.engine.engine import Engine
-from pensieve.engine.messages import Cancel, Evict, Failed, Finished, Output, Ready, Started, Submit
+from pensieve.engine.messages import Cancel, EngineReady, Evict, Failed, Finished, Output, Started, Submit
 from pensieve.engine.plan import StepWorker
 from pensieve.engine.scheduler import Scheduler
 
@@ -59,7 +59,7 @@ def make_engine(
 ) -> Engine:
     """An engine around any worker."""
     planner = Scheduler(scheduler, CacheManager(cache, COST))
-    ready = Ready(
+    ready = EngineReady(
         planner.context_limit,
         vocabulary,
         "test",

@@ -13,7 +13,7 @@ from pensieve.config import CacheConfig, EngineTuning, PolicyName, SchedulerConf
 from pensieve.engine.plan import StepWorker
 from pensieve.engine.worker.sizing import DTYPES, WorkerInfo
 from pensieve.engine.worker.torch_worker import TorchWorker
-from pensieve.model.arch import load_arch
+from pensieve.model.folder import load_arch
 from pensieve.model.ops import TORCH_OPS, triton_ops
 from pensieve.model.transformer import Transformer
 from pensieve.model.weights import load_weights

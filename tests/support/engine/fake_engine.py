@@ -13,11 +13,12 @@ from pathlib import Path
 import msgspec
 
 from pensieve.config import EngineOptions
-from pensieve.core import FinishReason, Phase, Usage
+from pensieve.core import FinishReason, Phase, Usage, packed_length
 from pensieve.debug import failpoint
 from pensieve.engine.messages import (
     Cancel,
     Command,
+    EngineReady,
     Event,
     Evict,
     Evicted,
@@ -25,9 +26,8 @@ from pensieve.engine.messages import (
     Finished,
     GetResidency,
     Output,
-    Progress,
-    Ready,
-    Residency,
+    RequestProgress,
+    ResidentTokens,
     Started,
     Stats,
     Submit,
@@ -78,8 +78,8 @@ class FakeEngine:
     outputs: int = 0
     closed: bool = False
 
-    def ready(self) -> Ready:
-        return Ready(
+    def ready(self) -> EngineReady:
+        return EngineReady(
             context_limit=4096,
             vocab_size=512,
             device="fake",
@@ -95,7 +95,7 @@ class FakeEngine:
 
     def handle(self, command: Command) -> list[Event]:
         if isinstance(command, Submit):
-            if len(command.tokens) // 4 > 4096:
+            if packed_length(command.tokens) > 4096:
                 return [Failed(command.request, "CONTEXT_LIMIT_EXCEEDED", "4096 tokens at most")]
             self.requests[command.request] = _Request(command)
         elif isinstance(command, Cancel):
@@ -103,7 +103,7 @@ class FakeEngine:
         elif isinstance(command, Evict):
             return [Evicted(call=command.call, tokens=len(command.session) or 77)]
         elif isinstance(command, GetResidency):
-            return [Residency(call=command.call, device_tokens=1, host_tokens=2)]
+            return [ResidentTokens(call=command.call, device_tokens=1, host_tokens=2)]
         return []
 
     def step(self) -> list[Event]:
@@ -125,7 +125,7 @@ class FakeEngine:
 
     def _advance(self, request: _Request) -> list[Event]:
         number = request.submit.request
-        context = len(request.submit.tokens) // 4
+        context = packed_length(request.submit.tokens)
         usage = Usage(
             context_tokens=context,
             new_tokens=request.submit.num_new,
@@ -134,7 +134,7 @@ class FakeEngine:
         events: list[Event] = []
         if not request.started:
             request.started = True
-            events += [Started(number, usage), Progress(number, Phase.DECODE)]
+            events += [Started(number, usage), RequestProgress(number, Phase.DECODE)]
         limit = request.submit.sampling.max_output_tokens or 4
         count = min(self.script.tokens_per_step, limit - request.made)
         events.append(Output(number, tuple(range(request.made, request.made + count))))

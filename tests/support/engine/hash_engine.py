@@ -12,7 +12,7 @@ from pensieve.config import CacheConfig, EngineOptions, SchedulerConfig, batch_l
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost.model import CostModel
 from pensieve.engine.engine import Engine
-from pensieve.engine.messages import Ready
+from pensieve.engine.messages import EngineReady
 from pensieve.engine.scheduler import Scheduler
 from support.engine.hash_worker import HashWorker, oracle_tokens
 
@@ -43,7 +43,7 @@ def build(options: EngineOptions) -> Engine:
         ),
         CacheManager(cache, CostModel(((0, 0.0), (1024, 1.0)), 0.2, size)),
     )
-    ready = Ready(
+    ready = EngineReady(
         context_limit=scheduler.context_limit,
         vocab_size=VOCABULARY,
         device="hash",

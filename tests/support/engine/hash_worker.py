@@ -1,7 +1,7 @@
 """A worker whose KV is a hash: exact, instant, and wrong whenever one stale KV-token is read.
 
 The KV of position p mixes its token with the KV of *every* earlier position, as attention does, each read through the
-page table at the time of the step. The next token is a function of the last KV. So a run that ever reads a slot that
+page table at the time of the step. The next token is a function of the last KV. So a run that ever reads a page that
 was not restored, was overwritten, or belongs to someone else goes on with other tokens than ``oracle_tokens``.
 """
 
@@ -88,33 +88,33 @@ class HashWorker(SynchronousWorker):
         return StepResult(tuple(sampled))
 
     def check_plan(self, plan: Plan) -> None:
-        """No host page is written and read in one plan; no page table names a slot twice."""
+        """No host page is written and read in one plan; no page table names a page twice."""
         written = {copy.dst for copy in plan.swap_out}
-        assert len(written) == len(plan.swap_out), "two chunks saved to one host slot"
+        assert len(written) == len(plan.swap_out), "two chunks saved to one host page"
         assert not written & {copy.src for copy in plan.swap_in}, (
             "a host page is written and read in one plan"
         )
         targets = [copy.dst for copy in plan.swap_in + plan.copies]
-        assert len(set(targets)) == len(targets), "two chunks restored to one device slot"
+        assert len(set(targets)) == len(targets), "two chunks restored to one device page"
         for span in plan.spans:
             seen = span.sample.output if span.sample is not None else None
             assert seen is None or PENDING not in seen, f"{span.request} samples before its output is known"
         for table in plan.page_tables:
-            assert len(set(table.tolist())) == len(table), f"page table {table} names a slot twice"
+            assert len(set(table.tolist())) == len(table), f"page table {table} names a page twice"
 
     def _compute(self, plan: Plan, span: Span) -> int:
         table = plan.page_tables[span.page_table]
         kv = seen = 0
         for position in range(span.end):
-            slot, offset = int(table[position // self.size]), position % self.size
+            page, offset = int(table[position // self.size]), position % self.size
             if position >= span.start:
                 token = int(span.tokens[position - span.start])
                 if token == PENDING:
                     assert position == span.end - 1, "only the last token of a span may be pending"
                     token = self._sampled[span.request]
                 kv = token_kv(token, position, seen)
-                self.device[slot, offset] = kv
-            kv = int(self.device[slot, offset])
+                self.device[page, offset] = kv
+            kv = int(self.device[page, offset])
             seen = (seen + read_kv(kv, position)) & MASK
         return kv
 

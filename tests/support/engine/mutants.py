@@ -12,7 +12,7 @@ from pensieve.engine.plan import Plan, Span, StepResult, StepWorker, Synchronous
 
 
 def without_swap_in(plan: Plan) -> Plan:
-    """Chunks on the host are given device slots, but nothing is copied into them."""
+    """Chunks on the host get device pages, but nothing is copied into them."""
     return replace(plan, swap_in=())
 
 

@@ -8,9 +8,9 @@ import torch
 
 from pensieve.kernels import reference
 from pensieve.kernels.activation import activate
+from pensieve.kernels.arguments import Activation, HeadPrep
 from pensieve.kernels.kv_write import kv_write
 from pensieve.kernels.norm import add_norm, norm
-from pensieve.kernels.reference import Activation, HeadPrep
 from support.kernels.attention_cases import relative_error
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}

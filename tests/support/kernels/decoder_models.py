@@ -8,9 +8,9 @@ from typing import Literal
 
 import torch
 
-from pensieve.kernels.reference import HeadPrep
+from pensieve.kernels.arguments import HeadPrep
 from pensieve.model.arch import Arch, Rope
-from pensieve.model.weights import LayerWeights, Linear, Norm, Weights
+from pensieve.model.weights import LayerWeights, Linear, NormWeights, Weights
 
 Shape = Literal["opt", "llama", "qwen3"]
 SHAPES: tuple[Shape, ...] = ("opt", "llama", "qwen3")
@@ -37,8 +37,8 @@ def random_weights(arch: Arch, device: str = "cpu") -> Weights:
     def linear(out: int, width: int, bias: bool) -> Linear:
         return Linear(normal(out, width, scale=width**-0.5), normal(out, scale=0.2) if bias else None)
 
-    def norm() -> Norm:
-        return Norm(
+    def norm() -> NormWeights:
+        return NormWeights(
             1 + normal(hidden, scale=0.2), normal(hidden, scale=0.2) if arch.norm == "layer" else None
         )
 

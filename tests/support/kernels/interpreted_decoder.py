@@ -18,9 +18,9 @@ from pensieve.kernels import activation as activation_kernel
 from pensieve.kernels import kv_write as kv_write_kernel
 from pensieve.kernels import reference
 from pensieve.kernels.activation import activate
+from pensieve.kernels.arguments import Activation, HeadPrep
 from pensieve.kernels.kv_write import kv_write
 from pensieve.kernels.norm import add_norm, norm
-from pensieve.kernels.reference import Activation, HeadPrep
 from pensieve.kernels.upload import upload
 from pensieve.model.ops import triton_ops
 from pensieve.model.transformer import Transformer

@@ -10,7 +10,7 @@ import numpy as np
 
 from pensieve.core import Usage
 from pensieve.replay.measure.report import SCHEMA, environment, summarise
-from pensieve.replay.play.runner import Outcome, TurnRecord
+from pensieve.replay.records import Outcome, TurnRecord
 from pensieve.replay.targets.base import TargetInfo
 
 SYSTEMS = {"Pensieve": 8.0, "Pensieve <stateless> & $slow$": 4.0, "_stub": 2.5}

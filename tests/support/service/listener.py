@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from pensieve.core import Sampling, SessionKey, TokenArray
-from pensieve.engine.messages import Finished, Output, Progress, Started
+from pensieve.engine.messages import Finished, Output, RequestProgress, Started
 from pensieve.server.links.engine_link import EngineLink, Generation
 
-Heard = Started | Progress | Output | Finished
+Heard = Started | RequestProgress | Output | Finished
 
 
 class Listener:
@@ -25,7 +25,7 @@ class Listener:
     def started(self, event: Started) -> None:
         self._hear(event)
 
-    def progress(self, event: Progress) -> None:
+    def progress(self, event: RequestProgress) -> None:
         self._hear(event)
 
     def tokens(self, event: Output) -> None:

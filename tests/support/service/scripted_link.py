@@ -15,7 +15,16 @@ from pensieve.core import (
     TokenLogprob,
     Usage,
 )
-from pensieve.engine.messages import Event, Finished, Output, Progress, Ready, Residency, Started, Stats
+from pensieve.engine.messages import (
+    EngineReady,
+    Event,
+    Finished,
+    Output,
+    RequestProgress,
+    ResidentTokens,
+    Started,
+    Stats,
+)
 from pensieve.errors import PensieveError
 from pensieve.server.links.engine_link import GenerationSink, LinkState
 from pensieve.server.links.generations import Generations
@@ -57,10 +66,10 @@ class ScriptedGeneration:
         )
 
     def admit(self) -> None:
-        self._deal(Started(self.request, self.usage()), Progress(self.request, Phase.DECODE))
+        self._deal(Started(self.request, self.usage()), RequestProgress(self.request, Phase.DECODE))
 
     def progress(self, phase: Phase, **fields: int) -> None:
-        self._deal(Progress(self.request, phase, **fields))
+        self._deal(RequestProgress(self.request, phase, **fields))
 
     def emit(self, *tokens: int) -> None:
         logprobs: tuple[TokenLogprob, ...] = ()
@@ -94,7 +103,7 @@ class ScriptedLink:
         self.submitted = asyncio.Event()
         self.refuse: PensieveError | None = None
         self.evicted: list[SessionKey | None] = []
-        self.info = Ready(context_limit, vocab_size, "cpu", "float32", 1 << 20, 1 << 20, 32)
+        self.info = EngineReady(context_limit, vocab_size, "cpu", "float32", 1 << 20, 1 << 20, 32)
         self.state = LinkState.SERVING
         self.stats = Stats(steps_total=1, device_used=7)
         self.stalled = False
@@ -131,8 +140,8 @@ class ScriptedLink:
         self.evicted.append(session)
         return 11
 
-    async def residency(self, session: SessionKey) -> Residency:
-        return Residency(0, device_tokens=3, host_tokens=2)
+    async def residency(self, session: SessionKey) -> ResidentTokens:
+        return ResidentTokens(0, device_tokens=3, host_tokens=2)
 
 
 def _play(generation: ScriptedGeneration, tokens: Sequence[int]) -> None:

@@ -15,9 +15,9 @@ import redis
 
 from pensieve.core import FinishReason, Role, pack_tokens
 from pensieve.store import BeginRequest, Counts, HistoryStore, Key
-from pensieve.store._redis_rows import session_keys
+from pensieve.store._redis.rows import session_keys
 from pensieve.store.memory_store import MemoryStore
-from pensieve.store.records import Item, Kind, Record, SessionConfig, SessionRow, TurnResult
+from pensieve.store.records import Item, Record, RecordKind, SessionConfig, SessionRow, TurnResult
 from pensieve.store.redis_store import RedisStore
 from pensieve.store.sqlite_store import SqliteStore
 
@@ -36,7 +36,7 @@ def row(at: Key, *, labels: dict[str, str] | None = None, ttl_s: float = 0.0) ->
 
 
 def first_record() -> Record:
-    return Record(revision=1, kind=Kind.CREATE, time_ms=1, config=SessionConfig(model="tiny"))
+    return Record(revision=1, kind=RecordKind.CREATE, time_ms=1, config=SessionConfig(model="tiny"))
 
 
 def turn_record(base: int, request_id: str, text: str = "hello") -> Record:
@@ -47,12 +47,19 @@ def turn_record(base: int, request_id: str, text: str = "hello") -> Record:
     reply = Item(number=2 * base + 1, role=Role.ASSISTANT, text=text.upper(), tokens=pack_tokens([4, 5]))
     result = TurnResult(base_revision=base, finish_reason=FinishReason.EOS, seed=7, input_items=1)
     return Record(
-        revision=base + 1, kind=Kind.TURN, time_ms=2, request_id=request_id, items=(user, reply), turn=result
+        revision=base + 1,
+        kind=RecordKind.TURN,
+        time_ms=2,
+        request_id=request_id,
+        items=(user, reply),
+        turn=result,
     )
 
 
 def rewind_record(base: int, request_id: str, keep: int = 0) -> Record:
-    return Record(revision=base + 1, kind=Kind.REWIND, time_ms=3, request_id=request_id, keep_items=keep)
+    return Record(
+        revision=base + 1, kind=RecordKind.REWIND, time_ms=3, request_id=request_id, keep_items=keep
+    )
 
 
 def counts(revision: int) -> Counts:

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from pensieve.store import Key
 from pensieve.store._codec import StoredRecord, store_record
 from pensieve.store._listing import Position
 from pensieve.store._rules import Known, Meta, at_head
+from pensieve.store.contract import Key
 from pensieve.store.records import Record, State
 
 _ID = "(SELECT id FROM sessions WHERE tenant = ? AND session_id = ?)"

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pensieve.core import Ints
 from pensieve.kernels.chunk_copy import IN_PROGRAMS, OUT_PROGRAMS, WORD, ChunkCopy, check_runs
 
 MECHANISMS = ("auto", "batch", "kernel")
@@ -124,7 +125,7 @@ class _Addresses:
         self._page_bytes = runs.stride(1) * WORD.itemsize
         self._layers = runs.data_ptr() + np.arange(len(runs)) * (runs.stride(0) * WORD.itemsize)
 
-    def of(self, pages: npt.NDArray[np.int64]) -> Addresses:
+    def of(self, pages: Ints) -> Addresses:
         """[n, L]"""
         return (self._layers + pages[:, None] * self._page_bytes).view(np.uint64)
 

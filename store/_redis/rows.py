@@ -8,8 +8,8 @@ from urllib.parse import quote
 
 import msgspec
 
-from pensieve.store import Counts, Key
 from pensieve.store._codec import StoredRecord
+from pensieve.store.contract import Counts, Key
 from pensieve.store.records import Record, RunningTurn, SessionConfig, SessionRow, State
 
 Fields = Mapping[bytes, bytes]

@@ -1,4 +1,4 @@
-"""What a GPU step uploads says the same as the batch of the CPU worker, and every step finds a graph that holds it."""
+"""The batches of both workers say the same, and what the plan says; and every step finds a graph that holds it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from pensieve.core import RequestKey, Sampling
 from pensieve.engine.plan import PENDING, Plan, SampleSpec, Span
-from pensieve.engine.worker.batch import make_batch
+from pensieve.engine.worker.cuda_batch import NO_SLOT, make_cuda_batch
 from pensieve.engine.worker.graphs import buckets
-from pensieve.engine.worker.host_batch import NO_SLOT, make_host_batch
-from pensieve.kernels.attention.kinds import Kind
+from pensieve.engine.worker.torch_batch import make_torch_batch
+from pensieve.kernels.attention.kinds import StepKind
 
 SAMPLE = SampleSpec(Sampling(), 0)
 
@@ -46,15 +46,23 @@ def plans(draw: st.DrawFn) -> tuple[Plan, int, dict[RequestKey, int]]:
 
 
 @given(plans())
-def test_says_what_the_batch_of_the_cpu_says(case: tuple[Plan, int, dict[RequestKey, int]]) -> None:
+def test_both_batches_say_what_the_plan_says(case: tuple[Plan, int, dict[RequestKey, int]]) -> None:
     plan, size, rows = case
     sampled = {request: 5000 + row for request, row in rows.items()}
-    want = make_batch(plan, page_tokens=size, padding_page=999, device=torch.device("cpu"), sampled=sampled)
-    got = make_host_batch(plan, size, rows)
+    want = make_torch_batch(
+        plan, page_tokens=size, padding_page=999, device=torch.device("cpu"), sampled=sampled
+    )
+    got = make_cuda_batch(plan, size, rows)
     taken = np.where(got.source >= 0, 5000 + got.source, got.tokens)
     assert taken.tolist() == want.tokens.tolist()
-    assert got.positions.tolist() == want.positions.tolist()
-    assert got.slots.tolist() == want.slots.tolist() and NO_SLOT not in got.slots
+    places = [
+        (position, int(plan.page_tables[span.page_table][position // size]) * size + position % size)
+        for span in plan.spans
+        for position in range(span.start, span.end)
+    ]
+    assert got.positions.tolist() == want.positions.tolist() == [position for position, _ in places]
+    assert got.slots.tolist() == want.slots.tolist() == [slot for _, slot in places]
+    assert NO_SLOT not in got.slots
     assert got.sample_rows.tolist() == want.sample_rows.tolist()
     assert got.spans[:, :3].tolist() == want.spans.host[:, :3].tolist()
     for (_, length, start, begin), row in zip(got.spans, want.spans.host[:, 3], strict=True):
@@ -69,7 +77,7 @@ def test_a_span_past_its_page_table_is_refused() -> None:
         3, (Span(RequestKey(1), 6, np.arange(3, dtype=np.int32), 0),), (np.arange(2, dtype=np.int32),)
     )
     with pytest.raises(ValueError, match="step 3"):
-        make_host_batch(plan, 4, {})
+        make_cuda_batch(plan, 4, {})
 
 
 def test_a_pending_token_that_nobody_sampled_is_an_error() -> None:
@@ -77,14 +85,14 @@ def test_a_pending_token_that_nobody_sampled_is_an_error() -> None:
         3, (Span(RequestKey(1), 6, np.array([PENDING], np.int32), 0),), (np.arange(2, dtype=np.int32),)
     )
     with pytest.raises(KeyError):
-        make_host_batch(plan, 4, {})
+        make_cuda_batch(plan, 4, {})
 
 
-@given(kind=st.sampled_from(list(Kind)), tokens=st.integers(1, 9000), running=st.integers(1, 600))
-def test_buckets_rise_and_waste_little(kind: Kind, tokens: int, running: int) -> None:
+@given(kind=st.sampled_from(list(StepKind)), tokens=st.integers(1, 9000), running=st.integers(1, 600))
+def test_buckets_rise_and_waste_little(kind: StepKind, tokens: int, running: int) -> None:
     sizes = buckets(kind, tokens, running)
     assert sizes == sorted(set(sizes)) and sizes[-1] <= tokens
     for small, large in itertools.pairwise(sizes):
         assert large <= small + max(32, small // 4) or large - small <= small
-    if kind is Kind.NARROW:
+    if kind is StepKind.NARROW:
         assert sizes[0] == 1 and sizes[-1] == min(tokens, running)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from pensieve.engine.kv import copy as swap_copy
-from pensieve.engine.kv.copy import BatchCopy, Trial, choose, make_copy
+from pensieve.engine.kv import mechanisms
+from pensieve.engine.kv.mechanisms import BatchCopy, Trial, choose, make_copy
 from pensieve.kernels.chunk_copy import runs_of
 
 
@@ -26,7 +26,7 @@ class CopyingDriver:
 
 @pytest.fixture
 def batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swap_copy, "_Driver", CopyingDriver)
+    monkeypatch.setattr(mechanisms, "_Driver", CopyingDriver)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
 
 
@@ -66,7 +66,7 @@ def test_what_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def too_old() -> None:
         raise OSError("this driver is too old")
 
-    monkeypatch.setattr(swap_copy, "_Driver", too_old)
+    monkeypatch.setattr(mechanisms, "_Driver", too_old)
     runs = runs_of(torch.zeros(2, 3, 2, 1, 4, 8))
     with pytest.raises(ValueError, match="'batch': this driver is too old"):
         make_copy("batch", runs, runs)

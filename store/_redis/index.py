@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from pensieve.store import Key, Page
 from pensieve.store._listing import Position, decode_cursor, encode_cursor, has_labels, position
-from pensieve.store._redis_link import RedisLink
-from pensieve.store._redis_rows import as_fields, index_key, parse_row, parse_time, session_keys
+from pensieve.store._redis.link import RedisLink
+from pensieve.store._redis.rows import as_fields, index_key, parse_row, parse_time, session_keys
+from pensieve.store.contract import Key, Page
 from pensieve.store.records import SessionRow
 
 BATCH = 64
@@ -21,7 +21,7 @@ GRACE_MS = 60_000
 """An entry this young may belong to a session that is just being created."""
 
 
-class Entry(NamedTuple):
+class ListedSession(NamedTuple):
     """A session of the listing and its place in the index, which may be behind the row."""
 
     place: Position
@@ -44,7 +44,7 @@ class RedisIndex:
     async def page(self, tenant: str, *, limit: int, cursor: str, labels: dict[str, str] | None) -> Page:
         """As ``HistoryStore.list_sessions``."""
         place = decode_cursor(cursor)
-        found: list[Entry] = []
+        found: list[ListedSession] = []
         while len(found) <= limit:
             batch = await self._after(tenant, place)
             if not batch:
@@ -92,13 +92,13 @@ class RedisIndex:
                 return batch
             offset += len(entries)
 
-    async def _live(self, tenant: str, batch: list[Position]) -> list[Entry]:
+    async def _live(self, tenant: str, batch: list[Position]) -> list[ListedSession]:
         """The sessions behind ``batch``; repairs the index where it is wrong."""
         keys = [Key(tenant, entry.session_id) for entry in batch]
         reads = [("HGETALL", session_keys(key)[0]) for key in keys]
         clock, *hashes = await self._link.commands([("TIME",), *reads])
         now = parse_time(clock)
-        live: list[Entry] = []
+        live: list[ListedSession] = []
         repairs: list[tuple[Any, ...]] = []
         for key, entry, reply in zip(keys, batch, hashes, strict=True):
             fields = as_fields(reply)
@@ -107,7 +107,7 @@ class RedisIndex:
                     repairs.append(("ZREM", index_key(tenant), key.session_id))
                 continue
             row = parse_row(key, fields, now)
-            live.append(Entry(entry, row))
+            live.append(ListedSession(entry, row))
             if row.update_ms > entry.update_ms:
                 repairs.append(("ZADD", index_key(tenant), "GT", row.update_ms, key.session_id))
         if repairs:

@@ -1,6 +1,7 @@
-"""Frames between front end and engine: 4-byte little-endian length, then one msgpack value of a known type.
+"""Frames between two processes of ours: 4-byte little-endian length, then one msgpack value of a known type.
 
-Typed on both ends and never pickle: a peer that sends anything else is refused, not interpreted.
+The front end talks to its engine this way, and a replay to its player processes. Both ends know the type and nothing is
+ever unpickled: a peer that sends anything else, or more than ``MAX_FRAME`` bytes, is refused, not interpreted.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from pensieve.engine.messages import MAX_FRAME
-
+MAX_FRAME: Final = 64 * 1024 * 1024
 HEADER: Final = struct.Struct("<I")
 _READ_SIZE: Final = 1 << 18
 _encoder = msgspec.msgpack.Encoder()
@@ -49,7 +49,7 @@ def frame_length(header: bytes) -> int:
 
 
 def decode(payload: bytes | memoryview, decoder: msgspec.msgpack.Decoder[T]) -> T:
-    """Raises FrameError on anything but the decoder's type."""
+    """The message in a frame. Raises FrameError on anything but the decoder's type."""
     try:
         return decoder.decode(payload)
     except msgspec.DecodeError as error:

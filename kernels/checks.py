@@ -1,0 +1,34 @@
+"""What several kernels check of their arguments, so that a wrong one gets a sentence instead of a device fault."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def check_given(
+    expected: Iterable[tuple[str, torch.Tensor | None, tuple[int, ...]]], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Those of the (name, tensor, shape) whose tensor is given. Raises ValueError on another shape or ``dtype``."""
+    given = []
+    for name, tensor, shape in expected:
+        if tensor is not None:
+            if tensor.shape != shape or tensor.dtype != dtype:
+                raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {shape}")
+            given.append(tensor)
+    return given
+
+
+def check_layout(tensors: Sequence[torch.Tensor]) -> None:
+    """Raises ValueError unless the last dimension of each is contiguous."""
+    if any(tensor.stride(-1) != 1 and tensor.shape[-1] > 1 for tensor in tensors):
+        raise ValueError("the last dimension of every tensor must be contiguous")
+
+
+def check_device(tensors: Sequence[torch.Tensor]) -> None:
+    """Raises ValueError unless all tensors are on one device."""
+    if any(tensor.device != tensors[0].device for tensor in tensors):
+        raise ValueError("all tensors must be on one device")

@@ -1,0 +1,70 @@
+"""A plan's spans as checked columns of numbers, from which both workers make their batches. numpy only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pensieve.core import Ints, TokenArray
+from pensieve.engine.plan import PENDING, Plan
+
+Ints32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class SpanColumns:
+    """S spans with T tokens in all, over page tables that lie one behind the other. Arrays without a shape are [S]."""
+
+    length: Ints
+    start: Ints
+    """Position of the span's first token in its context."""
+    table: Ints
+    """Row of ``Plan.page_tables``."""
+    first_page: Ints
+    """Where that page table begins in ``pages``."""
+    ends: Ints
+    """Where the span's tokens end among all tokens; they begin ``length`` before."""
+    pages: Ints32
+    """All page tables of the plan, joined."""
+    tokens: TokenArray
+    """[T]"""
+    positions: Ints
+    """[T]"""
+    slots: Ints
+    """[T]: where each token's keys and values go, ``page * N + offset``."""
+
+    @classmethod
+    def of(cls, plan: Plan, page_tokens: int) -> SpanColumns:
+        """The columns of a plan with at least one span.
+
+        Raises ValueError when a span is empty or reaches past its page table.
+        """
+        length = np.array([len(span.tokens) for span in plan.spans], dtype=np.int64)
+        start = np.array([span.start for span in plan.spans], dtype=np.int64)
+        table = np.array([span.page_table for span in plan.spans], dtype=np.int64)
+        pages_of = np.array([len(pages) for pages in plan.page_tables], dtype=np.int64)
+        if (length < 1).any() or (start + length > pages_of[table] * page_tokens).any():
+            raise ValueError(f"step {plan.step}: a span is empty or reaches past its page table")
+        first_page = (np.cumsum(pages_of) - pages_of)[table]
+        ends = np.cumsum(length)
+        pages = np.concatenate(plan.page_tables)
+        positions = np.arange(ends[-1]) + np.repeat(start - (ends - length), length)
+        page = pages[np.repeat(first_page, length) + positions // page_tokens].astype(np.int64)
+        return cls(
+            length=length,
+            start=start,
+            table=table,
+            first_page=first_page,
+            ends=ends,
+            pages=pages,
+            tokens=np.concatenate([span.tokens for span in plan.spans]),
+            positions=positions,
+            slots=page * page_tokens + positions % page_tokens,
+        )
+
+    def pending(self) -> list[int]:
+        """The spans whose last token is the one that their request samples in the step before."""
+        found: list[int] = np.flatnonzero(self.tokens[self.ends - 1] == PENDING).tolist()
+        return found

@@ -1,0 +1,4 @@
+"""What ``redis_store`` is made of: the connection, the Lua scripts, keys and values, the listing of sessions.
+
+May import: errors, store._codec, store._listing, store._refusals, store.contract, store.records.
+"""

@@ -1,0 +1,195 @@
+"""What every history store promises: the protocol ``HistoryStore`` and the values it takes and answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from pensieve.store.records import Record, SessionRow
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One session of one tenant."""
+
+    tenant: str
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What the row says of the history after a record; the writer knows it, the store only keeps it."""
+
+    head_item: int
+    item_count: int
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedRecord:
+    """A record as read back: its checksum was verified and its chain hash continues the one before."""
+
+    record: Record
+    head_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One page of a listing, newest update first. ``cursor`` is "" at the end; it is not a credential."""
+
+    rows: tuple[SessionRow, ...]
+    cursor: str
+
+
+@dataclass(frozen=True, slots=True)
+class BeginRequest:
+    """What ``begin`` needs to know of a turn."""
+
+    request_id: str
+    fingerprint: str
+    """Hash over the fields of the turn's specification."""
+    token: str
+    """128 random bits, hex, made once per call of ``begin`` and reused when that call is repeated."""
+    owner: str
+    """Replica id, for messages and for routing a re-attach."""
+    attempt: str
+    lease_ms: int
+    seed: int
+    """Kept with the pending turn; an earlier attempt's seed wins, so that a retry samples alike."""
+    expected_revision: int | None = None
+    start_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """The turn holds the lease."""
+
+    row: SessionRow
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """This request id was committed before, at ``revision``; nothing was begun."""
+
+    row: SessionRow
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunningElsewhere:
+    """This request id holds the lease already, under another token (maybe in this very process)."""
+
+    row: SessionRow
+    owner: str
+    attempt: str
+    lease_ms_left: int
+
+
+BeginOutcome = Began | Replay | RunningElsewhere
+
+
+class HistoryStore(Protocol):
+    """See the docstring of ``pensieve.store``."""
+
+    @property
+    def durability(self) -> str:
+        """``none``, ``fsync``, ``local``, ``replicated(n)`` or ``unknown``: shown in GetServerInfo's features."""
+        ...
+
+    @property
+    def store_id(self) -> str:
+        """Names these data, to everybody who shares them; random, known once open, and not for callers to see."""
+        ...
+
+    async def open(self) -> None:
+        """Connect, create or check the schema and the store id. Raises Unavailable or FailedPrecondition."""
+        ...
+
+    async def close(self) -> None: ...
+
+    async def ping(self) -> None:
+        """Raises Unavailable when the store cannot serve."""
+        ...
+
+    async def create(self, row: SessionRow, record: Record, fingerprint: str) -> SessionRow:
+        """Make a session with its first record (revision 1). Same fingerprint again: the existing row.
+
+        Raises AlreadyExists (SESSION_EXISTS) on another fingerprint, NotFound (SESSION_DELETED) on a tombstone.
+        """
+        ...
+
+    async def load(self, key: Key) -> SessionRow: ...
+
+    async def list_sessions(
+        self, tenant: str, *, limit: int, cursor: str = "", labels: dict[str, str] | None = None
+    ) -> Page: ...
+
+    async def read(self, key: Key, *, after_revision: int = 0, head_hash: str = "") -> list[LoggedRecord]:
+        """Records with a larger revision, oldest first, checksum and chain verified up to the row's head.
+
+        ``head_hash``: chain hash at ``after_revision`` as the caller knows it. Raises DataLoss (HISTORY_CORRUPT) on a
+        bad checksum, a gap, or a chain that does not continue; the session is then DAMAGED: readable, not writable.
+        Raises DataLoss (HISTORY_REGRESSED), and damages nothing, when the store's log is sound but is behind
+        ``after_revision`` or had another hash there: the caller's copy is the wrong one, or a fail-over lost records.
+        """
+        ...
+
+    async def find_request(self, key: Key, request_id: str) -> int | None:
+        """Revision that committed this request id, if any."""
+        ...
+
+    async def begin(self, key: Key, request: BeginRequest) -> BeginOutcome:
+        """Take the lease. Order of checks: exists → state → request id known → busy → revision.
+
+        Raises AlreadyExists (REQUEST_ID_REUSED), TurnInProgress (metadata active_request_id, retry_after_s),
+        RevisionMismatch (metadata current_revision), DataLoss (HISTORY_REGRESSED) when the store is behind
+        ``expected_revision``.
+        """
+        ...
+
+    async def renew(self, key: Key, token: str, lease_ms: int) -> None:
+        """Raises TurnFenced when the token no longer holds the lease."""
+        ...
+
+    async def commit(
+        self, key: Key, token: str, fingerprint: str, record: Record, counts: Counts
+    ) -> SessionRow:
+        """Append ``record`` (kind TURN, revision = base + 1), remember its request id, release the lease.
+
+        A repeated commit of the same request id and fingerprint returns the row. Raises TurnFenced.
+        """
+        ...
+
+    async def abort(self, key: Key, token: str) -> None:
+        """Release the lease without a trace. A token that no longer holds it is not an error."""
+        ...
+
+    async def apply(
+        self,
+        key: Key,
+        fingerprint: str,
+        record: Record,
+        counts: Counts,
+        *,
+        expected_revision: int | None = None,
+    ) -> SessionRow:
+        """Append a REWIND or UPDATE record. Idempotent by its request id (when not empty).
+
+        ``record.revision`` must be the current revision + 1, else RevisionMismatch. TurnInProgress while a turn runs.
+        """
+        ...
+
+    async def delete(
+        self, key: Key, *, expected_revision: int | None = None, allow_missing: bool = False
+    ) -> None:
+        """Erase content at once; a tombstone (id and time) stays for the life of the store's retention."""
+        ...
+
+    async def mark_damaged(self, key: Key) -> None:
+        """No more writes to this session; reads and deletion go on."""
+        ...
+
+    async def purge_expired(self) -> int:
+        """Remove what is left of expired sessions and of tombstones past their time; returns how many."""
+        ...

@@ -1,0 +1,119 @@
+"""The pages of ``docs/`` name what is there: files, classes, functions, fields, options and sections of other pages."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from pensieve.options.table import OPTIONS
+from support.sources import LINKS, ROOT, files, python_files, tree
+
+PAGES = [path for path in files() if path.parts[0] == "docs" and path.suffix == ".md"]
+WALKS = [path for path in PAGES if path.name.startswith("life-of-")]
+WORDS_OF_OTHERS = {"completed", "begin", "__init__"}
+"""In backticks, and no name of ours: an event of the contract, an operation of the store, a file."""
+
+
+def spans(page: Path) -> list[str]:
+    """What stands in backticks, code blocks left out."""
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+def definitions() -> tuple[set[str], dict[str, set[str]]]:
+    """Every name that a module defines, and of each class what it and its bases in the tree define."""
+    names: set[str] = set()
+    members: dict[str, set[str]] = {}
+    bases: dict[str, set[str]] = {}
+    for path in python_files("pensieve", *LINKS.values()):
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef):
+                inside = members.setdefault(node.name, set())
+                bases.setdefault(node.name, set()).update(
+                    ast.unparse(base).split("[")[0] for base in node.bases
+                )
+                for part in ast.walk(node):
+                    if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
+                        inside.add(part.name)
+                    elif isinstance(part, ast.AnnAssign | ast.Assign):
+                        targets = part.targets if isinstance(part, ast.Assign) else [part.target]
+                        inside |= {one.id for one in targets if isinstance(one, ast.Name)}
+                        inside |= {one.attr for one in targets if isinstance(one, ast.Attribute)}
+                names.add(node.name)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names |= {one.id for one in targets if isinstance(one, ast.Name)}
+    for name in members:
+        todo = list(bases[name])
+        while todo:
+            base = todo.pop()
+            if base in members and base != name:
+                members[name] |= members[base]
+                todo += bases[base] - {name}
+    return names, members
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_paths_exist(page: Path) -> None:
+    for span in spans(page):
+        if re.fullmatch(r"(pensieve|kernels|store|bench|tests|proto|deploy|docs)/[\w./-]*", span):
+            assert (ROOT / span).exists(), f"{page}: no {span}"
+
+
+@pytest.mark.parametrize("page", WALKS, ids=str)
+def test_walks_name_what_is_defined(page: Path) -> None:
+    names, members = definitions()
+    found = 0
+    for span in spans(page):
+        if re.fullmatch(r"[A-Z]\w*\.\w+", span):
+            owner, member = span.split(".")
+            assert owner in members, f"{page}: no class {owner}"
+            assert member in members[owner], f"{page}: {owner} has no {member}"
+        elif re.fullmatch(r"[A-Za-z_]\w*", span) and span not in WORDS_OF_OTHERS:
+            reason = span.isupper() and any(
+                f'"{span}"' in (ROOT / path).read_text() for path in python_files("pensieve", "store")
+            )
+            assert span in names or reason or any(span in inside for inside in members.values()), (
+                f"{page}: nothing is called {span}"
+            )
+        else:
+            continue
+        found += 1
+    assert found > 10
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_options_exist(page: Path) -> None:
+    flags = {option.name for option in OPTIONS} | {"config", "print-config", "help"}
+    for span in spans(page):
+        for flag in re.findall(r"(?<!\S)--(no-)?([a-z][a-z-]+)", span) if span.startswith("--") else []:
+            assert flag[1] in flags or f"no-{flag[1]}" in flags, (
+                f"{page}: `pensieve serve` has no --{flag[1]}"
+            )
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [*PAGES, Path("README.md"), Path("CONTRIBUTING.md")], ids=str)
+def test_links_to_sections_lead_somewhere(page: Path) -> None:
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", (ROOT / page).read_text()):
+        target = (ROOT / page.parent / link) if link else ROOT / page
+        assert anchor in anchors(target), f"{page}: {target.name} has no section #{anchor}"
+
+
+def test_every_page_can_be_found() -> None:
+    index = (ROOT / "docs/README.md").read_text()
+    for page in PAGES:
+        assert page.name == "README.md" or f"]({page.name})" in index, (
+            f"docs/README.md does not name {page.name}"
+        )
