@@ -64,7 +64,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 async def play(address: str, scripts: Sequence[Script], processes: int) -> Outcome:
-    """What came of it."""
+    """Replay the load against the server at ``address``."""
     target = PensieveTarget(address)
     try:
         info = await target.open()

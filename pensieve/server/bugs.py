@@ -1,4 +1,4 @@
-"""What becomes of an exception that nobody expected: an error id for the caller, the traceback for the log."""
+"""Exceptions that nobody expected: the caller gets an error id, the log the traceback under that id."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conversation service without gRPC: sessions, turns, and what the server says of itself. One per process."""
+"""The conversation service without gRPC: sessions, turns, and the server's facts about itself. One per process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pensieve.tokenizer import ChatTokenizer
 
 @dataclass(frozen=True, slots=True)
 class ContextSize:
-    """Answer to CountTokens."""
+    """Length of a context that was only counted: the answer to CountTokens."""
 
     input_tokens: int
     context_tokens: int
@@ -34,7 +34,7 @@ class ContextSize:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What GetServerInfo tells."""
+    """The server's facts about itself: the answer to GetServerInfo."""
 
     version: str
     replica: str
@@ -80,7 +80,10 @@ class Conversations:
         return min(self._link.info.vocab_size, self._tokenizer.vocab_size)
 
     async def count_tokens(self, key: Key | None, entries: Sequence[InputEntry]) -> ContextSize:
-        """What a turn with this input would start from, generation prompt included; ``key`` None: without history."""
+        """Size of the context that a turn with this input would start from, its generation prompt included.
+
+        ``key`` None: the input alone, without any history.
+        """
         history = History()
         if key is not None:
             history = await self._histories.at(key, await self._store.load(key))
@@ -95,7 +98,7 @@ class Conversations:
         return ContextSize(new, past + new, limit)
 
     async def residency(self, key: Key) -> ResidentTokens | None:
-        """Where the session's attention state lies; None when no engine can tell."""
+        """In which tiers the session's KV lies; None when no engine can tell."""
         try:
             return await self._link.residency(ids.session_key(key))
         except PensieveError:

@@ -1,4 +1,4 @@
-"""What the service passes around instead of protobuf messages: plain frozen values of turns."""
+"""Plain frozen values of turns, which the service passes around instead of protobuf messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class InputEntry(msgspec.Struct, frozen=True):
 
 
 class OutputChoice(msgspec.Struct, frozen=True):
-    """How a stream wants its deltas. Part of the delivery, not of the turn."""
+    """How a stream wants its deltas. It says how the answer is delivered, and is not part of what the turn is."""
 
     token_ids: bool = False
     top_logprobs: int | None = None
@@ -32,7 +32,7 @@ class OutputChoice(msgspec.Struct, frozen=True):
 
 
 class NewTurn(msgspec.Struct, frozen=True):
-    """What a turn is."""
+    """What a client says of a turn it wants; the same again, with the same request id, is the same turn."""
 
     request_id: str
     input: tuple[InputEntry, ...] = ()
@@ -130,7 +130,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class ProgressView:
-    """Where the turn is."""
+    """How far the turn has come."""
 
     phase: Phase = Phase.QUEUED
     queue_position: int = 0

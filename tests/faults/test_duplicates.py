@@ -11,8 +11,8 @@ import pytest
 from pensieve import AsyncClient
 from pensieve.v1 import pensieve_pb2 as pb
 from support.faults.fault_client import Caller, Talk, audit, calling, check_history
-from support.faults.fault_proxy import CuttingProxy, cutting_proxy
 from support.faults.fault_server import fault_server
+from support.faults.proxies import CuttingProxy, running
 
 OUTPUTS = 48
 
@@ -25,7 +25,7 @@ async def served(tmp_path: Path) -> AsyncIterator[tuple[Caller, CuttingProxy]]:
         await asyncio.to_thread(server.start)
         async with (
             calling(server.grpc, server.admin) as caller,
-            cutting_proxy(int(server.grpc.rpartition(":")[2])) as proxy,
+            running(CuttingProxy(int(server.grpc.rpartition(":")[2]))) as proxy,
         ):
             yield caller, proxy
 

@@ -33,6 +33,14 @@ async def _outage(caller: Caller, server: FaultServer, redis: RedisServer, talks
     return list(await asyncio.gather(*turns, return_exceptions=True))
 
 
+async def _talks(caller: Caller) -> list[Talk]:
+    """Five sessions that have a turn each."""
+    talks = [await caller.talk() for _ in range(5)]
+    for talk in talks:
+        await caller.say(talk, "before", 4)
+    return talks
+
+
 async def _refused_new(caller: Caller, talk: Talk) -> str:
     spec = talk.spec("during the outage", 3)
     with pytest.raises(Refused) as refused:
@@ -51,9 +59,7 @@ async def test_commits_wait_for_the_store(tmp_path: Path) -> None:
     with redis_server() as redis, fault_server(tmp_path, redis.url, pace_s=0.005, lease_s=60.0) as server:
         await asyncio.to_thread(server.start)
         async with calling(server.grpc, server.admin) as caller:
-            talks = [await caller.talk() for _ in range(5)]
-            for talk in talks:
-                await caller.say(talk, "before", 4)
+            talks = await _talks(caller)
             ended = await _outage(caller, server, redis, talks)
             assert not [error for error in ended if isinstance(error, BaseException)], ended
             await _settle(caller, talks)
@@ -82,9 +88,7 @@ async def test_an_outage_longer_than_the_lease(tmp_path: Path) -> None:
     with redis_server() as redis, fault_server(tmp_path, redis.url, pace_s=0.005, lease_s=1.0) as server:
         await asyncio.to_thread(server.start)
         async with calling(server.grpc, server.admin) as caller:
-            talks = [await caller.talk() for _ in range(5)]
-            for talk in talks:
-                await caller.say(talk, "before", 4)
+            talks = await _talks(caller)
             ended = await _outage(caller, server, redis, talks)
             for error in ended:
                 assert not isinstance(error, Refused) or error.error.reason in (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -124,6 +124,16 @@ async def _held_by(caller: Caller, talk: Talk, spec: pb.TurnSpec) -> None:
             await asyncio.sleep(0.01)
 
 
+@contextmanager
+def _frozen(server: FaultServer) -> Iterator[None]:
+    """The front end stands still, as a paused machine does, and goes on at the end."""
+    server.send(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        server.send(signal.SIGCONT)
+
+
 DEAF = "in_renew=stall(30)"
 """A server that hears from its lease too late: only the store stands between its answer and the history."""
 
@@ -139,8 +149,7 @@ async def test_a_paused_server_is_fenced(tmp_path: Path, wakes: str) -> None:
         fenced = talk.spec("never to be seen", 8)
         turn = asyncio.create_task(slow.turn(talk, fenced))
         await _held_by(other, talk, fenced)
-        paused.send(signal.SIGSTOP)
-        try:
+        with _frozen(paused):
             if answer:
                 paused.release()  # its engine goes on, and the answer waits for the front end to wake up
             if wakes.endswith("runs"):
@@ -148,8 +157,6 @@ async def test_a_paused_server_is_fenced(tmp_path: Path, wakes: str) -> None:
             two = talk.spec("two")
             stands = asyncio.create_task(other.until_done(talk, two))
             await _held_by(other, talk, two) if wakes.endswith("runs") else await stands
-        finally:
-            paused.send(signal.SIGCONT)
         with pytest.raises(Refused, match="TURN_FENCED"):
             await turn
         paused.release()
@@ -171,12 +178,9 @@ async def test_a_paused_server_tells_the_turn_that_was_committed_elsewhere(tmp_p
         spec = talk.spec("twice begun", 12)
         turn = asyncio.create_task(slow.turn(talk, spec))
         await _held_by(other, talk, spec)
-        paused.send(signal.SIGSTOP)
-        try:
+        with _frozen(paused):
             paused.release()
             stands = await other.until_done(talk, spec)
-        finally:
-            paused.send(signal.SIGCONT)
         (ended,) = await asyncio.gather(turn, return_exceptions=True)
         assert ended == stands or (isinstance(ended, Refused) and ended.error.reason == "TURN_FENCED"), ended
         assert await slow.until_done(talk, spec) == stands

@@ -167,3 +167,20 @@ async def test_waiting_for_the_end_is_not_disturbed_by_tokens() -> None:
     assert not end.done()
     buffer.end(TURN)
     assert await end and await buffer.ends_within(0.0)
+
+
+async def test_a_held_stream_sleeps_while_tokens_come() -> None:
+    """Between two messages a stream of a crowd waits once, for its time or the end, and not for tokens as well."""
+    buffer = started()
+    reading = asyncio.create_task(read(buffer, crowd(10)))
+    tokens = says("hello world, the fox")
+    buffer.take(tokens[:1], [])
+    for _ in range(20):
+        await asyncio.sleep(0)
+    for token in tokens[1:]:
+        assert not buffer._waiting, "it waits for the next token"
+        buffer.take([token], [])
+        await asyncio.sleep(0)
+    buffer.end(TURN)
+    deltas = await asyncio.wait_for(reading, 5)
+    assert [token for delta in deltas for token in delta.tokens] == tokens

@@ -16,7 +16,7 @@ from pensieve.store import Began, BeginOutcome, HistoryStore
 from pensieve.store._redis.link import RedisLink
 from pensieve.store.records import SessionRow
 from pensieve.store.redis_store import RedisStore
-from support.faults.faulty_proxy import faulty_proxy
+from support.faults.proxies import FaultyProxy, running
 from support.store.redis_server import RedisServer
 from support.store.store_bench import RedisBench, counts, first_record, key, opened, request, row, turn_record
 
@@ -156,7 +156,10 @@ async def test_a_lost_reply_never_repeats_or_loses_a_turn(shared_redis: RedisSer
     """The script ran, its reply was swallowed: the client library (3) or the caller (0) sends it again."""
     with contextlib.closing(shared_redis.client()) as client:
         client.flushall()
-    async with faulty_proxy(shared_redis.port, seed=retries) as proxy, contextlib.AsyncExitStack() as stack:
+    async with (
+        running(FaultyProxy(shared_redis.port, seed=retries)) as proxy,
+        contextlib.AsyncExitStack() as stack,
+    ):
         stores: list[RedisStore] = []
         for _ in range(WORKERS):
             store = RedisStore(RedisLink(f"redis://127.0.0.1:{proxy.port}/0", retries=retries))

@@ -1,4 +1,4 @@
-"""What a session has said so far: its folded history, kept for a while, and the model's context made of it.
+"""History: what was said in a session so far, folded from its records and cached, and the model's context made of it.
 
 May import: core, errors, server.values, store, tokenizer.
 """

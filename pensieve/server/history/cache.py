@@ -18,7 +18,7 @@ _ITEM_OVERHEAD = 256
 
 
 class Histories:
-    """Least recently used beyond ``max_bytes`` go first. One event loop."""
+    """The cache. Beyond ``max_bytes`` the least recently used histories are dropped. Used on one event loop."""
 
     def __init__(self, store: HistoryStore, max_bytes: int) -> None:
         self._store = store
@@ -27,7 +27,10 @@ class Histories:
         self._bytes = 0
 
     async def at(self, key: Key, row: SessionRow) -> History:
-        """The history at ``row`` or later (when a commit came in between). Raises what ``HistoryStore.read`` does."""
+        """The session's history at ``row``, or later when a commit came in between.
+
+        Raises what ``HistoryStore.read`` does.
+        """
         known = self._cached[key][0] if key in self._cached else History()
         if known.revision == row.revision and known.head_hash == row.head_hash:
             self._cached.move_to_end(key)
@@ -63,11 +66,6 @@ class Histories:
         dropped = self._cached.pop(key, None)
         if dropped is not None:
             self._bytes -= dropped[1]
-
-    @property
-    def cached_bytes(self) -> int:
-        """Estimated size of what is cached."""
-        return self._bytes
 
     def _keep(self, key: Key, history: History) -> History:
         self.forget(key)

@@ -18,7 +18,7 @@ from pensieve.tokenizer import ChatTokenizer, HistoryItem, TextMessage, TokenMes
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What new items get beside their content."""
+    """The fields of new items beside their content."""
 
     first_number: int
     request_id: str
@@ -30,7 +30,7 @@ class PreparedTurn:
     """A turn that is ready for the engine."""
 
     history: History
-    """What it continues, overflow view applied."""
+    """The history that the turn continues, with the overflow view applied."""
     items: tuple[Item, ...]
     """The input, rendered and numbered."""
     prompt: TokenArray
@@ -43,7 +43,7 @@ class PreparedTurn:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How much context there is and what to do when a turn does not fit."""
+    """How much context there is, and what happens when a turn does not fit."""
 
     limit: int
     """A context must be shorter than this: one output token has to fit too."""
@@ -53,7 +53,7 @@ class Room:
 
 
 class Renderer:
-    """One tokenizer, used off the event loop."""
+    """Renders with one tokenizer, in threads beside the event loop."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""What every link does the same way, however its engine is reached."""
+"""The half of a link that does not depend on how its engine is reached: states, generations, calls, the watchdog."""
 
 from __future__ import annotations
 
@@ -128,17 +128,18 @@ class BaseLink(abc.ABC):
 
     @abc.abstractmethod
     def _send(self, command: Command) -> None:
-        """Hand over without waiting. Raises PensieveError when the command cannot be taken."""
+        """Hand a command to the engine without waiting. Raises PensieveError when it cannot be taken."""
 
     @abc.abstractmethod
     def _on_stall(self) -> None:
-        """The watchdog found no progress."""
+        """Called each tick while the watchdog finds no progress."""
 
     def _enter(self, state: LinkState) -> None:
         self._state = state
         self.on_state_change()
 
     def _receive(self, report: Report) -> None:
+        """Take one report in: what the engine is, its counters, then the events of generations and calls."""
         for event in report.events:
             if isinstance(event, EngineReady):
                 self._ready = event
@@ -153,12 +154,13 @@ class BaseLink(abc.ABC):
             self._watch_task = asyncio.create_task(self._watch(), name="engine watchdog")
 
     def _engine_lost(self) -> None:
+        # The state first: a caller that is told of the failure and tries again at once must be refused here.
         self._enter(LinkState.RESTARTING)
         self._stats = Stats()
         self._generations.fail_all(restarting)
 
     async def _end(self) -> None:
-        """Nothing is served from here on; running generations end with DRAINING."""
+        """Serve nothing from here on; running generations fail with DRAINING."""
         self._enter(LinkState.STOPPED)
         self._generations.fail_all(draining)
         if self._watch_task is not None:

@@ -1,6 +1,7 @@
-"""The same engine loop in a thread of this process: for tests and for embedding, where isolation is not needed.
+"""The link to an engine in a thread of this process, without the isolation that a process gives.
 
-A failed engine is replaced as in ``process_link``. A stalled one is only reported: a thread cannot be killed.
+``pensieve serve`` never uses it. It is kept for tests, and for programs that embed an engine of their own. A failed
+engine is replaced as in ``process_link``. A stalled one is only reported: a thread cannot be killed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class _ThreadChannel:
-    """``loop.CommandChannel`` between a thread and the event loop that made it. One per life of an engine."""
+    """``engine.process.loop.CommandChannel`` between the thread and the event loop. One per life of an engine."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Report], None]) -> None:
         self._loop = loop

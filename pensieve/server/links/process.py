@@ -1,4 +1,4 @@
-"""One life of an engine process, from the front end's side: spawn, frames both ways, last words, death."""
+"""One life of an engine process, as the front end sees it: start, frames both ways, last words, death."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class EngineProcess:
         return self._process.pid
 
     def send(self, command: Command) -> None:
-        """Hand over without waiting. Raises PensieveError when it can never, or at present not, be taken."""
+        """Write a command without waiting. Raises PensieveError when it is too large, or too much waits to be read."""
         try:
             frame = encode_frame(command)
         except FrameError as error:
@@ -124,7 +124,7 @@ class EngineProcess:
         return status
 
     def last_words(self, status: int) -> str:
-        """Why it ended, as far as it could say."""
+        """Why the process ended, as far as it could say."""
         lines = self._stderr_tail.decode(errors="replace").strip().splitlines()
         line = lines[-1] if lines else ""
         if line.startswith(LAST_WORDS):
@@ -133,7 +133,7 @@ class EngineProcess:
         return f"the engine process ended with {ending}" + (f" after: {line}" if line and status != 0 else "")
 
     async def _forward_stderr(self) -> None:
-        """Pass everything on, remember the end. Goes on to the end of the stream: unread, it would block the engine."""
+        """Pass on what the engine writes, and remember the end. Never stops early: a full pipe would block it."""
         assert self._process.stderr is not None
         while data := await self._process.stderr.read(1 << 16):
             sys.stderr.buffer.write(data)

@@ -56,7 +56,7 @@ class ProcessLink(BaseLink):
 
     @property
     def pid(self) -> int | None:
-        """Of the engine process, if there is one."""
+        """The engine's process id; None while there is no engine."""
         return self._process.pid if self._process is not None else None
 
     async def start(self) -> None:
@@ -103,7 +103,10 @@ class ProcessLink(BaseLink):
             process.kill()  # So much waits to be taken that it has not read for a long time.
 
     async def _bring_up(self, *, first: bool) -> None:
-        """Spawn an engine and wait, as long as it lives, for its first report. Raises EngineStartError."""
+        """Spawn an engine and wait, as long as it lives, for its first report. Raises EngineStartError.
+
+        Nothing but the end of the process ends the wait: loading a large model takes minutes.
+        """
         try:
             process = await EngineProcess.spawn(self._command, failpoints=first)
         except OSError as error:
@@ -120,11 +123,13 @@ class ProcessLink(BaseLink):
                 status = await process.wait(STOP_PATIENCE_S)
         if report is None:
             raise EngineStartError(process.last_words(status))
+        # Only now, with ``info`` about to be known, may commands go to this process: ``_send`` looks at ``_process``.
         self._process = process
         self._receive(report)
         self._engine_up()
 
     async def _supervise(self) -> None:
+        """Serve with one engine after another, until ``stop``."""
         loop = asyncio.get_running_loop()
         delay = FIRST_RESTART_DELAY_S
         while True:
@@ -132,6 +137,8 @@ class ProcessLink(BaseLink):
             await self._serve()
             if self._state is LinkState.STOPPED:
                 return
+            # The pause grows over failed starts and over short lives alike: an engine that dies on its first request
+            # each time must not be started in a tight loop.
             if loop.time() - began > GOOD_LIFE_S:
                 delay = FIRST_RESTART_DELAY_S
             while self._process is None:
@@ -145,18 +152,19 @@ class ProcessLink(BaseLink):
             log.warning("the engine is back", extra={"restarts": self.restarts_total, "pid": self.pid})
 
     async def _serve(self) -> None:
-        """Deal out reports until this engine is gone; then nothing of it is left."""
+        """Deal out the reports of the present engine until it is gone, and its process with it."""
         process = self._process
         assert process is not None
         try:
             while (report := await process.receive()) is not None:
-                if self._state is LinkState.SERVING:
+                if self._state is LinkState.SERVING:  # after ``stop`` nobody is left to tell
                     self._receive(report)
         except FrameError as error:
             log.error("the engine broke the protocol: %s", error)
             process.kill()
         except Exception:
-            # A bug of ours in dealing a report: who gets what is unknown now, so it ends like an engine's death.
+            # A bug of ours in dealing a report (one in a sink is caught before): who got what is unknown now, so it
+            # ends like an engine's death.
             log.exception("a report could not be dealt out")
             process.kill()
         finally:

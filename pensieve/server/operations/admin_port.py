@@ -1,9 +1,9 @@
 """The admin port: one TCP port that speaks gRPC and HTTP/1.
 
-The first bytes of a connection tell: HTTP/2 begins with ``PRI * HTTP/2.0``, and whatever does is handed, byte for byte,
-to a gRPC server on a Unix socket that only this user can reach. All else is HTTP/1: ``/metrics`` (Prometheus text),
-``/healthz`` (this process answers) and ``/readyz`` (calls are served). HTTP is up before the gRPC server is, so a
-supervisor sees a server that is loading its model alive and not ready.
+The first line of a connection tells which: HTTP/2 begins with ``PRI * HTTP/2.0``. Such a connection is handed, byte for
+byte, to a gRPC server on a Unix socket that only this user can reach. Every other one is HTTP/1: ``/metrics``
+(Prometheus text), ``/healthz`` (this process answers) and ``/readyz`` (calls are served). HTTP is up before the gRPC
+server is, so a supervisor sees a server that is loading its model alive and not ready.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_CONNECTIONS: Final = 256
 
 
 class AdminPort:
-    """Listens from ``start`` to ``close``."""
+    """The port. It listens from ``start`` to ``close``."""
 
     def __init__(self, registry: CollectorRegistry, ready: Callable[[], str], grpc_socket: Path) -> None:
         """``ready`` says why calls are not served, "" when they are. ``grpc_socket`` need not exist yet."""
@@ -40,7 +40,7 @@ class AdminPort:
         self._connections: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str, port: int) -> int:
-        """The port it listens on. Raises OSError when it cannot."""
+        """Listen, and return the port (found by the system when it was 0). Raises OSError when it cannot."""
         self._server = await asyncio.start_server(self._accept, host, port, limit=_MAX_HEAD)
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
@@ -58,6 +58,7 @@ class AdminPort:
         assert task is not None
         self._connections.add(task)
         try:
+            # One too many is closed without an answer: anybody who reaches the port may connect.
             if len(self._connections) <= _MAX_CONNECTIONS:
                 await self._serve(reader, writer)
         except (
@@ -75,6 +76,9 @@ class AdminPort:
             writer.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection: forwarded, or one HTTP request answered."""
+        # Two time limits, one each for the first line and the rest: a gRPC connection passes only the first and then
+        # stays open, while a client that sends its head byte by byte must not hold its place.
         async with asyncio.timeout(_HEAD_TIMEOUT_S):
             first = await reader.readuntil(b"\r\n")
         if first == _HTTP2_PREFACE:
@@ -115,12 +119,13 @@ class AdminPort:
             far_reader, far_writer = await asyncio.open_unix_connection(str(self._grpc_socket))
         except OSError:
             return  # Not up yet: the client sees a closed connection, which is UNAVAILABLE.
-        far_writer.write(first)
+        far_writer.write(first)  # The gRPC server has to see the preface too.
         pipes = {
             asyncio.create_task(_pipe(reader, far_writer)),
             asyncio.create_task(_pipe(far_reader, writer)),
         }
         try:
+            # When either side ends, the connection is over: HTTP/2 has no use for half of one.
             await asyncio.wait(pipes, return_when=asyncio.FIRST_COMPLETED)
         finally:
             far_writer.close()

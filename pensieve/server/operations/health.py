@@ -1,7 +1,7 @@
 """Health, measured by progress: calls are served when the store answers and an engine serves and does not stall.
 
-A long prefill is no stall: the engine makes steps. An engine that died is seen at once, by the state of its link, and
-told at once by ``wake``, within ``CHECK_INTERVAL_S`` without it. All ``grpc.health.v1`` services of this server share
+A long prefill is no stall: the engine makes steps. The link calls ``wake`` when its state changes, so an engine's death
+is told at once; a stall is noticed within ``CHECK_INTERVAL_S``. All ``grpc.health.v1`` services of this server share
 one verdict.
 """
 
@@ -28,7 +28,7 @@ STORE_TIMEOUT_S: Final = 2.0
 
 
 class EngineHealth(Protocol):
-    """What health asks of a link."""
+    """The part of a link that health asks."""
 
     @property
     def state(self) -> LinkState: ...
@@ -38,7 +38,7 @@ class EngineHealth(Protocol):
 
 
 class StoreHealth(Protocol):
-    """What health asks of a store."""
+    """The part of a store that health asks."""
 
     async def ping(self) -> None: ...
 
@@ -85,11 +85,11 @@ class HealthMonitor:
         ]
 
     def wake(self) -> None:
-        """Something has changed: look now."""
+        """Look now: something has changed."""
         self._look.set()
 
     async def refresh(self) -> None:
-        """Look now and tell; what has not changed is not told again."""
+        """Find the present verdict, and tell it to watchers and the log if it is a new one."""
         problem = self.problem
         if problem == self._told:
             return
@@ -100,7 +100,7 @@ class HealthMonitor:
             await self.servicer.set(service, response.NOT_SERVING if problem else response.SERVING)
 
     async def shut_down(self) -> None:
-        """NOT_SERVING from here on, whatever comes."""
+        """Answer NOT_SERVING from here on, whatever comes."""
         self._shut_down = True
         await self.servicer.enter_graceful_shutdown()
 

@@ -1,4 +1,4 @@
-"""What a server does in the background, unasked: erase sessions whose time to live is over."""
+"""Work that a server does in the background, unasked: it erases sessions whose time to live is over."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PURGE_INTERVAL_S: Final = 60.0
 
 
 async def purge_forever(store: HistoryStore, interval_s: float = PURGE_INTERVAL_S) -> None:
-    """Until cancelled. A store that is down is tried again at the next round."""
+    """Erase expired sessions every ``interval_s``, until cancelled. A store that is down is tried at the next round."""
     while True:
         await asyncio.sleep(interval_s)
         try:

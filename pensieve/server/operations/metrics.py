@@ -144,7 +144,7 @@ ENGINE_METRICS: Final = (
 
 
 class EngineView(Protocol):
-    """What the collector reads of a link."""
+    """The part of a link that the collector reads."""
 
     @property
     def state(self) -> LinkState: ...
@@ -214,7 +214,7 @@ class Metrics:
             self._first_token.labels(start)
 
     def watch_engine(self, engine: EngineView) -> None:
-        """Serve this engine's numbers from now on. Once."""
+        """Serve this engine's numbers from now on. Called once."""
         self.registry.register(_EngineCollector(engine))
 
     def first_token(self, seconds: float, usage: Usage) -> None:

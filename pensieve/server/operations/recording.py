@@ -64,7 +64,7 @@ class TraceRow(msgspec.Struct, frozen=True):
 
     session_id: str
     turn: int
-    """From 0. A turn that was not committed has the number of the one that follows it."""
+    """Number of the turn in its session, from 0. One that was not committed has the number of the one after it."""
     input_tokens: int
     """0 only for a turn that was refused before it was rendered."""
     output_tokens: int
@@ -76,18 +76,18 @@ class TraceRow(msgspec.Struct, frozen=True):
     recomputed_tokens: int
     """The receipt, as in ``Usage``; all zero for a turn that was never admitted. The rest of the context was new."""
     queue_s: float
-    """In the engine's queue."""
+    """Seconds in the engine's queue."""
     ttft_s: float | None
-    """From arrival to the first token; null: there was none."""
+    """Seconds from arrival to the first token; null: there was none."""
     end_s: float
-    """From arrival to the end."""
+    """Seconds from arrival to the end."""
     finish_reason: str
-    """Or the reason of its error, in lower case."""
+    """Why it ended: its finish reason or the reason of its error, in lower case."""
     committed: bool
 
 
 def header(info: EngineReady, options: EngineTuning) -> TraceHeader:
-    """``info``: what the engine says it is; ``options``: what it was told."""
+    """The header of a server whose engine says ``info`` of itself and was started with ``options``."""
     batch_tokens, running = batch_limits(options, "cuda" if info.device == "cuda" else "cpu")
     engine: dict[str, str | int | float | bool] = {
         "device": info.device,
@@ -124,7 +124,7 @@ class _Followed:
 
 
 class FollowedSessions:
-    """Gives each turn its session's hash, its number and its input length: see ``TraceRow``."""
+    """Follows sessions, to find each turn's hash of a session, its number and its input length: see ``TraceRow``."""
 
     def __init__(self) -> None:
         self._salt = secrets.token_bytes(32)
@@ -132,11 +132,11 @@ class FollowedSessions:
         self._followed: OrderedDict[Key, _Followed] = OrderedDict()
 
     def place(self, end: TurnEnd) -> tuple[str, int, int]:
-        """(session_id, turn, input_tokens)."""
+        """``session_id``, ``turn`` and ``input_tokens`` of the turn's row."""
         before = end.context_tokens - end.new_tokens
         session = self._followed.get(end.key)
-        # A turn that was refused unseen says nothing of the history, and changed nothing. One without input of its own
-        # only asks for more: no turn that goes on, to who reads lengths.
+        # A turn that was refused before it was rendered (no context tokens) says nothing of the history and changed
+        # nothing. One without input of its own asks for another answer: read by lengths, it is no turn that goes on.
         if session is None or (end.context_tokens and not (session.tokens == before and end.new_tokens)):
             session = self._followed[end.key] = _Followed(self._new_id(end.key), before)
         self._followed.move_to_end(end.key)
@@ -228,7 +228,7 @@ class TraceRecorder:
             self._stop(error)
 
     def _write(self) -> None:
-        """The thread: rows as they come, a write for all of at most ``FLUSH_S``."""
+        """Body of the thread: all rows that come within ``FLUSH_S`` go to the file in one write."""
         more = True
         while more and not self._stopped:
             lines, more = self._next_lines()
@@ -252,7 +252,7 @@ class TraceRecorder:
         return lines, False
 
     def _append(self, data: bytes) -> None:
-        """All of ``data`` or, as far as the disk lets it, nothing: half a line would spoil what is appended later."""
+        """Write all of ``data``, or nothing if the disk allows: half a line would spoil what is appended later."""
         if self._compressed:
             # A member of its own each time: what was written can be read whatever happens next. No time of day in it.
             data = gzip.compress(data, mtime=0)

@@ -1,4 +1,4 @@
-"""Values to messages: what the service answers."""
+"""Values to messages: each function makes the message that answers with one kind of value."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def timestamp(ms: int) -> Timestamp:
 
 
 def _number(value: enum.IntEnum | None) -> Any:
-    """Of an enum that has the numbers of the message's; 0 (unspecified) for None."""
+    """The wire number of a value, whose enum is numbered like the message's; 0 (unspecified) for None."""
     return 0 if value is None else value.value
 
 
@@ -76,7 +76,7 @@ def session(row: SessionRow, context_limit: int) -> pb.Session:
 
 
 def residency(found: ResidentTokens, row: SessionRow, replica: str, now_ms: int) -> pb.CacheResidency:
-    """Where the context's tokens lie; what is in neither tier has to be computed again."""
+    """Where the KV of the context's tokens lies; what is in neither tier has to be computed again."""
     gpu = min(found.device_tokens, row.context_tokens)
     host = min(found.host_tokens, row.context_tokens - gpu)
     return pb.CacheResidency(

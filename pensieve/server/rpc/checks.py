@@ -29,7 +29,7 @@ UPDATABLE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What requests are measured by."""
+    """The limits that requests are checked against."""
 
     limits: RequestLimits
     vocab: Callable[[], int]
@@ -66,7 +66,7 @@ def between(low: float, high: float, *, above: bool = False, limit: FromBounds |
 
 
 def temperature(value: float, _bounds: Bounds, path: str, problems: Problems) -> None:
-    """0, or large enough that dividing logits by it stays finite."""
+    """A temperature is 0, or so large that dividing logits by it stays finite."""
     if value != 0 and not 0.0099 <= value <= 10.0:  # 0.01 as float32 is a little less than 0.01
         problems.append((path, "must be 0, or at least 0.01 and at most 10"))
 
@@ -191,7 +191,7 @@ def duration(low: float, high: FromBounds) -> Check:
 
 
 def ttl(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
-    """0 (never expires) or within the limits."""
+    """A time to live is 0 (the session never expires) or within the limits."""
     length = seconds(value)
     limits = bounds.limits
     if length is None or (length != 0 and not limits.min_ttl_s <= length <= limits.max_ttl_s):

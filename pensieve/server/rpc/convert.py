@@ -1,4 +1,4 @@
-"""Messages to values: what ``validation`` has let through, as the types that the service works with."""
+"""Messages to values: a message that ``validation`` has let through becomes the type that the service works with."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def entries(items: Iterable[pb.InputItem]) -> tuple[InputEntry, ...]:
 
 
 def sampling(params: pb.SamplingParams) -> SamplingDefaults:
-    """Only what is set; presence is explicit."""
+    """The values that the message sets; one it leaves out stays unset, because 0 may be meant."""
     values: dict[str, Any] = {name: getattr(params, name) for name in _SCALARS if params.HasField(name)}
     return SamplingDefaults(
         **values,
@@ -68,7 +68,7 @@ def new_session(request: pb.CreateSessionRequest) -> NewSession:
 
 
 def session_change(request: pb.UpdateSessionRequest) -> SessionChange:
-    """What the mask names; without a mask, the fields that the given session sets."""
+    """The change of the fields that the mask names; without a mask, of those that the given session sets."""
     paths = set(request.update_mask.paths) or _populated(request.session)
     if "config" in paths:
         paths |= {"config.system_prompt", "config.default_sampling", "config.ttl", "config.overflow_policy"}

@@ -54,7 +54,7 @@ class BodyGate:
         self._patience_s = patience_s
 
     async def enter(self) -> Callable[[], None]:
-        """Wait for a place; returns what gives it back (again and again is fine)."""
+        """Wait for a place. Returns the function that leaves it, which may be called again without harm."""
         await self._places.acquire()
         held = True
 
@@ -133,7 +133,8 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
             finally:
                 self.in_flight -= 1
                 _identity.reset(token)
-            # Out here, or what was caught would be the context of the AbortError, which grpc logs with its text.
+            # Outside of the ``except``: else what was caught would be the context of the AbortError, which grpc logs
+            # with its text.
             return await context.abort_with_status(rpc_status.to_grpc(refusal))
 
         return guarded

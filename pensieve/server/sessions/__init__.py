@@ -1,4 +1,4 @@
-"""Sessions: make, read, change, fork, rewind and erase them.
+"""Sessions: they are made, read, changed, forked, rewound and erased here.
 
 May import: core, errors, server.clock, server.history, server.ids, server.links, server.settings, server.turns,
 server.values, store.

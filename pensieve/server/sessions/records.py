@@ -1,4 +1,4 @@
-"""The records that change a session other than by a turn: create, fork, rewind, update. Pure, but for rendering."""
+"""The records of changes that are no turns: create, fork, rewind, update. Pure functions, but for rendering."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class SessionChange:
 
 
 def counts(renderer: Renderer, history: History) -> Counts:
-    """What the session's row says of ``history``."""
+    """The numbers that a session's row keeps of its ``history``."""
     return Counts(history.head_item, len(history.items), renderer.length(history))
 
 
@@ -105,8 +105,11 @@ def rewind(base: History, item: int, request_id: str) -> Record:
 
 
 async def update(renderer: Renderer, base: History, change: SessionChange) -> Record:
-    """Set fields of the session. A changed system prompt changes what the model sees first, so every live item is
-    superseded and appended again under a new number; their tokens are reused."""
+    """Set fields of the session.
+
+    A changed system prompt changes what the model sees first, so every live item is superseded and appended again
+    under a new number. The items' tokens are reused.
+    """
     config = change.applied(base.config)
     record = Record(
         revision=base.revision + 1,

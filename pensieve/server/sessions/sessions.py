@@ -1,4 +1,4 @@
-"""Sessions: make, read, change, copy, cut and erase them. Turns are elsewhere (``turns``)."""
+"""Sessions: they are made, read, changed, copied, cut and erased here. Their turns are in ``server.turns``."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Sessions:
         return ItemsPage(tuple(rest[:size]), token, revision)
 
     async def update(self, key: Key, change: SessionChange, expected_revision: int | None) -> SessionRow:
-        """Set fields; a changed system prompt renumbers all live items (``session_records.update``)."""
+        """Set fields; a changed system prompt renumbers all live items (``records.update``)."""
         if change.system_prompt is not None:
             prompt = InputEntry(Role.SYSTEM, change.system_prompt)
             self._renderer.check_size((prompt,), context_limit(self._link.info))
@@ -158,7 +158,7 @@ class Sessions:
     async def delete(self, key: Key, *, expected_revision: int | None, allow_missing: bool) -> None:
         """Erase content now, running turns included; the engine's cached state goes too, if an engine is up.
 
-        Of a session that was deleted before, only ``allow_missing`` makes it none of an error.
+        A session that is not there, or was deleted before, is an error unless ``allow_missing``.
         """
         if not allow_missing:
             await self._store.load(key)

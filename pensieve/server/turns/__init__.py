@@ -1,4 +1,4 @@
-"""Turns: begin in the store, generate, stream to any number of callers, commit.
+"""Turns: each begins in the store, is generated, is streamed to any number of callers, and is committed.
 
 May import: core, debug, engine.messages, errors, server.bugs, server.clock, server.history, server.ids, server.links,
 server.settings, server.unavailable, server.values, store, tokenizer.

@@ -1,4 +1,8 @@
-"""What a turn has produced so far, once, for any number of streams. Streams hold an index into it, never a copy."""
+"""The one buffer between an engine and the streams of a turn: what the turn has produced so far.
+
+It is written as the engine's events are dealt out and read by any number of streams, each at its own speed. A stream
+holds an index into it, never a copy: one that has fallen behind costs nothing, and gets what it missed in one delta.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from pensieve.server.values import Accepted, Delta, ProgressView, TurnView
 
 
 class TurnBuffer:
-    """Written by one turn, read by its streams; all on one event loop."""
+    """Written by one turn and read by its streams, all on one event loop."""
 
     def __init__(self) -> None:
         self.accepted: Accepted | None = None
@@ -24,7 +28,7 @@ class TurnBuffer:
         """Grows with each change of ``progress``."""
         self._outcome: TurnView | PensieveError | None = None
         self._waiting: dict[asyncio.Future[bool], float] = {}
-        """Who waits for a change, and until when."""
+        """The futures of those that wait for a change, and until when they do."""
         self._alarm: asyncio.TimerHandle | None = None
         """Due no later than the first of these times. One for all waits: a timer per token would be the larger cost."""
         self._waiting_for_end: set[asyncio.Future[bool]] = set()
@@ -37,7 +41,7 @@ class TurnBuffer:
         self._wake()
 
     def take(self, tokens: Iterable[int], logprobs: Iterable[TokenLogprob]) -> None:
-        """New output tokens."""
+        """Append output tokens. Those behind a stop string are dropped."""
         assert self.output is not None
         for token in tokens:
             self.output.push(token)
@@ -71,7 +75,7 @@ class TurnBuffer:
         return 0 if self.output is None else self.output.ready
 
     def result(self) -> TurnView:
-        """How the turn ended. Raises the error it ended with."""
+        """The turn as it ended. Raises the error it ended with."""
         if isinstance(self._outcome, PensieveError):
             # A copy for each caller: one exception object raised in many tasks would chain their tracebacks.
             raise copy.copy(self._outcome)
@@ -102,7 +106,7 @@ class TurnBuffer:
             self._waiting.pop(change, None)
 
     async def ends_within(self, timeout_s: float) -> bool:
-        """Wait for the end, whatever is written before; False when it did not come in time."""
+        """Wait for the end, whatever is written meanwhile; False when it did not come in time."""
         if self.ended:
             return True
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Keeps the store's lease of a running turn alive, and says when it is lost."""
+"""A running turn's lease in the store is kept alive, and its loss is told."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ log = logging.getLogger(__name__)
 
 
 class LeaseKeeper:
-    """Renews every third of the lease. ``on_lost`` is called once, from the event loop, when the lease was taken over,
-    the session is gone, or no renewal succeeded for two thirds of the lease by the monotonic clock.
+    """Renews a lease three times in its length.
+
+    ``on_lost`` is called once, from the event loop, when the lease was taken over, the session is gone, or no renewal
+    succeeded for two thirds of the lease by the monotonic clock.
 
     Safety does not rest on this (the store refuses the commit of a turn without its lease): it only keeps two replicas
     from talking to users about one turn.

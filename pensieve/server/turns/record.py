@@ -16,7 +16,7 @@ from pensieve.store.records import History, Item, Record, RecordKind, TurnResult
 
 @dataclass(frozen=True, slots=True)
 class KeptAnswer:
-    """What the model produced, cut to what is kept."""
+    """The part of the model's output that the history keeps."""
 
     tokens: tuple[int, ...]
     text: str
@@ -73,7 +73,7 @@ def build(
 
 
 def committed_view(key: Key, record: Record) -> TurnView:
-    """The turn in a TURN record."""
+    """The turn that a TURN record holds, as callers see it."""
     assert record.turn is not None
     count = record.turn.input_items
     return TurnView(

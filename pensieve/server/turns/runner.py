@@ -111,6 +111,7 @@ class TurnRunner:
             await async_failpoint("after_begin")
             return await self._generate(run, began)
         except BaseException:
+            # Whatever it was, a cancelled task included: the session is free at once, not when the lease lapses.
             await self._abort(run)
             raise
         finally:
@@ -133,6 +134,8 @@ class TurnRunner:
         values = sampling.resolve(
             spec.sampling, config.sampling, defaults, seed=run.seed, top_logprobs=spec.output.top_logprobs
         )
+        # What an edit or a regeneration supersedes is cut off only for rendering. The record says it, and is built on
+        # ``base`` as stored: the old answer stays in history unless the new one is committed.
         keep = _keep_items(run, base)
         prepared = await self._renderer.prepare(
             base if keep is None else kept(base, keep),
@@ -171,6 +174,7 @@ class TurnRunner:
             attempt=run.attempt,
             time_ms=now_ms(),
         )
+        # The store writes the session's row together with the record, so what the row says is counted before.
         after = base.apply(record, "")
         counts = Counts(after.head_item, len(after.items), self._renderer.length(after))
         await async_failpoint("before_commit")

@@ -1,4 +1,4 @@
-"""Which sampling values a turn gets: its own, else the session's, else the server's, else the type's."""
+"""The sampling values of a turn: its own where it sets them, else the session's, else the server's, else the type's."""
 
 from __future__ import annotations
 

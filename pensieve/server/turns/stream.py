@@ -14,7 +14,7 @@ from pensieve.server.values import OutputChoice, StreamEvent
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """How one client wants to be told."""
+    """How one client wants its stream."""
 
     output: OutputChoice
     heartbeat_s: float
@@ -48,11 +48,6 @@ async def events(
                 if not talking:
                     talking = True
                     pace.join()
-                wait = next_at - now()
-                if wait > 0 and not buffer.ended:
-                    await buffer.ends_within(wait)
-                    next_at = 0.0
-                    continue
                 if options.output.max_chunk_delay_s > 0:
                     await _gather(buffer, sent, options)
                     if buffer.ready <= sent:
@@ -62,6 +57,10 @@ async def events(
                 if buffer.ready == sent:  # else the client wants smaller pieces: they follow at once
                     next_at = pace.next_at(now())
                 yield delta
+                if next_at > now():
+                    # Asleep until then, whatever tokens come: to be woken by the first and then wait would cost as much
+                    # again as the message.
+                    await buffer.ends_within(next_at - now())
             elif buffer.ended:
                 yield buffer.result()
                 return

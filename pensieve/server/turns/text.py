@@ -15,7 +15,7 @@ from pensieve.tokenizer import ChatTokenizer, StopMatcher
 
 
 class OutputText:
-    """Tokens in, pieces out."""
+    """Takes tokens and makes their pieces of text."""
 
     def __init__(self, tokenizer: ChatTokenizer, stops: tuple[str, ...] = (), min_tokens: int = 0) -> None:
         """Stop strings count from the ``min_tokens``-th token on."""
@@ -34,7 +34,7 @@ class OutputText:
         self.ready = 0
         """Number of tokens that may be shown: the largest clean position."""
         self.stop: str | None = None
-        """The stop string that was found. Nothing is taken any more."""
+        """The stop string that was found; from then on tokens are ignored."""
         self.cut_short = False
         """Tokens that streams may have shown were taken back: the turn was cancelled."""
 

@@ -1,4 +1,4 @@
-"""All turns of this process: start, re-attach, replay, look up, cancel, drain.
+"""The registry of all turns of this process: start, re-attach, replay, look up, cancel, drain.
 
 A turn is found by session and request id. The registry holds a run from before its first await until just before its
 outcome is told, so a duplicate that arrives at any time either joins the run or finds the store changed.
@@ -25,7 +25,7 @@ TurnKey = tuple[Key, str]
 
 
 class _Audience:
-    """Who listens to a run; when the last one leaves, the run's time is counted."""
+    """The callers that listen to a run. When the last one leaves, the run has a grace time left to live."""
 
     def __init__(self, run: TurnRun) -> None:
         self._run = run
@@ -64,7 +64,7 @@ _Held = tuple[TurnRun, _Audience]
 
 
 class Turns:
-    """See the module docstring. One event loop."""
+    """See the module docstring. Used on one event loop."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Turns:
         attach_only: bool,
         deadline_s: float | None = None,
     ) -> AsyncIterator[tuple[TurnRun, bool]]:
-        """The run of this turn, started if need be, and whether it had been started before.
+        """The run of this turn, which is started if need be, and whether it had been started before.
 
         Leaving without the outcome counts as a disconnect; at or after ``deadline_s`` (seconds from now) without grace.
         """
@@ -118,7 +118,7 @@ class Turns:
             audience.leave(0.0 if late else self._settings.disconnect_grace_s)
 
     async def get(self, key: Key, request_id: str) -> TurnView:
-        """State and result. Raises NotFound (TURN_NOT_FOUND) for a turn that nobody here has heard of."""
+        """State and result of a turn. Raises NotFound (TURN_NOT_FOUND) for one that nobody here has heard of."""
         held = self._runs.get((key, request_id))
         if held is not None and held[0].began:
             return held[0].view
@@ -185,6 +185,11 @@ class Turns:
     # ---- parts
 
     async def _find_or_start(self, key: Key, spec: NewTurn, attach_only: bool) -> tuple[_Held, bool]:
+        """The registered run of this turn and True, or a new one and False.
+
+        Between the last look into the registry and the registration of a new run there is no await: two calls with
+        one request id cannot both start it.
+        """
         turn = (key, spec.request_id)
         while (held := self._runs.get(turn)) is not None and held[1].abandoned:
             # Who comes back too late starts again: the end of the old attempt is not theirs to hear.
@@ -209,7 +214,10 @@ class Turns:
         return held, True
 
     async def _replay(self, key: Key, spec: NewTurn, revision: int | None) -> _Held:
-        """A committed turn, for somebody who may not know its text. Not registered: a real retry must not meet it."""
+        """A run that only replays a committed turn, for a caller that may not know what the turn was.
+
+        It is not registered: a real retry, whose fingerprint has to be compared, must not meet it.
+        """
         if revision is None:
             row = await self._store.load(key)
             if row.running is not None and row.running.request_id == spec.request_id:

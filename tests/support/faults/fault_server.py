@@ -72,7 +72,7 @@ class FaultServer:
 
     @property
     def engine_pid(self) -> int | None:
-        """Of the one child; None while there is none."""
+        """Process id of the one child, the engine; None while there is none."""
         pid = self.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return int(children[0]) if children else None

@@ -62,7 +62,7 @@ class ServerProcess:
 
     @property
     def engine_pid(self) -> int:
-        """Of the one child, the engine."""
+        """Process id of the one child, the engine."""
         pid = self.process.pid
         return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 

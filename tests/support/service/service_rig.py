@@ -78,7 +78,7 @@ def user(text: str) -> pb.InputItem:
 
 @dataclass
 class Streamed:
-    """What one stream brought."""
+    """The events of one stream."""
 
     events: list[pb.StreamTurnResponse]
 
