@@ -43,7 +43,7 @@ def script(context_tokens: int, seed: int) -> Conversation:
     return long_conversation(STORIES, max(1, round(context_tokens / STORIES / SENTENCE_TOKENS)), seed)
 
 
-class Watcher(Protocol):
+class Audience(Protocol):
     """Sees the act as it goes on."""
 
     def asked(self, name: str) -> None:
@@ -67,17 +67,17 @@ def ask(session: Session, said: Utterance, clock: Callable[[], float] = time.per
 def hold(
     conversation: Conversation,
     sessions: Sequence[tuple[str, Session]],
-    watcher: Watcher,
+    audience: Audience,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[ServerRun]:
     """The same conversation in each of these named sessions, turn by turn, the first of them alternating."""
     runs = {name: ServerRun(name, [[]]) for name, _ in sessions}
     for number, said in enumerate(conversation):
         for name, session in sessions if number % 2 == 0 else reversed(sessions):
-            watcher.asked(name)
+            audience.asked(name)
             exchange = ask(session, said, clock)
             runs[name].conversations[0].append(exchange)
-            watcher.answered(name, exchange)
+            audience.answered(name, exchange)
     return list(runs.values())
 
 

@@ -66,10 +66,10 @@ def long_conversation(stories: int, sentences: int, seed: int = 0) -> Conversati
     """
     rng = random.Random(f"long scenario {seed}")
     values = Values(rng, held_out=True, plain=True)
-    slots = _slots(rng, values)
+    topics = _topics(rng, values)
     told: list[tuple[Subject, Attribute, str]] = []
     for _ in range(LONG_FACTS):
-        told.append(_new_fact(slots, values, told))
+        told.append(_new_fact(topics, values, told))
     utterances = [Utterance(_statement(rng, *fact)) for fact in told]
     for number in range(1, stories + 1):
         story = (_sentence(smalltalk.remark(rng, held_out=True), ".") for _ in range(sentences))
@@ -81,7 +81,7 @@ def long_conversation(stories: int, sentences: int, seed: int = 0) -> Conversati
 
 def _conversation(rng: random.Random, turns: int) -> Conversation:
     values = Values(rng, held_out=True, plain=True)
-    slots = _slots(rng, values)
+    topics = _topics(rng, values)
     asked = max(1, round(turns * 0.42))
     chats = turns // 8
     told: list[tuple[Subject, Attribute, str]] = []
@@ -97,7 +97,7 @@ def _conversation(rng: random.Random, turns: int) -> Conversation:
     utterances: Conversation = []
     for act in acts:
         if act == "tell":
-            told.append(_new_fact(slots, values, told))
+            told.append(_new_fact(topics, values, told))
             utterances.append(Utterance(_statement(rng, *told[-1])))
         elif act == "chat":
             sentences, question, _ = smalltalk.exchange(rng, held_out=True)
@@ -118,7 +118,7 @@ def _last(sentences: list[str], question: bool) -> str:
     return (" " if len(sentences) > 1 else "") + _sentence(sentences[-1], "?" if question else ".")
 
 
-def _slots(rng: random.Random, values: Values) -> list[tuple[Subject, Attribute]]:
+def _topics(rng: random.Random, values: Values) -> list[tuple[Subject, Attribute]]:
     """Everything a conversation may tell, in the order of telling."""
     own = [(facts.SELF, _BY_KEY[key]) for key in _SELF_KEYS]
     own += [
@@ -134,7 +134,7 @@ def _slots(rng: random.Random, values: Values) -> list[tuple[Subject, Attribute]
     rng.shuffle(own)
     rng.shuffle(others)
     mixed = (
-        [slot for pair in zip(own, others, strict=False) for slot in pair]
+        [topic for pair in zip(own, others, strict=False) for topic in pair]
         + own[len(others) :]
         + others[len(own) :]
     )
@@ -142,11 +142,11 @@ def _slots(rng: random.Random, values: Values) -> list[tuple[Subject, Attribute]
 
 
 def _new_fact(
-    slots: list[tuple[Subject, Attribute]], values: Values, told: list[tuple[Subject, Attribute, str]]
+    topics: list[tuple[Subject, Attribute]], values: Values, told: list[tuple[Subject, Attribute, str]]
 ) -> tuple[Subject, Attribute, str]:
-    if not slots:
+    if not topics:
         raise ValueError("too many turns for one conversation: nothing is left to tell")
-    subject, attribute = slots.pop(0)
+    subject, attribute = topics.pop(0)
     taken = {value for _, _, value in told}
     while (value := values.draw(attribute.kind)) in taken:
         pass

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from pensieve.demo.talk import smalltalk
-from pensieve.demo.training.dialogues import Turn, Writer
+from pensieve.demo.training.dialogues import Writer, WrittenTurn
 from pensieve.demo.training.tokenizer import ASSISTANT, END, SYSTEM, USER
 
 _WEIGHT_SCALE = 100  # weights travel as uint8
@@ -83,7 +83,7 @@ class Packer:
 
     def _append(
         self,
-        turn: Turn,
+        turn: WrittenTurn,
         user: list[int],
         reply: list[int],
         ids: list[int],
