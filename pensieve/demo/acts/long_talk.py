@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Final, Protocol
+from typing import Final, Protocol, Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -23,10 +23,17 @@ from pensieve.demo.talk.scenario import LONG_FACTS, Conversation, Utterance, lon
 from pensieve.spawn import serving
 
 KEEPS, FORGETS = "Pensieve", "stateless"
-SERVERS: Final = {
-    KEEPS: ("--model", "demo", "--store", "memory:"),
-    FORGETS: ("--model", "demo", "--store", "memory:", "--stateless"),
-}
+_AMPLE = (
+    "--model",
+    "demo",
+    "--store",
+    "memory:",
+    "--device-cache",
+    "16384tokens",
+    "--host-cache",
+    "16384tokens",
+)
+SERVERS: Final = {KEEPS: _AMPLE, FORGETS: (*_AMPLE, "--stateless")}
 """Name → options of its ``pensieve serve``."""
 
 STORIES: Final = 10
@@ -113,7 +120,7 @@ class Stage:
             auto_refresh=console.is_terminal,
         )
 
-    def __enter__(self) -> Stage:
+    def __enter__(self) -> Self:
         if self._console.is_terminal:
             self._live.start()
         return self
@@ -141,8 +148,9 @@ class Stage:
         rows = {name: list(seconds) for name, seconds in self._seconds.items()}
         done = min(len(seconds) for seconds in self._seconds.values())
         state = f"{self._context:,} tokens"
-        if self._running is not None:
-            name, since = self._running
+        running = self._running  # read once: another thread draws
+        if running is not None:
+            name, since = running
             rows[name].append(self._clock() - since)
             state += f", turn {done + 1}/{self._turns}: {name}"
         top = max((value for values in rows.values() for value in values), default=0.0)

@@ -85,9 +85,10 @@ def _conversation(rng: random.Random, turns: int) -> Conversation:
     asked = max(1, round(turns * 0.42))
     chats = turns // 8
     told: list[tuple[Subject, Attribute, str]] = []
-    # The order: what to do in each turn. Early questions may fall anywhere behind the first third.
+    # First the order of what happens, without values. A fact comes first; early questions may fall anywhere behind the
+    # first third, where something has been told for sure.
     acts = ["tell"] * (turns - asked - chats) + ["chat"] * chats
-    head, tail = acts[:1], acts[1:]
+    head, tail = acts[:1], acts[1:]  # shuffled without its head, so that a fact stays first
     rng.shuffle(tail)
     acts = head + tail
     early = asked // 3
@@ -108,7 +109,7 @@ def _conversation(rng: random.Random, turns: int) -> Conversation:
             )
         else:
             utterances.append(_question(rng, *rng.choice(told)))
-    # Oldest last, so that the first fact is asked for in the very last turn.
+    # Late questions walk from newer facts to older ones: the very last turn asks for the very first fact.
     for number in reversed(range(late)):
         utterances.append(_question(rng, *told[number % len(told)]))
     return utterances
@@ -119,7 +120,7 @@ def _last(sentences: list[str], question: bool) -> str:
 
 
 def _topics(rng: random.Random, values: Values) -> list[tuple[Subject, Attribute]]:
-    """Everything a conversation may tell, in the order of telling."""
+    """The subjects and attributes that a conversation may tell of, in the order of telling."""
     own = [(facts.SELF, _BY_KEY[key]) for key in _SELF_KEYS]
     own += [
         (facts.WORLD, facts.place_of(thing, mine=True))

@@ -139,6 +139,7 @@ class Writer:
     def tell(self) -> WrittenTurn:
         """New facts: one, or a few in a sentence; now and then asked for in the same breath."""
         count = self.rng.choices((1, 2, 3), (86, 11, 3))[0]
+        # Two draws may hit the same topic: the later one counts.
         told = {
             (fact.subject.says, fact.attribute.key): fact for fact in (self._new_fact() for _ in range(count))
         }
