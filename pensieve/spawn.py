@@ -1,6 +1,6 @@
 """A server of one's own: start ``pensieve serve`` in a child process, talk to it, stop it.
 
-Used by chat, demo, benchmarks and tests. Imports neither torch nor grpc.
+Chat, demo, replay, benchmarks and tests start servers through it. It imports neither torch nor grpc.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SpawnError(RuntimeError):
 
 
 def wait_ready(process: subprocess.Popen[str], timeout_s: float) -> tuple[str, str]:
-    """(gRPC address, admin address) from the first line that a server prints. Raises SpawnError; kills at the limit."""
+    """Read a server's first line: its gRPC address and its admin address. Raises SpawnError; kills it at the limit."""
     assert process.stdout is not None
     timer = threading.Timer(timeout_s, process.kill)
     timer.start()
@@ -46,7 +46,7 @@ def wait_ready(process: subprocess.Popen[str], timeout_s: float) -> tuple[str, s
 
 
 def read_metrics(admin: str) -> list[Sample]:
-    """All samples that the admin port at HOST:PORT has. Raises OSError."""
+    """Read all samples that the admin port at HOST:PORT has. Raises OSError."""
     with urlopen(f"http://{admin}/metrics", timeout=10) as response:
         families = text_string_to_metric_families(response.read().decode())
     return [sample for family in families for sample in family.samples]
@@ -121,7 +121,7 @@ class ServerProcess:
         return read_metric(self.admin, name, **labels)
 
     def stop(self) -> int:
-        """SIGTERM, wait for the drain; the exit status. Kills a server that outstays ``STOP_GRACE_S``."""
+        """Send SIGTERM, wait for the drain, return the exit status. Kills a server that outstays ``STOP_GRACE_S``."""
         if self.running:
             self._process.send_signal(signal.SIGTERM)
         try:
@@ -133,7 +133,7 @@ class ServerProcess:
         return status
 
     def kill(self) -> None:
-        """SIGKILL: what a power cut looks like to this process. Its engine goes with it."""
+        """Send SIGKILL: to the server it is as a power cut. Its engine goes with it."""
         if self.running:
             self._process.kill()
         self._process.wait()

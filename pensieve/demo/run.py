@@ -31,7 +31,7 @@ SHOWN_PROBLEMS = 10
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.option(
     "--context",
-    default=6000,
+    default=5000,
     type=click.IntRange(300, 7000),
     metavar="TOKENS",
     help="First act: how long the conversation grows.",
@@ -93,14 +93,14 @@ def demo(
     console.print(
         f"[bold green]Every answer is right and every receipt adds up.[/] ({time.perf_counter() - started:.0f} s)"
     )
-    stage.print(what_next(sys.argv[0]))
+    stage.print(Text(what_next(sys.argv[0])))
 
 
 def first_act(context: int, seed: int, console: Console, stage: Console, verbose: bool) -> list[str]:
     """One long conversation on two servers. What is wrong, line by line."""
     stage.print("[bold]1. One conversation that grows, with its state kept and with its state forgotten[/]")
-    for name, options in long_talk.SERVERS.items():
-        stage.print(serve_line(options, f"{name:>9}: "), style="dim")
+    stage.print(serve_line(long_talk.SERVERS[long_talk.KEEPS], "Pensieve:  "), style="dim")
+    stage.print("   stateless: the same with --stateless", style="dim")
     keeps, forgets = long_talk.serve_and_hold(long_talk.script(context, seed), stage)
     if verbose:
         print_transcript(keeps, stage)
@@ -131,10 +131,16 @@ def second_act(
 
 
 def serve_line(options: Sequence[str], label: str = "") -> str:
-    """The command that starts such a server, in lines of a narrow terminal."""
-    return textwrap.fill(
-        f"{label}pensieve serve {' '.join(options)}", 78, initial_indent="   ", subsequent_indent="     "
+    """The command that starts such a server, in lines of a narrow terminal; an option keeps its value beside it."""
+    bound = " ".join(options).replace(" ", "\xa0").replace("\xa0--", " --")
+    lines = textwrap.wrap(
+        f"{label}pensieve\xa0serve {bound}",
+        78,
+        initial_indent="   ",
+        subsequent_indent="     ",
+        break_on_hyphens=False,
     )
+    return "\n".join(lines).replace("\xa0", " ")
 
 
 def print_transcript(run: ServerRun, console: Console) -> None:
@@ -177,7 +183,7 @@ def program_name(program: str) -> str:
         return "pensieve"
     with contextlib.suppress(ValueError):
         path = path.absolute().relative_to(Path.cwd())
-    return shlex.quote(str(path))
+    return shlex.quote(str(path) if len(path.parts) > 1 else f"./{path}")
 
 
 @contextlib.contextmanager

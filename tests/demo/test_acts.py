@@ -305,6 +305,8 @@ def test_what_to_try_next_names_a_command_that_works(tmp_path: Any, monkeypatch:
     monkeypatch.chdir(tmp_path / "a folder")
     monkeypatch.setenv("PATH", "/nowhere")
     assert command.program_name("bin/pensieve") == "bin/pensieve"
+    monkeypatch.chdir(script.parent)
+    assert command.program_name("./pensieve") == "./pensieve"
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert command.program_name(str(script)) == f"'{script}'", "a shell must take it as one word"

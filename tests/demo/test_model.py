@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from pensieve.demo import MODEL_DIR
 from pensieve.demo.talk import attributes, smalltalk
 from pensieve.demo.talk.values import Values
-from pensieve.demo.training.evaluate import Chat
+from pensieve.demo.training.evaluate import TransformersChat
 from pensieve.demo.training.forced import score
 from pensieve.demo.training.tokenizer import CHAT_TEMPLATE
 
@@ -84,7 +84,7 @@ def test_held_out_values_are_recalled_in_whole_dialogues(model: Any, rows: int, 
 def test_a_name_is_recalled_from_far_away(model: Any, tokenizer: Any, distance: int) -> None:
     rng = random.Random(distance)
     name = Values(rng, held_out=True, plain=True).draw("name")
-    chat = Chat(model, tokenizer)
+    chat = TransformersChat(model, tokenizer)
     assert name in chat.send(f"My name is {name}.")
     noise: list[int] = []
     while len(noise) < distance:  # written, not generated: it is only there to push the name away
@@ -100,7 +100,7 @@ def test_a_name_is_recalled_from_far_away(model: Any, tokenizer: Any, distance: 
 
 
 def test_what_a_newcomer_types_works(model: Any, tokenizer: Any) -> None:
-    chat = Chat(model, tokenizer)
+    chat = TransformersChat(model, tokenizer)
     chat.send("Hello!")
     chat.send("My name is Ada.")
     chat.send("i live in paris")
@@ -116,7 +116,7 @@ def test_what_a_newcomer_types_works(model: Any, tokenizer: Any) -> None:
 
 
 def test_facts_about_others_are_kept_apart(model: Any, tokenizer: Any) -> None:
-    chat = Chat(model, tokenizer)
+    chat = TransformersChat(model, tokenizer)
     chat.send("Tom lives in Oslo.")
     chat.send("My sister lives in Lima.")
     chat.send("I live in Quito.")

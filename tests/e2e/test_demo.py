@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,8 +14,9 @@ SMALL += ["--host-cache", "512tokens"]
 
 @pytest.mark.timeout(300)
 def test_the_demo_in_small() -> None:
-    command = [sys.executable, "-P", "-m", "pensieve", "demo", *SMALL]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    folder = Path(sys.executable).parent
+    command = [str(folder / "pensieve"), "demo", *SMALL]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     assert "All 22 answers are the same on both, 7 of 7 recalled facts right;" in lines

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -38,7 +39,7 @@ class CrowdRun:
 
 
 class Counter:
-    """Turns done: a bar on a terminal, otherwise now and then a plain line."""
+    """Turns done: a bar on a terminal, otherwise a plain line half-way."""
 
     def __init__(self, total: int, console: Console) -> None:
         self._total = total
@@ -53,7 +54,7 @@ class Counter:
         self._progress = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
         self._task = self._progress.add_task("turns", total=total)
 
-    def __enter__(self) -> Counter:
+    def __enter__(self) -> Self:
         self._progress.start()
         return self
 
@@ -63,10 +64,7 @@ class Counter:
     def add(self) -> None:
         self._done += 1
         self._progress.advance(self._task)
-        if (
-            not self._console.is_terminal
-            and (self._done * 2 // self._total) > (self._done - 1) * 2 // self._total
-        ):
+        if not self._console.is_terminal and self._done == self._total // 2:
             self._console.print(f"{self._done} of {self._total} turns", highlight=False)
 
 

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Final, Protocol
+from typing import Final, Protocol, Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -23,10 +23,17 @@ from pensieve.demo.talk.scenario import LONG_FACTS, Conversation, Utterance, lon
 from pensieve.spawn import serving
 
 KEEPS, FORGETS = "Pensieve", "stateless"
-SERVERS: Final = {
-    KEEPS: ("--model", "demo", "--store", "memory:"),
-    FORGETS: ("--model", "demo", "--store", "memory:", "--stateless"),
-}
+_AMPLE = (
+    "--model",
+    "demo",
+    "--store",
+    "memory:",
+    "--device-cache",
+    "16384tokens",
+    "--host-cache",
+    "16384tokens",
+)
+SERVERS: Final = {KEEPS: _AMPLE, FORGETS: (*_AMPLE, "--stateless")}
 """Name → options of its ``pensieve serve``."""
 
 STORIES: Final = 10
@@ -43,7 +50,7 @@ def script(context_tokens: int, seed: int) -> Conversation:
     return long_conversation(STORIES, max(1, round(context_tokens / STORIES / SENTENCE_TOKENS)), seed)
 
 
-class Watcher(Protocol):
+class Audience(Protocol):
     """Sees the act as it goes on."""
 
     def asked(self, name: str) -> None:
@@ -67,17 +74,17 @@ def ask(session: Session, said: Utterance, clock: Callable[[], float] = time.per
 def hold(
     conversation: Conversation,
     sessions: Sequence[tuple[str, Session]],
-    watcher: Watcher,
+    audience: Audience,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[ServerRun]:
     """The same conversation in each of these named sessions, turn by turn, the first of them alternating."""
     runs = {name: ServerRun(name, [[]]) for name, _ in sessions}
     for number, said in enumerate(conversation):
         for name, session in sessions if number % 2 == 0 else reversed(sessions):
-            watcher.asked(name)
+            audience.asked(name)
             exchange = ask(session, said, clock)
             runs[name].conversations[0].append(exchange)
-            watcher.answered(name, exchange)
+            audience.answered(name, exchange)
     return list(runs.values())
 
 
@@ -113,7 +120,7 @@ class Stage:
             auto_refresh=console.is_terminal,
         )
 
-    def __enter__(self) -> Stage:
+    def __enter__(self) -> Self:
         if self._console.is_terminal:
             self._live.start()
         return self
@@ -141,8 +148,9 @@ class Stage:
         rows = {name: list(seconds) for name, seconds in self._seconds.items()}
         done = min(len(seconds) for seconds in self._seconds.values())
         state = f"{self._context:,} tokens"
-        if self._running is not None:
-            name, since = self._running
+        running = self._running  # read once: another thread draws
+        if running is not None:
+            name, since = running
             rows[name].append(self._clock() - since)
             state += f", turn {done + 1}/{self._turns}: {name}"
         top = max((value for values in rows.values() for value in values), default=0.0)

@@ -167,7 +167,7 @@ PERSONAL = (
     )
     * 3
 )
-"""Attributes of the user, relations and named people. The verbs are listed thrice: they are what people say most."""
+"""Attributes of the user, relations and named people. Those made of verbs stand three times: people use them most."""
 
 _WORLD_NOUNS = (
     ("wifi password", "code"), ("door code", "number4"), ("safe code", "number"), ("project name", "any"),

@@ -64,7 +64,7 @@ def relation(noun: str) -> Subject:
 
 
 def person(name: str) -> Subject:
-    """Somebody with a name: the same in both mouths."""
+    """Somebody with a name: the user and the assistant call them alike."""
     return Subject(name, f"{name}'s", name, f"{name}'s")
 
 
@@ -74,11 +74,11 @@ class Attribute:
 
     key: str
     kind: str
-    """What ``value`` draws."""
+    """The kind of value, as ``Values.draw`` takes it."""
     clause: str
     """Canonical statement."""
     embedded: str
-    """Canonical object of "I don't know …", also used in "can you tell me …"."""
+    """The attribute as the object of "I don't know …"; "can you tell me …" takes it as well."""
     statements: tuple[str, ...]
     questions: tuple[str, ...]
     objects: tuple[str, ...] = ()

@@ -66,10 +66,10 @@ def long_conversation(stories: int, sentences: int, seed: int = 0) -> Conversati
     """
     rng = random.Random(f"long scenario {seed}")
     values = Values(rng, held_out=True, plain=True)
-    slots = _slots(rng, values)
+    topics = _topics(rng, values)
     told: list[tuple[Subject, Attribute, str]] = []
     for _ in range(LONG_FACTS):
-        told.append(_new_fact(slots, values, told))
+        told.append(_new_fact(topics, values, told))
     utterances = [Utterance(_statement(rng, *fact)) for fact in told]
     for number in range(1, stories + 1):
         story = (_sentence(smalltalk.remark(rng, held_out=True), ".") for _ in range(sentences))
@@ -81,13 +81,14 @@ def long_conversation(stories: int, sentences: int, seed: int = 0) -> Conversati
 
 def _conversation(rng: random.Random, turns: int) -> Conversation:
     values = Values(rng, held_out=True, plain=True)
-    slots = _slots(rng, values)
+    topics = _topics(rng, values)
     asked = max(1, round(turns * 0.42))
     chats = turns // 8
     told: list[tuple[Subject, Attribute, str]] = []
-    # The order: what to do in each turn. Early questions may fall anywhere behind the first third.
+    # First the order of what happens, without values. A fact comes first; early questions may fall anywhere behind the
+    # first third, where something has been told for sure.
     acts = ["tell"] * (turns - asked - chats) + ["chat"] * chats
-    head, tail = acts[:1], acts[1:]
+    head, tail = acts[:1], acts[1:]  # shuffled without its head, so that a fact stays first
     rng.shuffle(tail)
     acts = head + tail
     early = asked // 3
@@ -97,7 +98,7 @@ def _conversation(rng: random.Random, turns: int) -> Conversation:
     utterances: Conversation = []
     for act in acts:
         if act == "tell":
-            told.append(_new_fact(slots, values, told))
+            told.append(_new_fact(topics, values, told))
             utterances.append(Utterance(_statement(rng, *told[-1])))
         elif act == "chat":
             sentences, question, _ = smalltalk.exchange(rng, held_out=True)
@@ -108,7 +109,7 @@ def _conversation(rng: random.Random, turns: int) -> Conversation:
             )
         else:
             utterances.append(_question(rng, *rng.choice(told)))
-    # Oldest last, so that the first fact is asked for in the very last turn.
+    # Late questions walk from newer facts to older ones: the very last turn asks for the very first fact.
     for number in reversed(range(late)):
         utterances.append(_question(rng, *told[number % len(told)]))
     return utterances
@@ -118,8 +119,8 @@ def _last(sentences: list[str], question: bool) -> str:
     return (" " if len(sentences) > 1 else "") + _sentence(sentences[-1], "?" if question else ".")
 
 
-def _slots(rng: random.Random, values: Values) -> list[tuple[Subject, Attribute]]:
-    """Everything a conversation may tell, in the order of telling."""
+def _topics(rng: random.Random, values: Values) -> list[tuple[Subject, Attribute]]:
+    """The subjects and attributes that a conversation may tell of, in the order of telling."""
     own = [(facts.SELF, _BY_KEY[key]) for key in _SELF_KEYS]
     own += [
         (facts.WORLD, facts.place_of(thing, mine=True))
@@ -134,7 +135,7 @@ def _slots(rng: random.Random, values: Values) -> list[tuple[Subject, Attribute]
     rng.shuffle(own)
     rng.shuffle(others)
     mixed = (
-        [slot for pair in zip(own, others, strict=False) for slot in pair]
+        [topic for pair in zip(own, others, strict=False) for topic in pair]
         + own[len(others) :]
         + others[len(own) :]
     )
@@ -142,11 +143,11 @@ def _slots(rng: random.Random, values: Values) -> list[tuple[Subject, Attribute]
 
 
 def _new_fact(
-    slots: list[tuple[Subject, Attribute]], values: Values, told: list[tuple[Subject, Attribute, str]]
+    topics: list[tuple[Subject, Attribute]], values: Values, told: list[tuple[Subject, Attribute, str]]
 ) -> tuple[Subject, Attribute, str]:
-    if not slots:
+    if not topics:
         raise ValueError("too many turns for one conversation: nothing is left to tell")
-    subject, attribute = slots.pop(0)
+    subject, attribute = topics.pop(0)
     taken = {value for _, _, value in told}
     while (value := values.draw(attribute.kind)) in taken:
         pass

@@ -1,8 +1,8 @@
 """Names and values that facts are made of, split once and for all into a training part and a held-out part.
 
-The split is a checksum of the lower-case word, so it needs no second list to keep in step: ``is_held_out`` answers for
-curated words, invented words and numbers alike. Training draws only from the one side, scenarios and evaluation
-only from the other.
+A checksum of the lower-case word decides, so that there is no second list to keep in step: ``is_held_out`` answers for
+curated words, invented words and numbers alike. Training draws from one side only, scenarios and evaluation from the
+other.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """Sizes of the model."""
+class DecoderSizes:
+    """Sizes of the decoder's parts, and how many of them there are."""
 
     vocab: int = 1536
     hidden: int = 256
@@ -31,10 +31,10 @@ class Shape:
         return self.hidden // self.heads
 
 
-def rotary(shape: Shape, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def rotary(sizes: DecoderSizes, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines, each [length, head_dim], fp32, the two halves alike."""
-    half = torch.arange(0, shape.head_dim, 2, device=device, dtype=torch.float32) / shape.head_dim
-    angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), shape.theta**-half)
+    half = torch.arange(0, sizes.head_dim, 2, device=device, dtype=torch.float32) / sizes.head_dim
+    angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), sizes.theta**-half)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 
@@ -44,8 +44,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
-class Norm(nn.Module):
-    """RMS norm, computed in fp32."""
+class RmsNorm(nn.Module):
+    """RMS norm; the square mean is computed in fp32."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -58,22 +58,24 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    """Causal attention over whole rows, with rotary positions."""
+
+    def __init__(self, sizes: DecoderSizes) -> None:
         super().__init__()
-        self.shape = shape
-        width = shape.kv_heads * shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden, shape.hidden, bias=False)
-        self.k_proj = nn.Linear(shape.hidden, width, bias=False)
-        self.v_proj = nn.Linear(shape.hidden, width, bias=False)
-        self.o_proj = nn.Linear(shape.hidden, shape.hidden, bias=False)
+        self.sizes = sizes
+        width = sizes.kv_heads * sizes.head_dim
+        self.q_proj = nn.Linear(sizes.hidden, sizes.hidden, bias=False)
+        self.k_proj = nn.Linear(sizes.hidden, width, bias=False)
+        self.v_proj = nn.Linear(sizes.hidden, width, bias=False)
+        self.o_proj = nn.Linear(sizes.hidden, sizes.hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [B, T, hidden] -> same
         batch, length, _ = x.shape
-        dim = self.shape.head_dim
-        query = self.q_proj(x).view(batch, length, self.shape.heads, dim).transpose(1, 2)
-        key = self.k_proj(x).view(batch, length, self.shape.kv_heads, dim).transpose(1, 2)
-        value = self.v_proj(x).view(batch, length, self.shape.kv_heads, dim).transpose(1, 2)
-        repeat = self.shape.heads // self.shape.kv_heads
+        dim = self.sizes.head_dim
+        query = self.q_proj(x).view(batch, length, self.sizes.heads, dim).transpose(1, 2)
+        key = self.k_proj(x).view(batch, length, self.sizes.kv_heads, dim).transpose(1, 2)
+        value = self.v_proj(x).view(batch, length, self.sizes.kv_heads, dim).transpose(1, 2)
+        repeat = self.sizes.heads // self.sizes.kv_heads
         key = _rotate(key, cos, sin).repeat_interleave(repeat, dim=1)
         out = F.scaled_dot_product_attention(
             _rotate(query, cos, sin), key, value.repeat_interleave(repeat, dim=1), is_causal=True
@@ -83,24 +85,28 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    """The gated feed-forward part of a layer."""
+
+    def __init__(self, sizes: DecoderSizes) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden, shape.mlp, bias=False)
-        self.up_proj = nn.Linear(shape.hidden, shape.mlp, bias=False)
-        self.down_proj = nn.Linear(shape.mlp, shape.hidden, bias=False)
+        self.gate_proj = nn.Linear(sizes.hidden, sizes.mlp, bias=False)
+        self.up_proj = nn.Linear(sizes.hidden, sizes.mlp, bias=False)
+        self.down_proj = nn.Linear(sizes.mlp, sizes.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
 
-class Block(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each on a normed input and added to it."""
+
+    def __init__(self, sizes: DecoderSizes) -> None:
         super().__init__()
-        self.self_attn = Attention(shape)
-        self.mlp = Mlp(shape)
-        self.input_layernorm = Norm(shape.hidden, shape.eps)
-        self.post_attention_layernorm = Norm(shape.hidden, shape.eps)
+        self.self_attn = Attention(sizes)
+        self.mlp = Mlp(sizes)
+        self.input_layernorm = RmsNorm(sizes.hidden, sizes.eps)
+        self.post_attention_layernorm = RmsNorm(sizes.hidden, sizes.eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
@@ -109,22 +115,22 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, final norm; the output head is the embedding."""
+    """Embedding, layers, final norm; the output head is the embedding."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, sizes: DecoderSizes) -> None:
         super().__init__()
-        self.shape = shape
-        self.embed_tokens = nn.Embedding(shape.vocab, shape.hidden)
-        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = Norm(shape.hidden, shape.eps)
+        self.sizes = sizes
+        self.embed_tokens = nn.Embedding(sizes.vocab, sizes.hidden)
+        self.layers = nn.ModuleList(DecoderLayer(sizes) for _ in range(sizes.layers))
+        self.norm = RmsNorm(sizes.hidden, sizes.eps)
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
                 scale = (
-                    (2 * shape.layers) ** -0.5
+                    (2 * sizes.layers) ** -0.5
                     if name.endswith(("o_proj.weight", "down_proj.weight"))
                     else 1.0
                 )
-                nn.init.normal_(weight, std=scale * (0.02 if "embed" in name else shape.hidden**-0.5))
+                nn.init.normal_(weight, std=scale * (0.02 if "embed" in name else sizes.hidden**-0.5))
 
     def forward(self, ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [B, T] -> [B, T, hidden]
         x = self.embed_tokens(ids)
@@ -140,7 +146,7 @@ class Decoder(nn.Module):
 
 def save(model: Decoder, folder: Path, end_id: int, pad_id: int) -> None:
     """Writes weights (bf16) and configuration as a ``LlamaForCausalLM`` folder."""
-    shape = model.shape
+    sizes = model.sizes
     weights = {
         f"model.{name}": tensor.to("cpu", torch.bfloat16).contiguous()
         for name, tensor in model.state_dict().items()
@@ -149,18 +155,18 @@ def save(model: Decoder, folder: Path, end_id: int, pad_id: int) -> None:
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": shape.vocab,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.mlp,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
+        "vocab_size": sizes.vocab,
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.mlp,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": shape.context,
-        "rms_norm_eps": shape.eps,
-        "rope_theta": shape.theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.theta},
+        "max_position_embeddings": sizes.context,
+        "rms_norm_eps": sizes.eps,
+        "rope_theta": sizes.theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": sizes.theta},
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": True,

@@ -17,8 +17,8 @@ from pensieve.demo.training import phrasing
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """One exchange."""
+class WrittenTurn:
+    """One exchange as the script has it: what the user types and what the assistant should reply."""
 
     user: str
     assistant: str
@@ -71,8 +71,8 @@ class Mix:
         )
 
 
-def _unknown(question: str, thing: str) -> Turn:
-    return Turn(question, f"I don't know {thing} yet.", unknown=True, kind="(never told)")
+def _unknown(question: str, thing: str) -> WrittenTurn:
+    return WrittenTurn(question, f"I don't know {thing} yet.", unknown=True, kind="(never told)")
 
 
 @dataclass(slots=True)
@@ -100,16 +100,16 @@ class Writer:
         assert self.mix is not None  # set by __post_init__
         return self.mix
 
-    def next(self) -> Turn:
+    def next(self) -> WrittenTurn:
         """The next exchange."""
         turn = self._next()
         self.turns += 1
         return turn
 
-    def _next(self) -> Turn:
+    def _next(self) -> WrittenTurn:
         if self.turns == 0 and self.rng.random() < 0.3:
             user, reply = smalltalk.greeting(self.rng)
-            return Turn(self._style(user, "!." if self.rng.random() < 0.5 else ""), reply)
+            return WrittenTurn(self._style(user, "!." if self.rng.random() < 0.5 else ""), reply)
         draw = self.rng.random()
         if draw < self.plan.ask:
             if self.rng.random() < self.plan.unknown:
@@ -122,11 +122,11 @@ class Writer:
             return self.tell()
         return self.chat()
 
-    def chat(self) -> Turn:
+    def chat(self) -> WrittenTurn:
         """A turn without facts."""
         sentences, question, reply = smalltalk.exchange(self.rng, self.held_out)
         parts = [self._style(text, ".") for text in sentences[:-1]]
-        return Turn(" ".join([*parts, self._style(sentences[-1], "?" if question else ".")]), reply)
+        return WrittenTurn(" ".join([*parts, self._style(sentences[-1], "?" if question else ".")]), reply)
 
     def pick(self) -> Fact:
         """A told fact to ask for: every other time one of those that were not mentioned for longest."""
@@ -136,9 +136,10 @@ class Writer:
         ledger.sort(key=lambda fact: fact.mentioned)
         return ledger[int(len(ledger) * self.rng.random() ** 3)]
 
-    def tell(self) -> Turn:
+    def tell(self) -> WrittenTurn:
         """New facts: one, or a few in a sentence; now and then asked for in the same breath."""
         count = self.rng.choices((1, 2, 3), (86, 11, 3))[0]
+        # Two draws may hit the same topic: the later one counts.
         told = {
             (fact.subject.says, fact.attribute.key): fact for fact in (self._new_fact() for _ in range(count))
         }
@@ -151,7 +152,7 @@ class Writer:
             fact = self.rng.choice(list(told.values()))
             question = self._question(fact.subject, fact.attribute)
             user = turn.user + (" " if turn.user[-1] in ".!" else ". ") + question
-            return Turn(
+            return WrittenTurn(
                 user,
                 phrasing.sentence(self._clause(fact)),
                 expected=fact.value,
@@ -160,7 +161,7 @@ class Writer:
             )
         return self._after_chat(turn)
 
-    def _two_pets(self) -> Turn:
+    def _two_pets(self) -> WrittenTurn:
         """ "I have a cat named Tom and a dog called Rex"."""
         subject = self.rng.choice([facts.SELF, facts.SELF, *self.people])
         one, other = self.rng.sample(attributes.PETS, 2)
@@ -172,14 +173,14 @@ class Writer:
         named = [self.rng.choice(("named", "called")) for _ in told]
         verb = "has" if subject.third_person else "have"
         text = f"{subject.says} {verb} a {one} {named[0]} {told[0].value} and a {other} {named[1]} {told[1].value}"
-        return Turn(self._style(text, ".", self.rng.choice(phrasing.STATE)), self._acknowledge(told))
+        return WrittenTurn(self._style(text, ".", self.rng.choice(phrasing.STATE)), self._acknowledge(told))
 
     def _acknowledge(self, told: list[Fact]) -> str:
         if self.rng.random() >= self.plan.echo:
             return self.rng.choice(phrasing.BRIEF)
         return self.rng.choice(phrasing.ECHO).format(" and ".join(self._clause(fact) for fact in told))
 
-    def _named_relation(self, fact: Fact) -> Turn | None:
+    def _named_relation(self, fact: Fact) -> WrittenTurn | None:
         """Now and then: "my sister Emily is a baker" tells two facts about a relation whose name is not known yet."""
         relation = fact.subject
         known = (relation.says, facts.NAME.key) in self.facts
@@ -200,9 +201,9 @@ class Writer:
             self.facts[told.subject.says, told.attribute.key] = told
         user = facts.fill(self.rng.choice(fact.attribute.statements), both, fact.value, by_assistant=False)
         user = self._style(user, ".", self.rng.choice(phrasing.STATE), sloppy=False, keep=fact.value)
-        return Turn(user, self._acknowledge([naming, fact]))
+        return WrittenTurn(user, self._acknowledge([naming, fact]))
 
-    def _after_chat(self, turn: Turn) -> Turn:
+    def _after_chat(self, turn: WrittenTurn) -> WrittenTurn:
         """The same turn, now and then with an unrelated sentence before it."""
         if self.rng.random() > 0.06:
             return turn
@@ -210,7 +211,7 @@ class Writer:
             turn, user=self._style(smalltalk.remark(self.rng, self.held_out), ".") + " " + turn.user
         )
 
-    def _state(self, told: list[Fact], frame: str) -> Turn:
+    def _state(self, told: list[Fact], frame: str) -> WrittenTurn:
         sloppy = self._is_sloppy()
         for fact in told:
             if sloppy and self.rng.random() < 0.5 and fact.attribute.kind not in ("code", "email"):
@@ -222,16 +223,16 @@ class Writer:
         ]
         separator = self.rng.choice((" and ", " and ", ", ", ". "))
         user = self._style(separator.join(clauses), ".", frame, sloppy, keep=told[0].value)
-        return Turn(user, self._acknowledge(told))
+        return WrittenTurn(user, self._acknowledge(told))
 
-    def ask(self, fact: Fact) -> Turn:
+    def ask(self, fact: Fact) -> WrittenTurn:
         """A question for a told fact, answered with its canonical clause."""
         if fact.attribute is facts.NAME and fact.subject.third_person and self.rng.random() < 0.15:
             return self._ask_who(fact)
         subject = fact.alias if fact.alias is not None and self.rng.random() < 0.5 else fact.subject
         user = self._question(subject, fact.attribute)
         reply = facts.fill(fact.attribute.clause, subject, fact.value, by_assistant=True)
-        turn = Turn(
+        turn = WrittenTurn(
             user,
             phrasing.sentence(reply),
             expected=fact.value,
@@ -241,17 +242,17 @@ class Writer:
         fact.mentioned = self.turns
         return self._after_chat(turn)
 
-    def _ask_who(self, fact: Fact) -> Turn:
+    def _ask_who(self, fact: Fact) -> WrittenTurn:
         """The other way round: "who is Emily?" """
         user = self._style(
             self.rng.choice(("who is {}", "who's {}", "do you know who {} is")).format(fact.value), "?"
         )
         reply = f"{fact.value} is {fact.subject.reply}."
-        turn = Turn(user, reply, expected=fact.subject.reply, told_at=fact.mentioned, kind="relation")
+        turn = WrittenTurn(user, reply, expected=fact.subject.reply, told_at=fact.mentioned, kind="relation")
         fact.mentioned = self.turns
         return turn
 
-    def _ask_unknown(self) -> Turn:
+    def _ask_unknown(self) -> WrittenTurn:
         if self.rng.random() < 0.06:
             name = self.values.draw("name")
             taken = name in {fact.value for fact in self.facts.values()} | {
@@ -259,26 +260,26 @@ class Writer:
             }
             if not taken:
                 return _unknown(self._style(f"who is {name}", "?"), f"who {name} is")
-        subject, attribute = self._new_slot()
+        subject, attribute = self._new_topic()
         thing = facts.fill(attribute.embedded, subject, "", by_assistant=True)
         return _unknown(self._question(subject, attribute), thing)
 
-    def _correct(self) -> Turn:
+    def _correct(self) -> WrittenTurn:
         fact = self.pick()
         fact.value = self.values.draw(fact.attribute.kind)
         fact.alias = None
         return self._state([fact], self.rng.choice(phrasing.RESTATE))
 
-    def _new_slot(self) -> tuple[Subject, Attribute]:
+    def _new_topic(self) -> tuple[Subject, Attribute]:
         """A subject and an attribute that nothing was told about."""
         while True:
-            subject, attribute = self._draw_slot()
+            subject, attribute = self._draw_topic()
             if self.held_out and not facts.can_hold_out(attribute):
                 continue
             if (subject.says, attribute.key) not in self.facts:
                 return subject, attribute
 
-    def _draw_slot(self) -> tuple[Subject, Attribute]:
+    def _draw_topic(self) -> tuple[Subject, Attribute]:
         draw = self.rng.random()
         if draw < 0.07:
             return facts.WORLD, self.rng.choice(attributes.WORLD_FACTS)
@@ -306,7 +307,7 @@ class Writer:
         return subject, facts.NAME if nameless else self.rng.choice(attributes.PERSONAL)
 
     def _new_fact(self) -> Fact:
-        subject, attribute = self._new_slot()
+        subject, attribute = self._new_topic()
         return Fact(subject, attribute, self.values.draw(attribute.kind), self.turns)
 
     def _statement(self, fact: Fact) -> str:
@@ -341,7 +342,7 @@ class Writer:
         return phrasing.typed(self.rng, text, mark, frame, sloppy, keep)
 
 
-def dialogue(rng: random.Random, held_out: bool = False) -> Iterator[Turn]:
+def dialogue(rng: random.Random, held_out: bool = False) -> Iterator[WrittenTurn]:
     """An endless dialogue."""
     writer = Writer(rng, held_out)
     while True:

@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pensieve.demo import MODEL_DIR
 from pensieve.demo.talk.scenario import Conversation, conversations
-from pensieve.demo.training.forced import Report, score
+from pensieve.demo.training.forced import RecallReport, score
 
 
-class Chat:
+class TransformersChat:
     """One conversation with a model of transformers, its cache kept between turns."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
@@ -63,18 +63,18 @@ class Chat:
         return text_out
 
 
-def hold(chat: Chat, conversation: Conversation, report: Report, wrong: list[str]) -> None:
+def hold(chat: TransformersChat, conversation: Conversation, report: RecallReport, wrong: list[str]) -> None:
     """One scripted conversation; distances run from the turn that last held the value."""
     mentioned: dict[str, int] = {}
-    for line in conversation:
-        answer = chat.send(line.text)
-        if line.expected is not None:
-            right = line.expected.lower() in answer.lower()
-            before = [place for text, place in mentioned.items() if line.expected in text]
+    for said in conversation:
+        answer = chat.send(said.text)
+        if said.expected is not None:
+            right = said.expected.lower() in answer.lower()
+            before = [place for text, place in mentioned.items() if said.expected in text]
             report.add(len(chat.tokens) - max(before), "live", right)
             if not right:
-                wrong.append(f"{line.text} wanted {line.expected!r}, got {answer!r}")
-        mentioned[line.text + "\n" + answer] = len(chat.tokens)
+                wrong.append(f"{said.text} wanted {said.expected!r}, got {answer!r}")
+        mentioned[said.text + "\n" + answer] = len(chat.tokens)
 
 
 def table(title: str, rows: list[tuple[str, int, int]], console: Console) -> None:
@@ -110,10 +110,10 @@ def main(
         return likely
 
     if live:
-        report = Report()
+        report = RecallReport()
         wrong: list[str] = []
         for conversation in conversations(dialogues, turns, int(seed)):
-            hold(Chat(model, tokenizer), conversation, report, wrong)
+            hold(TransformersChat(model, tokenizer), conversation, report, wrong)
         console.print("\n".join(wrong[:show]), markup=False)
     else:
         report = score(best, folder / "tokenizer.json", dialogues, length, f"evaluate {seed}", show)

@@ -60,7 +60,7 @@ class Feed:
             weights: list[np.ndarray[Any, Any]] = []
             while not stop.is_set():
                 made_for, some_ids, some_weights = self._queue.get()
-                if made_for != length:
+                if made_for != length:  # written before the workers saw that the length has changed
                     continue
                 ids.append(some_ids)
                 weights.append(some_weights)
@@ -70,7 +70,7 @@ class Feed:
                 weight = torch.from_numpy(np.concatenate(weights)[:rows].astype(np.float32))
                 ids, weights = [], []
                 item = (batch.to(device), weight.to(device))
-                while not stop.is_set():
+                while not stop.is_set():  # a plain put would wait for ever once nobody reads
                     try:
                         ready.put(item, timeout=0.5)
                         break

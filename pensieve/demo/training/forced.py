@@ -27,7 +27,7 @@ def bucket_of(distance: int) -> str:
 
 
 @dataclass
-class Report:
+class RecallReport:
     """Counts of questions and right answers, by distance bucket and by kind of value."""
 
     right: Counter[str] = field(default_factory=Counter)
@@ -65,13 +65,13 @@ class Report:
 
 def score(
     best: Callable[[Tensor], Tensor], tokenizer: Path, rows: int, length: int, seed: str, show: int = 0
-) -> Report:
+) -> RecallReport:
     """Counts over this many held-out dialogues; prints the first ``show`` wrong answers.
 
     ``best`` maps ids [1, length] to the most likely next token at each place [1, length].
     """
     packer = Packer(tokenizer, seed, held_out=True)
-    report = Report()
+    report = RecallReport()
     for _ in range(rows):
         row = packer.row(length)
         ids = torch.from_numpy(row.ids.astype("int64"))

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from pensieve.demo.talk import smalltalk
-from pensieve.demo.training.dialogues import Turn, Writer
+from pensieve.demo.training.dialogues import Writer, WrittenTurn
 from pensieve.demo.training.tokenizer import ASSISTANT, END, SYSTEM, USER
 
 _WEIGHT_SCALE = 100  # weights travel as uint8
@@ -20,7 +20,7 @@ _WEIGHT_USER, _WEIGHT_REPLY, _WEIGHT_ANSWER = 3, 30, 100
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """An answer inside a row: where it lies and how far back the value was last mentioned."""
+    """An answer inside a row: where it stands, and how far back the value was last mentioned."""
 
     start: int
     stop: int
@@ -83,7 +83,7 @@ class Packer:
 
     def _append(
         self,
-        turn: Turn,
+        turn: WrittenTurn,
         user: list[int],
         reply: list[int],
         ids: list[int],
@@ -100,6 +100,7 @@ class Packer:
         weights += [weight] * (len(reply) + 1)
         if known or turn.unknown:
             told = turn.told_at
+            # -1: never told; 0: told in the very turn that asks.
             distance = -1 if told is None else start - ends[told] if told < len(ends) else 0
             questions.append(Question(start, len(ids), distance, turn.kind))
         ends.append(len(ids))

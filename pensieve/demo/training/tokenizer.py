@@ -50,6 +50,7 @@ def _corpus(dialogues: int, turns: int) -> list[str]:
 def build(dialogues: int = 600, turns: int = 60) -> Tokenizer:
     """Learns the tokenizer from generated training dialogues; the same arguments give the same tokenizer."""
     corpus = _corpus(dialogues, turns)
+    # First pass: merges are learned on words without their leading space, so that none of them contains one.
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = _splitter(_PIECES)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -61,6 +62,8 @@ def build(dialogues: int = 600, turns: int = 60) -> Tokenizer:
     pieces = sorted(model["vocab"], key=model["vocab"].__getitem__)
     merges = [tuple(pair) for pair in model["merges"]]
 
+    # Second pass: frequent whole words get a variant with the space in front. Their merges come after all others,
+    # so that a word is put together first and takes its space last.
     spaced: Counter[str] = Counter()
     words = _splitter(" ?" + _PIECES)
     for text in corpus:

@@ -18,20 +18,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pensieve.demo.training import tokenizer as demo_tokenizer
-from pensieve.demo.training.decoder import Decoder, Shape, load_weights, rotary, save
+from pensieve.demo.training.decoder import Decoder, DecoderSizes, load_weights, rotary, save
 from pensieve.demo.training.feed import Feed
-from pensieve.demo.training.forced import Report, score
+from pensieve.demo.training.forced import RecallReport, score
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class LengthPhase:
     """A stretch of training at one row length; ``until`` is the share of the time at which it ends."""
 
     length: int
     until: float
 
 
-PHASES: tuple[Phase, ...] = (Phase(256, 0.12), Phase(1024, 0.40), Phase(4096, 0.72), Phase(8192, 1.0))
+PHASES: tuple[LengthPhase, ...] = (
+    LengthPhase(256, 0.12),
+    LengthPhase(1024, 0.40),
+    LengthPhase(4096, 0.72),
+    LengthPhase(8192, 1.0),
+)
 
 
 def loss_of(model: Decoder, ids: Tensor, weights: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -61,7 +66,7 @@ def train(
     seconds: float,
     tokens: int,
     peak: float,
-    phases: tuple[Phase, ...],
+    phases: tuple[LengthPhase, ...],
     compiled: bool,
     tokenizer: Path,
 ) -> None:
@@ -72,7 +77,7 @@ def train(
     started = time.monotonic()
     steps = seen = 0
     for phase in phases:
-        cos, sin = rotary(model.shape, phase.length, device)
+        cos, sin = rotary(model.sizes, phase.length, device)
         batches = feed.batches(phase.length + 1, max(1, tokens // phase.length), device)
         shown = time.monotonic()
         for ids, weights in batches:
@@ -105,10 +110,10 @@ def train(
 
 
 @torch.no_grad()
-def check(model: Decoder, tokenizer: Path, rows: int, length: int, seed: str, show: int = 0) -> Report:
+def check(model: Decoder, tokenizer: Path, rows: int, length: int, seed: str, show: int = 0) -> RecallReport:
     """Recall on held-out dialogues of this length."""
     device = model.embed_tokens.weight.device
-    cos, sin = rotary(model.shape, length, device)
+    cos, sin = rotary(model.sizes, length, device)
 
     def best(ids: Tensor) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16):
@@ -149,17 +154,17 @@ def main(
     plan = PHASES
     if phases:
         pairs = (item.split(":") for item in phases.split(","))
-        plan = tuple(Phase(int(length), float(until)) for length, until in pairs)
-    shape = Shape()
+        plan = tuple(LengthPhase(int(length), float(until)) for length, until in pairs)
+    sizes = DecoderSizes()
     out.mkdir(parents=True, exist_ok=True)
     tokenizer_file = out / "tokenizer.json"
     if not tokenizer_file.exists():
-        demo_tokenizer.save(demo_tokenizer.build(), out, shape.context)
+        demo_tokenizer.save(demo_tokenizer.build(), out, sizes.context)
     feed = Feed(tokenizer_file, f"train {seed}", plan[0].length + 1, workers)  # before CUDA starts: it forks
     torch.manual_seed(seed)
     torch.set_float32_matmul_precision("high")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = Decoder(shape).to(device)
+    model = Decoder(sizes).to(device)
     if resume is not None:
         load_weights(model, resume)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters on {device}", flush=True)

@@ -1,0 +1,33 @@
+"""Servers that a program starts for itself never outlive the block that holds them."""
+
+from __future__ import annotations
+
+import pytest
+
+from pensieve import spawn
+from pensieve.spawn import ServerProcess, SpawnError, serving
+
+DEMO = ("--model", "demo", "--store", "memory:")
+
+
+def test_a_server_that_is_not_ready_yet_is_killed() -> None:
+    with ServerProcess(*DEMO, wait=False) as server:
+        assert server.running and not server.ready
+    assert not server.running
+
+
+def test_when_one_of_several_servers_fails_all_of_them_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[ServerProcess] = []
+
+    class Noted(ServerProcess):
+        def __init__(self, *arguments: str, wait: bool) -> None:
+            super().__init__(*arguments, wait=wait)
+            started.append(self)
+
+    monkeypatch.setattr(spawn, "ServerProcess", Noted)
+    with (
+        pytest.raises(SpawnError, match=r"did not start[\s\S]*--no-such-option"),
+        serving(["--no-such-option"], DEMO),
+    ):
+        pytest.fail("the block must not be entered")
+    assert [server.running for server in started] == [False, False]
