@@ -17,7 +17,7 @@ from pensieve.replay.measure.report import SCHEMA, environment, summarise
 from pensieve.replay.measure.validity import client_lag, intervals
 from pensieve.replay.measure.windows import Window, cut, running_turns, sent_turns
 from pensieve.replay.play import crew, runner
-from pensieve.replay.play.watching import Watcher
+from pensieve.replay.play.watching import ReplayWatcher
 from pensieve.replay.records import Outcome, RunOptions
 from pensieve.replay.targets import server_counters
 from pensieve.replay.targets.base import Remote, Target, TargetInfo, TurnFailed, empty_cache
@@ -60,16 +60,16 @@ class _Lost:
     """The first run that it did not end; None: it was lost before all runs."""
 
 
-_NOBODY = Watcher()
+_NOBODY = ReplayWatcher()
 
 
-async def run(plan: ReplayPlan, targets: Sequence[Target], watch: Watcher = _NOBODY) -> dict[str, Any]:
+async def run(plan: ReplayPlan, targets: Sequence[Target], watch: ReplayWatcher = _NOBODY) -> dict[str, Any]:
     """Play one plan; see ``run_all``."""
     return await run_all([plan], targets, watch)
 
 
 async def run_all(
-    plans: Sequence[ReplayPlan], targets: Sequence[Target], watch: Watcher = _NOBODY
+    plans: Sequence[ReplayPlan], targets: Sequence[Target], watch: ReplayWatcher = _NOBODY
 ) -> dict[str, Any]:
     """The report, ready for JSON. All targets get the same token ids at the same times, one target after the other.
 
@@ -113,7 +113,7 @@ async def run_all(
 
 
 async def _meet(
-    targets: Sequence[Target], plan: ReplayPlan, lost: dict[int, _Lost], watch: Watcher
+    targets: Sequence[Target], plan: ReplayPlan, lost: dict[int, _Lost], watch: ReplayWatcher
 ) -> dict[int, TargetInfo]:
     """What each target can hold. One that is started for this, and is not the only one, is stopped again.
 
@@ -136,7 +136,7 @@ async def _meet(
     return infos
 
 
-async def _open(target: Target, watch: Watcher) -> TargetInfo:
+async def _open(target: Target, watch: ReplayWatcher) -> TargetInfo:
     if not isinstance(target, StartedTarget):
         return await target.open()
     with watch.starting(target.name):
@@ -163,7 +163,7 @@ def _prepare(plan: ReplayPlan, infos: Sequence[TargetInfo]) -> _Prepared:
 
 
 async def _ready(
-    target: Target, info: TargetInfo | None, work: _Prepared, targets: int, watch: Watcher
+    target: Target, info: TargetInfo | None, work: _Prepared, targets: int, watch: ReplayWatcher
 ) -> TargetInfo:
     """The target is open after this. Raises TurnFailed, also when it cannot hold what it is to replay."""
     if isinstance(target, StartedTarget) and targets > 1:
@@ -178,7 +178,7 @@ async def _ready(
 
 
 async def _play(
-    target: Target, info: TargetInfo, index: int, work: _Prepared, watch: Watcher
+    target: Target, info: TargetInfo, index: int, work: _Prepared, watch: ReplayWatcher
 ) -> dict[str, Any]:
     """The ``targets`` entry of a run. Raises TurnFailed when a started server ends before the run does."""
     cache = "as found"
@@ -216,7 +216,7 @@ async def _play(
     }
 
 
-async def _replay(target: Target, info: TargetInfo, work: _Prepared, watch: Watcher) -> Outcome:
+async def _replay(target: Target, info: TargetInfo, work: _Prepared, watch: ReplayWatcher) -> Outcome:
     options, line = work.plan.run, watch.run(target.name, work.shaped.turns)
     if options.processes == 1:
         return await runner.replay(target, info, work.scripts, options, line.ended, line.sent)

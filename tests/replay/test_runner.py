@@ -18,7 +18,7 @@ from pensieve.replay.measure.report import is_clean, statistics, summarise
 from pensieve.replay.measure.validity import client_lag
 from pensieve.replay.measure.windows import Window, cut
 from pensieve.replay.play.runner import replay
-from pensieve.replay.play.watching import RunWatcher, Watcher
+from pensieve.replay.play.watching import ReplayWatcher, RunWatcher
 from pensieve.replay.records import Outcome, Played, RunOptions, TurnRecord, outcome
 from pensieve.replay.session import ReplayPlan, run
 from pensieve.replay.targets.base import AskedTurn, OnTokens, TargetInfo, TurnFailed
@@ -82,7 +82,7 @@ class FakeTarget:
         self.closed = True
 
 
-class Watching(Watcher, RunWatcher):
+class Watching(ReplayWatcher, RunWatcher):
     """Keeps what it is told."""
 
     def __init__(self) -> None:

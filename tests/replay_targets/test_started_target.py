@@ -22,7 +22,7 @@ from pensieve.replay.command import replay
 from pensieve.replay.load.schedule import Arrivals
 from pensieve.replay.load.shaping import Shaping
 from pensieve.replay.load.workload import Conversation, Dataset, TurnLengths
-from pensieve.replay.play.watching import Watcher
+from pensieve.replay.play.watching import ReplayWatcher
 from pensieve.replay.records import RunOptions
 from pensieve.replay.session import ReplayPlan, run
 from pensieve.replay.targets.base import Target, TurnFailed
@@ -193,7 +193,7 @@ async def test_a_line_of_any_length_does_not_stop_the_reading(server: Server) ->
 
 
 async def test_the_start_is_watched(service: DyingAt, server: Server) -> None:
-    class Starts(Watcher):
+    class Starts(ReplayWatcher):
         def __init__(self) -> None:
             self.names: list[str] = []
 

@@ -20,14 +20,14 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from pensieve.replay.play.watching import RunWatcher, Watcher
+from pensieve.replay.play.watching import ReplayWatcher, RunWatcher
 from pensieve.replay.records import TurnRecord
 
 _RECENT_S = 10.0
 """Tokens per second are those of turns that ended in this time."""
 
 
-class LiveProgress(Watcher):
+class LiveProgress(ReplayWatcher):
     """A context manager; each run has a line, and so has a server that starts, until it is up.
 
     Silent where the console is no terminal.

@@ -17,7 +17,7 @@ class RunWatcher:
         """A turn has ended; one whose conversation could not be opened was never sent."""
 
 
-class Watcher:
+class ReplayWatcher:
     """Watches a whole replay; this one does nothing."""
 
     def starting(self, target: str) -> AbstractContextManager[None]:
