@@ -1,7 +1,7 @@
-"""The server, put together: store, tokenizer, engine link, services, two ports; its start, its drain, its end.
+"""The composition root: a server is put together here from store, tokenizer, engine link, services and two ports.
 
-Order of start: what can be refused quickly comes first (key file, store, ports), the engine, which may take minutes,
-comes last; ``/healthz`` on the admin port answers from the beginning. Everything that was started is ended in reverse
+At start, what can be refused quickly comes first (key file, store, ports) and the engine, which may take minutes, comes
+last; ``/healthz`` on the admin port answers from the beginning. Everything that was started is ended in reverse
 order, also when a later part does not start.
 """
 
@@ -71,7 +71,7 @@ SWITCH_INTERVAL_S: Final = 0.0005
 statement: with Python's default of 5 ms, a turn's begin waited for much of its time on a front end near its limit; on
 one with time to spare there is no difference."""
 LAST_CALLS_S: Final = 2.0
-"""After the drain: for answers that are on their way."""
+"""Time after the drain for answers that are on their way."""
 
 
 class StartError(Exception):
@@ -184,7 +184,7 @@ class App:
         )
 
     def _make_data_server(self, authenticator: Authenticator) -> aio.Server:
-        """Bound at once, so that a taken port is told before a model is loaded; serves after ``start``."""
+        """The data server. Its port is bound at once, so that a taken one is told before a model is loaded."""
         options = self._options
         credentials = None
         if options.tls_cert is not None and options.tls_key is not None:
@@ -225,7 +225,7 @@ class App:
 
 
 def _sampling_defaults(folder: Path) -> SamplingDefaults:
-    """What the model's authors recommend (generation_config.json): greedy unless they say otherwise."""
+    """The values that the model's authors recommend (generation_config.json): greedy unless they say otherwise."""
     recommended = load_generation(folder)
     return SamplingDefaults(
         temperature=recommended.temperature,
@@ -249,7 +249,7 @@ def _with_port(address: str, port: int) -> str:
 
 
 def _explained(error: BaseException) -> BaseException:
-    """What an operator can act on as a StartError of one line; anything else is a bug and stays as it is."""
+    """An error that an operator can act on becomes a StartError of one line; any other is a bug and stays as it is."""
     if isinstance(error, PensieveError):
         return StartError(error.message)
     if isinstance(error, ModelError | BindError | OSError):

@@ -19,7 +19,7 @@ import pytest
 from pensieve.core import FinishReason, Sampling, SessionKey
 from pensieve.debug import child_environment
 from pensieve.engine.messages import Finished, Output, RequestProgress, Started
-from pensieve.errors import ContextLimitExceeded, Internal, Unavailable
+from pensieve.errors import ContextLimitExceeded, Internal, ResourceExhausted, Unavailable
 from pensieve.server.links.engine_link import LinkState
 from pensieve.server.links.process_link import ProcessLink
 from support.engine.fake_engine import BUILDER, Script, options
@@ -98,6 +98,24 @@ async def test_cancel_ends_the_events_and_frees_the_engine() -> None:
         heard = len(generation.events)
         generation.cancel()
         await until(lambda: link.stats.running == 0)
+        assert len(generation.events) == heard and generation.ends == 0
+
+
+async def test_cancel_never_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when so much waits to be read by the engine that it cannot be told: nothing more is heard of it here."""
+
+    def full(command: object) -> None:
+        raise ResourceExhausted("too much waits")
+
+    async with running(Script()) as link:
+        generation = submit(link, LONG)
+        await generation.first_output()
+        with monkeypatch.context() as patch:
+            assert link._process is not None
+            patch.setattr(link._process, "send", full)
+            generation.cancel()
+        heard = len(generation.events)
+        assert [event async for event in submit(link)]
         assert len(generation.events) == heard and generation.ends == 0
 
 

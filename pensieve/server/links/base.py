@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable
 from typing import Final, TypeVar
 
@@ -25,6 +26,8 @@ from pensieve.errors import Internal, PensieveError
 from pensieve.server.links.engine_link import GenerationSink, LinkState
 from pensieve.server.links.generations import CallAnswer, GenerationObserver, Generations, OpenGeneration
 from pensieve.server.unavailable import draining, restarting, starting
+
+log = logging.getLogger(__name__)
 
 DEFAULT_STALL_LIMIT_S: Final = 60.0
 T = TypeVar("T", bound=CallAnswer)
@@ -176,8 +179,14 @@ class BaseLink(abc.ABC):
         raise errors[self._state]()
 
     def _cancel(self, request: RequestKey) -> None:
-        if self._state is LinkState.SERVING:
+        if self._state is not LinkState.SERVING:
+            return
+        try:
             self._send(Cancel(request=request))
+        except PensieveError as error:
+            # Whoever cancels has done with the generation, and nothing more of it is dealt out. The engine, which has
+            # not read its commands for long, computes it in vain or is found to stall.
+            log.warning("the engine was not told to cancel a generation: %s", error.reason)
 
     async def _call(self, make: Callable[[int], Command], kind: type[T]) -> T:
         self._check_serving()

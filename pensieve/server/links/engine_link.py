@@ -63,7 +63,7 @@ class Generation(Protocol):
     def request(self) -> RequestKey: ...
 
     def cancel(self) -> None:
-        """Stop within one step; the sink hears nothing more. Idempotent, and harmless after the end."""
+        """Stop within one step; the sink hears nothing more. Never raises, and does nothing after the end."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""``pensieve.v1.ConversationService``: messages in, values through, messages out. No rules of its own.
+"""``pensieve.v1.ConversationService``: it turns messages into values and back, and has no rules of its own.
 
 Every method validates and converts before it first waits for anything.
 """

@@ -85,7 +85,7 @@ class FaultServer:
         (self.model / "hold").unlink(missing_ok=True)
 
     def send(self, number: signal.Signals) -> None:
-        """To the front end only."""
+        """Signal the front end, not its engine."""
         self.process.send_signal(number)
 
     def wait(self) -> int:
@@ -101,7 +101,7 @@ class FaultServer:
         self.wait()
 
     def close(self) -> None:
-        """Gone, whatever state it is in."""
+        """End it, whatever state it is in."""
         self.release()
         if self._process is not None and self._process.poll() is None:
             self.kill()
