@@ -23,22 +23,18 @@ from pensieve.demo.talk.scenario import LONG_FACTS, Conversation, Utterance, lon
 from pensieve.spawn import serving
 
 KEEPS, FORGETS = "Pensieve", "stateless"
-_AMPLE = (
-    "--model",
-    "demo",
-    "--store",
-    "memory:",
-    "--device-cache",
-    "16384tokens",
-    "--host-cache",
-    "16384tokens",
-)
-SERVERS: Final = {KEEPS: _AMPLE, FORGETS: (*_AMPLE, "--stateless")}
+_AMPLE = [
+    *("--model", "demo", "--device", "cpu", "--store", "memory:"),
+    *("--device-cache", "16384tokens", "--host-cache", "16384tokens"),
+]
+SERVERS: Final = {KEEPS: _AMPLE, FORGETS: [*_AMPLE, "--stateless"]}
 """Name → options of its ``pensieve serve``."""
 
 STORIES: Final = 10
 SENTENCE_TOKENS: Final = 12.5
 """Tokens per sentence of a story, on average."""
+OTHER_TOKENS: Final = 350
+"""Tokens of the facts, the questions and the answers, about."""
 LAST_TURNS: Final = LONG_FACTS
 """The closing number is taken over this many turns at the end; all of them ask for a fact."""
 HEIGHT: Final = 4
@@ -47,7 +43,8 @@ HEIGHT: Final = 4
 
 def script(context_tokens: int, seed: int) -> Conversation:
     """A conversation that grows to about this many tokens."""
-    return long_conversation(STORIES, max(1, round(context_tokens / STORIES / SENTENCE_TOKENS)), seed)
+    sentences = round((context_tokens - OTHER_TOKENS) / STORIES / SENTENCE_TOKENS)
+    return long_conversation(STORIES, max(1, sentences), seed)
 
 
 class Audience(Protocol):

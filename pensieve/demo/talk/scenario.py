@@ -59,9 +59,10 @@ def conversations(count: int, turns: int, seed: int = 0) -> list[Conversation]:
 
 
 def long_conversation(stories: int, sentences: int, seed: int = 0) -> Conversation:
-    """One conversation that grows: five facts, then ``stories`` turns of ``sentences`` sentences that tell nothing.
+    """One conversation that grows: five facts, then this many stories of this many sentences of no interest.
 
-    After every fourth story one of the facts is asked for. The last five turns ask for all five, the oldest last.
+    A story ends by asking for one of the facts: replies to chatter alone are near ties, which rounding may decide.
+    After every fourth story comes a question of its own, and the last five turns ask for all five, the oldest last.
     The same arguments give the same conversation.
     """
     rng = random.Random(f"long scenario {seed}")
@@ -72,8 +73,9 @@ def long_conversation(stories: int, sentences: int, seed: int = 0) -> Conversati
         told.append(_new_fact(topics, values, told))
     utterances = [Utterance(_statement(rng, *fact)) for fact in told]
     for number in range(1, stories + 1):
-        story = (_sentence(smalltalk.remark(rng, held_out=True), ".") for _ in range(sentences))
-        utterances.append(Utterance(" ".join(story)))
+        story = [_sentence(smalltalk.remark(rng, held_out=True), ".") for _ in range(sentences)]
+        question = _question(rng, *rng.choice(told))
+        utterances.append(Utterance(" ".join([*story, question.text]), question.expected))
         if number % 4 == 0:
             utterances.append(_question(rng, *rng.choice(told)))
     return utterances + [_question(rng, *fact) for fact in reversed(told)]
