@@ -81,6 +81,12 @@ def test_our_names_do_not_shadow_others() -> None:
     )
 
 
+TWICE = {
+    "Item": "one message of a history as the client and as the store sees it: the same thing at two ends of the wire",
+}
+"""Class names that are defined more than once → why each of them may be."""
+
+
 def test_folders_are_small_enough_to_look_into() -> None:
     crowded = {
         str(folder.path): len(folder.modules)
@@ -88,6 +94,12 @@ def test_folders_are_small_enough_to_look_into() -> None:
         if len(folder.modules) > structure.MOST_MODULES
     }
     assert crowded == {}
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    found = structure.twice_defined()
+    assert set(found) == set(TWICE), {name: found[name] for name in set(found) - set(TWICE)}
+    assert len(TWICE) <= 8 and all(TWICE.values())
 
 
 def test_file_lengths() -> None:
