@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import log
 from typing import Any
 
 import numpy as np
@@ -35,8 +36,9 @@ class Times:
         self.total += count * seconds
         if seconds > self.most:
             self.most = seconds
-        bin_ = int(math.log(seconds / _LEAST) / _STEP) if seconds > _LEAST else 0
-        self.bins[bin_] = self.bins.get(bin_, 0) + count
+        bin_ = int(log(seconds / _LEAST) / _STEP) if seconds > _LEAST else 0
+        bins = self.bins
+        bins[bin_] = bins.get(bin_, 0) + count
 
     def percentile(self, share: float) -> float | None:
         left = share * self.count

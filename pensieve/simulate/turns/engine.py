@@ -17,7 +17,7 @@ from pensieve.simulate.scenario.bound import Bound
 from pensieve.simulate.scenario.load import Life
 from pensieve.simulate.scenario.settings import Settings
 from pensieve.simulate.scenario.tally import ChunkPrices, Span, Tally
-from pensieve.simulate.turns.batch import Batch, Turn
+from pensieve.simulate.turns.batch import Batch, LiveTurn
 from pensieve.simulate.turns.cache import TurnCache
 
 _NEVER: Final = float("inf")
@@ -39,12 +39,13 @@ class TurnSimulation:
         self._progress = progress
         self.tally = Tally(window, zero_s)
         self.bound = Bound(settings.cost) if policy == "clairvoyant" else None
+        self._affine = settings.routing == "affine"
         self.replicas: list[Batch] = []
         for _ in range(settings.replicas):
             rule, stamp = policies.make(policy)
             cache = TurnCache(settings.cache, settings.cost, rule, settings.slack)
             self.replicas.append(Batch(settings, cache, stamp, self.tally.gap))
-        self._due: list[tuple[float, int, Turn]] = []
+        self._due: list[tuple[float, int, LiveTurn]] = []
         """Turns that are to come: (time, ticket, turn)."""
         self._tickets = 0
         self._live = self.replicas
@@ -58,17 +59,18 @@ class TurnSimulation:
         source = iter(lives)
         upcoming = next(source, None)
         while True:
-            if upcoming is not None and (not self._due or upcoming.start <= self._due[0][0]):
-                self._later(Turn(upcoming), upcoming.start)
+            at = self._due[0][0] if self._due else _NEVER
+            if upcoming is not None and upcoming.start <= at:
+                self._later(LiveTurn(upcoming), upcoming.start)
                 upcoming = next(source, None)
                 continue
-            at = self._due[0][0] if self._due else _NEVER
             first = self._first_busy()
-            now = min(at, first.now) if first is not None else at
+            now = at if first is None or first.now > at else first.now
             if self._loss <= now < _NEVER:
                 self._lose(self._loss)
             elif first is not None and first.now <= at:
-                self._ended(first, first.run(min(at, self._loss, self._horizon(first))))
+                if ended := first.run(min(at, self._loss, self._horizon(first))):
+                    self._ended(first, ended)
             elif self._due:
                 self._submit(heapq.heappop(self._due)[2], at)
             else:
@@ -84,51 +86,51 @@ class TurnSimulation:
 
     def _horizon(self, first: Batch) -> float:
         """Until when nothing that another replica does can matter to ``first``: with ``affine``, for ever."""
-        if self._settings.routing == "affine":
+        if self._affine:
             return _NEVER
         return min(
             (other.now for other in self._live if other is not first and other.has_work), default=_NEVER
         )
 
-    def _later(self, turn: Turn, at: float) -> None:
+    def _later(self, turn: LiveTurn, at: float) -> None:
         self._tickets += 1
         turn.arrived = at
         heapq.heappush(self._due, (at + self._settings.machine.turn_s, self._tickets, turn))
         self.most_alive = max(self.most_alive, len(self._due))
 
-    def _submit(self, turn: Turn, now: float) -> None:
+    def _submit(self, turn: LiveTurn, now: float) -> None:
         turn.replica = self._settings.route(
             turn.life.number, turn.index, lost=self._live is not self.replicas
         )
         self._tickets += 1
         self.replicas[turn.replica].submit(turn, self._tickets, now)
 
-    def _ended(self, replica: Batch, ended: list[tuple[Turn, float]]) -> None:
+    def _ended(self, replica: Batch, ended: list[tuple[LiveTurn, float]]) -> None:
+        policy = replica.cache.index.policy
+        arc = policy if isinstance(policy, policies.Arc) else None
         for turn, at in ended:
             restore = turn.restore
             assert restore is not None
-            new, output = turn.life.turns[turn.index]
             usage = Usage(
                 context_tokens=turn.prompt,
-                new_tokens=new,
+                new_tokens=turn.prompt - turn.history,
                 gpu_cached_tokens=restore.gpu_cached,
                 swapped_in_tokens=restore.swapped_in,
                 recomputed_tokens=restore.recomputed,
-                output_tokens=output,
+                output_tokens=turn.output,
             )
             cost = self._prices.of(restore.missing, turn.history) if restore.recomputed else 0.0
             first = turn.first_token
             self.tally.add(turn.index, usage, turn.prompt, cost, first - turn.arrived, at - first, at)
-            policy = replica.cache.index.policy
-            if isinstance(policy, policies.Arc):
-                policy.returned(turn.index, turn.history, restore.recomputed)
+            if arc is not None:
+                arc.returned(turn.index, turn.history, restore.recomputed)
             if self._progress is not None:
                 self._progress(self.tally.sessions)
             if turn.index + 1 < len(turn.life.turns):
                 due = turn.life.due(turn.index + 1, at)
                 if self.bound is not None:
-                    self.bound.idle(turn.prompt + output, due - at)
-                following = Turn(turn.life, turn.index + 1, turn.prompt + output)
+                    self.bound.idle(turn.prompt + turn.output, due - at)
+                following = LiveTurn(turn.life, turn.index + 1, turn.prompt + turn.output)
                 self._later(following, due)
             else:
                 self.tally.open(turn.life.start, at)

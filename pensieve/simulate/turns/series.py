@@ -10,7 +10,7 @@ _ALIKE = 1.01
 """``parts`` tells steps apart where one takes so many times as long as another."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made at each event
 class Series:
     """Of ``first``, ``first + rise``, … seconds; ``rise`` is less than ``first``."""
 
@@ -33,10 +33,14 @@ class Series:
         count = 2 * total / (linear + math.sqrt(linear * linear + 2 * self.rise * max(total, 0.0)))
         return min(max(math.ceil(count), 1), most)
 
+    def is_even(self, count: int) -> bool:
+        """Whether so many steps are nearly equal: one run, for ``parts``."""
+        return self.last(count) <= _ALIKE * self.first
+
     def parts(self, count: int) -> Iterator[tuple[float, int, float]]:
         """So many steps in runs of nearly equal ones: (seconds each, how many, seconds until the last has ended)."""
         last = self.last(count)
-        if last <= _ALIKE * self.first:
+        if self.is_even(count):
             yield (self.first + last) / 2, count, self.total(count)
             return
         runs = min(count, math.ceil(math.log(last / self.first) / math.log(_ALIKE)))

@@ -2,45 +2,87 @@
 
 Under most policies neighbours in that order belong to different sessions, so a heap that re-ranks a session after each
 chunk is what a simulation would spend its time in. Here all chunks of the sessions that can matter are valued at once.
+Victims are handled as lists side by side, so that what happens to each of them happens in C.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import compress, repeat
+from operator import getitem, setitem
 from typing import Final, Protocol
 
 import numpy as np
 
-from pensieve.engine.cache.index import Reclaim
-from pensieve.engine.cost.model import CostModel
+from pensieve.engine.cache.index import Reclaim, Rows, VictimRound
 from pensieve.simulate.scenario.policies import Arc
 from pensieve.simulate.turns.places import RECLAIMS, PlacesIndex, Resident
 
 FRESH_S: Final = 8.0
 """For so many virtual seconds a ranking is used before it is made anew: sessions are idle for minutes."""
+_FEW: Final = 8
+"""Of the sessions that may have to give up chunks a ranking looks at one in so many first."""
 
 
-Victim = tuple[float, Resident, int]
-"""(value, session, chunk)"""
+@dataclass(slots=True)
+class Victims:
+    """Chunks that give way, lowest value first: four lists side by side."""
+
+    values: list[float] = field(default_factory=list)
+    sessions: list[Resident] = field(default_factory=list)
+    places: list[bytearray] = field(default_factory=list)
+    """Of each one's session, all chunks."""
+    chunks: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.chunks)
+
+    def part(self, start: int, end: int | None = None) -> Victims:
+        """Some of them, as a slice."""
+        some = slice(start, end)
+        return Victims(self.values[some], self.sessions[some], self.places[some], self.chunks[some])
+
+    def put(self, place: int) -> None:
+        """Give each the same new place."""
+        deque(map(setitem, self.places, self.chunks, repeat(place)), maxlen=0)
+
+    def at(self, place: int, found: bytes) -> Victims:
+        """Those that are at one place; where each is was ``found``."""
+        stand = [at == place for at in found]
+        return Victims(
+            list(compress(self.values, stand)),
+            list(compress(self.sessions, stand)),
+            list(compress(self.places, stand)),
+            list(compress(self.chunks, stand)),
+        )
+
+    def followed_by(self, more: Victims) -> Victims:
+        """These and others of higher values."""
+        if not self.chunks:
+            return more
+        return Victims(
+            self.values + more.values,
+            self.sessions + more.sessions,
+            self.places + more.places,
+            self.chunks + more.chunks,
+        )
 
 
-class Victims(Protocol):
-    """Chunks that can give one thing, lowest value first."""
+class VictimOrder(Protocol):
+    """Chunks from which the same can be reclaimed, lowest value first."""
 
     def peek(self) -> float:
         """Value of the next victim; infinity when there is none (left)."""
         ...
 
-    def move(self, most: int, to: int, ceiling: float = np.inf) -> list[Victim]:
+    def move(self, most: int, to: int, ceiling: float = np.inf) -> Victims:
         """Give up to ``most`` victims of values up to ``ceiling`` another place, and return them in order.
 
         A group that its policy takes together is not cut.
         """
         ...
-
-
-_FEW: Final = 8
-"""Of the sessions that may have to give chunks a ranking looks at one in so many first."""
 
 
 def can_rank(index: PlacesIndex) -> bool:
@@ -55,17 +97,12 @@ class Ranking:
     Later on it leaves out what has changed since, and what has become a candidate since is not in it.
     """
 
-    def __init__(self, index: PlacesIndex, cost: CostModel, reclaim: Reclaim, now: float, count: int) -> None:
+    def __init__(self, index: PlacesIndex, reclaim: Reclaim, now: float, count: int) -> None:
         self._made = now
-        self._all = True
-        """Whether all candidates are in it."""
         self._index = index
         self._place = RECLAIMS[reclaim]
         self._next = 0
-        self._victims: list[Victim] = []
-        self._active: list[float] = []
-        """When each victim's session was last active."""
-        self._rank(index, cost, reclaim, now, count)
+        self._victims, self._all = _rank(index, reclaim, now, count)
 
     def serves(self, now: float, count: int) -> bool:
         """Whether it is still good for ``count`` victims, or for as many as there are."""
@@ -73,98 +110,105 @@ class Ranking:
         return enough and now - self._made <= FRESH_S and self.peek() < np.inf
 
     def peek(self) -> float:
-        while self._next < len(self._victims):
-            if self._stands(self._next):
-                return self._victims[self._next][0]
-            self._next += 1
+        victims = self._victims
+        places, chunks = victims.places, victims.chunks
+        for position in range(self._next, len(chunks)):
+            # A session that has run since has other places now, and those that are in the ranking are empty.
+            if places[position][chunks[position]] == self._place:
+                self._next = position
+                return victims.values[position]
+        self._next = len(chunks)
         return float("inf")
 
-    def move(self, most: int, to: int, ceiling: float = np.inf) -> list[Victim]:
-        moved: list[Victim] = []
-        place, victims, active, position = self._place, self._victims, self._active, self._next
-        end = len(victims)
-        while len(moved) < most and position < end:
-            victim = value, session, chunk = victims[position]
-            if value > ceiling:
-                break
-            places = session.places
-            if places[chunk] == place and not session.running and session.last_active == active[position]:
-                places[chunk] = to
-                moved.append(victim)
-            position += 1
-        self._next = position
-        self._index.touch_all([session for _, session, _ in moved])
+    def move(self, most: int, to: int, ceiling: float = np.inf) -> Victims:
+        last = bisect_right(self._victims.values, ceiling, self._next)
+        moved = self._standing(min(self._next + most, last))
+        while len(moved.chunks) < most and self._next < last:  # some were passed over
+            more = self._standing(min(self._next + most - len(moved.chunks), last))
+            moved = moved.followed_by(more)
+        moved.put(to)
+        self._index.touch_all(moved.sessions)
         return moved
 
-    def _stands(self, position: int) -> bool:
-        """Whether a victim is still what it was."""
-        _, session, chunk = self._victims[position]
-        unchanged = not session.running and session.last_active == self._active[position]
-        return unchanged and session.places[chunk] == self._place
+    def _standing(self, end: int) -> Victims:
+        """The next ones up to a position, without those that are not candidates any more."""
+        part = self._victims.part(self._next, end)
+        self._next = end
+        found = bytes(map(getitem, part.places, part.chunks))
+        return part if found.count(self._place) == len(found) else part.at(self._place, found)
 
-    def _rank(self, index: PlacesIndex, cost: CostModel, reclaim: Reclaim, now: float, count: int) -> None:
-        """Chunks of the ``count`` sessions whose first chunks are lowest: no other session's can be among them.
 
-        Of these sessions, again, only those matter whose first chunk is below the last victim that a few of them give.
-        """
-        firsts = sorted(index.round(reclaim, now, count)._heap)
-        few = _Chunks(index, cost, self._place, now, [row for _, row in firsts[: count // _FEW + 1]])
-        limit = few.value_of(count)
-        rows = sorted(row for value, row in firsts if value <= limit)
-        chunks = few if len(rows) == len(few.sessions) else _Chunks(index, cost, self._place, now, rows)
-        self._all = chunks.values.size <= count
-        self._victims = chunks.ranked(chunks.value_of(count))
-        self._active = [session.last_active for _, session, _ in self._victims]
+def _rank(index: PlacesIndex, reclaim: Reclaim, now: float, count: int) -> tuple[Victims, bool]:
+    """The next ``count`` victims, and whether these are all that there are.
+
+    They are chunks of the ``count`` sessions whose first chunks are lowest: no other session's can be among them. Of
+    these sessions, again, only those matter whose first chunk is below the last victim that a few of them give.
+    """
+    rows, values = index.lowest_rows(reclaim, now, count)
+    by_row = rows.argsort()
+    rows, values = rows[by_row], values[by_row]
+    # Of equal values the lower row's comes first: the sort is stable.
+    few = _Chunks(index, reclaim, now, np.sort(rows[values.argsort(kind="stable")[: count // _FEW + 1]]))
+    rows = rows[values <= few.value_of(count)]
+    chunks = few if rows.size == few.rows else _Chunks(index, reclaim, now, rows)
+    return chunks.ranked(chunks.value_of(count)), chunks.values.size <= count
 
 
 class _Chunks:
-    """All chunks at one place of some sessions, given by row, with their values."""
+    """All candidate chunks of some sessions, given by row in ascending order, with their values."""
 
-    def __init__(
-        self, index: PlacesIndex, cost: CostModel, place: int, now: float, rows: Sequence[int]
-    ) -> None:
-        self.sessions = [session for row in sorted(rows) if (session := index.resident_at(row)) is not None]
-        lengths = np.array([len(session.places) for session in self.sessions], dtype=np.intp)
-        places = np.frombuffer(b"".join([session.places for session in self.sessions]), np.uint8)
-        at = np.flatnonzero(places == place)
-        self._of = np.repeat(np.arange(len(self.sessions)), lengths)[at]
-        self._chunk = at - (np.cumsum(lengths) - lengths)[self._of]
-        idle = now - np.array([session.last_active for session in self.sessions])
-        candidates = np.bincount(self._of, minlength=len(self.sessions)).astype(np.float64)
-        costs = cost.chunk_costs(int(lengths.max(initial=0)))
-        kinds = np.array([session.kind for session in self.sessions], dtype=np.int64)
-        of = self._of
-        self.values = index.policy.values(costs[self._chunk], candidates[of], idle[of], kinds[of])
+    def __init__(self, index: PlacesIndex, reclaim: Reclaim, now: float, rows: Rows) -> None:
+        self.rows = rows.size
+        self._sessions = index.residents(rows)
+        self._places = [session.places for session in self._sessions]
+        lengths = np.array(list(map(len, self._places)), dtype=np.intp)
+        begins = lengths.cumsum() - lengths
+        (at,) = (np.frombuffer(b"".join(self._places), np.uint8) == RECLAIMS[reclaim]).nonzero()
+        counts = index.counts(reclaim, rows)
+        self._of = np.arange(rows.size).repeat(counts)
+        self._chunk = at - begins.repeat(counts)
+        self.values = index.values_of(reclaim, rows, self._chunk, counts, now)
 
     def value_of(self, count: int) -> float:
         """The value of the ``count``-th lowest; infinity when there are no more than that."""
         return float(np.partition(self.values, count - 1)[count - 1]) if self.values.size > count else np.inf
 
-    def ranked(self, limit: float) -> list[Victim]:
+    def ranked(self, limit: float) -> Victims:
         """Those of values up to ``limit``, lowest first; of equal ones those of lower rows, then the first."""
-        kept = np.flatnonzero(self.values <= limit)
-        kept = kept[np.lexsort((self._chunk[kept], self._of[kept], self.values[kept]))]
-        owners = [self.sessions[number] for number in self._of[kept].tolist()]
-        return list(zip(self.values[kept].tolist(), owners, self._chunk[kept].tolist(), strict=True))
+        (kept,) = (self.values <= limit).nonzero()
+        values = self.values[kept]
+        order = values.argsort(kind="stable")  # they are by row and chunk already
+        kept = kept[order]
+        of = self._of[kept].tolist()
+        return Victims(
+            values[order].tolist(),
+            [self._sessions[number] for number in of],
+            [self._places[number] for number in of],
+            self._chunk[kept].tolist(),
+        )
 
 
 class Round:
-    """The victims of one ``PlacesRound``, as it gives them. Valid until the cache changes in another way."""
+    """The victims of one ``VictimRound``, as it gives them. Valid until the cache changes in another way."""
 
     def __init__(self, index: PlacesIndex, reclaim: Reclaim, now: float, count: int) -> None:
-        self._round = index.round(reclaim, now, count)
+        self._round = VictimRound(index, reclaim, now, count)
         self._index = index
         self.peek = self._round.peek
 
-    def move(self, most: int, to: int, ceiling: float = np.inf) -> list[Victim]:
-        moved: list[Victim] = []
-        while len(moved) < most and (group := self._round.take()):
-            value, (session, chunks) = self.peek(), group
+    def move(self, most: int, to: int, ceiling: float = np.inf) -> Victims:
+        moved = Victims()
+        while len(moved) < most and (taken := self._round.take_group()):
+            value = self.peek()
             if value > ceiling:
                 break
+            session, chunks = taken
             for chunk in chunks:
                 session.places[chunk] = to
-                moved.append((value, session, chunk))
+                moved.values.append(value)
+                moved.sessions.append(session)
+                moved.places.append(session.places)
+                moved.chunks.append(chunk)
             self._index.touch(session)
             self._round.put_back()
         return moved
