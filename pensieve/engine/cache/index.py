@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pensieve.engine.cache.chunk import CachedSession, Chunk, Place
+from pensieve.engine.cache.log_bins import Floats, Ints
 from pensieve.engine.cache.policy import UNKNOWN, Policy
-from pensieve.engine.cache.returns import Floats, Ints
 from pensieve.engine.cost.model import CostModel
 
 Rows = npt.NDArray[np.intp]

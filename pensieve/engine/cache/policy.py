@@ -21,7 +21,8 @@ import numpy as np
 
 from pensieve.config import PolicyName
 from pensieve.engine.cache.gittins import COLUMNS, OLDEST, YOUNGEST, columns_of, factors
-from pensieve.engine.cache.returns import CELLS, Floats, Ints, ReturnRates, cell_of
+from pensieve.engine.cache.log_bins import Floats, Ints
+from pensieve.engine.cache.returns import CELLS, ReturnRates, cell_of
 
 SHORTEST_IDLE_S = 1e-3
 """T never gets smaller: the value of a session that is active right now stays finite, so costs still order it."""
@@ -91,7 +92,7 @@ class Gittins(Policy):
         self._rates.returned(key, now)
 
     def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:
-        ages = np.clip(idle, YOUNGEST, OLDEST)
+        ages = np.minimum(np.maximum(idle, YOUNGEST), OLDEST)
         at = columns_of(ages)
         at += kinds
         values = self._factors.take(at)

@@ -17,8 +17,8 @@ from typing import Final
 
 import numpy as np
 
+from pensieve.engine.cache.log_bins import Floats, Ints
 from pensieve.engine.cache.policy import POLICIES, SHORTEST_IDLE_S, Policy
-from pensieve.engine.cache.returns import Floats, Ints
 
 TTL_S: Final = 300.0
 _NO_COST_S: Final = 1e-9

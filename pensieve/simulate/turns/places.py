@@ -9,8 +9,8 @@ from typing import Final
 import numpy as np
 
 from pensieve.engine.cache.index import Reclaim, Rows, SessionIndex
+from pensieve.engine.cache.log_bins import Floats, Ints
 from pensieve.engine.cache.policy import UNKNOWN, Policy
-from pensieve.engine.cache.returns import Floats, Ints
 from pensieve.engine.cost.model import CostModel
 
 DROPPED: Final = 0

@@ -22,8 +22,8 @@ from pensieve.simulate.turns.places import RECLAIMS, PlacesIndex, Resident
 
 FRESH_S: Final = 8.0
 """For so many virtual seconds a ranking is used before it is made anew: sessions are idle for minutes."""
-_FEW: Final = 8
-"""Of the sessions that may have to give up chunks a ranking looks at one in so many first."""
+_ENOUGH: Final = 2
+"""A ranking first looks at sessions with so many times as many chunks as it needs."""
 
 
 @dataclass(slots=True)
@@ -145,12 +145,11 @@ def _rank(index: PlacesIndex, reclaim: Reclaim, now: float, count: int) -> tuple
     these sessions, again, only those matter whose first chunk is below the last victim that a few of them give.
     """
     rows, values = index.lowest_rows(reclaim, now, count)
-    by_row = rows.argsort()
-    rows, values = rows[by_row], values[by_row]
-    # Of equal values the lower row's comes first: the sort is stable.
-    few = _Chunks(index, reclaim, now, np.sort(rows[values.argsort(kind="stable")[: count // _FEW + 1]]))
+    lowest = rows[values.argsort()]
+    enough = int(index.counts(reclaim, lowest).cumsum().searchsorted(_ENOUGH * count)) + 1
+    few = _Chunks(index, reclaim, now, np.sort(lowest[:enough]))
     rows = rows[values <= few.value_of(count)]
-    chunks = few if rows.size == few.rows else _Chunks(index, reclaim, now, rows)
+    chunks = few if rows.size == few.rows else _Chunks(index, reclaim, now, np.sort(rows))
     return chunks.ranked(chunks.value_of(count)), chunks.values.size <= count
 
 
