@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 
 Range = tuple[int, int]
@@ -26,16 +25,3 @@ class TierTokens:
 
     device: int
     host: int
-
-
-def take_ranges(missing: deque[Range], budget: int) -> list[Range]:
-    """Remove up to ``budget`` tokens from the front of ``missing``; the ranges they form."""
-    taken: list[Range] = []
-    while budget > 0 and missing:
-        start, end = missing.popleft()
-        cut = min(end, start + budget)
-        taken.append((start, cut))
-        budget -= cut - start
-        if cut < end:
-            missing.appendleft((cut, end))
-    return taken

@@ -10,54 +10,15 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Final
 
-from pensieve.engine.cache.restore import Range, Restore, take_ranges
+from pensieve.engine.cache.restore import Range
 from pensieve.engine.scheduler import SWAP_OUT_QUANTUM
-from pensieve.simulate.scenario.load import Life
 from pensieve.simulate.scenario.policies import Stamp
 from pensieve.simulate.scenario.settings import Settings
 from pensieve.simulate.turns.cache import TurnCache
+from pensieve.simulate.turns.live import LiveTurn
 from pensieve.simulate.turns.series import Series
-
-
-@dataclass(slots=True, eq=False)
-class LiveTurn:
-    """A session with a turn that is due, waits or runs. ``Batch`` writes what is below ``replica``."""
-
-    life: Life
-    index: int = 0
-    history: int = 0
-    arrived: float = 0.0
-    prompt: int = field(init=False)
-    """Context without the answer."""
-    output: int = field(init=False)
-    """Tokens of the answer."""
-    replica: int = 0
-    ticket: int = 0
-    visible: int = 0
-    """First step whose plan can know of it."""
-    restore: Restore | None = None
-    """Of its first admission: what a suspension costs later is not part of its receipt."""
-    missing: deque[Range] = field(default_factory=deque)
-    """What is still to be computed of its context."""
-    computed: int = 0
-    """Tokens in the cache when its generation last began or began anew."""
-    begun: int = 0
-    """Step in which it did."""
-    ends: int = 0
-    """Steps that are over when it leaves; 0: it does not generate."""
-    made: int = 0
-    """Tokens of its answer when it was last suspended."""
-    last_token: float = 0.0
-    """When the last of those came."""
-    first_token: float = 0.0
-
-    def __post_init__(self) -> None:
-        new, self.output = self.life.turns[self.index]
-        self.prompt = self.history + new
-
 
 _MANY: Final = 1 << 60
 Ended = tuple[LiveTurn, float]
@@ -67,7 +28,7 @@ OnGap = Callable[[float, int, float], None]
 
 
 class Batch:
-    """Queue, running set and clock of one replica. ``stamp``: see ``policies``."""
+    """Queue, running set and clock of one replica. ``stamp``: see ``simulate.scenario.policies``."""
 
     def __init__(self, settings: Settings, cache: TurnCache, stamp: Stamp, on_gap: OnGap) -> None:
         self.cache = cache
@@ -84,20 +45,23 @@ class Batch:
         self._step = 0
         """Steps that are over."""
         self._latest = 0.0
-        """Seconds of the last of them."""
+        """Seconds that the last of them took."""
         self._waiting: list[tuple[int, LiveTurn]] = []
-        """By ticket."""
+        """A heap of (ticket, turn)."""
         self._running: dict[int, LiveTurn] = {}
-        """By ticket."""
+        """Turns by ticket."""
         self._restoring: list[LiveTurn] = []
         """Running turns whose context is not complete, in order of arrival."""
         self._ends: list[tuple[int, int, LiveTurn]] = []
-        """(steps over by then, ticket, turn) of each generation; of suspended ones too, until they come up."""
+        """A heap of (steps over by then, ticket, turn), one entry a generation. A suspended turn's entry stays and is
+        passed over when it comes up: its turn has another ``ends`` then."""
         self._generating = 0
         self._kv = 0
-        """Contexts that the generations read in the next step."""
+        """Tokens of context that all generations together read in the next step."""
         self._growth = [0] * self._size
-        """How many generations take a chunk in the steps that are so many modulo the size of one."""
+        """How many generations take a chunk in the steps that are so many modulo the size of one.
+
+        A generation takes a chunk every ``chunk_tokens`` steps, always at the same remainder."""
 
     @property
     def has_work(self) -> bool:
@@ -134,7 +98,7 @@ class Batch:
         left = self._leave() if self._ends and self._ends[0][0] <= self._step else []
         if rows and series is not None and not series.is_even(steps):
             self._tell_gaps(begin, rows, series, steps, len(left))
-        elif rows:
+        elif rows:  # what ``_tell_gaps`` would come to: mostly steps are few and nearly equal
             seconds = self._latest if series is None else (series.first + self._latest) / 2
             self._on_gap(seconds, rows * steps - len(left), self.now)
         gone += left
@@ -160,7 +124,7 @@ class Batch:
     # -- the plan ----------------------------------------------------------------------------------------------------
 
     def _make_room(self) -> list[Ended]:
-        """Slots for the tokens of the next step: while there are too few, the youngest gives way."""
+        """Suspend the youngest while there are too few device pages for what the others generate next."""
         gone: list[Ended] = []
         while self._growth[self._step % self._size] > self.cache.unpinned:
             youngest = self._running[max(self._running)]
@@ -198,7 +162,7 @@ class Batch:
         for turn in self._restoring:
             if budget <= 0:
                 break
-            ranges = take_ranges(turn.missing, budget)
+            ranges = _take(turn.missing, budget)
             for start, end in ranges:
                 budget -= end - start
             work.append((turn, ranges))
@@ -220,7 +184,7 @@ class Batch:
             turn.computed = context
             self._running[turn.ticket] = turn
             self._restoring.append(turn)
-            ranges = take_ranges(turn.missing, budget)
+            ranges = _take(turn.missing, budget)
             for start, end in ranges:
                 budget -= end - start
             work.append((turn, ranges))
@@ -254,7 +218,10 @@ class Batch:
                 self._generate(turn)
 
     def _decode_steps(self, until: float) -> tuple[Series, int]:
-        """As many steps as there are until somebody leaves or has to, the queue's head is seen, or ``until``."""
+        """The steps until somebody leaves or has to, the queue's head may be admitted, or ``until`` has come.
+
+        Nothing but positions differs between them, so they are one event: see ``Series`` for their times.
+        """
         rows, machine = self._generating, self._machine
         most = self._steps_to_an_end()
         if self._waiting:
@@ -262,6 +229,7 @@ class Batch:
         first = machine.step(tokens=rows, rows=rows, kv_read=self._kv, pairs=0)
         series = Series(first, machine.kv_s * rows)
         steps = series.until(until - self.now, most)
+        # Pages for the first step were reserved when it was planned; those for the others must be there, too.
         while (grown := self._chunks_after_first(steps)) > self.cache.unpinned:
             steps -= 1
         self.cache.save_ahead(self.now, steps * SWAP_OUT_QUANTUM)
@@ -276,7 +244,10 @@ class Batch:
         return series, steps
 
     def _tell_gaps(self, begin: float, rows: int, series: Series, steps: int, left: int) -> None:
-        """Every generation had a token in each of these steps, but those that left, in the last: it only cached."""
+        """Report the gaps before the tokens of these steps: one of each generation in each step.
+
+        Those that left had none in the last step, which only cached the token before.
+        """
         done = 0
         for seconds, count, end in series.parts(steps):
             done += count
@@ -285,14 +256,17 @@ class Batch:
     def _steps_to_another_try(self) -> int:
         """In how many steps the queue's head may be admitted although nobody leaves."""
         head = self._waiting[0][1]
-        # What is copied in this step is a reason to wait for the next one, not for slots.
+        # A session whose chunks are copied in this step has to wait for the next one; one without room has to wait
+        # until somebody leaves.
         return 1 if self.cache.copying(head.life.number) else max(head.visible - self._step, 0) or _MANY
 
     def _chunks_after_first(self, steps: int) -> int:
-        """Chunks that the generations take in the next so many steps without the first."""
+        """Chunks that the generations take in the next ``steps`` steps, without the first of these."""
         if steps == 1:
             return 0
+        # In as many steps as a chunk has tokens each generation takes exactly one, wherever it stands in its last one.
         rounds, rest = divmod(steps - 1, self._size)
+        # What remains is a stretch of ``_growth``, which is a ring: it may go on at the beginning.
         at = (self._step + 1) % self._size
         beyond = at + rest - self._size
         partly = sum(self._growth[at : at + rest]) + (sum(self._growth[:beyond]) if beyond > 0 else 0)
@@ -301,7 +275,7 @@ class Batch:
     # -- generations -------------------------------------------------------------------------------------------------
 
     def _generate(self, turn: LiveTurn) -> None:
-        """The step that has just ended completed the turn's context and gave a token."""
+        """The step that has just ended completed the turn's context and made a token of its answer."""
         turn.first_token = turn.first_token or self.now
         if turn.made:
             self._on_gap(self.now - turn.last_token, 1, self.now)
@@ -334,3 +308,16 @@ class Batch:
             self._release(turn, turn.prompt + turn.output)
             gone.append((turn, self.now - self._latest))
         return gone
+
+
+def _take(missing: deque[Range], budget: int) -> list[Range]:
+    """Remove up to ``budget`` tokens from the front; returns the ranges that they form."""
+    taken: list[Range] = []
+    while budget > 0 and missing:
+        start, end = missing.popleft()
+        cut = min(end, start + budget)
+        taken.append((start, cut))
+        budget -= cut - start
+        if cut < end:
+            missing.appendleft((cut, end))
+    return taken

@@ -1,8 +1,9 @@
-"""A twin of ``CacheManager`` without slot numbers, token ids or shared chunks, on one byte per chunk: the same rules,
+"""A twin of ``CacheManager`` without page numbers, token ids or shared chunks, on one byte per chunk: the same rules,
 policies and order of decisions, some twenty times faster. That both decide the same is tested.
 
-One plan here: ``grow``, ``can_admit`` → ``admit``, ``save_ahead``, ``complete``; ``release`` when a turn has ended or
-is suspended. What generations grow by is counted for all of them together, and given to each when it is released.
+For one plan it is called in this order: ``grow``, ``can_admit`` → ``admit``, ``save_ahead``, ``complete``; and
+``release`` when a turn has ended or is suspended. The chunks that generations grow by are counted for all of them
+together, and added to each session when it is released.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from pensieve.simulate.turns.places import (
 )
 from pensieve.simulate.turns.victims import Ranking, Round, VictimOrder, Victims, can_rank
 
-_DROPPED = bytes((DROPPED,))
 _DEVICE = bytes((DEVICE,))
 _BOTH = bytes((BOTH,))
 
@@ -53,8 +53,6 @@ class TurnCache:
         self.host_free = config.host_chunks
         self.loading = 0
         """Chunks that the plan in hand copies in from the host."""
-        self.dropped_chunks = 0
-        self.saved_chunks = 0
         self._slack = slack
         self._batch = slack // 8
         self._can_rank = can_rank(self.index)
@@ -63,11 +61,11 @@ class TurnCache:
         self._sessions: dict[int, Resident] = {}
         self._running: dict[int, Resident] = {}
         self.unpinned = config.device_chunks
-        """Device slots that no running turn holds."""
+        """Device pages that no running turn holds."""
         self._reclaimable = 0
         """Chunks of idle sessions that are in both tiers."""
         self._both: dict[Resident, None] = {}
-        """The sessions that these are of, and some that have none left."""
+        """Their sessions, and some that have none left."""
         self._spares: dict[Resident, None] = {}
         """Running sessions that may have such chunks, whose host copies nobody needs now; in order of admission."""
         self._in_flight: dict[Resident, None] = {}
@@ -92,11 +90,11 @@ class TurnCache:
     # -- a plan ------------------------------------------------------------------------------------------------------
 
     def admit(self, key: int, history: int, tokens: int, now: float) -> Restore:
-        """Pin a context and give every chunk of it a device slot."""
+        """Pin a context and place every chunk of it on the device."""
         session = self._sessions.get(key) or self._add(key)
         before = session.places
         loading, both = before.count(HOST), before.count(BOTH)
-        restore = self._count(session, history, tokens)
+        restore = session.restore(history, tokens, self._size)
         more = self.chunks_for(tokens) - len(before)
         absent = before.count(DROPPED) + loading + more
         session.running = True
@@ -116,7 +114,7 @@ class TurnCache:
         return restore
 
     def grow(self, chunks: int, now: float) -> None:
-        """Reclaim running turns so many more slots, all together; at most ``unpinned``."""
+        """Pin so many more pages for all running turns together; at most ``unpinned``."""
         self.unpinned -= chunks
         self._reclaim(chunks, now)
 
@@ -220,28 +218,6 @@ class TurnCache:
         self._both.pop(session, None)
         self.index.remove(session)
 
-    def _count(self, session: Resident, history: int, total: int) -> Restore:
-        """Where the history is; missing ranges as ``CacheManager.admit`` gives them."""
-        size, places = self.config.chunk_tokens, session.places
-        known = min(session.tokens, total - 1)  # something has to be computed to get a token
-        missing: list[Range] = []
-        lost = 0
-        first = places.find(DROPPED)
-        while first >= 0:
-            last = len(places) - len(places[first:].lstrip(_DROPPED))
-            low, high = first * size, min(last * size, known)
-            missing.append((low, high))
-            lost += high - low
-            first = places.find(DROPPED, last)
-        if missing and missing[-1][1] == known:
-            missing[-1] = missing[-1][0], total
-        else:
-            missing.append((known, total))
-        beyond = len(places) * size - known if places and places[-1] == HOST else 0
-        host = places.count(HOST) * size - beyond
-        device = known - lost - host
-        return Restore(tuple(missing), device, host, history - device - host)
-
     def _written(self, session: Resident, missing: Sequence[Range]) -> None:
         """Host copies of chunks that were written to are stale."""
         for start, _ in missing:
@@ -265,14 +241,14 @@ class TurnCache:
 
     # -- room --------------------------------------------------------------------------------------------------------
 
-    def _reclaim(self, slots: int, now: float) -> None:
-        """Take device slots, after making them free."""
-        if self.device_free < slots:
-            self._reserve(slots, now)
-        self.device_free -= slots
+    def _reclaim(self, pages: int, now: float) -> None:
+        """Take device pages, after making them free."""
+        if self.device_free < pages:
+            self._reserve(pages, now)
+        self.device_free -= pages
 
     def _victims(self, reclaim: Reclaim, now: float, count: int) -> VictimOrder:
-        """Who gives way next: ranked now, or with ``slack`` not long ago."""
+        """The chunks that give way next: ranked now, or with ``slack`` not long ago."""
         if not self._can_rank:
             return Round(self.index, reclaim, now, count)
         ranking = self._rankings.get(reclaim)
@@ -280,22 +256,22 @@ class TurnCache:
             ranking = self._rankings[reclaim] = Ranking(self.index, reclaim, now, max(count, self._slack))
         return ranking
 
-    def _reserve(self, slots: int, now: float) -> None:
-        """Make so many device slots free."""
-        if 0 < self._reclaimable <= slots + self._batch - self.device_free:
+    def _reserve(self, pages: int, now: float) -> None:
+        """Make so many device pages free, with ``slack`` a few more."""
+        if 0 < self._reclaimable <= pages + self._batch - self.device_free:
             self._reclaim_all()
-        while (need := slots + self._batch - self.device_free) > 0 and self._reclaimable:
+        while (need := pages + self._batch - self.device_free) > 0 and self._reclaimable:
             reclaimed = len(self._victims(Reclaim.PAGE, now, need).move(need, HOST))
             self.device_free += reclaimed
             self._reclaimable -= reclaimed
-        while self.device_free < slots:
-            need = slots + self._batch - self.device_free
+        while self.device_free < pages:
+            need = pages + self._batch - self.device_free
             chosen = self._victims(Reclaim.SAVED_PAGE, now, need).move(need, CHOSEN)
-            assert chosen, f"{slots} slots asked for, {self.device_free} could be had"
+            assert chosen, f"{pages} device pages asked for, {self.device_free} could be had"
             self._evict(chosen, now)
 
     def _reclaim_all(self) -> None:
-        """Make all reclaimable slots free. All are needed, so their order does not matter."""
+        """Make all reclaimable pages free. All are needed, so their order does not matter."""
         for session in self._both:
             session.places[:] = session.places.translate(RECLAIMED)
         self.index.touch_all(self._both)
@@ -304,7 +280,7 @@ class TurnCache:
         self._reclaimable = 0
 
     def _evict(self, chosen: Victims, now: float) -> None:
-        """Off the device: the most valuable are saved first, what the host has no room for is dropped."""
+        """Take chunks off the device: the most valuable are saved, what the host has no room for is dropped."""
         self.device_free += len(chosen)
         room = self._victims(Reclaim.HOST_COPY, now, len(chosen))
         while chosen and (
@@ -318,9 +294,10 @@ class TurnCache:
         self._dropped(chosen.sessions[::-1])  # rows become free in the manager's order: they break ties
 
     def _make_host_room(self, room: VictimOrder, value: float, most: int, ceiling: float = np.inf) -> int:
-        """Free host slots for chunks, the first worth ``value`` and none less than ``ceiling``; returns for how many.
+        """Free host pages for chunks, the first worth ``value`` and none less than ``ceiling``; returns for how many.
 
-        Spare copies go, then what is on the host alone and worth no more than any of them, or else one victim for one.
+        Spare copies go first. Then go chunks on the host alone that are worth no more than any of those to come; when
+        there is none, one that is worth no more than the first of them.
         """
         self._discard_spare_copies(most - self.host_free)
         if self.host_free == 0:
@@ -330,7 +307,7 @@ class TurnCache:
         return min(self.host_free, most)
 
     def _discard_spare_copies(self, most: int) -> None:
-        """Free up to so many host slots by forgetting copies of chunks in use."""
+        """Free up to so many host pages by forgetting copies of chunks in use."""
         if most <= 0:
             return
         for session in list(self._spares):
@@ -345,14 +322,12 @@ class TurnCache:
                 del self._spares[session]
 
     def _saved(self, victims: Victims) -> None:
-        """They have a host slot each, to be filled by the plan in hand."""
+        """Each gets a host page, which the plan in hand fills."""
         self.host_free -= len(victims)
-        self.saved_chunks += len(victims)
         self._in_flight.update(dict.fromkeys(victims.sessions))
 
     def _dropped(self, sessions: list[Resident]) -> None:
         """Each has one chunk fewer in any tier, in this order; some occur more than once."""
-        self.dropped_chunks += len(sessions)
         by_last_chunk = reversed(dict.fromkeys(reversed(sessions)))
         for session in by_last_chunk:
             if session.places.count(DROPPED) == len(session.places):

@@ -1,8 +1,9 @@
 """The ``turns`` engine: the life of millions of turns over replicas that take runs of like steps as one event.
 
 A turn arrives, waits, is restored and prefilled in steps of their own, generates and ends, by the rules of the real
-scheduler (``batch``) over a twin of the real cache (``turn_cache``). What is left out: copies from the host delay
-their own step only, those to the host nothing, and a turn suspended while it recomputes a chunk loses that chunk.
+scheduler (``turns.batch``) over a twin of the real cache (``turns.cache``). Three things are simpler than in the real
+engine: copies from the host delay their own step only, copies to the host delay nothing, and a turn that is suspended
+while it recomputes a chunk loses that chunk.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from pensieve.simulate.scenario.bound import Bound
 from pensieve.simulate.scenario.load import Life
 from pensieve.simulate.scenario.settings import Settings
 from pensieve.simulate.scenario.tally import ChunkPrices, Span, Tally
-from pensieve.simulate.turns.batch import Batch, LiveTurn
+from pensieve.simulate.turns.batch import Batch
 from pensieve.simulate.turns.cache import TurnCache
+from pensieve.simulate.turns.live import LiveTurn
 
 _NEVER: Final = float("inf")
 
@@ -55,7 +57,11 @@ class TurnSimulation:
         """Sessions held at once: what memory grows with."""
 
     def run(self, lives: Iterable[Life]) -> Tally:
-        """Simulate until the last answer has ended."""
+        """Simulate until the last answer has ended.
+
+        Each pass takes what comes first: a session starts, a turn arrives at its replica, a replica takes its next run
+        of steps, or a replica is lost. ``lives`` is read only as far as that, so a long load is never held.
+        """
         source = iter(lives)
         upcoming = next(source, None)
         while True:
@@ -77,7 +83,7 @@ class TurnSimulation:
                 return self.tally
 
     def _first_busy(self) -> Batch | None:
-        """Of the replicas with work, the one whose next step begins first."""
+        """The replica whose next step begins first; None when no replica has work."""
         first: Batch | None = None
         for replica in self._live:
             if replica.has_work and (first is None or replica.now < first.now):
@@ -85,7 +91,11 @@ class TurnSimulation:
         return first
 
     def _horizon(self, first: Batch) -> float:
-        """Until when nothing that another replica does can matter to ``first``: with ``affine``, for ever."""
+        """Until when nothing that another replica does can matter to ``first``.
+
+        Sessions that keep to one replica (``affine``) never meet the others. Otherwise a turn that ends elsewhere may
+        send its next one here.
+        """
         if self._affine:
             return _NEVER
         return min(

@@ -1,4 +1,7 @@
-"""The eviction index of ``TurnCache``: as ``pensieve.engine.cache.index``, over sessions whose chunks are bytes."""
+"""The eviction index of ``TurnCache``: a ``SessionIndex`` over sessions whose chunks are a byte each.
+
+A byte says where its chunk is: the places of ``engine.cache.chunk.Place``, and those of a chunk on the way.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import numpy as np
 from pensieve.engine.cache.index import Reclaim, Rows, SessionIndex
 from pensieve.engine.cache.log_bins import Floats, Ints
 from pensieve.engine.cache.policy import UNKNOWN, Policy
+from pensieve.engine.cache.restore import Range, Restore
 from pensieve.engine.cost.model import CostModel
 
 DROPPED: Final = 0
@@ -26,9 +30,10 @@ BOTH_LOADING: Final = 7
 SETTLED: Final = bytes((DROPPED, HOST, DEVICE, BOTH, CHOSEN, HOST, BOTH, BOTH, *range(8, 256)))
 """Place after the plan is complete, for ``bytearray.translate``."""
 RECLAIMED: Final = bytes((DROPPED, HOST, DEVICE, HOST, *range(4, 256)))
-"""Place of a chunk of an idle session that gave up its device slot if it could do so for nothing."""
+"""Place of an idle session's chunk after its device page was taken, if that costs nothing."""
 ADMITTED: Final = bytes((DEVICE, BOTH_LOADING, *range(2, 256)))
-"""Place of a chunk that was given a device slot if it had none."""
+"""Place of a chunk after it was placed on the device, if it was not there."""
+_DROPPED: Final = bytes((DROPPED,))
 RECLAIMS: Final = {Reclaim.PAGE: BOTH, Reclaim.SAVED_PAGE: DEVICE, Reclaim.HOST_COPY: HOST}
 """Which place makes a chunk of an idle session a candidate."""
 
@@ -41,16 +46,43 @@ class Resident:
     row: int
     tokens: int = 0
     places: bytearray = field(default_factory=bytearray)
-    """One of the places above per chunk. While the session is idle it stays the same object, changed in place: rankings
-    hold it. When the session is admitted it gets another one, and this one is emptied, so they hold nothing."""
+    """One of the places above per chunk.
+
+    Rankings hold this array. So while the session is idle it is changed in place; when the session is admitted it gets
+    another one, and all places in this one become DROPPED: no ranking takes a chunk of a session that has run since."""
     before: bytearray = field(default_factory=bytearray)
-    """Of a running session, ``places`` as rankings hold it."""
+    """The array that the session had until it was admitted."""
     last_active: float = 0.0
     running: bool = False
     new_tokens: int = 0
-    """Of its latest turn."""
+    """New tokens of its latest turn."""
     kind: int = UNKNOWN
     """See ``Policy.left``."""
+
+    def restore(self, history: int, total: int, size: int) -> Restore:
+        """Where the history is that its next turn of ``total`` tokens finds: as ``CacheManager.admit`` would say it.
+
+        ``size``: tokens of a chunk.
+        """
+        places = self.places
+        known = min(self.tokens, total - 1)  # something has to be computed to get a token
+        missing: list[Range] = []
+        lost = 0
+        first = places.find(DROPPED)
+        while first >= 0:
+            last = len(places) - len(places[first:].lstrip(_DROPPED))
+            low, high = first * size, min(last * size, known)
+            missing.append((low, high))
+            lost += high - low
+            first = places.find(DROPPED, last)
+        if missing and missing[-1][1] == known:
+            missing[-1] = missing[-1][0], total
+        else:
+            missing.append((known, total))
+        beyond = len(places) * size - known if places and places[-1] == HOST else 0
+        host = places.count(HOST) * size - beyond
+        device = known - lost - host
+        return Restore(tuple(missing), device, host, history - device - host)
 
 
 class PlacesIndex(SessionIndex[Resident]):
@@ -100,7 +132,7 @@ class PlacesIndex(SessionIndex[Resident]):
         return session.tokens
 
     def _fill(self, sessions: list[Resident]) -> None:
-        """By columns: row by row would be simpler, and a tenth of a simulation's time."""
+        """Column by column: row by row would be simpler, and take a tenth of a simulation's time."""
         places = [b"" if session.running else session.places for session in sessions]
         longest = max(map(len, places))
         if longest >= len(self._costs):
@@ -109,6 +141,6 @@ class PlacesIndex(SessionIndex[Resident]):
         self._last_active[rows] = [session.last_active for session in sessions]
         self._kinds[rows] = [session.kind for session in sessions]
         for reclaim, place in RECLAIMS.items():
-            # A session without candidates has none at -1, where the table has infinity.
+            # A session without candidates has its first at -1, where the table has infinity.
             self._first_cost[reclaim, rows] = self._cost_table[[at.find(place) for at in places]]
             self._candidates[reclaim, rows] = [at.count(place) for at in places]

@@ -1,8 +1,9 @@
-"""Who gives way next, for many chunks at a time: the order of ``EvictionRound``, ranked in one go and used up slowly.
+"""Which chunks give way next, many at a time: the order of ``EvictionRound``, ranked in one go and used up slowly.
 
-Under most policies neighbours in that order belong to different sessions, so a heap that re-ranks a session after each
-chunk is what a simulation would spend its time in. Here all chunks of the sessions that can matter are valued at once.
-Victims are handled as lists side by side, so that what happens to each of them happens in C.
+Under most policies neighbours in that order belong to different sessions, so a simulation would spend its time in a
+heap that re-ranks a session after each chunk. Here all chunks of the sessions that can matter are valued at once, and
+victims are lists side by side rather than objects, so that C code goes over them. The real cache does neither: it takes
+a few victims at a time.
 """
 
 from __future__ import annotations
@@ -22,18 +23,20 @@ from pensieve.simulate.turns.places import RECLAIMS, PlacesIndex, Resident
 
 FRESH_S: Final = 8.0
 """For so many virtual seconds a ranking is used before it is made anew: sessions are idle for minutes."""
+_FEW: Final = 8
 _ENOUGH: Final = 2
-"""A ranking first looks at sessions with so many times as many chunks as it needs."""
+"""Of the sessions that may have to give way a ranking first looks at one in so many; at fewer where these have so many
+times as many chunks as it needs."""
 
 
 @dataclass(slots=True)
 class Victims:
-    """Chunks that give way, lowest value first: four lists side by side."""
+    """Chunks that give way, lowest value first: four lists of the same length, one entry a chunk."""
 
     values: list[float] = field(default_factory=list)
     sessions: list[Resident] = field(default_factory=list)
     places: list[bytearray] = field(default_factory=list)
-    """Of each one's session, all chunks."""
+    """``Resident.places`` of its session when it was ranked."""
     chunks: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -49,7 +52,7 @@ class Victims:
         deque(map(setitem, self.places, self.chunks, repeat(place)), maxlen=0)
 
     def at(self, place: int, found: bytes) -> Victims:
-        """Those that are at one place; where each is was ``found``."""
+        """Those that are at one place; ``found`` says where each is."""
         stand = [at == place for at in found]
         return Victims(
             list(compress(self.values, stand)),
@@ -92,9 +95,9 @@ def can_rank(index: PlacesIndex) -> bool:
 
 
 class Ranking:
-    """The next ``count`` victims under a policy that takes chunks one by one; true of the moment when it was made.
+    """The next ``count`` victims under a policy that takes chunks one by one, in the order of the moment it was made.
 
-    Later on it leaves out what has changed since, and what has become a candidate since is not in it.
+    What is no candidate any more is passed over; what has become one since is not in it.
     """
 
     def __init__(self, index: PlacesIndex, reclaim: Reclaim, now: float, count: int) -> None:
@@ -113,7 +116,7 @@ class Ranking:
         victims = self._victims
         places, chunks = victims.places, victims.chunks
         for position in range(self._next, len(chunks)):
-            # A session that has run since has other places now, and those that are in the ranking are empty.
+            # A session that has run since has another array of places, and nothing is left in the one ranked here.
             if places[position][chunks[position]] == self._place:
                 self._next = position
                 return victims.values[position]
@@ -121,6 +124,7 @@ class Ranking:
         return float("inf")
 
     def move(self, most: int, to: int, ceiling: float = np.inf) -> Victims:
+        # Most often all that are looked at are still candidates, and this is one round of C code over each list.
         last = bisect_right(self._victims.values, ceiling, self._next)
         moved = self._standing(min(self._next + most, last))
         while len(moved.chunks) < most and self._next < last:  # some were passed over
@@ -141,15 +145,18 @@ class Ranking:
 def _rank(index: PlacesIndex, reclaim: Reclaim, now: float, count: int) -> tuple[Victims, bool]:
     """The next ``count`` victims, and whether these are all that there are.
 
-    They are chunks of the ``count`` sessions whose first chunks are lowest: no other session's can be among them. Of
-    these sessions, again, only those matter whose first chunk is below the last victim that a few of them give.
+    Within a session values rise. So the victims are chunks of the ``count`` sessions whose first chunks are lowest,
+    and the ``count``-th lowest chunk of any few sessions is no lower than the last victim: of the sessions only those
+    matter whose first chunk is below that.
     """
     rows, values = index.lowest_rows(reclaim, now, count)
-    lowest = rows[values.argsort()]
+    by_row = rows.argsort()
+    rows, values = rows[by_row], values[by_row]
+    lowest = rows[values.argsort(kind="stable")[: count // _FEW + 1]]  # of equal ones the lower rows
     enough = int(index.counts(reclaim, lowest).cumsum().searchsorted(_ENOUGH * count)) + 1
     few = _Chunks(index, reclaim, now, np.sort(lowest[:enough]))
     rows = rows[values <= few.value_of(count)]
-    chunks = few if rows.size == few.rows else _Chunks(index, reclaim, now, np.sort(rows))
+    chunks = few if rows.size == few.rows else _Chunks(index, reclaim, now, rows)
     return chunks.ranked(chunks.value_of(count)), chunks.values.size <= count
 
 
@@ -188,7 +195,7 @@ class _Chunks:
 
 
 class Round:
-    """The victims of one ``VictimRound``, as it gives them. Valid until the cache changes in another way."""
+    """The victims of one ``VictimRound``, group by group. Valid until the cache changes in another way."""
 
     def __init__(self, index: PlacesIndex, reclaim: Reclaim, now: float, count: int) -> None:
         self._round = VictimRound(index, reclaim, now, count)
