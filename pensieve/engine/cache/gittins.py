@@ -1,11 +1,11 @@
 """The Gittins index of an idle session, and how it is looked up for 100,000 of them at a time.
 
-To hold a chunk is to pay one slot-second each second until its session returns, which saves its recomputation, or
+To hold a chunk is to pay one page-second each second until its session returns, which saves its recomputation, or
 until it is given up. How good that is from age T on is the best ratio of P(return) to E[seconds held] that any time of
 giving up can have: the index of Gittins ("Bandit processes and dynamic allocation indices", J. R. Stat. Soc. B 41,
 1979). Where the hazard of a return falls with age the index is that hazard. Where it rises first, because people take
 half a minute to read and type, the index sees the rise coming and the hazard does not. Holding what has the highest
-index is optimal when slots are many and every session's share of them small (the relaxation of Whittle, 1988). LHD
+index is optimal when pages are many and every session's share of them small (the relaxation of Whittle, 1988). LHD
 (Beckmann, Chen and Cidon, NSDI 2018) ranks by such a ratio too, hits per space-time, learned by age and class.
 """
 
@@ -28,7 +28,7 @@ OLDEST: Final = float(_EDGES[-1]) * (1 - 1e-9)
 
 
 def _interpolation() -> tuple[Ints, Floats]:
-    """Of each column: the age bin whose middle is before its own, and the share of the bin after it."""
+    """For each column the age bin whose middle is before the column's own, and the share of the bin after that one."""
     middles = np.diff(_EDGES) / np.log(_EDGES[1:] / _EDGES[:-1])
     at = np.interp(np.log(middles), -np.log(PRIOR), np.arange(BINS))
     before = np.minimum(at.astype(np.int64), BINS - 2)

@@ -68,8 +68,8 @@ def lowest(values: Floats, count: int) -> Rows:
     return np.argpartition(values, count - 1)[:count]
 
 
-class Indexed(Protocol):
-    """What an index has to know of a session."""
+class IndexedSession(Protocol):
+    """The fields of a session that an index reads and writes."""
 
     row: int
     last_active: float
@@ -80,7 +80,7 @@ class Indexed(Protocol):
     def key(self) -> Hashable: ...
 
 
-S = TypeVar("S", bound=Indexed)
+S = TypeVar("S", bound=IndexedSession)
 
 
 class SessionIndex(ABC, Generic[S]):
@@ -94,7 +94,7 @@ class SessionIndex(ABC, Generic[S]):
         self.policy = policy
         self._cost = cost
         self._sessions: list[S | None] = []
-        """By row."""
+        """The session of each row."""
         self._free_rows: list[int] = []
         self._dirty: dict[S, None] = {}
         """Sessions whose rows are not up to date."""
@@ -125,7 +125,7 @@ class SessionIndex(ABC, Generic[S]):
 
     @abstractmethod
     def next_group(self, session: S, reclaim: Reclaim) -> Sequence[int]:
-        """Those of a session's candidate chunks that go together next; none if it has none."""
+        """The candidate chunks of a session that go together next, ascending; none if it has no candidates."""
 
     # -- rows --------------------------------------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class SessionIndex(ABC, Generic[S]):
 
     def _know_costs(self, chunks: int) -> None:
         self._costs: list[float] = [*self._cost.chunk_costs(chunks).tolist(), np.inf]
-        """Of chunks 0, 1, …; the last one, which is -1 too, is of the chunk that a session does not have."""
+        """``Cost(l)`` of chunks 0, 1, …; at the end, which is index -1, infinity: a session without candidates."""
 
     def value(self, session: S, chunk_index: int, candidates: int, now: float) -> float:
         """Retention value of one session's next victim."""

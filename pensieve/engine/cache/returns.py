@@ -79,7 +79,7 @@ def cell_of(new_tokens: int, context_tokens: int) -> int:
 
 
 class IdlePeriods:
-    """Those that have not ended, in arrays of a fixed size."""
+    """The idle periods that have not ended, in arrays of a fixed size."""
 
     def __init__(self, most: int) -> None:
         self._slots: dict[Hashable, int] = {}
@@ -112,7 +112,7 @@ class IdlePeriods:
         return self._between(np.flatnonzero(self._open), start, end)
 
     def thin(self, start: float, end: float) -> Floats:
-        """Close every second period of the octave of ages that has most; what ``at_risk`` is of them."""
+        """Close every second period of the octave of ages that has most; returns ``at_risk`` of those closed."""
         slots = np.flatnonzero(self._open)
         octaves = bins_of(np.maximum(end - self._since[slots], 0.0)) >> _BITS
         fullest = slots[octaves == np.bincount(octaves).argmax()]
@@ -189,7 +189,7 @@ class ReturnRates:
         return bin_
 
     def _fade(self, now: float) -> None:
-        """What was counted counts less. So what open periods have spent at risk must be counted first."""
+        """Let all that was counted count less. The time of open periods at risk has to be counted first."""
         self._at_risk += self._idle.at_risk(self._counted_to, now)
         self._counted_to = now
         self._returns *= 0.5 ** (_FADE_EVERY / HALF_LIFE)
