@@ -39,8 +39,8 @@ def talks() -> list[Script]:
     for number in range(40):
         turns, shortest, longest = (14, 4.0, 4.6) if number % 5 < 2 else (5, 14.0, 16.0)
         pauses = [0.0, *(rng.uniform(shortest, longest) for _ in range(turns - 1))]
-        first = Turn(rng.randrange(80, 120), rng.randrange(2, 4))
-        lengths = (first, *(Turn(rng.randrange(20, 40), rng.randrange(2, 4)) for _ in pauses[1:]))
+        first = Turn(rng.randrange(80, 120), rng.randrange(3, 6))
+        lengths = (first, *(Turn(rng.randrange(20, 40), rng.randrange(3, 6)) for _ in pauses[1:]))
         due = tuple(Due(0.3 * number, pause) for pause in pauses)
         found.append(Script(number, Conversation("", lengths), due))
     return found

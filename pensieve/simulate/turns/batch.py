@@ -21,6 +21,7 @@ from pensieve.simulate.turns.live import LiveTurn
 from pensieve.simulate.turns.series import Series
 
 _MANY: Final = 1 << 60
+_NEVER: Final = float("inf")
 Ended = tuple[LiveTurn, float]
 """A turn and when its last token was out. Its chunks are released a step later, when that token is cached too."""
 OnGap = Callable[[float, int, float], None]
@@ -35,7 +36,9 @@ class Batch:
         self._stamp = stamp
         self._on_gap = on_gap
         self.now = 0.0
-        """Start of the next step."""
+        """End of the latest step, or when the first turn after it came."""
+        self.begins = _NEVER
+        """When the next step begins: ``now``, or infinity without work."""
         self.suspensions = 0
         self._machine = settings.machine
         self._max_tokens = settings.max_batch_tokens
@@ -63,16 +66,13 @@ class Batch:
 
         A generation takes a chunk every ``chunk_tokens`` steps, always at the same remainder."""
 
-    @property
-    def has_work(self) -> bool:
-        return bool(self._waiting or self._running)
-
     def submit(self, turn: LiveTurn, ticket: int, now: float) -> None:
         """Queue a turn that arrives now, during the latest step or after it."""
-        if self.has_work:
+        if self._waiting or self._running:
             turn.visible = self._step + self._lag
         else:
             self.now, turn.visible = max(self.now, now), self._step
+            self.begins = self.now
         turn.ticket = ticket
         heapq.heappush(self._waiting, (ticket, turn))
 
@@ -102,7 +102,10 @@ class Batch:
             seconds = self._latest if series is None else (series.first + self._latest) / 2
             self._on_gap(seconds, rows * steps - len(left), self.now)
         gone += left
-        if not self.has_work:
+        if self._running or self._waiting:
+            self.begins = self.now
+        else:
+            self.begins = _NEVER
             self.cache.save_ahead(self.now, self.cache.config.device_chunks)
             self.cache.complete()
         return gone
@@ -118,6 +121,7 @@ class Batch:
             state.clear()
         self._generating = self._kv = 0
         self._growth = [0] * self._size
+        self.begins = _NEVER
         self.cache.clear()
         return sorted(turns, key=lambda turn: turn.ticket), running
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Final
 
 from pensieve.core import Usage
@@ -23,6 +24,7 @@ from pensieve.simulate.turns.cache import TurnCache
 from pensieve.simulate.turns.live import LiveTurn
 
 _NEVER: Final = float("inf")
+_begins: Final = attrgetter("begins")
 
 
 class TurnSimulation:
@@ -70,37 +72,25 @@ class TurnSimulation:
                 self._later(LiveTurn(upcoming), upcoming.start)
                 upcoming = next(source, None)
                 continue
-            first = self._first_busy()
-            now = at if first is None or first.now > at else first.now
-            if self._loss <= now < _NEVER:
+            first = self._live[0] if len(self._live) == 1 else min(self._live, key=_begins)
+            if self._loss <= min(at, first.begins) < _NEVER:
                 self._lose(self._loss)
-            elif first is not None and first.now <= at:
-                if ended := first.run(min(at, self._loss, self._horizon(first))):
+            elif first.begins <= at and first.begins < _NEVER:
+                horizon = _NEVER if self._affine else self._horizon(first)
+                if ended := first.run(min(at, self._loss, horizon)):
                     self._ended(first, ended)
             elif self._due:
                 self._submit(heapq.heappop(self._due)[2], at)
             else:
                 return self.tally
 
-    def _first_busy(self) -> Batch | None:
-        """The replica whose next step begins first; None when no replica has work."""
-        first: Batch | None = None
-        for replica in self._live:
-            if replica.has_work and (first is None or replica.now < first.now):
-                first = replica
-        return first
-
     def _horizon(self, first: Batch) -> float:
-        """Until when nothing that another replica does can matter to ``first``.
+        """Until when nothing that another replica does can matter to ``first``: until another one's next step begins.
 
-        Sessions that keep to one replica (``affine``) never meet the others. Otherwise a turn that ends elsewhere may
-        send its next one here.
+        A turn that ends elsewhere may send its session's next one here. Where sessions keep to one replica (``affine``)
+        they never meet the others, and nobody asks.
         """
-        if self._affine:
-            return _NEVER
-        return min(
-            (other.now for other in self._live if other is not first and other.has_work), default=_NEVER
-        )
+        return min((other.begins for other in self._live if other is not first), default=_NEVER)
 
     def _later(self, turn: LiveTurn, at: float) -> None:
         self._tickets += 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Final
 
 import numpy as np
@@ -34,6 +35,7 @@ RECLAIMED: Final = bytes((DROPPED, HOST, DEVICE, HOST, *range(4, 256)))
 ADMITTED: Final = bytes((DEVICE, BOTH_LOADING, *range(2, 256)))
 """Place of a chunk after it was placed on the device, if it was not there."""
 _DROPPED: Final = bytes((DROPPED,))
+_NOTHING: Final = bytearray()
 RECLAIMS: Final = {Reclaim.PAGE: BOTH, Reclaim.SAVED_PAGE: DEVICE, Reclaim.HOST_COPY: HOST}
 """Which place makes a chunk of an idle session a candidate."""
 
@@ -133,7 +135,7 @@ class PlacesIndex(SessionIndex[Resident]):
 
     def _fill(self, sessions: list[Resident]) -> None:
         """Column by column: row by row would be simpler, and take a tenth of a simulation's time."""
-        places = [b"" if session.running else session.places for session in sessions]
+        places = [_NOTHING if session.running else session.places for session in sessions]
         longest = max(map(len, places))
         if longest >= len(self._costs):
             self._know_costs(2 * longest)
@@ -142,5 +144,6 @@ class PlacesIndex(SessionIndex[Resident]):
         self._kinds[rows] = [session.kind for session in sessions]
         for reclaim, place in RECLAIMS.items():
             # A session without candidates has its first at -1, where the table has infinity.
-            self._first_cost[reclaim, rows] = self._cost_table[[at.find(place) for at in places]]
-            self._candidates[reclaim, rows] = [at.count(place) for at in places]
+            firsts = list(map(bytearray.find, places, repeat(place)))
+            self._first_cost[reclaim, rows] = self._cost_table[firsts]
+            self._candidates[reclaim, rows] = list(map(bytearray.count, places, repeat(place)))

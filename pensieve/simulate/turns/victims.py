@@ -23,6 +23,7 @@ from pensieve.simulate.turns.places import RECLAIMS, PlacesIndex, Resident
 
 FRESH_S: Final = 8.0
 """For so many virtual seconds a ranking is used before it is made anew: sessions are idle for minutes."""
+_NONE: Final = float("inf")
 _FEW: Final = 8
 _ENOUGH: Final = 2
 """Of the sessions that may have to give way a ranking first looks at one in so many; at fewer where these have so many
@@ -106,22 +107,21 @@ class Ranking:
         self._place = RECLAIMS[reclaim]
         self._next = 0
         self._victims, self._all = _rank(index, reclaim, now, count)
+        self._count = len(self._victims)
 
     def serves(self, now: float, count: int) -> bool:
         """Whether it is still good for ``count`` victims, or for as many as there are."""
-        enough = self._all or len(self._victims) - self._next >= count
-        return enough and now - self._made <= FRESH_S and self.peek() < np.inf
+        enough = self._all or self._count - self._next >= count
+        return enough and now - self._made <= FRESH_S and self.peek() < _NONE
 
     def peek(self) -> float:
-        victims = self._victims
-        places, chunks = victims.places, victims.chunks
-        for position in range(self._next, len(chunks)):
-            # A session that has run since has another array of places, and nothing is left in the one ranked here.
-            if places[position][chunks[position]] == self._place:
-                self._next = position
-                return victims.values[position]
-        self._next = len(chunks)
-        return float("inf")
+        places, chunks, place = self._victims.places, self._victims.chunks, self._place
+        position, end = self._next, self._count
+        # A session that has run since has another array of places, and nothing is left in the one ranked here.
+        while position < end and places[position][chunks[position]] != place:
+            position += 1
+        self._next = position
+        return self._victims.values[position] if position < end else _NONE
 
     def move(self, most: int, to: int, ceiling: float = np.inf) -> Victims:
         # Most often all that are looked at are still candidates, and this is one round of C code over each list.
@@ -188,8 +188,8 @@ class _Chunks:
         of = self._of[kept].tolist()
         return Victims(
             values[order].tolist(),
-            [self._sessions[number] for number in of],
-            [self._places[number] for number in of],
+            list(map(self._sessions.__getitem__, of)),
+            list(map(self._places.__getitem__, of)),
             self._chunk[kept].tolist(),
         )
 
