@@ -93,7 +93,7 @@ class Gittins(Policy):
         self._rates.returned(key, now)
 
     def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:
-        ages = np.minimum(np.maximum(idle, YOUNGEST), OLDEST)
+        ages = np.clip(idle, YOUNGEST, OLDEST)
         at = columns_of(ages)
         at += kinds
         values = self._factors.take(at)
