@@ -31,8 +31,8 @@ def talks() -> list[Script]:
     """Sessions that come back after four seconds, and sessions that take fifteen: who is evicted is beyond doubt.
 
     A running turn holds a part of the device for as long as it runs. So that the counts are those of the cache and not
-    of the cores, turns are few at a time and small beside the tiers: simulated on machines from an eighth as slow to
-    one and a half times as slow as two cores under seven others' work, no count changes by more than 5 %.
+    of the cores, turns are few at a time and small beside the tiers: in simulation each count stays within about 5 %
+    between machines of which one is ten times as fast as the other.
     """
     rng = random.Random(5)
     found = []
