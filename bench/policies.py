@@ -44,11 +44,11 @@ CHUNK_TOKENS = 32
 SHAREGPT = "sharegpt_sample.lengths.jsonl.gz"
 MOONCAKE = "mooncake_conversation.jsonl.gz"
 SEEDS = (4, 5, 6)
-"""Others than those that constants of ``gittins`` were chosen on."""
+"""Others than the seeds that constants of ``engine.cache.gittins`` were chosen on."""
 ONE_SEED = frozenset({"trailing-half", "whole-session", "ttl-lru", "arc"})
 """Policies that were never near the best: with the first seed only, as some of them take long."""
 SLACK_SHARE = 0.01
-"""Of the device tier, in chunks: see ``TurnCache``."""
+"""``slack`` as a share of the device tier's chunks: see ``TurnCache``."""
 GQA = Machine()
 OPT = msgspec.structs.replace(
     GQA, name="opt-13b on H200: the same with four times the KV", kv_bytes=819_200, kv_s=4 * GQA.kv_s
@@ -59,7 +59,7 @@ PAPER_DEVICE_BYTES, PAPER_HOST_BYTES = 40e9, 220e9
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is offered."""
+    """One offered load."""
 
     title: str
     lengths: str
@@ -86,11 +86,11 @@ class Run:
 
     part: str
     group: str
-    """What is compared with each other: the same load and memory."""
+    """Runs of one group have the same load and memory: they are compared."""
     workload: Workload
     device_tokens: int
     host_tokens: int
-    """Of each replica."""
+    """Both tiers are those of each replica."""
     policy: str
     seed: int
 
@@ -158,7 +158,7 @@ def runs(parts: Sequence[str], seeds: Sequence[int], scale: float) -> list[Run]:
 
 
 def settings(run: Run) -> Settings:
-    """Of the simulated server."""
+    """Settings of the simulated server."""
     machine = run.workload.machine
     device, host = run.device_tokens // CHUNK_TOKENS, run.host_tokens // CHUNK_TOKENS
     limit = min(131_072, device * CHUNK_TOKENS)

@@ -34,18 +34,18 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 MACHINE = RESULTS / "validation_13b_h200.machine.json"
 TRACE = "sharegpt_sample.lengths.jsonl.gz"
-"""As a load: the file of ``--trace``."""
+"""This as a load means the file of ``--trace``."""
 POLICIES = ("retention", "gittins", "lru")
 OTHER_POLICIES = ("trailing-half", "whole-session", "clairvoyant")
 LIMITS = ("--context-limit", "16384", "--max-batch-tokens", "8192", "--max-running", "512")
-"""Of every server here, as in ``experiments.py``."""
+"""Limits of every server here, as in ``evaluation/experiments.py``."""
 Report = dict[str, Any]
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """For KV, as ``pensieve simulate`` takes it."""
+    """Memory for KV, as ``pensieve simulate`` takes it."""
 
     device: str
     host: str
@@ -69,7 +69,7 @@ class Simulation:
     """Name of the curve, where it is not the policy that is compared."""
 
     def arguments(self, load: str, machine: str) -> list[str]:
-        """Of ``pensieve``, but for where its report goes."""
+        """The arguments for ``pensieve``, but for where its report goes."""
         return [
             "simulate", load, "--sessions", str(self.sessions), "--rates", ",".join(f"{rate:g}" for rate in self.rates),
             "--think-time", f"{self.think_s:g}", "--warm-up", f"{self.warm_up_s:g}",
@@ -86,13 +86,13 @@ class Figure:
     about: str
     simulations: tuple[Simulation, ...]
     lines: str = "policy"
-    """What is compared."""
+    """What the curves of the picture differ in."""
 
 
 PAPER = Memory("37GiB", "205GiB")
 """EuroSys §6.1: 40 GB and 220 GB."""
 BOTH, DEVICE_ONLY = Memory("40GiB", "32GiB"), Memory("40GiB", "0")
-"""Those of ``experiments.py``."""
+"""The memory of the servers in ``evaluation/experiments.py``."""
 THINK = (
     (15, 400, 8000, (20, 24, 28, 31)),
     (60, 1000, 12000, (12, 15, 18, 20)),

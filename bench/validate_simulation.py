@@ -65,7 +65,7 @@ TIMES = ("weights_s", "token_s", "kv_s", "pair_s", "row_s", "fixed_s")
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """What a measurement leaves behind for the simulation."""
+    """The files that a measurement leaves behind for the simulation."""
 
     folder: Path
     name: str
@@ -127,7 +127,7 @@ def serve_load(
 
 
 async def play(address: str, found: Sequence[Script], options: RunOptions) -> None:
-    """What comes of it is in the server's recording."""
+    """Play conversations; what came of them is in the server's recording."""
     target = PensieveTarget(address)
     try:
         await crew.replay(target.name, target.address(), await target.open(), found, options)
@@ -156,7 +156,7 @@ def read_trace(path: Path) -> tuple[TraceHeader, list[TraceRow]]:
 
 
 def served(rows: Sequence[TraceRow]) -> dict[str, Any]:
-    """What the server did, as a simulation reports it."""
+    """The server's counts and times, as a simulation reports its own."""
     turns = [row for row in rows if row.committed and row.ttft_s is not None]
     tokens = {name: sum(getattr(row, f"{name}_tokens") for row in turns) for name in ("context", *SOURCES)}
     ttft = [row.ttft_s or 0.0 for row in turns]

@@ -27,7 +27,7 @@ TITLES = {
     "think": "Think time (Figure 15)",
 }
 FINDINGS = "policies_found.md"
-"""What was found, in words, beside the JSON: the page begins with it."""
+"""File beside the JSON that says in words what was found: the page begins with it."""
 
 
 def spread(values: Sequence[float], form: str) -> str:

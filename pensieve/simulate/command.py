@@ -192,7 +192,7 @@ def _dataset(trace: Path | str, sessions: int | None, seed: int) -> Dataset:
 
 
 def _span(lives: Load, warm_up: float | None, window: float | None) -> Span | None:
-    """What is measured; the load only falls after the last session has started."""
+    """The time that is measured; None: all. The load only falls after the last session has started."""
     if warm_up is None and window is None:
         return None
     start = warm_up or 0.0

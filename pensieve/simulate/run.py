@@ -51,8 +51,8 @@ class Simulation:
             tally = turns.run(self.load)
             if turns.bound is not None and self.window is None:  # what it is a bound of
                 cache = self.settings.cache
-                slots = self.settings.replicas * (cache.device_chunks + cache.host_chunks)
-                bound = turns.bound.least_recomputed(slots, tally.ended)
+                pages = self.settings.replicas * (cache.device_chunks + cache.host_chunks)
+                bound = turns.bound.least_recomputed(pages, tally.ended)
         else:
             full = FullSimulation(
                 self.settings, self.policy, progress, window=self.window, zero_s=self.load.zero_s

@@ -262,7 +262,7 @@ def test_memory_follows_sessions_alive_not_sessions_seen() -> None:
     def held(sessions: int) -> tuple[int, int]:
         simulation = TurnSimulation(settings(60, 60), "retention")
         simulation.run(Load(talks(1), sessions, 20.0, 1.0, 3))
-        return simulation.most_alive, len(simulation.replicas[0].cache.index._residents)
+        return simulation.most_alive, len(simulation.replicas[0].cache.index._sessions)
 
     small, large = held(500), held(2000)
     assert large[0] < 2 * small[0] < 500 and large[1] < 2 * small[1] < 500

@@ -1,11 +1,11 @@
 """The Gittins index of an idle session, and how it is looked up for 100,000 of them at a time.
 
-To hold a chunk is to pay one slot-second each second until its session returns, which saves its recomputation, or
+To hold a chunk is to pay one page-second each second until its session returns, which saves its recomputation, or
 until it is given up. How good that is from age T on is the best ratio of P(return) to E[seconds held] that any time of
 giving up can have: the index of Gittins ("Bandit processes and dynamic allocation indices", J. R. Stat. Soc. B 41,
 1979). Where the hazard of a return falls with age the index is that hazard. Where it rises first, because people take
 half a minute to read and type, the index sees the rise coming and the hazard does not. Holding what has the highest
-index is optimal when slots are many and every session's share of them small (the relaxation of Whittle, 1988). LHD
+index is optimal when pages are many and every session's share of them small (the relaxation of Whittle, 1988). LHD
 (Beckmann, Chen and Cidon, NSDI 2018) ranks by such a ratio too, hits per space-time, learned by age and class.
 """
 
@@ -16,27 +16,21 @@ from typing import Final
 import numpy as np
 
 from pensieve.core import Floats, Ints
+from pensieve.engine.cache.log_bins import LogBins
 from pensieve.engine.cache.returns import BINS, PRIOR, WIDTHS
 
-_LEAST_EXPONENT: Final = -10
-_OCTAVES: Final = 30
-_BITS: Final = 3
-COLUMNS: Final = _OCTAVES << _BITS
-"""Of a table, eight from 2^n to 2^(n+1) seconds: finer than what was learned, so that interpolation leaves no steps."""
-_SHIFT: Final = 52 - _BITS
-_ORIGIN: Final = (1023 + _LEAST_EXPONENT) << _BITS
-YOUNGEST: Final = 2.0**_LEAST_EXPONENT
-OLDEST: Final = 2.0 ** (_LEAST_EXPONENT + _OCTAVES) * (1 - 1e-9)
-"""Ages of a table, seconds: about a millisecond to twelve days."""
+_TABLE: Final = LogBins(least_exponent=-10, octaves=30, bits=3)
+"""Ages of a table of factors, finer than what was learned, so that interpolation leaves no steps."""
+COLUMNS: Final = _TABLE.count
+_EDGES: Final = _TABLE.edges()
+YOUNGEST: Final = float(_EDGES[0])
+OLDEST: Final = float(_EDGES[-1]) * (1 - 1e-9)
+"""The least and the greatest age in a table, seconds: about a millisecond and twelve days."""
 
 
 def _interpolation() -> tuple[Ints, Floats]:
-    """Of each column: the age bin whose middle is before its own, and the share of the bin after it."""
-    edges = 2.0 ** (_LEAST_EXPONENT + np.arange(_OCTAVES))[:, None] * (
-        1 + np.arange(1 << _BITS) / (1 << _BITS)
-    )
-    edges = np.append(edges.ravel(), 2.0 ** (_LEAST_EXPONENT + _OCTAVES))
-    middles = np.diff(edges) / np.log(edges[1:] / edges[:-1])
+    """For each column the age bin whose middle is before the column's own, and the share of the bin after that one."""
+    middles = np.diff(_EDGES) / np.log(_EDGES[1:] / _EDGES[:-1])
     at = np.interp(np.log(middles), -np.log(PRIOR), np.arange(BINS))
     before = np.minimum(at.astype(np.int64), BINS - 2)
     return before, at - before
@@ -47,9 +41,7 @@ _BEFORE, _SHARE = _interpolation()
 
 def columns_of(ages: Floats) -> Ints:
     """Column of each age; ages are within ``YOUNGEST`` and ``OLDEST``."""
-    found = ages.view(np.int64) >> _SHIFT
-    found -= _ORIGIN
-    return found
+    return _TABLE.of(ages)
 
 
 def gittins_indices(hazards: Floats) -> Floats:

@@ -30,7 +30,7 @@ UNKNOWN: Final = 0
 """Kind of a session that its policy was told nothing of."""
 _FIRST_LESSON: Final = 64
 _LESSONS_APART: Final = 1024
-"""``gittins``: idle periods between two lessons, first and at most."""
+"""Idle periods between two times that ``Gittins`` learns: at first, and at most."""
 
 
 class Policy(Protocol):
@@ -66,17 +66,18 @@ class Retention(Policy):
 
 
 class Gittins(Policy):
-    """What is likely to be needed soon, for what it costs to recompute, stays: see ``gittins`` and ``returns``.
+    """Chunks stay that are likely to be needed soon, weighed by what they cost to recompute.
 
-    V = Cost(l) / T × a factor by kind of session and by T, which is 1 until something was learned: then this is
-    ``retention``. It is learned anew with each start of the server, and anew from what was counted after every 64
-    idle periods, later after every eighth of them all, at least every 1024 (2 ms).
+    See ``engine.cache.gittins`` and ``engine.cache.returns``.
+    V = Cost(l) / T × a factor by kind of session and by T. All factors are 1 until something was learned, which makes
+    this ``retention``. Each start of the server begins with nothing learned. The factors are computed anew, which takes
+    2 ms, after every 64 idle periods, and later when an eighth as many have come as there were, at least every 1024.
     """
 
     def __init__(self) -> None:
         self._rates = ReturnRates()
         self._factors = np.ones((1 + CELLS, COLUMNS))
-        """Row 0 is of ``UNKNOWN``."""
+        """A row for each kind of session; row 0 is that of ``UNKNOWN``."""
         self._learn_at = _FIRST_LESSON
 
     def left(self, key: Hashable, new_tokens: int, context_tokens: int, now: float) -> int:

@@ -21,6 +21,7 @@ multiplies the hazard before by (returns + k) / (expected returns + k), the mean
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Hashable
 from typing import Final
 
@@ -28,28 +29,18 @@ import numpy as np
 import numpy.typing as npt
 
 from pensieve.core import Floats, Ints
+from pensieve.engine.cache.log_bins import LogBins
 
 LEAST_EXPONENT: Final = -4
-_OCTAVES: Final = 20
 _BITS: Final = 2
-"""Of an age's mantissa that count: four bins from 2^n to 2^(n+1) seconds."""
 _OCTAVE: Final = 1 << _BITS
-BINS: Final = _OCTAVES * _OCTAVE
+"""Bins of an age from 2^n to 2^(n+1) seconds."""
+_AGES: Final = LogBins(LEAST_EXPONENT, octaves=20, bits=_BITS)
+BINS: Final = _AGES.count
 """From 1/16 s to 2^16 s; ages beyond either end are in the bin there."""
-_SHIFT: Final = 52 - _BITS
-_ORIGIN: Final = (1023 + LEAST_EXPONENT) << _BITS
-
-
-def _edges() -> Floats:
-    steps = 1 << _BITS
-    octave, step = np.divmod(np.arange(BINS + 1), steps)
-    edges = 2.0 ** (LEAST_EXPONENT + octave) * (1 + step / steps)
-    edges[0] = 0.0
-    return np.asarray(edges, dtype=np.float64)
-
-
-EDGES: Final = _edges()
-"""Of the bins, seconds, float64 [BINS + 1]."""
+EDGES: Final = np.append(0.0, _AGES.edges()[1:])
+"""Edges of the bins in seconds, float64 [BINS + 1]."""
+_EDGES: Final[list[float]] = EDGES.tolist()
 WIDTHS: Final = np.diff(EDGES)
 PRIOR: Final = np.log(EDGES[1:] / np.maximum(EDGES[:-1], EDGES[1] / np.e)) / WIDTHS
 """Mean of 1 / T over each bin, per second."""
@@ -73,10 +64,10 @@ _SWEEPS: Final = 3
 
 
 def bins_of(ages: Floats) -> Ints:
-    """Bin of each age: exponent and leading bits of the mantissa are the bin, up to a constant."""
-    found = ages.view(np.int64) >> _SHIFT
-    found -= _ORIGIN
-    return np.clip(found, 0, BINS - 1, out=found)
+    """Bin of each age."""
+    found = _AGES.of(ages)
+    np.maximum(found, 0, out=found)
+    return np.minimum(found, BINS - 1, out=found)
 
 
 def cell_of(new_tokens: int, context_tokens: int) -> int:
@@ -89,7 +80,7 @@ def cell_of(new_tokens: int, context_tokens: int) -> int:
 
 
 class IdlePeriods:
-    """Those that have not ended, in arrays of a fixed size."""
+    """The idle periods that have not ended, in arrays of a fixed size."""
 
     def __init__(self, most: int) -> None:
         self._slots: dict[Hashable, int] = {}
@@ -122,7 +113,7 @@ class IdlePeriods:
         return self._between(np.flatnonzero(self._open), start, end)
 
     def thin(self, start: float, end: float) -> Floats:
-        """Close every second period of the octave of ages that has most; what ``at_risk`` is of them."""
+        """Close every second period of the octave of ages that has most; returns ``at_risk`` of those closed."""
         slots = np.flatnonzero(self._open)
         octaves = bins_of(np.maximum(end - self._since[slots], 0.0)) >> _BITS
         fullest = slots[octaves == np.bincount(octaves).argmax()]
@@ -193,13 +184,13 @@ class ReturnRates:
 
     def _count(self, cell: int, age: float, sign: float) -> int:
         """Count the time at risk up to an age, or take it back; returns the age's bin."""
-        bin_ = int(bins_of(np.array([age]))[0])
+        bin_ = min(bisect_right(_EDGES, age), BINS) - 1  # as ``bins_of`` has it, without arrays
         self._at_risk[cell, :bin_] += sign * WIDTHS[:bin_]
         self._at_risk[cell, bin_] += sign * (age - EDGES[bin_])
         return bin_
 
     def _fade(self, now: float) -> None:
-        """What was counted counts less. So what open periods have spent at risk must be counted first."""
+        """Let all that was counted count less. The time of open periods at risk has to be counted first."""
         self._at_risk += self._idle.at_risk(self._counted_to, now)
         self._counted_to = now
         self._returns *= 0.5 ** (_FADE_EVERY / HALF_LIFE)

@@ -65,7 +65,7 @@ class CostWorker:
         return _Computing(self._clock, self._idle_at, StepResult(sampled))
 
     def seconds(self, plan: Plan) -> float:
-        """What this step takes."""
+        """Seconds that this step takes."""
         copy_in = self._machine.copy(len(plan.swap_in) * self._chunk)
         if not plan.spans:
             return max(copy_in, self._machine.copy(len(plan.swap_out) * self._chunk))
@@ -76,7 +76,7 @@ class CostWorker:
         return self._machine.with_copy(compute, copy_in)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """There is nothing to free."""
 
 
 MakeWorker = Callable[[Clock], StepWorker]
@@ -208,7 +208,7 @@ class FullSimulation:
             raise RuntimeError(f"nothing can be done for {len(replica.turns)} turns")
 
     def _tokens(self, turn: _Turn, tokens: tuple[int, ...], now: float) -> None:
-        """Output: a piece of n tokens counts as n gaps of an n-th."""
+        """A piece of n tokens has come; it counts as n gaps, each an n-th of the time since the piece before."""
         if turn.output:
             self.tally.gap((now - turn.last_token) / len(tokens), len(tokens), now)
         turn.first_token, turn.last_token = turn.first_token or now, now

@@ -1,9 +1,9 @@
 """A limit that no policy can beat: how little has to be recomputed when space-time is all that is short.
 
-Keeping a chunk from one turn to the next saves its recomputation and takes one slot for that time. Slots times the
-length of the run is all there is, so the least that must be given up is what a fractional knapsack leaves out, filled
-in order of seconds saved per slot-second. Real policies must also fit at every single moment, may hold chunks twice,
-need slots for running turns and do not know the future: they stay above.
+Keeping a chunk from one turn to the next saves its recomputation and takes one page of a tier for that time. Pages
+times the length of the run is all there is, so the least that must be given up is what a fractional knapsack leaves
+out, filled in order of seconds saved per page-second. Real policies must also fit at every single moment, may hold
+chunks twice, need pages for running turns and do not know the future: they stay above.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _LEAST_EXPONENT = -12
 
 
 class Bound:
-    """Collects idle periods in bins of equal savings per slot-second; partly filled chunks count as nothing."""
+    """Collects idle periods in bins of equal savings per page-second; partly filled chunks count as nothing."""
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
         self._chunk_costs = cost.chunk_costs(256)
         bins = _PER_DECADE * 24
         self._saved = np.zeros(bins)
-        self._slot_seconds = np.zeros(bins)
+        self._page_seconds = np.zeros(bins)
 
     def idle(self, history: int, seconds: float) -> None:
         """A session came back to ``history`` tokens after so many seconds."""
@@ -36,12 +36,12 @@ class Bound:
         seconds = max(seconds, 1e-6)
         bins = self._bins(costs / seconds)
         np.add.at(self._saved, bins, costs)
-        np.add.at(self._slot_seconds, bins, seconds)
+        np.add.at(self._page_seconds, bins, seconds)
 
-    def least_recomputed(self, slots: int, seconds: float) -> float:
-        """Seconds of recomputation that remain with so many slots for so long."""
-        left, kept = slots * seconds, 0.0
-        for saved, taken in zip(self._saved[::-1].tolist(), self._slot_seconds[::-1].tolist(), strict=True):
+    def least_recomputed(self, pages: int, seconds: float) -> float:
+        """Seconds of recomputation that remain with so many pages, in all tiers, for so long."""
+        left, kept = pages * seconds, 0.0
+        for saved, taken in zip(self._saved[::-1].tolist(), self._page_seconds[::-1].tolist(), strict=True):
             if taken > left:
                 # Within the bin the best are not known: as if all of what fits were as good as its upper edge.
                 kept += min(saved, saved * left / taken * 10 ** (1 / _PER_DECADE))

@@ -42,7 +42,7 @@ class InProgress:
     """A load that begins in the middle: the very turns that ``pensieve replay --run-in`` plays, at the same times."""
 
     lives: tuple[Life, ...]
-    """What was said before the start is one turn, the first one of its session."""
+    """The sessions. All that one said before the start is one turn, its first."""
     zero_s: float
     """The replay's time 0. Before it histories are computed, one after the other."""
     run_in_s: float
@@ -87,7 +87,7 @@ class Load:
     think_gaps: Gaps | None = None
     """Pauses are drawn from these, from the end of an answer on."""
     in_progress: InProgress | None = None
-    """What comes, if it has begun before; the other fields then say what it was drawn from."""
+    """The sessions of a load that has begun before; the other fields then say what they were drawn from."""
 
     def __post_init__(self) -> None:
         recorded = all(turn.timestamp_s is not None for talk in self.conversations for turn in talk.turns)

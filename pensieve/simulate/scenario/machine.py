@@ -1,4 +1,4 @@
-"""What a step costs on the machine that is simulated."""
+"""How long a step takes on the machine that is simulated."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """A step is planned and launched while the one before it runs: ``serve --overlapped``, on a GPU."""
 
     turn_s: float = 0.0
-    """What a server adds to each first token outside of its engine: the wire, the store, the tokenizer."""
+    """Seconds that a server adds to each first token outside of its engine: the wire, the store, the tokenizer."""
     mean_error: float | None = None
-    """Of the formula, relative, over the steps that it was fitted to by ``pensieve profile --machine``."""
+    """Relative error of the formula, over the steps that ``pensieve profile --machine`` fitted it to."""
     worst_error: float | None = None
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@
 ``arc``          Adaptive Replacement Cache with sessions as its objects, evicted chunk by chunk
 ``clairvoyant``  V = Cost(l) / time until the session comes back: Belady's rule adapted to cost. It sees the future, so
                  nobody can run it; it says how much there is to gain. Greedy, so close to the optimum but not proven
-                 to be one: ``bound`` has the proven limit.
+                 to be one: ``simulate.scenario.bound`` has the proven limit.
 
 The engine's ``Policy`` is told of past turns and how long ago a session was last active. What these know beyond that
 travels in the time that a session is released with (``stamp``).

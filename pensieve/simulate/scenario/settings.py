@@ -1,4 +1,4 @@
-"""What is simulated: one frozen value that crosses to worker processes."""
+"""The settings of the simulated servers: one frozen value that crosses to worker processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Routing = Literal["affine", "random"]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Every replica is the same."""
+    """Settings of each replica, and how turns are spread over them. All replicas are the same."""
 
     machine: Machine
     cache: CacheConfig
@@ -28,7 +28,7 @@ class Settings:
     """Virtual seconds after which replica 0 is gone, with its cache and its running turns."""
     seed: int = 0
     slack: int = 0
-    """See ``TurnCache``; of ``turns`` only."""
+    """See ``TurnCache``; only the ``turns`` engine has it."""
 
     def route(self, session: int, turn: int, *, lost: bool) -> int:
         """The replica of a turn: by session, or by a hash of session and turn. ``lost``: replica 0 takes none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import log
 from typing import Any
 
 import numpy as np
@@ -35,8 +36,9 @@ class Times:
         self.total += count * seconds
         if seconds > self.most:
             self.most = seconds
-        bin_ = int(math.log(seconds / _LEAST) / _STEP) if seconds > _LEAST else 0
-        self.bins[bin_] = self.bins.get(bin_, 0) + count
+        bin_ = int(log(seconds / _LEAST) / _STEP) if seconds > _LEAST else 0
+        bins = self.bins
+        bins[bin_] = bins.get(bin_, 0) + count
 
     def percentile(self, share: float) -> float | None:
         left = share * self.count
@@ -47,7 +49,7 @@ class Times:
         return None
 
     def quantiles(self) -> list[float] | None:
-        """At 0, 1, … 100 %; None of nothing."""
+        """The percentiles 0, 1, … 100; None where nothing was added."""
         found = [self.percentile(share / 100) for share in range(101)]
         return None if found[-1] is None else [value for value in found if value is not None]
 
@@ -66,7 +68,7 @@ class Times:
 
 
 class ChunkPrices:
-    """What it costs to recompute ranges of a context."""
+    """The cost of recomputing ranges of a context."""
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
@@ -92,7 +94,7 @@ class ChunkPrices:
 
 @dataclass(slots=True)
 class _Row:
-    """Turns of one number."""
+    """Sums over all turns of one number."""
 
     turns: int = 0
     sources: list[int] = field(default_factory=lambda: [0] * len(SOURCES))
@@ -102,7 +104,7 @@ class _Row:
 
 @dataclass(slots=True)
 class Tally:
-    """What one policy's simulation came to: of the turns that ended in a window, or of all."""
+    """Sums over what one policy's simulation did: over the turns that ended in a window, or over all."""
 
     window: Span | None = None
     """From its start up to its end, in virtual seconds from ``zero_s`` on."""
@@ -117,7 +119,7 @@ class Tally:
     repeated_turns: int = 0
     """Begun again elsewhere because their replica was lost."""
     rows: list[_Row] = field(default_factory=list)
-    """By turn number, the last row for all later ones."""
+    """Sums by a turn's number in its session; the last row is for all later ones."""
     latency: Times = field(default_factory=Times)
     normalised: Times = field(default_factory=Times)
     gaps: Times = field(default_factory=Times)
@@ -125,9 +127,9 @@ class Tally:
     answering_s: float = 0.0
     """From first tokens to the ends of answers."""
     open_s: float = 0.0
-    """Time that sessions were open, pauses included, of all together."""
+    """Seconds that sessions were open, pauses included, all sessions together."""
     flight_s: list[float] = field(default_factory=lambda: [0.0] * BINS)
-    """The same of turns, in each part of the window."""
+    """Seconds that turns were under way in each part of the window, all turns together."""
     ended: float = 0.0
 
     def add(
@@ -166,12 +168,12 @@ class Tally:
             row.sources[place] += tokens
 
     def gap(self, seconds: float, count: int, now: float) -> None:
-        """So many tokens came ``now`` or until now, each so long after the one before it."""
+        """Count so many tokens that came ``now`` or until now, each so long after the one before it."""
         if count and (self.window is None or self.window[0] <= now - self.zero_s < self.window[1]):
             self.gaps.add(seconds, count)
 
     def open(self, start: float, end: float) -> None:
-        """A session was open from its first turn's arrival to its last answer's end."""
+        """Count a session that was open from its first turn's arrival to its last answer's end."""
         start, end = start - self.zero_s, end - self.zero_s
         low, high = self.window or (0.0, end)
         self.open_s += max(0.0, min(end, high) - max(start, low))
@@ -187,12 +189,12 @@ class Tally:
 
     @property
     def cold(self) -> Times:
-        """To the first tokens of first turns."""
+        """Times to the first tokens of first turns."""
         return _merged(self.rows[:1])
 
     @property
     def warm(self) -> Times:
-        """To the first tokens of later turns."""
+        """Times to the first tokens of later turns."""
         return _merged(self.rows[1:])
 
     @property
@@ -261,7 +263,7 @@ class Tally:
 
 
 def _merged(rows: Sequence[_Row]) -> Times:
-    """Times to first tokens."""
+    """Times to first tokens, of several rows together."""
     all_ = Times()
     for row in rows:
         all_.merge(row.ttft)

@@ -1,4 +1,4 @@
-"""What there is to do in a step: the terms that its time is made of."""
+"""The amount of work in a step: the terms of ``Machine.step``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pensieve.engine.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Of one plan, without its copies."""
+    """The work of one plan, without its copies."""
 
     tokens: float
     rows: float
@@ -21,7 +21,7 @@ class Work:
 
 
 def work_of(plan: Plan) -> Work:
-    """What ``plan`` says is to be computed."""
+    """The work that ``plan`` asks for."""
     kv_read, pairs = 0.0, 0.0
     for span in plan.spans:
         if len(span.tokens) == 1:

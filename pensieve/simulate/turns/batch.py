@@ -8,75 +8,36 @@ and the chunks they take follow from how many contexts stand at which place in t
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Final
 
-from pensieve.engine.cache.chunk import Range, Restore
+from pensieve.engine.cache.chunk import Range, take_front
 from pensieve.engine.scheduler import SWAP_OUT_QUANTUM
-from pensieve.simulate.scenario.load import Life
 from pensieve.simulate.scenario.policies import Stamp
 from pensieve.simulate.scenario.settings import Settings
 from pensieve.simulate.turns.cache import TurnCache
+from pensieve.simulate.turns.live import LiveTurn
 from pensieve.simulate.turns.series import Series
 
-
-@dataclass(slots=True, eq=False)
-class Turn:
-    """A session with a turn that is due, waits or runs. ``Batch`` writes what is below ``replica``."""
-
-    life: Life
-    index: int = 0
-    history: int = 0
-    arrived: float = 0.0
-    left: float = 0.0
-    """When the turn before ended."""
-    replica: int = 0
-    ticket: int = 0
-    visible: int = 0
-    """First step whose plan can know of it."""
-    restore: Restore | None = None
-    """Of its first admission: what a suspension costs later is not part of its receipt."""
-    missing: deque[Range] = field(default_factory=deque)
-    computed: int = 0
-    """Tokens in the cache when its generation last began or began anew."""
-    begun: int = 0
-    """Step of that."""
-    ends: int = 0
-    """Steps that are over when it leaves; 0: it does not generate."""
-    made: int = 0
-    """Tokens of its answer when it was last suspended."""
-    last_token: float = 0.0
-    """When the last of those came."""
-    first_token: float = 0.0
-
-    @property
-    def prompt(self) -> int:
-        """Context without the answer."""
-        return self.history + self.life.turns[self.index][0]
-
-    @property
-    def output(self) -> int:
-        return self.life.turns[self.index][1]
-
-
 _MANY: Final = 1 << 60
-Ended = tuple[Turn, float]
+_NEVER: Final = float("inf")
+Ended = tuple[LiveTurn, float]
 """A turn and when its last token was out. Its chunks are released a step later, when that token is cached too."""
 OnGap = Callable[[float, int, float], None]
 """Told of (seconds, count, now): so many tokens each came so long after the one before it in its answer."""
 
 
 class Batch:
-    """Queue, running set and clock of one replica. ``stamp``: see ``policies``."""
+    """Queue, running set and clock of one replica. ``stamp``: see ``simulate.scenario.policies``."""
 
     def __init__(self, settings: Settings, cache: TurnCache, stamp: Stamp, on_gap: OnGap) -> None:
         self.cache = cache
         self._stamp = stamp
         self._on_gap = on_gap
         self.now = 0.0
-        """Start of the next step."""
+        """End of the latest step, or when the first turn after it came."""
+        self.begins = _NEVER
+        """When the next step begins: ``now``, or infinity without work."""
         self.suspensions = 0
         self._machine = settings.machine
         self._max_tokens = settings.max_batch_tokens
@@ -86,59 +47,69 @@ class Batch:
         self._step = 0
         """Steps that are over."""
         self._latest = 0.0
-        """Seconds of the last of them."""
-        self._waiting: list[tuple[int, Turn]] = []
-        """By ticket."""
-        self._running: dict[int, Turn] = {}
-        """By ticket."""
-        self._restoring: list[Turn] = []
+        """Seconds that the last of them took."""
+        self._waiting: list[tuple[int, LiveTurn]] = []
+        """A heap of (ticket, turn)."""
+        self._running: dict[int, LiveTurn] = {}
+        """Turns by ticket."""
+        self._restoring: list[LiveTurn] = []
         """Running turns whose context is not complete, in order of arrival."""
-        self._ends: list[tuple[int, int, Turn]] = []
-        """(steps over by then, ticket, turn) of each generation; of suspended ones too, until they come up."""
+        self._ends: list[tuple[int, int, LiveTurn]] = []
+        """A heap of (steps over by then, ticket, turn), one entry a generation. A suspended turn's entry stays and is
+        passed over when it comes up: its turn has another ``ends`` then."""
         self._generating = 0
         self._kv = 0
-        """Contexts that the generations read in the next step."""
+        """Tokens of context that all generations together read in the next step."""
         self._growth = [0] * self._size
-        """How many generations take a chunk in the steps that are so many modulo the size of one."""
+        """How many generations take a chunk in the steps that are so many modulo the size of one.
 
-    @property
-    def has_work(self) -> bool:
-        return bool(self._waiting or self._running)
+        A generation takes a chunk every ``chunk_tokens`` steps, always at the same remainder."""
 
-    def submit(self, turn: Turn, ticket: int, now: float) -> None:
+    def submit(self, turn: LiveTurn, ticket: int, now: float) -> None:
         """Queue a turn that arrives now, during the latest step or after it."""
-        if self.has_work:
+        if self._waiting or self._running:
             turn.visible = self._step + self._lag
         else:
             self.now, turn.visible = max(self.now, now), self._step
+            self.begins = self.now
         turn.ticket = ticket
         heapq.heappush(self._waiting, (ticket, turn))
 
     def run(self, until: float) -> list[Ended]:
         """The next step, and those after it that are alike, not beyond the first one that ends after ``until``."""
-        gone = self._make_room()
-        if grown := self._growth[self._step % self._size]:
+        gone: list[Ended] = []
+        grown = self._growth[self._step % self._size]
+        if grown > self.cache.unpinned:
+            gone = self._make_room()
+            grown = self._growth[self._step % self._size]
+        if grown:
             self.cache.grow(grown, self.now)
-        budget = self._max_tokens - self._generating
-        work = self._prefill(budget)
-        budget -= sum(end - start for _, ranges in work for start, end in ranges)
-        self._admit(work, budget)
+        work: list[tuple[LiveTurn, list[Range]]] = []
+        if self._restoring or self._waiting:
+            self._admit(work, self._prefill(work, self._max_tokens - self._generating))
         begin, rows = self.now, self._generating
-        steps: tuple[Series, int] | None = None
+        series: Series | None = None
+        steps = 1
         if work or self._restoring:
-            steps = self._mixed_step(work)
+            self._mixed_step(work)
         elif rows:
-            steps = self._decode_steps(until)
-        left = self._leave()
-        if steps is not None:
-            self._tell_gaps(begin, rows, *steps, len(left))
+            series, steps = self._decode_steps(until)
+        left = self._leave() if self._ends and self._ends[0][0] <= self._step else []
+        if rows and series is not None and not series.is_even(steps):
+            self._tell_gaps(begin, rows, series, steps, len(left))
+        elif rows:  # what ``_tell_gaps`` would come to: mostly steps are few and nearly equal
+            seconds = self._latest if series is None else (series.first + self._latest) / 2
+            self._on_gap(seconds, rows * steps - len(left), self.now)
         gone += left
-        if not self.has_work:
+        if self._running or self._waiting:
+            self.begins = self.now
+        else:
+            self.begins = _NEVER
             self.cache.save_ahead(self.now, self.cache.config.device_chunks)
             self.cache.complete()
         return gone
 
-    def clear(self) -> tuple[list[Turn], int]:
+    def clear(self) -> tuple[list[LiveTurn], int]:
         """The replica is lost: its turns in order of arrival, to begin anew, and how many of them were running."""
         running = len(self._running)
         turns = [*self._running.values(), *(turn for _, turn in self._waiting)]
@@ -149,13 +120,14 @@ class Batch:
             state.clear()
         self._generating = self._kv = 0
         self._growth = [0] * self._size
+        self.begins = _NEVER
         self.cache.clear()
         return sorted(turns, key=lambda turn: turn.ticket), running
 
     # -- the plan ----------------------------------------------------------------------------------------------------
 
     def _make_room(self) -> list[Ended]:
-        """Slots for the tokens of the next step: while there are too few, the youngest gives way."""
+        """Suspend the youngest while there are too few device pages for what the others generate next."""
         gone: list[Ended] = []
         while self._growth[self._step % self._size] > self.cache.unpinned:
             youngest = self._running[max(self._running)]
@@ -173,7 +145,7 @@ class Batch:
                 self._suspend(youngest, made)
         return gone
 
-    def _suspend(self, turn: Turn, made: int) -> None:
+    def _suspend(self, turn: LiveTurn, made: int) -> None:
         """Back to the head of the queue; what it has computed stays in the cache."""
         self.suspensions += 1
         self.cache.suspended(turn.life.number, self.now)
@@ -181,49 +153,48 @@ class Batch:
         turn.made, turn.last_token = made, self.now
         heapq.heappush(self._waiting, (turn.ticket, turn))
 
-    def _release(self, turn: Turn, cached: int) -> None:
+    def _release(self, turn: LiveTurn, cached: int) -> None:
         """Out of the running set; the cache has ``cached`` tokens of it, less what is missing."""
         del self._running[turn.ticket]
         turns = turn.index + 1
         stamp = self._stamp(self.now, turn.life.due(turns, self.now), turns)
         self.cache.release(turn.life.number, cached, stamp, turn.missing)
 
-    def _prefill(self, budget: int) -> list[tuple[Turn, list[Range]]]:
-        work: list[tuple[Turn, list[Range]]] = []
+    def _prefill(self, work: list[tuple[LiveTurn, list[Range]]], budget: int) -> int:
+        """Choose what goes on of restores and prefills; returns what is left of the budget."""
         for turn in self._restoring:
             if budget <= 0:
                 break
-            ranges = _take(turn.missing, budget)
-            budget -= sum(end - start for start, end in ranges)
+            ranges = take_front(turn.missing, budget)
+            for start, end in ranges:
+                budget -= end - start
             work.append((turn, ranges))
-        return work
+        return budget
 
-    def _admit(self, work: list[tuple[Turn, list[Range]]], budget: int) -> None:
+    def _admit(self, work: list[tuple[LiveTurn, list[Range]]], budget: int) -> None:
         """First come, first served; nobody overtakes the head of the queue."""
         cache = self.cache
         while self._waiting and budget > 0 and len(self._running) < self._max_running:
             turn = self._waiting[0][1]
-            context = turn.prompt + turn.made
+            number, context = turn.life.number, turn.prompt + turn.made
             others = bool(self._running)
-            if (others and turn.visible > self._step) or not cache.can_admit(
-                turn.life.number, context, reserve=others
-            ):
+            if (others and turn.visible > self._step) or not cache.can_admit(number, context, reserve=others):
                 return
             heapq.heappop(self._waiting)
-            history = context if turn.made else turn.history
-            restore = cache.admit(turn.life.number, history, context, self.now)
+            restore = cache.admit(number, context if turn.made else turn.history, context, self.now)
             turn.restore = turn.restore or restore
             turn.missing.extend(restore.missing)
             turn.computed = context
             self._running[turn.ticket] = turn
             self._restoring.append(turn)
-            ranges = _take(turn.missing, budget)
-            budget -= sum(end - start for start, end in ranges)
+            ranges = take_front(turn.missing, budget)
+            for start, end in ranges:
+                budget -= end - start
             work.append((turn, ranges))
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def _mixed_step(self, work: list[tuple[Turn, list[Range]]]) -> tuple[Series, int]:
+    def _mixed_step(self, work: list[tuple[LiveTurn, list[Range]]]) -> None:
         """One step of all generations and of what was chosen of restores and prefills."""
         tokens, kv, pairs = self._generating, float(self._kv), 0.0
         for _, ranges in work:
@@ -237,7 +208,9 @@ class Batch:
         rows = self._generating + len(work)
         compute = machine.step(tokens=tokens, rows=rows, kv_read=kv, pairs=pairs)
         loaded = self.cache.loading * self._size
-        self._reserve(1, save=not loaded)
+        if not loaded:
+            self.cache.save_ahead(self.now, SWAP_OUT_QUANTUM)
+        self.cache.complete()
         self._kv += self._generating
         self._step += 1
         self._latest = machine.with_copy(compute, machine.copy(loaded))
@@ -246,18 +219,27 @@ class Batch:
             if not turn.missing:
                 self._restoring.remove(turn)
                 self._generate(turn)
-        return Series(self._latest), 1
 
     def _decode_steps(self, until: float) -> tuple[Series, int]:
-        """As many steps as there are until somebody leaves or has to, the queue's head is seen, or ``until``."""
+        """The steps until somebody leaves or has to, the queue's head may be admitted, or ``until`` has come.
+
+        Nothing but positions differs between them, so they are one event: see ``Series`` for their times.
+        """
         rows, machine = self._generating, self._machine
-        most = min(self._steps_to_an_end(), self._steps_to_another_try())
+        most = self._steps_to_an_end()
+        if self._waiting:
+            most = min(most, self._steps_to_another_try())
         first = machine.step(tokens=rows, rows=rows, kv_read=self._kv, pairs=0)
         series = Series(first, machine.kv_s * rows)
         steps = series.until(until - self.now, most)
-        while self._chunks_after_first(steps) > self.cache.unpinned:
+        # Pages for the first step were reserved when it was planned; those for the others must be there, too.
+        while (grown := self._chunks_after_first(steps)) > self.cache.unpinned:
             steps -= 1
-        self._reserve(steps, save=True)
+        self.cache.save_ahead(self.now, steps * SWAP_OUT_QUANTUM)
+        self.cache.complete()
+        if grown:
+            self.cache.grow(grown, self.now)
+            self.cache.complete()
         self._kv += steps * rows
         self._step += steps
         self._latest = series.last(steps)
@@ -265,7 +247,10 @@ class Batch:
         return series, steps
 
     def _tell_gaps(self, begin: float, rows: int, series: Series, steps: int, left: int) -> None:
-        """Every generation had a token in each of these steps, but those that left, in the last: it only cached."""
+        """Report the gaps before the tokens of these steps: one of each generation in each step.
+
+        Those that left had none in the last step, which only cached the token before.
+        """
         done = 0
         for seconds, count, end in series.parts(steps):
             done += count
@@ -273,24 +258,18 @@ class Batch:
 
     def _steps_to_another_try(self) -> int:
         """In how many steps the queue's head may be admitted although nobody leaves."""
-        if not self._waiting:
-            return _MANY
         head = self._waiting[0][1]
-        # What is copied in this step is a reason to wait for the next one, not for slots.
+        # A session whose chunks are copied in this step has to wait for the next one; one without room has to wait
+        # until somebody leaves.
         return 1 if self.cache.copying(head.life.number) else max(head.visible - self._step, 0) or _MANY
 
-    def _reserve(self, steps: int, *, save: bool) -> None:
-        """The cache's share of so many steps, but for the chunks that generations take in the first of them."""
-        if save:
-            self.cache.save_ahead(self.now, steps * SWAP_OUT_QUANTUM)
-        self.cache.complete()
-        if grown := self._chunks_after_first(steps):
-            self.cache.grow(grown, self.now)
-            self.cache.complete()
-
     def _chunks_after_first(self, steps: int) -> int:
-        """Chunks that the generations take in the next so many steps without the first."""
+        """Chunks that the generations take in the next ``steps`` steps, without the first of these."""
+        if steps == 1:
+            return 0
+        # In as many steps as a chunk has tokens each generation takes exactly one, wherever it stands in its last one.
         rounds, rest = divmod(steps - 1, self._size)
+        # What remains is a stretch of ``_growth``, which is a ring: it may go on at the beginning.
         at = (self._step + 1) % self._size
         beyond = at + rest - self._size
         partly = sum(self._growth[at : at + rest]) + (sum(self._growth[:beyond]) if beyond > 0 else 0)
@@ -298,8 +277,8 @@ class Batch:
 
     # -- generations -------------------------------------------------------------------------------------------------
 
-    def _generate(self, turn: Turn) -> None:
-        """The step that has just ended completed the turn's context and gave a token."""
+    def _generate(self, turn: LiveTurn) -> None:
+        """The step that has just ended completed the turn's context and made a token of its answer."""
         turn.first_token = turn.first_token or self.now
         if turn.made:
             self._on_gap(self.now - turn.last_token, 1, self.now)
@@ -310,7 +289,7 @@ class Batch:
         self._kv += turn.computed + 1
         self._growth[(turn.begun - turn.computed) % self._size] += 1
 
-    def _stop_generating(self, turn: Turn) -> None:
+    def _stop_generating(self, turn: LiveTurn) -> None:
         turn.ends = 0  # what ``_ends`` has of it is void
         self._generating -= 1
         self._kv -= turn.computed + self._step - turn.begun + 1
@@ -332,16 +311,3 @@ class Batch:
             self._release(turn, turn.prompt + turn.output)
             gone.append((turn, self.now - self._latest))
         return gone
-
-
-def _take(missing: deque[Range], budget: int) -> list[Range]:
-    """Remove up to ``budget`` tokens from the front; the ranges they form."""
-    taken: list[Range] = []
-    while budget > 0 and missing:
-        start, end = missing.popleft()
-        cut = min(end, start + budget)
-        taken.append((start, cut))
-        budget -= cut - start
-        if cut < end:
-            missing.appendleft((cut, end))
-    return taken

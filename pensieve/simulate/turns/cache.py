@@ -1,12 +1,14 @@
-"""A twin of ``CacheManager`` without slot numbers, token ids or shared chunks, on one byte per chunk: the same rules,
+"""A twin of ``CacheManager`` without page numbers, token ids or shared chunks, on one byte per chunk: the same rules,
 policies and order of decisions, some twenty times faster. That both decide the same is tested.
 
-One plan here: ``grow``, ``can_admit`` → ``admit``, ``save_ahead``, ``complete``; ``release`` when a turn has ended or
-is suspended. What generations grow by is counted for all of them together, and given to each when it is released.
+For one plan it is called in this order: ``grow``, ``can_admit`` → ``admit``, ``save_ahead``, ``complete``; and
+``release`` when a turn has ended or is suspended. The chunks that generations grow by are counted for all of them
+together, and added to each session when it is released.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,7 +16,7 @@ import numpy as np
 from pensieve.config import CacheConfig
 from pensieve.engine.cache.chunk import Range, Restore
 from pensieve.engine.cache.index import Reclaim
-from pensieve.engine.cache.policy import UNKNOWN, Policy
+from pensieve.engine.cache.policy import Policy
 from pensieve.engine.cost.model import CostModel
 from pensieve.simulate.turns.places import (
     ADMITTED,
@@ -30,7 +32,10 @@ from pensieve.simulate.turns.places import (
     PlacesIndex,
     Resident,
 )
-from pensieve.simulate.turns.victims import Ranking, Round, Victim, Victims, can_rank
+from pensieve.simulate.turns.victims import Ranking, Round, VictimOrder, Victims, can_rank
+
+_DEVICE = bytes((DEVICE,))
+_BOTH = bytes((BOTH,))
 
 
 class TurnCache:
@@ -42,14 +47,12 @@ class TurnCache:
 
     def __init__(self, config: CacheConfig, cost: CostModel, policy: Policy, slack: int = 0) -> None:
         self.config = config
+        self._size = config.chunk_tokens
         self.index = PlacesIndex(policy, cost)
         self.device_free = config.device_chunks
         self.host_free = config.host_chunks
         self.loading = 0
         """Chunks that the plan in hand copies in from the host."""
-        self.dropped_chunks = 0
-        self.saved_chunks = 0
-        self._cost = cost
         self._slack = slack
         self._batch = slack // 8
         self._can_rank = can_rank(self.index)
@@ -57,11 +60,12 @@ class TurnCache:
         self._watermark = config.swap_watermark * config.device_chunks
         self._sessions: dict[int, Resident] = {}
         self._running: dict[int, Resident] = {}
-        self._pinned = 0
+        self.unpinned = config.device_chunks
+        """Device pages that no running turn holds."""
         self._reclaimable = 0
         """Chunks of idle sessions that are in both tiers."""
         self._both: dict[Resident, None] = {}
-        """The sessions that these are of, and some that have none left."""
+        """Their sessions, and some that have none left."""
         self._spares: dict[Resident, None] = {}
         """Running sessions that may have such chunks, whose host copies nobody needs now; in order of admission."""
         self._in_flight: dict[Resident, None] = {}
@@ -70,12 +74,7 @@ class TurnCache:
     # -- questions: change nothing -----------------------------------------------------------------------------------
 
     def chunks_for(self, tokens: int) -> int:
-        return -(-tokens // self.config.chunk_tokens)
-
-    @property
-    def unpinned(self) -> int:
-        """Device slots that no running turn holds."""
-        return self.config.device_chunks - self._pinned
+        return -(-tokens // self._size)
 
     def can_admit(self, key: int, tokens: int, *, reserve: bool) -> bool:
         """Whether a turn with a context of ``tokens`` may be admitted in this plan: as ``CacheManager`` has it."""
@@ -91,61 +90,71 @@ class TurnCache:
     # -- a plan ------------------------------------------------------------------------------------------------------
 
     def admit(self, key: int, history: int, tokens: int, now: float) -> Restore:
-        """Pin a context and give every chunk of it a device slot."""
+        """Pin a context and place every chunk of it on the device."""
         session = self._sessions.get(key) or self._add(key)
-        places = session.places
-        self._reclaimable -= places.count(BOTH)
-        self._both.pop(session, None)
+        before = session.places
+        loading, both = before.count(HOST), before.count(BOTH)
+        restore = session.restore(history, tokens, self._size)
+        more = self.chunks_for(tokens) - len(before)
+        absent = before.count(DROPPED) + loading + more
         session.running = True
+        session.before, session.places = before, before.translate(ADMITTED) + _DEVICE * more
+        before[:] = bytes(len(before))  # nothing that a ranking has of it can be a victim now
+        self._reclaimable -= both
+        self._both.pop(session, None)
         self.index.came_back(session, tokens - history, now)
         self._running[key] = session
         self._in_flight[session] = None
-        restore = self._count(session, history, tokens)
-        places.extend(bytes(self.chunks_for(tokens) - len(places)))
-        self._pinned += len(places)
-        loading = places.count(HOST)
-        if loading or places.count(BOTH):
+        self.unpinned -= len(session.places)
+        if loading or both:
             self._spares[session] = None
-        absent = places.count(DROPPED) + loading
         self._reclaim(absent, now)
         self.loading += loading
-        session.places = places.translate(ADMITTED)
-        session.cached = len(places)
         self._admitted.append((session, restore))
         return restore
 
     def grow(self, chunks: int, now: float) -> None:
-        """Reclaim running turns so many more slots, all together; at most ``unpinned``."""
-        self._pinned += chunks
+        """Pin so many more pages for all running turns together; at most ``unpinned``."""
+        self.unpinned -= chunks
         self._reclaim(chunks, now)
 
     def save_ahead(self, now: float, limit: int) -> None:
         """As ``CacheManager.swap_out_ahead``."""
-        need = -(-(self._watermark - self.device_free - self._reclaimable) // 1)
-        if need <= self._batch:
+        short = self._watermark - self.device_free - self._reclaimable
+        if short <= self._batch:
             return
-        need = min(int(need), limit)
+        need = min(math.ceil(short), limit)
         # Nothing is dropped for it: what the host has no room for stays where it is.
-        room = self.host_free + sum(session.places.count(BOTH) for session in self._spares)
-        while (count := min(need, room)) > 0:
-            chosen = self._victims(Reclaim.SAVED_PAGE, now, need).move(count, BOTH_SAVING)
+        while need > 0:
+            room = self.host_free
+            if room < need or not self.index.one_by_one:  # a group may be larger than what is needed
+                room += sum([session.places.count(BOTH) for session in self._spares])
+            chosen = (
+                self._victims(Reclaim.SAVED_PAGE, now, need).move(min(need, room), BOTH_SAVING)
+                if room
+                else None
+            )
             if not chosen:
                 return
-            saved, kept = chosen[:room], chosen[room:]  # a group may be larger than the room
-            self._discard_spare_copies(len(saved) - self.host_free)
-            self._saved(saved)
-            self._put(kept, DEVICE)
             need -= len(chosen)
-            room -= len(saved)
+            if len(chosen) > room:
+                kept, chosen = chosen.part(room), chosen.part(0, room)
+                kept.put(DEVICE)
+                self.index.touch_all(kept.sessions)
+            self._discard_spare_copies(len(chosen) - self.host_free)
+            self._saved(chosen)
 
     def complete(self) -> None:
         """The plan in hand was executed."""
+        if not self._in_flight:
+            return
         for session in self._in_flight:
-            if not session.running and (saved := session.places.count(BOTH_SAVING)):
+            places = session.places
+            if not session.running and (saved := places.count(BOTH_SAVING)):
                 self._reclaimable += saved
                 self._both[session] = None
-            session.places = session.places.translate(SETTLED)
-            self.index.touch(session)
+            places[:] = places.translate(SETTLED)
+        self.index.touch_all(self._in_flight)
         for session, restore in self._admitted:
             self._written(session, restore.missing)
         self._in_flight.clear()
@@ -161,26 +170,30 @@ class TurnCache:
         self._spares.pop(session, None)
         places = session.places
         grown = self.chunks_for(tokens) - len(places)
-        places.extend(bytes((DEVICE,)) * grown)
-        self._pinned -= len(places)
+        places.extend(_DEVICE * grown)
+        self.unpinned += len(places)
         session.tokens = tokens
         self.index.left(session, stamp)
         if missing:
             self._give_up(session, missing)
-        session.cached = len(places) - places.count(DROPPED)
+        if stamp == session.last_active and len(places) >= len(session.before):
+            # To a policy it has not been away, and what rankings have of it is true again.
+            session.before[:] = places
+            session.places = places = session.before
         session.running = False
         session.last_active = stamp
         if both := places.count(BOTH):
             self._reclaimable += both
             self._both[session] = None
-        if session.cached == 0:
+        if places.count(DROPPED) == len(places):
             self._forget(session)
 
     def suspended(self, key: int, now: float) -> None:
         """The turn that was released in this moment will go on: as ``CacheManager.suspend``."""
-        self.index.policy.came_back(key, now)
         if key in self._sessions:
-            self._sessions[key].kind = UNKNOWN
+            self.index.suspended(self._sessions[key], now)
+        else:
+            self.index.policy.came_back(key, now)
 
     def clear(self) -> None:
         """Forget everything, running turns too."""
@@ -188,8 +201,9 @@ class TurnCache:
             self._forget(session)
         for state in (self._running, self._spares, self._in_flight, self._admitted, self._rankings):
             state.clear()
-        self._pinned = self._reclaimable = self.loading = 0
-        self.device_free, self.host_free = self.config.device_chunks, self.config.host_chunks
+        self._reclaimable = self.loading = 0
+        self.device_free = self.unpinned = self.config.device_chunks
+        self.host_free = self.config.host_chunks
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -203,28 +217,6 @@ class TurnCache:
         del self._sessions[session.key]
         self._both.pop(session, None)
         self.index.remove(session)
-
-    def _count(self, session: Resident, history: int, total: int) -> Restore:
-        """Where the history is; missing ranges as ``CacheManager.admit`` gives them."""
-        size, places = self.config.chunk_tokens, session.places
-        known = min(session.tokens, total - 1)  # something has to be computed to get a token
-        missing: list[Range] = []
-        lost = 0
-        first = places.find(DROPPED)
-        while first >= 0:
-            last = len(places) - len(places[first:].lstrip(bytes((DROPPED,))))
-            low, high = first * size, min(last * size, known)
-            missing.append((low, high))
-            lost += high - low
-            first = places.find(DROPPED, last)
-        if missing and missing[-1][1] == known:
-            missing[-1] = missing[-1][0], total
-        else:
-            missing.append((known, total))
-        beyond = len(places) * size - known if places and places[-1] == HOST else 0
-        host = places.count(HOST) * size - beyond
-        device = known - lost - host
-        return Restore(tuple(missing), device, host, history - device - host)
 
     def _written(self, session: Resident, missing: Sequence[Range]) -> None:
         """Host copies of chunks that were written to are stale."""
@@ -249,101 +241,95 @@ class TurnCache:
 
     # -- room --------------------------------------------------------------------------------------------------------
 
-    def _reclaim(self, slots: int, now: float) -> None:
-        """Take device slots, after making them free."""
-        if self.device_free < slots:
-            self._reserve(slots, now)
-        self.device_free -= slots
+    def _reclaim(self, pages: int, now: float) -> None:
+        """Take device pages, after making them free."""
+        if self.device_free < pages:
+            self._reserve(pages, now)
+        self.device_free -= pages
 
-    def _victims(self, reclaim: Reclaim, now: float, count: int) -> Victims:
-        """Who gives way next: ranked now, or with ``slack`` not long ago."""
+    def _victims(self, reclaim: Reclaim, now: float, count: int) -> VictimOrder:
+        """The chunks that give way next: ranked now, or with ``slack`` not long ago."""
         if not self._can_rank:
             return Round(self.index, reclaim, now, count)
         ranking = self._rankings.get(reclaim)
         if not self._slack or ranking is None or not ranking.serves(now, count):
-            ranking = self._rankings[reclaim] = Ranking(
-                self.index, self._cost, reclaim, now, max(count, self._slack)
-            )
+            ranking = self._rankings[reclaim] = Ranking(self.index, reclaim, now, max(count, self._slack))
         return ranking
 
-    def _reserve(self, slots: int, now: float) -> None:
-        """Make so many device slots free."""
-        if 0 < self._reclaimable <= slots + self._batch - self.device_free:
+    def _reserve(self, pages: int, now: float) -> None:
+        """Make so many device pages free, with ``slack`` a few more."""
+        if 0 < self._reclaimable <= pages + self._batch - self.device_free:
             self._reclaim_all()
-        while (need := slots + self._batch - self.device_free) > 0 and self._reclaimable:
+        while (need := pages + self._batch - self.device_free) > 0 and self._reclaimable:
             reclaimed = len(self._victims(Reclaim.PAGE, now, need).move(need, HOST))
             self.device_free += reclaimed
             self._reclaimable -= reclaimed
-        while self.device_free < slots:
-            need = slots + self._batch - self.device_free
+        while self.device_free < pages:
+            need = pages + self._batch - self.device_free
             chosen = self._victims(Reclaim.SAVED_PAGE, now, need).move(need, CHOSEN)
-            assert chosen, f"{slots} slots asked for, {self.device_free} could be had"
+            assert chosen, f"{pages} device pages asked for, {self.device_free} could be had"
             self._evict(chosen, now)
 
     def _reclaim_all(self) -> None:
-        """Make all reclaimable slots free. All are needed, so their order does not matter."""
+        """Make all reclaimable pages free. All are needed, so their order does not matter."""
         for session in self._both:
-            session.places = session.places.translate(RECLAIMED)
-            self.index.touch(session)
+            session.places[:] = session.places.translate(RECLAIMED)
+        self.index.touch_all(self._both)
         self._both.clear()
         self.device_free += self._reclaimable
         self._reclaimable = 0
 
-    def _evict(self, chosen: list[Victim], now: float) -> None:
-        """Off the device: the most valuable are saved first, what the host has no room for is dropped."""
+    def _evict(self, chosen: Victims, now: float) -> None:
+        """Take chunks off the device: the most valuable are saved, what the host has no room for is dropped."""
         self.device_free += len(chosen)
         room = self._victims(Reclaim.HOST_COPY, now, len(chosen))
         while chosen and (
-            rooms := self._make_host_room(room, chosen[-1][0], len(chosen), ceiling=chosen[0][0])
+            rooms := self._make_host_room(room, chosen.values[-1], len(chosen), ceiling=chosen.values[0])
         ):
-            saved = chosen[-rooms:]
-            del chosen[-rooms:]
-            self._put(saved, HOST_SAVING)
+            saved = chosen.part(-rooms)
+            chosen = chosen.part(0, -rooms)
+            saved.put(HOST_SAVING)
             self._saved(saved)
-        self._put(chosen, DROPPED)
-        self._dropped(chosen[::-1])  # rows become free in the manager's order: they break ties
+        chosen.put(DROPPED)
+        self._dropped(chosen.sessions[::-1])  # rows become free in the manager's order: they break ties
 
-    def _make_host_room(self, room: Victims, value: float, most: int, ceiling: float = np.inf) -> int:
-        """Free host slots for chunks, the first worth ``value`` and none less than ``ceiling``; returns for how many.
+    def _make_host_room(self, room: VictimOrder, value: float, most: int, ceiling: float = np.inf) -> int:
+        """Free host pages for chunks, the first worth ``value`` and none less than ``ceiling``; returns for how many.
 
-        Spare copies go, then what is on the host alone and worth no more than any of them, or else one victim for one.
+        Spare copies go first. Then go chunks on the host alone that are worth no more than any of those to come; when
+        there is none, one that is worth no more than the first of them.
         """
         self._discard_spare_copies(most - self.host_free)
         if self.host_free == 0:
             dropped = room.move(most, DROPPED, min(value, ceiling)) or room.move(1, DROPPED, value)
             self.host_free += len(dropped)
-            self._dropped(dropped)
+            self._dropped(dropped.sessions)
         return min(self.host_free, most)
 
     def _discard_spare_copies(self, most: int) -> None:
-        """Free up to so many host slots by forgetting copies of chunks in use."""
-        for session in list(self._spares) if most > 0 else ():
-            while (index := session.places.find(BOTH)) >= 0:
-                if most <= 0:
-                    return
-                session.places[index] = DEVICE
-                self.host_free += 1
-                most -= 1
+        """Free up to so many host pages by forgetting copies of chunks in use."""
+        if most <= 0:
+            return
+        for session in list(self._spares):
+            spare = session.places.count(BOTH)
+            freed = min(spare, most)
+            session.places = session.places.replace(_BOTH, _DEVICE, freed)
+            self.host_free += freed
+            most -= freed
+            if freed < spare or most == 0:
+                return
             if session not in self._in_flight:  # else its copies are just coming
                 del self._spares[session]
 
-    def _put(self, victims: Sequence[Victim], place: int) -> None:
-        for _, session, chunk in victims:
-            session.places[chunk] = place
-            self.index.touch(session)
-
-    def _saved(self, victims: Sequence[Victim]) -> None:
-        """They have a host slot each, to be filled by the plan in hand."""
+    def _saved(self, victims: Victims) -> None:
+        """Each gets a host page, which the plan in hand fills."""
         self.host_free -= len(victims)
-        self.saved_chunks += len(victims)
-        for _, session, _ in victims:
-            self._in_flight[session] = None
+        self._in_flight.update(dict.fromkeys(victims.sessions))
 
-    def _dropped(self, victims: Sequence[Victim]) -> None:
-        """They are in no tier any more."""
-        self.dropped_chunks += len(victims)
-        for _, session, _ in victims:
-            session.cached -= 1
-            if session.cached == 0:
+    def _dropped(self, sessions: list[Resident]) -> None:
+        """Each has one chunk fewer in any tier, in this order; some occur more than once."""
+        by_last_chunk = reversed(dict.fromkeys(reversed(sessions)))
+        for session in by_last_chunk:
+            if session.places.count(DROPPED) == len(session.places):
                 self._in_flight.pop(session, None)
                 self._forget(session)

@@ -1,14 +1,16 @@
 """The ``turns`` engine: the life of millions of turns over replicas that take runs of like steps as one event.
 
 A turn arrives, waits, is restored and prefilled in steps of their own, generates and ends, by the rules of the real
-scheduler (``batch``) over a twin of the real cache (``turn_cache``). What is left out: copies from the host delay
-their own step only, those to the host nothing, and a turn suspended while it recomputes a chunk loses that chunk.
+scheduler (``turns.batch``) over a twin of the real cache (``turns.cache``). Three things are simpler than in the real
+engine: copies from the host delay their own step only, copies to the host delay nothing, and a turn that is suspended
+while it recomputes a chunk loses that chunk.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Final
 
 from pensieve.core import Usage
@@ -17,10 +19,12 @@ from pensieve.simulate.scenario.bound import Bound
 from pensieve.simulate.scenario.load import Life
 from pensieve.simulate.scenario.settings import Settings
 from pensieve.simulate.scenario.tally import ChunkPrices, Span, Tally
-from pensieve.simulate.turns.batch import Batch, Turn
+from pensieve.simulate.turns.batch import Batch
 from pensieve.simulate.turns.cache import TurnCache
+from pensieve.simulate.turns.live import LiveTurn
 
 _NEVER: Final = float("inf")
+_begins: Final = attrgetter("begins")
 
 
 class TurnSimulation:
@@ -39,12 +43,13 @@ class TurnSimulation:
         self._progress = progress
         self.tally = Tally(window, zero_s)
         self.bound = Bound(settings.cost) if policy == "clairvoyant" else None
+        self._affine = settings.routing == "affine"
         self.replicas: list[Batch] = []
         for _ in range(settings.replicas):
             rule, stamp = policies.make(policy)
             cache = TurnCache(settings.cache, settings.cost, rule, settings.slack)
             self.replicas.append(Batch(settings, cache, stamp, self.tally.gap))
-        self._due: list[tuple[float, int, Turn]] = []
+        self._due: list[tuple[float, int, LiveTurn]] = []
         """Turns that are to come: (time, ticket, turn)."""
         self._tickets = 0
         self._live = self.replicas
@@ -54,81 +59,78 @@ class TurnSimulation:
         """Sessions held at once: what memory grows with."""
 
     def run(self, lives: Iterable[Life]) -> Tally:
-        """Simulate until the last answer has ended."""
+        """Simulate until the last answer has ended.
+
+        Each pass takes what comes first: a session starts, a turn arrives at its replica, a replica takes its next run
+        of steps, or a replica is lost. ``lives`` is read only as far as that, so a long load is never held.
+        """
         source = iter(lives)
         upcoming = next(source, None)
         while True:
-            if upcoming is not None and (not self._due or upcoming.start <= self._due[0][0]):
-                self._later(Turn(upcoming), upcoming.start)
+            at = self._due[0][0] if self._due else _NEVER
+            if upcoming is not None and upcoming.start <= at:
+                self._later(LiveTurn(upcoming), upcoming.start)
                 upcoming = next(source, None)
                 continue
-            at = self._due[0][0] if self._due else _NEVER
-            first = self._first_busy()
-            now = min(at, first.now) if first is not None else at
-            if self._loss <= now < _NEVER:
+            first = self._live[0] if len(self._live) == 1 else min(self._live, key=_begins)
+            if self._loss <= min(at, first.begins) < _NEVER:
                 self._lose(self._loss)
-            elif first is not None and first.now <= at:
-                self._ended(first, first.run(min(at, self._loss, self._horizon(first))))
+            elif first.begins <= at and first.begins < _NEVER:
+                horizon = _NEVER if self._affine else self._horizon(first)
+                if ended := first.run(min(at, self._loss, horizon)):
+                    self._ended(first, ended)
             elif self._due:
                 self._submit(heapq.heappop(self._due)[2], at)
             else:
                 return self.tally
 
-    def _first_busy(self) -> Batch | None:
-        """Of the replicas with work, the one whose next step begins first."""
-        first: Batch | None = None
-        for replica in self._live:
-            if replica.has_work and (first is None or replica.now < first.now):
-                first = replica
-        return first
-
     def _horizon(self, first: Batch) -> float:
-        """Until when nothing that another replica does can matter to ``first``: with ``affine``, for ever."""
-        if self._settings.routing == "affine":
-            return _NEVER
-        return min(
-            (other.now for other in self._live if other is not first and other.has_work), default=_NEVER
-        )
+        """Until when nothing that another replica does can matter to ``first``: until another one's next step begins.
 
-    def _later(self, turn: Turn, at: float) -> None:
+        A turn that ends elsewhere may send its session's next one here. Where sessions keep to one replica (``affine``)
+        they never meet the others, and nobody asks.
+        """
+        return min((other.begins for other in self._live if other is not first), default=_NEVER)
+
+    def _later(self, turn: LiveTurn, at: float) -> None:
         self._tickets += 1
         turn.arrived = at
         heapq.heappush(self._due, (at + self._settings.machine.turn_s, self._tickets, turn))
         self.most_alive = max(self.most_alive, len(self._due))
 
-    def _submit(self, turn: Turn, now: float) -> None:
+    def _submit(self, turn: LiveTurn, now: float) -> None:
         turn.replica = self._settings.route(
             turn.life.number, turn.index, lost=self._live is not self.replicas
         )
         self._tickets += 1
         self.replicas[turn.replica].submit(turn, self._tickets, now)
 
-    def _ended(self, replica: Batch, ended: list[tuple[Turn, float]]) -> None:
+    def _ended(self, replica: Batch, ended: list[tuple[LiveTurn, float]]) -> None:
+        policy = replica.cache.index.policy
+        arc = policy if isinstance(policy, policies.Arc) else None
         for turn, at in ended:
             restore = turn.restore
             assert restore is not None
-            new, output = turn.life.turns[turn.index]
             usage = Usage(
                 context_tokens=turn.prompt,
-                new_tokens=new,
+                new_tokens=turn.prompt - turn.history,
                 gpu_cached_tokens=restore.gpu_cached,
                 swapped_in_tokens=restore.swapped_in,
                 recomputed_tokens=restore.recomputed,
-                output_tokens=output,
+                output_tokens=turn.output,
             )
             cost = self._prices.of(restore.missing, turn.history) if restore.recomputed else 0.0
             first = turn.first_token
             self.tally.add(turn.index, usage, turn.prompt, cost, first - turn.arrived, at - first, at)
-            policy = replica.cache.index.policy
-            if isinstance(policy, policies.Arc):
-                policy.returned(turn.index, turn.history, restore.recomputed)
+            if arc is not None:
+                arc.returned(turn.index, turn.history, restore.recomputed)
             if self._progress is not None:
                 self._progress(self.tally.sessions)
             if turn.index + 1 < len(turn.life.turns):
                 due = turn.life.due(turn.index + 1, at)
                 if self.bound is not None:
-                    self.bound.idle(turn.prompt + output, due - at)
-                following = Turn(turn.life, turn.index + 1, turn.prompt + output)
+                    self.bound.idle(turn.prompt + turn.output, due - at)
+                following = LiveTurn(turn.life, turn.index + 1, turn.prompt + turn.output)
                 self._later(following, due)
             else:
                 self.tally.open(turn.life.start, at)

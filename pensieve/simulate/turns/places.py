@@ -1,15 +1,20 @@
-"""The eviction index of ``TurnCache``: as ``pensieve.engine.cache.index``, over sessions whose chunks are bytes."""
+"""The eviction index of ``TurnCache``: a ``SessionIndex`` over sessions whose chunks are a byte each.
+
+A byte says where its chunk is: the places of ``engine.cache.chunk.Place``, and those of a chunk on the way.
+"""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Final
 
 import numpy as np
 
-from pensieve.engine.cache.index import Reclaim, lowest
+from pensieve.core import Floats, Ints
+from pensieve.engine.cache.chunk import Range, Restore
+from pensieve.engine.cache.index import Reclaim, Rows, SessionIndex
 from pensieve.engine.cache.policy import UNKNOWN, Policy
 from pensieve.engine.cost.model import CostModel
 
@@ -26,9 +31,11 @@ BOTH_LOADING: Final = 7
 SETTLED: Final = bytes((DROPPED, HOST, DEVICE, BOTH, CHOSEN, HOST, BOTH, BOTH, *range(8, 256)))
 """Place after the plan is complete, for ``bytearray.translate``."""
 RECLAIMED: Final = bytes((DROPPED, HOST, DEVICE, HOST, *range(4, 256)))
-"""Place of a chunk of an idle session that gave up its device slot if it could do so for nothing."""
+"""Place of an idle session's chunk after its device page was taken, if that costs nothing."""
 ADMITTED: Final = bytes((DEVICE, BOTH_LOADING, *range(2, 256)))
-"""Place of a chunk that was given a device slot if it had none."""
+"""Place of a chunk after it was placed on the device, if it was not there."""
+_DROPPED: Final = bytes((DROPPED,))
+_NOTHING: Final = bytearray()
 RECLAIMS: Final = {Reclaim.PAGE: BOTH, Reclaim.SAVED_PAGE: DEVICE, Reclaim.HOST_COPY: HOST}
 """Which place makes a chunk of an idle session a candidate."""
 
@@ -41,168 +48,102 @@ class Resident:
     row: int
     tokens: int = 0
     places: bytearray = field(default_factory=bytearray)
-    """One of the places above per chunk."""
+    """One of the places above per chunk.
+
+    Rankings hold this array. So while the session is idle it is changed in place; when the session is admitted it gets
+    another one, and all places in this one become DROPPED: no ranking takes a chunk of a session that has run since."""
+    before: bytearray = field(default_factory=bytearray)
+    """The array that the session had until it was admitted."""
     last_active: float = 0.0
     running: bool = False
     new_tokens: int = 0
-    """Of its latest turn."""
+    """New tokens of its latest turn."""
     kind: int = UNKNOWN
     """See ``Policy.left``."""
-    cached: int = 0
+
+    def restore(self, history: int, total: int, size: int) -> Restore:
+        """Where the history is that its next turn of ``total`` tokens finds: as ``CacheManager.admit`` would say it.
+
+        ``size``: tokens of a chunk.
+        """
+        places = self.places
+        known = min(self.tokens, total - 1)  # something has to be computed to get a token
+        missing: list[Range] = []
+        lost = 0
+        first = places.find(DROPPED)
+        while first >= 0:
+            last = len(places) - len(places[first:].lstrip(_DROPPED))
+            low, high = first * size, min(last * size, known)
+            missing.append((low, high))
+            lost += high - low
+            first = places.find(DROPPED, last)
+        if missing and missing[-1][1] == known:
+            missing[-1] = missing[-1][0], total
+        else:
+            missing.append((known, total))
+        beyond = len(places) * size - known if places and places[-1] == HOST else 0
+        host = places.count(HOST) * size - beyond
+        device = known - lost - host
+        return Restore(tuple(missing), device, host, history - device - host)
 
 
-class PlacesIndex:
-    """One row per resident session. ``touch`` it after any change."""
+class PlacesIndex(SessionIndex[Resident]):
+    """The rows of the sessions of a ``TurnCache``."""
 
     def __init__(self, policy: Policy, cost: CostModel) -> None:
-        self.policy = policy
+        super().__init__(policy, cost)
         self.one_by_one = list(policy.group([0, 1, 2, 3])) == [0]
-        self._cost = cost
-        self._chunk_costs = cost.chunk_costs(256).tolist()
-        self._residents: list[Resident | None] = []
-        self._free_rows: list[int] = []
-        self._dirty: dict[int, Resident] = {}
-        self._first_cost = np.full((len(Reclaim), 64), np.inf)
-        self._candidates = np.zeros((len(Reclaim), 64))
-        self._last_active = np.zeros(64)
-        self._kinds = np.full(64, UNKNOWN, np.int64)
-        self._one = np.zeros((3, 1))
-        """Columns of one session."""
-        self._one_kind = np.zeros(1, np.int64)
 
-    def add_row(self) -> int:
-        if self._free_rows:
-            return self._free_rows.pop()
-        self._residents.append(None)
-        row = len(self._residents) - 1
-        if row >= self._last_active.size:
-            grow = ((0, 0), (0, row))
-            self._first_cost = np.pad(self._first_cost, grow, constant_values=np.inf)
-            self._candidates = np.pad(self._candidates, grow)
-            self._last_active = np.pad(self._last_active, grow[1])
-            self._kinds = np.pad(self._kinds, grow[1])
-        return row
+    def first_and_count(self, session: Resident, reclaim: Reclaim) -> tuple[int, int]:
+        if session.running:
+            return -1, 0
+        place = RECLAIMS[reclaim]
+        return session.places.find(place), session.places.count(place)
 
-    def attach(self, resident: Resident) -> None:
-        self._residents[resident.row] = resident
-        self.touch(resident)
+    def next_group(self, session: Resident, reclaim: Reclaim) -> Sequence[int]:
+        first, count = self.first_and_count(session, reclaim)
+        if self.one_by_one or not count:
+            return (first,) if count else ()
+        place = RECLAIMS[reclaim]
+        return self.policy.group([index for index, at in enumerate(session.places) if at == place])
 
-    def remove(self, resident: Resident) -> None:
-        row = resident.row
-        self._dirty.pop(row, None)
-        self._residents[row] = None
-        self._first_cost[:, row] = np.inf
-        self._candidates[:, row] = 0
-        self._free_rows.append(row)
+    def residents(self, rows: Rows) -> list[Resident]:
+        """The sessions of rows that have one."""
+        sessions = self._sessions
+        return [session for row in rows.tolist() if (session := sessions[row]) is not None]
 
-    def touch(self, resident: Resident) -> None:
-        self._dirty[resident.row] = resident
+    def counts(self, reclaim: Reclaim, rows: Rows) -> Ints:
+        """How many candidates each of some rows has that are up to date."""
+        counts: Ints = self._candidates[reclaim, rows].astype(np.int64)
+        return counts
 
-    def touch_all(self, residents: Iterable[Resident]) -> None:
-        self._dirty.update({resident.row: resident for resident in residents})
+    def values_of(self, reclaim: Reclaim, rows: Rows, chunks: Rows, repeats: Ints, now: float) -> Floats:
+        """Values of many chunks: of each row, which is up to date, the next ``repeats`` of ``chunks``."""
+        return self.policy.values(
+            self._cost_table[chunks],
+            self._candidates[reclaim, rows].repeat(repeats),
+            (now - self._last_active[rows]).repeat(repeats),
+            self._kinds[rows].repeat(repeats),
+        )
 
-    def left(self, resident: Resident, now: float) -> None:
-        """As ``EvictionIndex.left``."""
-        resident.kind = self.policy.left(resident.key, resident.new_tokens, resident.tokens, now)
-        self.touch(resident)
+    def _know_costs(self, chunks: int) -> None:
+        super()._know_costs(chunks)
+        self._cost_table = np.array(self._costs)
 
-    def came_back(self, resident: Resident, new_tokens: int, now: float) -> None:
-        """As ``EvictionIndex.came_back``."""
-        resident.new_tokens = new_tokens or resident.new_tokens
-        self.policy.came_back(resident.key, now)
-        self.touch(resident)
+    def _context(self, session: Resident) -> int:
+        return session.tokens
 
-    def resident_at(self, row: int) -> Resident | None:
-        return self._residents[row]
-
-    def chunk_cost(self, index: int) -> float:
-        if index >= len(self._chunk_costs):
-            self._chunk_costs = self._cost.chunk_costs(2 * index + 1).tolist()
-        return float(self._chunk_costs[index])
-
-    def total(self, reclaim: Reclaim) -> int:
-        """How many chunks could be reclaimed this way now."""
-        self._refresh()
-        return int(self._candidates[reclaim].sum())
-
-    def value(self, resident: Resident, first: int, candidates: int, now: float) -> float:
-        """Retention value of one session's next victim."""
-        cost, count, idle = self._one
-        cost[0], count[0], idle[0] = self.chunk_cost(first), candidates, now - resident.last_active
-        self._one_kind[0] = resident.kind
-        return float(self.policy.values(cost, count, idle, self._one_kind)[0])
-
-    def round(self, reclaim: Reclaim, now: float, expected: int) -> PlacesRound:
-        """Victims in ascending value, as the cache is now."""
-        self._refresh()
-        used = len(self._residents)
-        first_cost = self._first_cost[reclaim, :used]
-        idle = now - self._last_active[:used]
-        values = self.policy.values(first_cost, self._candidates[reclaim, :used], idle, self._kinds[:used])
-        values[np.isinf(first_cost)] = np.inf
-        rows = lowest(values, expected)
-        rows = rows[np.isfinite(values[rows])]
-        return PlacesRound(self, reclaim, now, rows.tolist(), values[rows].tolist())
-
-    def _refresh(self) -> None:
-        """Row by row would be simpler, and a tenth of a simulation's time."""
-        if not self._dirty:
-            return
-        rows, residents = list(self._dirty), self._dirty.values()
-        self._last_active[rows] = [resident.last_active for resident in residents]
-        self._kinds[rows] = [resident.kind for resident in residents]
+    def _fill(self, sessions: list[Resident]) -> None:
+        """Column by column: row by row would be simpler, and take a tenth of a simulation's time."""
+        places = [_NOTHING if session.running else session.places for session in sessions]
+        longest = max(map(len, places))
+        if longest >= len(self._costs):
+            self._know_costs(2 * longest)
+        rows = np.array([session.row for session in sessions])
+        self._last_active[rows] = [session.last_active for session in sessions]
+        self._kinds[rows] = [session.kind for session in sessions]
         for reclaim, place in RECLAIMS.items():
-            firsts = [-1 if resident.running else resident.places.find(place) for resident in residents]
-            self._first_cost[reclaim, rows] = [
-                self.chunk_cost(first) if first >= 0 else np.inf for first in firsts
-            ]
-            self._candidates[reclaim, rows] = [
-                resident.places.count(place) if first >= 0 else 0
-                for resident, first in zip(residents, firsts, strict=True)
-            ]
-        self._dirty.clear()
-
-
-class PlacesRound:
-    """Hands out (session, chunk indices), lowest value first. Valid until the cache changes in another way."""
-
-    def __init__(
-        self, index: PlacesIndex, reclaim: Reclaim, now: float, rows: list[int], values: list[float]
-    ) -> None:
-        self._index = index
-        self._place = RECLAIMS[reclaim]
-        self._now = now
-        self._heap = list(zip(values, rows, strict=True))
-        heapq.heapify(self._heap)
-
-    def peek(self) -> float:
-        """Value of the next victim; infinity when there is none."""
-        return self._heap[0][0] if self._heap else np.inf
-
-    def take(self) -> tuple[Resident, list[int]] | None:
-        """The next group; None when there is none. The caller evicts it, then ``put_back``s."""
-        while self._heap:
-            resident = self._index.resident_at(self._heap[0][1])
-            if resident is not None and not resident.running:
-                first = resident.places.find(self._place)
-                if first >= 0:
-                    return resident, self._group(resident, first)
-            heapq.heappop(self._heap)
-        return None
-
-    def _group(self, resident: Resident, first: int) -> list[int]:
-        if self._index.one_by_one:
-            return [first]
-        candidates = [index for index, place in enumerate(resident.places) if place == self._place]
-        return list(self._index.policy.group(candidates))
-
-    def put_back(self) -> None:
-        """Re-rank the session whose group was just taken, with what it still has."""
-        _, row = self._heap[0]
-        resident = self._index.resident_at(row)
-        first = -1 if resident is None else resident.places.find(self._place)
-        if resident is None or first < 0:
-            heapq.heappop(self._heap)
-            return
-        value = self._index.value(resident, first, resident.places.count(self._place), self._now)
-        heapq.heapreplace(self._heap, (value, row))
+            # A session without candidates has its first at -1, where the table has infinity.
+            firsts = list(map(bytearray.find, places, repeat(place)))
+            self._first_cost[reclaim, rows] = self._cost_table[firsts]
+            self._candidates[reclaim, rows] = list(map(bytearray.count, places, repeat(place)))

@@ -7,22 +7,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _ALIKE = 1.01
-"""``parts`` tells steps apart where one takes so many times as long as another."""
+"""``parts`` tells steps apart when one takes so many times as long as another."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made at each event
 class Series:
-    """Of ``first``, ``first + rise``, … seconds; ``rise`` is less than ``first``."""
+    """Steps of ``first``, ``first + rise``, ``first + 2 * rise``, … seconds; ``rise`` is less than ``first``."""
 
     first: float
     rise: float = 0.0
 
     def last(self, count: int) -> float:
-        """The last of so many steps."""
+        """Seconds that the last of so many steps takes."""
         return self.first + (count - 1) * self.rise
 
     def total(self, count: int) -> float:
-        """All of so many steps."""
+        """Seconds that so many steps take together."""
         return count * (self.first + self.rise * (count - 1) / 2)
 
     def until(self, total: float, most: int) -> int:
@@ -33,10 +33,14 @@ class Series:
         count = 2 * total / (linear + math.sqrt(linear * linear + 2 * self.rise * max(total, 0.0)))
         return min(max(math.ceil(count), 1), most)
 
+    def is_even(self, count: int) -> bool:
+        """Whether so many steps are nearly equal: one run, for ``parts``."""
+        return self.last(count) <= _ALIKE * self.first
+
     def parts(self, count: int) -> Iterator[tuple[float, int, float]]:
-        """So many steps in runs of nearly equal ones: (seconds each, how many, seconds until the last has ended)."""
+        """Split so many steps into runs of nearly equal ones: (seconds each, how many, seconds until the last ends)."""
         last = self.last(count)
-        if last <= _ALIKE * self.first:
+        if self.is_even(count):
             yield (self.first + last) / 2, count, self.total(count)
             return
         runs = min(count, math.ceil(math.log(last / self.first) / math.log(_ALIKE)))

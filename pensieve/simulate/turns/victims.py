@@ -1,46 +1,92 @@
-"""Who gives way next, for many chunks at a time: the order of ``EvictionRound``, ranked in one go and used up slowly.
+"""Which chunks give way next, many at a time: the order of ``EvictionRound``, ranked in one go and used up slowly.
 
-Under most policies neighbours in that order belong to different sessions, so a heap that re-ranks a session after each
-chunk is what a simulation would spend its time in. Here all chunks of the sessions that can matter are valued at once.
+Under most policies neighbours in that order belong to different sessions, so a simulation would spend its time in a
+heap that re-ranks a session after each chunk. Here all chunks of the sessions that can matter are valued at once, and
+victims are lists side by side rather than objects, so that C code goes over them. The real cache does neither: it takes
+a few victims at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import compress, repeat
+from operator import getitem, setitem
 from typing import Final, Protocol
 
 import numpy as np
 
-from pensieve.engine.cache.index import Reclaim
-from pensieve.engine.cost.model import CostModel
+from pensieve.engine.cache.index import Reclaim, Rows, VictimRound
 from pensieve.simulate.scenario.policies import Arc
 from pensieve.simulate.turns.places import RECLAIMS, PlacesIndex, Resident
 
 FRESH_S: Final = 8.0
 """For so many virtual seconds a ranking is used before it is made anew: sessions are idle for minutes."""
+_NONE: Final = float("inf")
+_FEW: Final = 8
+_ENOUGH: Final = 2
+"""Of the sessions that may have to give way a ranking first looks at one in so many; at fewer where these have so many
+times as many chunks as it needs."""
 
 
-Victim = tuple[float, Resident, int]
-"""(value, session, chunk)"""
+@dataclass(slots=True)
+class Victims:
+    """Chunks that give way, lowest value first: four lists of the same length, one entry a chunk."""
+
+    values: list[float] = field(default_factory=list)
+    sessions: list[Resident] = field(default_factory=list)
+    places: list[bytearray] = field(default_factory=list)
+    """``Resident.places`` of its session when it was ranked."""
+    chunks: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.chunks)
+
+    def part(self, start: int, end: int | None = None) -> Victims:
+        """Some of them, as a slice."""
+        some = slice(start, end)
+        return Victims(self.values[some], self.sessions[some], self.places[some], self.chunks[some])
+
+    def put(self, place: int) -> None:
+        """Give each the same new place."""
+        deque(map(setitem, self.places, self.chunks, repeat(place)), maxlen=0)
+
+    def at(self, place: int, found: bytes) -> Victims:
+        """Those that are at one place; ``found`` says where each is."""
+        stand = [at == place for at in found]
+        return Victims(
+            list(compress(self.values, stand)),
+            list(compress(self.sessions, stand)),
+            list(compress(self.places, stand)),
+            list(compress(self.chunks, stand)),
+        )
+
+    def followed_by(self, more: Victims) -> Victims:
+        """These and others of higher values."""
+        if not self.chunks:
+            return more
+        return Victims(
+            self.values + more.values,
+            self.sessions + more.sessions,
+            self.places + more.places,
+            self.chunks + more.chunks,
+        )
 
 
-class Victims(Protocol):
-    """Chunks that can give one thing, lowest value first."""
+class VictimOrder(Protocol):
+    """Chunks from which the same can be reclaimed, lowest value first."""
 
     def peek(self) -> float:
         """Value of the next victim; infinity when there is none (left)."""
         ...
 
-    def move(self, most: int, to: int, ceiling: float = np.inf) -> list[Victim]:
+    def move(self, most: int, to: int, ceiling: float = np.inf) -> Victims:
         """Give up to ``most`` victims of values up to ``ceiling`` another place, and return them in order.
 
         A group that its policy takes together is not cut.
         """
         ...
-
-
-_FEW: Final = 8
-"""Of the sessions that may have to give chunks a ranking looks at one in so many first."""
 
 
 def can_rank(index: PlacesIndex) -> bool:
@@ -50,121 +96,125 @@ def can_rank(index: PlacesIndex) -> bool:
 
 
 class Ranking:
-    """The next ``count`` victims under a policy that takes chunks one by one; true of the moment when it was made.
+    """The next ``count`` victims under a policy that takes chunks one by one, in the order of the moment it was made.
 
-    Later on it leaves out what has changed since, and what has become a candidate since is not in it.
+    What is no candidate any more is passed over; what has become one since is not in it.
     """
 
-    def __init__(self, index: PlacesIndex, cost: CostModel, reclaim: Reclaim, now: float, count: int) -> None:
+    def __init__(self, index: PlacesIndex, reclaim: Reclaim, now: float, count: int) -> None:
         self._made = now
-        self._all = True
-        """Whether all candidates are in it."""
         self._index = index
         self._place = RECLAIMS[reclaim]
         self._next = 0
-        self._victims: list[Victim] = []
-        self._active: list[float] = []
-        """When each victim's session was last active."""
-        self._rank(index, cost, reclaim, now, count)
+        self._victims, self._all = _rank(index, reclaim, now, count)
+        self._count = len(self._victims)
 
     def serves(self, now: float, count: int) -> bool:
         """Whether it is still good for ``count`` victims, or for as many as there are."""
-        enough = self._all or len(self._victims) - self._next >= count
-        return enough and now - self._made <= FRESH_S and self.peek() < np.inf
+        enough = self._all or self._count - self._next >= count
+        return enough and now - self._made <= FRESH_S and self.peek() < _NONE
 
     def peek(self) -> float:
-        while self._next < len(self._victims):
-            if self._stands(self._next):
-                return self._victims[self._next][0]
-            self._next += 1
-        return float("inf")
-
-    def move(self, most: int, to: int, ceiling: float = np.inf) -> list[Victim]:
-        moved: list[Victim] = []
-        place, victims, active, position = self._place, self._victims, self._active, self._next
-        end = len(victims)
-        while len(moved) < most and position < end:
-            victim = value, session, chunk = victims[position]
-            if value > ceiling:
-                break
-            places = session.places
-            if places[chunk] == place and not session.running and session.last_active == active[position]:
-                places[chunk] = to
-                moved.append(victim)
+        places, chunks, place = self._victims.places, self._victims.chunks, self._place
+        position, end = self._next, self._count
+        # A session that has run since has another array of places, and nothing is left in the one ranked here.
+        while position < end and places[position][chunks[position]] != place:
             position += 1
         self._next = position
-        self._index.touch_all([session for _, session, _ in moved])
+        return self._victims.values[position] if position < end else _NONE
+
+    def move(self, most: int, to: int, ceiling: float = np.inf) -> Victims:
+        # Most often all that are looked at are still candidates, and this is one round of C code over each list.
+        last = bisect_right(self._victims.values, ceiling, self._next)
+        moved = self._standing(min(self._next + most, last))
+        while len(moved.chunks) < most and self._next < last:  # some were passed over
+            more = self._standing(min(self._next + most - len(moved.chunks), last))
+            moved = moved.followed_by(more)
+        moved.put(to)
+        self._index.touch_all(moved.sessions)
         return moved
 
-    def _stands(self, position: int) -> bool:
-        """Whether a victim is still what it was."""
-        _, session, chunk = self._victims[position]
-        unchanged = not session.running and session.last_active == self._active[position]
-        return unchanged and session.places[chunk] == self._place
+    def _standing(self, end: int) -> Victims:
+        """The next ones up to a position, without those that are not candidates any more."""
+        part = self._victims.part(self._next, end)
+        self._next = end
+        found = bytes(map(getitem, part.places, part.chunks))
+        return part if found.count(self._place) == len(found) else part.at(self._place, found)
 
-    def _rank(self, index: PlacesIndex, cost: CostModel, reclaim: Reclaim, now: float, count: int) -> None:
-        """Chunks of the ``count`` sessions whose first chunks are lowest: no other session's can be among them.
 
-        Of these sessions, again, only those matter whose first chunk is below the last victim that a few of them give.
-        """
-        firsts = sorted(index.round(reclaim, now, count)._heap)
-        few = _Chunks(index, cost, self._place, now, [row for _, row in firsts[: count // _FEW + 1]])
-        limit = few.value_of(count)
-        rows = sorted(row for value, row in firsts if value <= limit)
-        chunks = few if len(rows) == len(few.sessions) else _Chunks(index, cost, self._place, now, rows)
-        self._all = chunks.values.size <= count
-        self._victims = chunks.ranked(chunks.value_of(count))
-        self._active = [session.last_active for _, session, _ in self._victims]
+def _rank(index: PlacesIndex, reclaim: Reclaim, now: float, count: int) -> tuple[Victims, bool]:
+    """The next ``count`` victims, and whether these are all that there are.
+
+    Within a session values rise. So the victims are chunks of the ``count`` sessions whose first chunks are lowest,
+    and the ``count``-th lowest chunk of any few sessions is no lower than the last victim: of the sessions only those
+    matter whose first chunk is below that.
+    """
+    rows, values = index.lowest_rows(reclaim, now, count)
+    by_row = rows.argsort()
+    rows, values = rows[by_row], values[by_row]
+    lowest = rows[values.argsort(kind="stable")[: count // _FEW + 1]]  # of equal ones the lower rows
+    enough = int(index.counts(reclaim, lowest).cumsum().searchsorted(_ENOUGH * count)) + 1
+    few = _Chunks(index, reclaim, now, np.sort(lowest[:enough]))
+    rows = rows[values <= few.value_of(count)]
+    chunks = few if rows.size == few.rows else _Chunks(index, reclaim, now, rows)
+    return chunks.ranked(chunks.value_of(count)), chunks.values.size <= count
 
 
 class _Chunks:
-    """All chunks at one place of some sessions, given by row, with their values."""
+    """All candidate chunks of some sessions, given by row in ascending order, with their values."""
 
-    def __init__(
-        self, index: PlacesIndex, cost: CostModel, place: int, now: float, rows: Sequence[int]
-    ) -> None:
-        self.sessions = [session for row in sorted(rows) if (session := index.resident_at(row)) is not None]
-        lengths = np.array([len(session.places) for session in self.sessions], dtype=np.intp)
-        places = np.frombuffer(b"".join([session.places for session in self.sessions]), np.uint8)
-        at = np.flatnonzero(places == place)
-        self._of = np.repeat(np.arange(len(self.sessions)), lengths)[at]
-        self._chunk = at - (np.cumsum(lengths) - lengths)[self._of]
-        idle = now - np.array([session.last_active for session in self.sessions])
-        candidates = np.bincount(self._of, minlength=len(self.sessions)).astype(np.float64)
-        costs = cost.chunk_costs(int(lengths.max(initial=0)))
-        kinds = np.array([session.kind for session in self.sessions], dtype=np.int64)
-        of = self._of
-        self.values = index.policy.values(costs[self._chunk], candidates[of], idle[of], kinds[of])
+    def __init__(self, index: PlacesIndex, reclaim: Reclaim, now: float, rows: Rows) -> None:
+        self.rows = rows.size
+        self._sessions = index.residents(rows)
+        self._places = [session.places for session in self._sessions]
+        lengths = np.array(list(map(len, self._places)), dtype=np.intp)
+        begins = lengths.cumsum() - lengths
+        (at,) = (np.frombuffer(b"".join(self._places), np.uint8) == RECLAIMS[reclaim]).nonzero()
+        counts = index.counts(reclaim, rows)
+        self._of = np.arange(rows.size).repeat(counts)
+        self._chunk = at - begins.repeat(counts)
+        self.values = index.values_of(reclaim, rows, self._chunk, counts, now)
 
     def value_of(self, count: int) -> float:
         """The value of the ``count``-th lowest; infinity when there are no more than that."""
         return float(np.partition(self.values, count - 1)[count - 1]) if self.values.size > count else np.inf
 
-    def ranked(self, limit: float) -> list[Victim]:
+    def ranked(self, limit: float) -> Victims:
         """Those of values up to ``limit``, lowest first; of equal ones those of lower rows, then the first."""
-        kept = np.flatnonzero(self.values <= limit)
-        kept = kept[np.lexsort((self._chunk[kept], self._of[kept], self.values[kept]))]
-        owners = [self.sessions[number] for number in self._of[kept].tolist()]
-        return list(zip(self.values[kept].tolist(), owners, self._chunk[kept].tolist(), strict=True))
+        (kept,) = (self.values <= limit).nonzero()
+        values = self.values[kept]
+        order = values.argsort(kind="stable")  # they are by row and chunk already
+        kept = kept[order]
+        of = self._of[kept].tolist()
+        return Victims(
+            values[order].tolist(),
+            list(map(self._sessions.__getitem__, of)),
+            list(map(self._places.__getitem__, of)),
+            self._chunk[kept].tolist(),
+        )
 
 
 class Round:
-    """The victims of one ``PlacesRound``, as it gives them. Valid until the cache changes in another way."""
+    """The victims of one ``VictimRound``, group by group. Valid until the cache changes in another way."""
 
     def __init__(self, index: PlacesIndex, reclaim: Reclaim, now: float, count: int) -> None:
-        self._round = index.round(reclaim, now, count)
+        self._round = VictimRound(index, reclaim, now, count)
         self._index = index
         self.peek = self._round.peek
 
-    def move(self, most: int, to: int, ceiling: float = np.inf) -> list[Victim]:
-        moved: list[Victim] = []
-        while len(moved) < most and (group := self._round.take()):
-            value, (session, chunks) = self.peek(), group
+    def move(self, most: int, to: int, ceiling: float = np.inf) -> Victims:
+        moved = Victims()
+        while len(moved) < most and (taken := self._round.take_group()):
+            value = self.peek()
             if value > ceiling:
                 break
+            session, chunks = taken
             for chunk in chunks:
                 session.places[chunk] = to
-                moved.append((value, session, chunk))
+                moved.values.append(value)
+                moved.sessions.append(session)
+                moved.places.append(session.places)
+                moved.chunks.append(chunk)
             self._index.touch(session)
             self._round.put_back()
         return moved
