@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 import click
 import dummy_model
@@ -27,7 +27,7 @@ from common.provenance import commit, gpu_name, portable
 from rich.console import Console
 from rich.progress import track
 
-from pensieve.config import EngineOptions
+from pensieve.config import EngineOptions, SwapMechanism
 from pensieve.core import RequestKey, Sampling, pack_tokens
 from pensieve.engine.build import cache_config, scheduler_config
 from pensieve.engine.cache.manager import CacheManager
@@ -181,13 +181,13 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
 @click.option("--max-batch-tokens", default=8192, show_default=True)
 @click.option("--max-running", default=256, show_default=True)
 @click.option(
-    "--swap-mechanism", type=click.Choice(["auto", "batch", "kernel"]), default="auto", show_default=True
+    "--swap-mechanism", type=click.Choice(get_args(SwapMechanism)), default="auto", show_default=True
 )
 @click.option("--out", type=click.Path(path_type=Path), default=Path("bench/results"), show_default=True)
 @click.option("--name", default="engine", show_default=True, help="Name of the report's files.")
 def main(
     shape: str, sections: tuple[str, ...], device_cache: str, host_cache: str, max_batch_tokens: int,
-    max_running: int, swap_mechanism: Literal["auto", "batch", "kernel"], out: Path, name: str,
+    max_running: int, swap_mechanism: SwapMechanism, out: Path, name: str,
 ) -> None:  # fmt: skip
     """Time the engine on this machine's GPU."""
     with tempfile.TemporaryDirectory() as folder:

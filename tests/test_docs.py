@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.options.table import OPTIONS
+from support import structure
 from support.sources import LINKS, ROOT, files, python_files, tree
 
 PAGES = [path for path in files() if path.parts[0] == "docs" and path.suffix == ".md"]
@@ -117,3 +118,8 @@ def test_every_page_can_be_found() -> None:
         assert page.name == "README.md" or f"]({page.name})" in index, (
             f"docs/README.md does not name {page.name}"
         )
+
+
+def test_the_table_of_packages_is_made_of_their_docstrings() -> None:
+    page = (ROOT / "docs/packages.md").read_text()
+    assert structure.table() in page, "run: python tests/support/structure.py --markdown"

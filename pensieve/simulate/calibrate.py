@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pensieve.config import CacheConfig, SchedulerConfig
-from pensieve.core import RequestKey, Sampling, pack_tokens
+from pensieve.core import Floats, RequestKey, Sampling, pack_tokens
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost.model import CostModel
 from pensieve.engine.engine import Engine
@@ -41,7 +41,6 @@ NEW_TOKENS = 24
 SWAP_CHUNKS = (128, 256)
 """Two sizes of one copy, both longer than the step beside it; their difference gives the rate."""
 Clock = Callable[[], float]
-Floats = npt.NDArray[np.float64]
 _TERMS = ("weights_s", "token_s", "kv_s", "pair_s", "row_s", "fixed_s")
 
 

@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from pensieve.config import CacheConfig, parse_cache_size
+from pensieve.config import BATCH_LIMITS, CacheConfig, parse_cache_size
 from pensieve.engine.cost.model import CostModel, CostProfileError
 from pensieve.replay.load.generators import generate
 from pensieve.replay.load.schedule import Gaps
@@ -95,12 +95,12 @@ _HISTORY = 1.5
 @click.option("--window", type=_ABOVE_ZERO, metavar="S", help="Measure for S virtual seconds; default: all.")
 @click.option("--device-cache", default="400000tokens", metavar="SIZE", help="Per replica.")
 @click.option("--host-cache", default="1600000tokens", metavar="SIZE", help="Per replica.")
-@click.option("--chunk-tokens", type=_POSITIVE, default=32, metavar="N")
-@click.option("--swap-watermark", type=click.FloatRange(0, 1), default=0.25)
-@click.option("--decode-reserve", type=click.FloatRange(0, 1), default=0.10)
+@click.option("--chunk-tokens", type=_POSITIVE, default=CacheConfig.chunk_tokens, metavar="N")
+@click.option("--swap-watermark", type=click.FloatRange(0, 1), default=CacheConfig.swap_watermark)
+@click.option("--decode-reserve", type=click.FloatRange(0, 1), default=CacheConfig.decode_reserve)
 @click.option("--context-limit", type=_POSITIVE, default=131072, metavar="N", help="Longer sessions are cut.")
-@click.option("--max-batch-tokens", type=_POSITIVE, default=2048, metavar="N")
-@click.option("--max-running", type=_POSITIVE, default=256, metavar="N")
+@click.option("--max-batch-tokens", type=_POSITIVE, default=BATCH_LIMITS["cuda"][0], metavar="N")
+@click.option("--max-running", type=_POSITIVE, default=BATCH_LIMITS["cuda"][1], metavar="N")
 @click.option("--replicas", type=_POSITIVE, default=1, metavar="N")
 @click.option(
     "--routing",

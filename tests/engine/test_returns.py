@@ -240,7 +240,7 @@ def test_closing_periods_early_loses_precision_only(monkeypatch: pytest.MonkeyPa
     all_kept, now = learn(two_in_five, 20_000)
     monkeypatch.setattr(returns, "MOST_OPEN", 3000)
     thinned, _ = learn(two_in_five, 20_000)
-    assert len(thinned._idle._slots) <= 3000 < len(all_kept._idle._slots)
+    assert len(thinned._idle._rows) <= 3000 < len(all_kept._idle._rows)
     inside = (EDGES[:-1] >= 4) & (EDGES[1:] <= 192)
     ratio = thinned.hazards(now)[0, inside] / all_kept.hazards(now)[0, inside]
     assert abs(ratio.mean() - 1) < 0.05 and np.abs(ratio - 1).max() < 0.25
@@ -259,11 +259,11 @@ def test_a_suspension_leaves_no_trace() -> None:
     rates = ReturnRates()
     rates.left("a", 3, 5.0)
     rates.returned("a", 5.0)
-    assert not rates._returns.any() and not rates._at_risk.any() and not rates._idle._slots
+    assert not rates._returns.any() and not rates._at_risk.any() and not rates._idle._rows
     rates.returned("nobody", 6.0)
     rates.left("a", 3, 5.0)
     rates.left("a", 4, 7.0)  # as after an error: the period before never ended
-    assert len(rates._idle._slots) == 1 and len(rates._idle._free) == returns.MOST_OPEN - 1
+    assert len(rates._idle._rows) == 1 and len(rates._idle._free) == returns.MOST_OPEN - 1
 
 
 def test_old_habits_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

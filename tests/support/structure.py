@@ -1,6 +1,7 @@
 """The floor plan as it stands: every package with its purpose, modules and lines, and names that are defined twice.
 
-python tests/support/structure.py
+python tests/support/structure.py              # as a list, with lines
+python tests/support/structure.py --markdown   # the table of docs/packages.md
 """
 
 from __future__ import annotations
@@ -59,7 +60,20 @@ def twice_defined() -> dict[str, list[str]]:
     return {name: found for name, found in sorted(places.items()) if len(found) > 1}
 
 
+def table() -> str:
+    """Packages of the product and what each is for, as a Markdown table."""
+    rows = [
+        f"| `{folder.path}/` | {folder.purpose.replace('``', '`')} |"
+        for folder in folders("pensieve", *LINKS.values())
+        if folder.purpose and folder.path != Path("pensieve")
+    ]
+    return "\n".join(["| package | what it is for |", "|---|---|", *rows]) + "\n"
+
+
 def main() -> None:
+    if "--markdown" in sys.argv:
+        print(table(), end="")
+        return
     for folder in folders():
         print(
             f"{folder.path}/  {len(folder.modules)} modules, {folder.lines} lines. {folder.purpose}".rstrip()

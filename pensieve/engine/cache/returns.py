@@ -83,7 +83,7 @@ class IdlePeriods:
     """The idle periods that have not ended, in arrays of a fixed size."""
 
     def __init__(self, most: int) -> None:
-        self._slots: dict[Hashable, int] = {}
+        self._rows: dict[Hashable, int] = {}
         self._keys: list[Hashable] = [None] * most
         self._free = list(range(most))[::-1]
         self._since = np.zeros(most)
@@ -96,17 +96,17 @@ class IdlePeriods:
 
     def begin(self, key: Hashable, cell: int, now: float) -> None:
         """A period begins; one that the session has already is forgotten."""
-        slot = self._slots[key] if key in self._slots else self._free.pop()
-        self._slots[key], self._keys[slot] = slot, key
-        self._since[slot], self._cells[slot], self._open[slot] = now, cell, True
+        row = self._rows[key] if key in self._rows else self._free.pop()
+        self._rows[key], self._keys[row] = row, key
+        self._since[row], self._cells[row], self._open[row] = now, cell, True
 
     def end(self, key: Hashable) -> tuple[int, float] | None:
         """(cell, when it began) of a session's period, which ends; None: it is not known."""
-        slot = self._slots.pop(key, None)
-        if slot is None:
+        row = self._rows.pop(key, None)
+        if row is None:
             return None
-        self._close(slot)
-        return int(self._cells[slot]), float(self._since[slot])
+        self._close(row)
+        return int(self._cells[row]), float(self._since[row])
 
     def at_risk(self, start: float, end: float) -> Floats:
         """Seconds that the open periods spent in each age bin from ``start`` to ``end``, [CELLS, BINS]."""
@@ -114,26 +114,26 @@ class IdlePeriods:
 
     def thin(self, start: float, end: float) -> Floats:
         """Close every second period of the octave of ages that has most; returns ``at_risk`` of those closed."""
-        slots = np.flatnonzero(self._open)
-        octaves = bins_of(np.maximum(end - self._since[slots], 0.0)) >> _BITS
-        fullest = slots[octaves == np.bincount(octaves).argmax()]
+        rows = np.flatnonzero(self._open)
+        octaves = bins_of(np.maximum(end - self._since[rows], 0.0)) >> _BITS
+        fullest = rows[octaves == np.bincount(octaves).argmax()]
         closed = fullest[np.argsort(self._since[fullest], kind="stable")][::2]
-        for slot in closed.tolist():
-            del self._slots[self._keys[slot]]
-            self._close(slot)
+        for row in closed.tolist():
+            del self._rows[self._keys[row]]
+            self._close(row)
         return self._between(closed, start, end)
 
-    def _close(self, slot: int) -> None:
-        self._open[slot] = False
-        self._free.append(slot)
+    def _close(self, row: int) -> None:
+        self._open[row] = False
+        self._free.append(row)
 
-    def _between(self, slots: npt.NDArray[np.intp], start: float, end: float) -> Floats:
-        return self._seconds(slots, end) - self._seconds(slots, start)
+    def _between(self, rows: npt.NDArray[np.intp], start: float, end: float) -> Floats:
+        return self._seconds(rows, end) - self._seconds(rows, start)
 
-    def _seconds(self, slots: npt.NDArray[np.intp], now: float) -> Floats:
-        ages = np.maximum(now - self._since[slots], 0.0)
+    def _seconds(self, rows: npt.NDArray[np.intp], now: float) -> Floats:
+        ages = np.maximum(now - self._since[rows], 0.0)
         bins = bins_of(ages)
-        flat = self._cells[slots] * BINS + bins
+        flat = self._cells[rows] * BINS + bins
         count = np.bincount(flat, minlength=CELLS * BINS).reshape(CELLS, BINS)
         part = np.bincount(flat, ages - EDGES[bins], minlength=CELLS * BINS).reshape(CELLS, BINS)
         beyond = count[:, ::-1].cumsum(axis=1)[:, ::-1] - count

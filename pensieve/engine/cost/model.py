@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from pensieve.core import Floats
+
 FORMAT = 1
 """Version of the profile files that are written and can be read."""
 
@@ -41,7 +43,7 @@ class CostModel:
         if not (np.isfinite(self.other) and self.other >= 0):
             raise CostProfileError("the cost of everything else must be finite and not negative")
 
-    def attention_cost(self, context: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    def attention_cost(self, context: npt.ArrayLike) -> Floats:
         """Attention cost of a chunk that ends at each context length."""
         lengths = np.array([length for length, _ in self.attention], dtype=np.float64)
         costs = np.array([cost for _, cost in self.attention], dtype=np.float64)
@@ -50,11 +52,11 @@ class CostModel:
         beyond = costs[-1] + np.maximum(slope, 0.0) * (x - lengths[-1])
         return np.where(x > lengths[-1], beyond, np.interp(x, lengths, costs))
 
-    def cost(self, context: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    def cost(self, context: npt.ArrayLike) -> Floats:
         """``Cost(l)`` for each context length."""
         return self.attention_cost(context) + self.other
 
-    def chunk_costs(self, chunks: int) -> npt.NDArray[np.float64]:
+    def chunk_costs(self, chunks: int) -> Floats:
         """Cost of chunk 0, 1, … of a session, float64 [chunks]."""
         return self.cost((np.arange(chunks) + 1) * self.chunk_tokens)
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pensieve.core import Floats
 from pensieve.replay.load.workload import Conversation, Dataset, TurnLengths
 
 
@@ -81,8 +81,8 @@ def _conversations(shape: ChatShape, number: int, generator: np.random.Generator
     return found
 
 
-def _turns(inputs: NDArray[np.float64], outputs: NDArray[np.float64]) -> list[TurnLengths]:
-    def whole(values: NDArray[np.float64]) -> list[int]:
+def _turns(inputs: Floats, outputs: Floats) -> list[TurnLengths]:
+    def whole(values: Floats) -> list[int]:
         return [int(value) for value in np.maximum(1, np.round(values))]
 
     return [TurnLengths(*lengths) for lengths in zip(whole(inputs), whole(outputs), strict=True)]
@@ -96,7 +96,7 @@ class Quantiles:
     at: tuple[float, ...] = (0, 5, 25, 50, 75, 95, 99, 100)
     """Which quantiles ``values`` are, in per cent."""
 
-    def draw(self, generator: np.random.Generator, count: int) -> NDArray[np.float64]:
+    def draw(self, generator: np.random.Generator, count: int) -> Floats:
         logs = np.interp(generator.uniform(0, 100, count), self.at, np.log(self.values))
         return np.asarray(np.exp(logs), dtype=np.float64)
 

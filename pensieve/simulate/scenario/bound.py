@@ -9,8 +9,8 @@ chunks twice, need pages for running turns and do not know the future: they stay
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from pensieve.core import Floats, Ints
 from pensieve.engine.cost.model import CostModel
 
 _PER_DECADE = 200
@@ -51,6 +51,6 @@ class Bound:
         return max(float(self._saved.sum()) - kept, 0.0)
 
     @staticmethod
-    def _bins(density: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    def _bins(density: Floats) -> Ints:
         exponents = (np.log10(density) - _LEAST_EXPONENT) * _PER_DECADE
         return np.clip(exponents.astype(np.int64), 0, _PER_DECADE * 24 - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pensieve.config import CacheConfig
+from pensieve.config import BATCH_LIMITS, CacheConfig
 from pensieve.engine.cost.model import CostModel
 from pensieve.simulate.scenario.machine import Machine
 
@@ -20,8 +20,8 @@ class Settings:
     cache: CacheConfig
     cost: CostModel
     context_limit: int
-    max_batch_tokens: int = 2048
-    max_running: int = 256
+    max_batch_tokens: int = BATCH_LIMITS["cuda"][0]
+    max_running: int = BATCH_LIMITS["cuda"][1]
     replicas: int = 1
     routing: Routing = "affine"
     lose_replica_at: float | None = None
