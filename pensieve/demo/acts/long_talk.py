@@ -162,7 +162,7 @@ class Stage:
 
 
 def medians(keeps: ServerRun, forgets: ServerRun) -> tuple[float, float]:
-    """Of each run, the median time to the first token over the last turns: the two halves of the closing number."""
+    """The median time to the first token over the last turns of each run: the two halves of the closing number."""
     last = [run.exchanges[-LAST_TURNS:] for run in (keeps, forgets)]
     kept, forgot = (statistics.median(exchange.first_token_s for exchange in one) for one in last)
     return kept, forgot

@@ -21,7 +21,7 @@ class StampedCache(CacheManager):
         self._coming: dict[SessionKey, tuple[int, Callable[[float], float]]] = {}
         self._turns: dict[SessionKey, tuple[int, Callable[[float], float]]] = {}
         self.restores: dict[SessionKey, Restore] = {}
-        """Of each session's turn, until it is taken: how it was first laid out."""
+        """How the turn of each session was first laid out, until that is taken."""
 
     def expect(self, key: SessionKey, turns: int, due: Callable[[float], float]) -> None:
         """The next turn is number ``turns`` of its session (from 1); ``due``: end of it → the one after."""

@@ -26,8 +26,8 @@ FRESH_S: Final = 8.0
 _NONE: Final = float("inf")
 _FEW: Final = 8
 _ENOUGH: Final = 2
-"""Of the sessions that may have to give way a ranking first looks at one in so many; at fewer where these have so many
-times as many chunks as it needs."""
+"""A ranking first looks at one in so many of the sessions that may have to give way, and at fewer of them where these
+have so many times as many chunks as it needs."""
 
 
 @dataclass(slots=True)
