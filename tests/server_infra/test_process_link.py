@@ -21,6 +21,7 @@ from pensieve.debug import child_environment
 from pensieve.engine.messages import Finished, Output, RequestProgress, Started
 from pensieve.errors import ContextLimitExceeded, Internal, ResourceExhausted, Unavailable
 from pensieve.server.links.engine_link import LinkState
+from pensieve.server.links.process import EngineProcess, HostCommand
 from pensieve.server.links.process_link import ProcessLink
 from support.engine.fake_engine import BUILDER, Script, options
 from support.service.listener import Listened, Listener
@@ -321,3 +322,18 @@ def test_the_engine_dies_with_the_front_end_even_when_stuck() -> None:
         time.sleep(0.02)
     os.kill(pid, signal.SIGKILL)
     pytest.fail("the engine outlived its front end")
+
+
+async def test_a_cancelled_wait_closes_what_it_would_have_closed() -> None:
+    """A link that is stopped while it waits for a dying engine: nobody comes back to that engine's socket."""
+    command = HostCommand(options=options(Script()), builder=BUILDER)
+    process = await EngineProcess.spawn(command, failpoints=False)
+    waiting = asyncio.create_task(process.wait(60.0))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    with pytest.raises(ConnectionError):
+        await process._writer.drain()
+    process.kill()
+    assert await process.wait(10.0) < 0

@@ -111,14 +111,17 @@ class EngineProcess:
     async def wait(self, patience_s: float) -> int:
         """The exit status; what has not ended after ``patience_s`` is killed."""
         try:
-            await asyncio.wait_for(self._process.wait(), patience_s)
-        except TimeoutError:
-            self.kill()
-        status = await self._process.wait()
-        # A grandchild may keep the pipe open; what the engine itself wrote has been read by then.
-        await asyncio.wait({self._stderr_task}, timeout=_STDERR_PATIENCE_S)
-        self._stderr_task.cancel()
-        self._writer.close()
+            try:
+                await asyncio.wait_for(self._process.wait(), patience_s)
+            except TimeoutError:
+                self.kill()
+            status = await self._process.wait()
+            # A grandchild may keep the pipe open; what the engine itself wrote has been read by then.
+            await asyncio.wait({self._stderr_task}, timeout=_STDERR_PATIENCE_S)
+        finally:
+            # Also when whoever waits is cancelled: nobody else closes these.
+            self._stderr_task.cancel()
+            self._writer.close()
         with contextlib.suppress(ConnectionError):
             await self._writer.wait_closed()
         return status
