@@ -108,8 +108,7 @@ def run(checkout: Path, program: Sequence[str]) -> Iterator[tuple[str, float]]:
             raise click.ClickException(f"{checkout.name}: exit code {done.returncode}\n{done.stderr[-2000:]}")
         documents = [json.loads(file.read_text()) for file in sorted(Path(folder).rglob("*.json"))]
         documents += [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    for document in documents:
-        yield from figures(document, str(document.get("streams", "")) if isinstance(document, dict) else "")
+    yield from figures(documents, "")
 
 
 def figures(value: Any, name: str) -> Iterator[tuple[str, float]]:

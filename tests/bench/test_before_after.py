@@ -33,11 +33,11 @@ def test_figures_of_the_same_name_are_compared(
     command = ["--before", old, "--after", new, "--rounds", "2", "--json", tmp_path / "all.json"]
     result = CliRunner().invoke(main, [*map(str, command), "--", "bench/x.py", "{folder}"])
     assert result.exit_code == 0, result.output
-    assert "| 9 cpu | 4 | 3 | 0.750 | 0.750, 0.750 |" in result.stdout
-    assert "| 9 rows batch=1 ms | 2 | 2 | 1.000 | 1.000, 1.000 |" in result.stdout
-    assert "| gap | 1 | 1 |" in result.stdout
+    assert "| streams=9 cpu | 4 | 3 | 0.750 | 0.750, 0.750 |" in result.stdout
+    assert "| streams=9 rows batch=1 ms | 2 | 2 | 1.000 | 1.000, 1.000 |" in result.stdout
+    assert "gap | 1 | 1 |" in result.stdout
     figures = json.loads((tmp_path / "all.json").read_text())["figures"]
-    assert figures["before"]["9 rows batch=64 ms"] == [4.0, 4.0]
+    assert figures["before"]["streams=9 rows batch=64 ms"] == [4.0, 4.0]
 
 
 def test_a_version_that_fails_is_named(checkouts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ class Folder:
     path: Path
     purpose: str
     modules: tuple[tuple[str, int], ...]
-    """(name, lines) of each, in order; ``__init__`` only where it has lines of code."""
+    """(name, lines) of each, in order."""
 
     @property
     def lines(self) -> int:

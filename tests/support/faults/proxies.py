@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import random
@@ -11,7 +12,7 @@ from typing import TypeVar
 PIECE = 1 << 16
 
 
-class Proxy:
+class Proxy(abc.ABC):
     """Forwards connections to ``target_port``. A subclass says what becomes of the server's data in ``_pass_back``."""
 
     def __init__(self, target_port: int) -> None:
@@ -36,9 +37,9 @@ class Proxy:
         if self._server is not None:
             await self._server.wait_closed()
 
+    @abc.abstractmethod
     async def _pass_back(self, data: bytes, sink: asyncio.StreamWriter) -> bool:
         """Hand one piece of the server's data to the client; False cuts the connection."""
-        raise NotImplementedError
 
     def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.create_task(self._serve(reader, writer))
