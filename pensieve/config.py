@@ -41,6 +41,8 @@ class CacheConfig:
     """Swap out ahead of time while less than this share of device pages is free or reclaimable; 0 = on demand."""
     decode_reserve: float = 0.10
     """A new request joins only while more than this share stays free or reclaimable (EuroSys §4.3.5)."""
+    prefix_sharing: bool = True
+    """Off switch: every session has its KV for itself, however it begins."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +87,16 @@ class EngineTuning(msgspec.Struct, frozen=True, kw_only=True):
     stateless: bool = SchedulerConfig.stateless
     unified_batch: bool = SchedulerConfig.unified_batch
     swap_in_first: bool = SchedulerConfig.swap_in_first
+    prefix_sharing: bool = CacheConfig.prefix_sharing
+    """Off switch: no session uses the KV of another."""
     pipelined_swap_in: bool = True
     """Off switch: copy all layers of a step's swap-in before its first layer runs."""
     overlapped: bool = True
     """Schedule the next step while this one runs. GPU only: a CPU has nothing to overlap with."""
     cuda_graphs: bool = True
     """Replay whole steps as CUDA graphs. GPU only."""
+    shared_prefix_attention: bool = True
+    """Read KV that several decodes of a step share once for all of them. GPU only."""
     swap_mechanism: SwapMechanism = "auto"
     """How chunks cross the bus. GPU only; ``auto`` measures both at start-up."""
     verify_swap: bool = False

@@ -21,6 +21,9 @@ SessionKey = NewType("SessionKey", str)
 RequestKey = NewType("RequestKey", int)
 """Names one generation attempt, and is made by the server. Never a client's request id: those may repeat."""
 
+MAX_CANDIDATES: Final = 16
+"""Of one turn; and the greatest width of a beam search."""
+
 TokenArray = npt.NDArray[np.int32]
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -80,6 +83,12 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
     logit_bias: dict[int, float] = {}
     top_logprobs: int | None = None
     """None: no logprobs; 0: of the chosen token only."""
+    candidates: int = 1
+    """Answers drawn from the one context; candidate ``i`` samples with ``seed + i`` modulo 2^64."""
+    beam_width: int = 1
+    """Above 1: beam search, as ``transformers`` defines it with ``num_beams``."""
+    length_penalty: float = 1.0
+    early_stopping: bool = False
 
     @property
     def needs_context(self) -> bool:
@@ -101,6 +110,50 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
         )
 
 
+def excluded_by_beams(sampling: Sampling) -> str | None:
+    """The first field of ``sampling`` that beam search cannot serve, by name; None also when it asks for none.
+
+    Stop tokens end a hypothesis as the model's own end tokens do; stop strings would need the text of each beam.
+    """
+    asked = {
+        "temperature": sampling.temperature > 0.0,
+        "candidates": sampling.candidates > 1,
+        "repetition_penalty": sampling.repetition_penalty != 1.0,
+        "frequency_penalty": sampling.frequency_penalty != 0.0,
+        "presence_penalty": sampling.presence_penalty != 0.0,
+        "logit_bias": bool(sampling.logit_bias),
+        "min_output_tokens": sampling.min_output_tokens > 0,
+        "stop": bool(sampling.stop),
+        "top_logprobs": sampling.top_logprobs is not None,
+    }
+    return (
+        next((name for name, is_asked in asked.items() if is_asked), None)
+        if sampling.beam_width > 1
+        else None
+    )
+
+
+class Hints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a client expects of a session after a turn. The cache may use it; nothing is pinned for it."""
+
+    next_turn_s: float | None = None
+    """Expected seconds from the end of the turn to the next one; None: not said."""
+    importance: float = 1.0
+    """Worth of the session's cached state against that of any other."""
+    finished: bool = False
+    """No further turn is expected."""
+
+
+class HintReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The hints of a turn as they were taken: None or False where one was not given, or is in ``ignored``."""
+
+    next_turn_s: float | None = None
+    importance: float | None = None
+    finished: bool = False
+    ignored: tuple[str, ...] = ()
+    """Hints that had no effect, by their names in ``pensieve.v1.TurnHints``."""
+
+
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """Log-probability of a chosen token: natural logarithm of the softmax of the raw logits, at temperature 1."""
 
@@ -116,7 +169,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     context_tokens: int = 0
     """Tokens the generation started from: live history plus this turn's input."""
     new_tokens: int = 0
-    """This turn's input, template glue included."""
+    """What had to be computed of this turn's input, template glue included; at a session's first turn of all."""
     gpu_cached_tokens: int = 0
     swapped_in_tokens: int = 0
     recomputed_tokens: int = 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from pensieve.core import FinishReason, Role, TokenArray, Usage, unpack_tokens
+from pensieve.core import FinishReason, HintReceipt, Role, TokenArray, Usage, unpack_tokens
 
 
 class RecordKind(enum.StrEnum):
@@ -30,6 +30,21 @@ class Overflow(enum.IntEnum):
 
     REJECT = 1
     DROP_OLDEST_TURNS = 2
+
+
+class CandidateChoice(enum.IntEnum):
+    """Which candidate a turn commits; the numbers are those of ``pensieve.v1.CandidateChoice``."""
+
+    FIRST = 1
+    BEST_LOGPROB = 2
+    """The highest mean log-probability per output token."""
+
+
+class PrefixSharing(enum.IntEnum):
+    """With whom a session shares the KV of a common beginning; numbers as in ``pensieve.v1.PrefixSharing``."""
+
+    TENANT = 1
+    NONE = 2
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -49,6 +64,11 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool | None = None
     logit_bias: dict[int, float] = {}
+    candidates: int | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
+    candidate_choice: CandidateChoice | None = None
 
 
 class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -60,6 +80,7 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     ttl_s: float = 0.0
     """Idle lifetime, extended by each commit; 0 = never expires."""
     overflow: Overflow = Overflow.REJECT
+    prefix_sharing: PrefixSharing = PrefixSharing.TENANT
 
 
 class Item(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -78,6 +99,19 @@ class Item(msgspec.Struct, frozen=True, omit_defaults=True):
     """``tokens`` came from the client as they are, so no glue is added around them."""
 
 
+class CandidateAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One of the answers that a turn drew from its context; its number is its place among them."""
+
+    text: str
+    tokens: bytes
+    """Output tokens alone, packed uint32; the generation prompt is in the answer's item."""
+    finish_reason: FinishReason
+    stop_sequence: str = ""
+    seed: int = 0
+    mean_logprob: float | None = None
+    """Per output token, if the turn asked for the best one and there is a token."""
+
+
 class TurnResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a committed turn answers to GetTurn and to late retries, beside its items."""
 
@@ -90,6 +124,20 @@ class TurnResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """How many of the record's items are input; the last one is the output."""
     attempt: str = ""
     """Generation attempt that was committed: token offsets of another attempt mean nothing here."""
+    hints: HintReceipt | None = None
+    """What was made of the turn's hints; None: it gave none."""
+    candidates: tuple[CandidateAnswer, ...] = ()
+    """All of them, if the turn drew more than one."""
+    chosen: int = 0
+    """The candidate that the record's last item is."""
+
+
+class CandidateChange(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Another candidate became a turn's answer: the record's one item."""
+
+    turn_revision: int
+    """Revision of the turn's own record."""
+    candidate: int
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -108,6 +156,9 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     labels: dict[str, str] | None = None
     hidden_before: int | None = None
     """Overflow view: live non-system items with a smaller number are no longer part of the context."""
+    candidate: CandidateChange | None = None
+    """Set in an UPDATE that gives the latest turn another of its answers. Programs that do not know this field yet
+    fold such a record like any other."""
 
 
 class State(enum.StrEnum):
@@ -163,6 +214,8 @@ class History:
     config: SessionConfig = SessionConfig()
     labels: tuple[tuple[str, str], ...] = ()
     hidden_before: int = 0
+    was_generated: bool = False
+    """Whether the model has ever answered in it, here or before it was forked; also if the answer is superseded."""
 
     def apply(self, record: Record, head_hash: str) -> History:
         """This history after one more record. Pure. Raises ValueError when the record is not the next one."""
@@ -178,6 +231,7 @@ class History:
             config=record.config if record.config is not None else self.config,
             labels=tuple(sorted(record.labels.items())) if record.labels is not None else self.labels,
             hidden_before=hidden,
+            was_generated=self.was_generated or any(item.finish_reason is not None for item in record.items),
         )
 
     def truncated(self, keep: int) -> tuple[Item, ...]:

@@ -38,10 +38,11 @@ LEAVES: dict[str, set[str]] = {
 """What the modules beside the packages may import, and ``kernels``, which has no ``__init__`` to say it in."""
 
 NO_TORCH = (
-    "pensieve.cli", "pensieve.client", "pensieve.config", "pensieve.core", "pensieve.engine.cache",
-    "pensieve.engine.cost", "pensieve.engine.messages", "pensieve.engine.plan", "pensieve.engine.process",
-    "pensieve.engine.scheduler", "pensieve.errors", "pensieve.frames", "pensieve.machine", "pensieve.options",
-    "pensieve.replay", "pensieve.server", "pensieve.simulate", "pensieve.store",
+    "pensieve.cli", "pensieve.client", "pensieve.config", "pensieve.core", "pensieve.engine.beams",
+    "pensieve.engine.cache", "pensieve.engine.cost", "pensieve.engine.messages", "pensieve.engine.plan",
+    "pensieve.engine.process", "pensieve.engine.scheduler", "pensieve.errors", "pensieve.frames",
+    "pensieve.machine", "pensieve.options", "pensieve.replay", "pensieve.server", "pensieve.simulate",
+    "pensieve.store",
 )  # fmt: skip
 """Importable where torch and triton do not exist; packages with all their modules."""
 

@@ -10,10 +10,13 @@ import torch
 
 from pensieve.kernels.attention.hopper import launch as hopper
 from pensieve.kernels.attention.kinds import Capacity, Geometry, StepKind, classify
+from pensieve.kernels.attention.party_lists import KIND, UNLIMITED, make_party_lists
 from pensieve.kernels.attention.tiles import TileSet, width_of
 from pensieve.kernels.attention.work_lists import ITEM, MERGE, WorkLists, make_work_lists
-from pensieve.kernels.span_table import HostSpans
+from pensieve.kernels.span_table import HostSpans, Ints
 
+PARTY_KIND = KIND
+"""The kind of every step in which spans read a beginning together."""
 HEADER = 8
 """Words of the header: how many narrow items, wide items and merges there are; where each of these lists begins; how
 many programs take wide items; the last is unused. Behind it come the wide items, then the narrow ones, then the
@@ -84,23 +87,28 @@ class AttentionPlan:
         *,
         tiles: TileSet | None = None,
         capacity: Capacity | None = None,
+        parties: Ints | None = None,
     ) -> AttentionPlan:
-        """The plan of one step with spans ``host`` int64 [S, 4], of just its size unless ``capacity`` is given."""
-        kind = classify(host, geometry, tiles)
-        work = make_work_lists(host, num_rows, geometry, tiles or geometry.tiles, kind)
+        """The plan of one step with spans ``host`` int64 [S, 4], of just its size unless ``capacity`` is given;
+        ``parties``: see ``pack``."""
+        kind = classify(host, geometry, tiles) if parties is None else PARTY_KIND
+        work = _work(host, parties, num_rows, geometry, tiles or geometry.tiles, kind, capacity)
         plan = cls(num_rows, geometry, device, kind=kind, capacity=capacity or _need(work), tiles=tiles)
         plan._upload(plan._packed(work))
         return plan
 
-    def pack(self, host: HostSpans) -> npt.NDArray[np.int32]:
+    def pack(self, host: HostSpans, parties: Ints | None = None) -> npt.NDArray[np.int32]:
         """The words of a step with spans ``host`` int64 [S, 4], to be put at the beginning of ``words``: only as many
-        as the step's own work takes. Raises DoesNotFit when the step needs more than the capacity."""
-        return self._packed(make_work_lists(host, self.num_rows, self.geometry, self.tiles, self.kind))
+        as the step's own work takes. ``parties``: what ``prefixes`` found, for plans of the kind ``PARTY_KIND``.
+        Raises DoesNotFit when the step needs more than the capacity: without parties it may yet fit."""
+        return self._packed(
+            _work(host, parties, self.num_rows, self.geometry, self.tiles, self.kind, self.capacity)
+        )
 
-    def refill(self, host: HostSpans) -> None:
+    def refill(self, host: HostSpans, parties: Ints | None = None) -> None:
         """Take on another step, ordered with launches by the current stream. Copies from pageable memory, for which
         the host may have to wait: a server copies ``pack`` itself. Raises as ``pack`` does and then changes nothing."""
-        self._upload(self.pack(host))
+        self._upload(self.pack(host, parties))
 
     def _packed(self, work: WorkLists) -> npt.NDArray[np.int32]:
         need = _need(work)
@@ -122,6 +130,22 @@ class AttentionPlan:
     def _upload(self, packed: npt.NDArray[np.int32]) -> None:
         # Pageable memory: the driver has read it when the call returns, so the array may go.
         self.words[: len(packed)].copy_(torch.from_numpy(packed), non_blocking=True)
+
+
+def _work(
+    host: HostSpans,
+    parties: Ints | None,
+    num_rows: int,
+    geometry: Geometry,
+    tiles: TileSet,
+    kind: StepKind,
+    capacity: Capacity | None,
+) -> WorkLists:
+    if parties is None:
+        return make_work_lists(host, num_rows, geometry, tiles, kind)
+    if kind is not PARTY_KIND:
+        raise DoesNotFit(f"a plan for {kind.value} steps has no launches for spans that read together")
+    return make_party_lists(host, parties, num_rows, geometry, tiles, capacity or UNLIMITED)
 
 
 def words_of(capacity: Capacity) -> int:

@@ -12,7 +12,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pensieve.kernels.attention.kinds import Geometry, StepKind, cut_evenly, guided, is_wide
+from pensieve.kernels.attention.kinds import (
+    ENOUGH_TO_READ,
+    NARROW_STEP,
+    UNSHARED_STEP,
+    WIDE_STEP,
+    Geometry,
+    StepKind,
+    cut_evenly,
+    guided,
+    is_wide,
+)
 from pensieve.kernels.attention.tiles import Tile, TileSet
 from pensieve.kernels.span_table import HostSpans, Ints
 
@@ -22,13 +32,6 @@ key, end of keys, first partial row (-1: the item is whole and writes its result
 MERGE = 6
 """A merge of some rows of a cut item has these words: first row of q of the span, first row of these in the span, their
 end, partial row of the first in the first piece, pieces, partial rows from piece to piece."""
-
-WIDE_STEP, UNSHARED_STEP, NARROW_STEP = 1.75, 1.8, 1.03
-"""Measured on an H200, heads of 128: microseconds that 128 rows and 128 keys take a multiprocessor; that it waits in
-addition for keys which no other block has brought into the L2 cache, while narrow items use all of the memory's rate;
-and that 64 keys would take a narrow item's multiprocessor at its share of that rate."""
-ENOUGH_TO_READ = 0.6
-"""This share of the multiprocessors reads as fast as all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +62,20 @@ def make_work_lists(
         covered = int((host[:, 0] + lengths).max())
         if not lengths.all():
             host = host[lengths > 0]
-    small, big = _parted(host, narrow, geometry, kind)
-    first, first_merges, used = _cut(_blocks(small, narrow, geometry), narrow, geometry, 0, kind.merged_rows)
-    second, second_merges, used = _cut(_blocks(big, wide, geometry), wide, geometry, used, kind.merged_rows)
+    small, big = parted(host, narrow, geometry, kind)
+    items = blocks(small, narrow, geometry)
+    first, first_merges, used = cut(items, pieces_of(items, narrow, geometry), narrow, 0, kind.merged_rows)
+    items = blocks(big, wide, geometry)
+    second, second_merges, used = cut(items, pieces_of(items, wide, geometry), wide, used, kind.merged_rows)
     programs = geometry.multiprocessors
     if len(second) and (kind.is_mixed or wide.hopper):
-        # A fixed set of programs takes items: the shortest should come last. Lengths that are nearly equal do not
-        # count, so that the blocks of a span stay together.
-        size = np.floor(8 * np.log2(second[:, 6] - second[:, 5]))
-        second = second[np.argsort(-size, kind="stable")]
+        second = longest_first(second)
         if kind.is_mixed and wide.hopper:  # other tiles leave room beside them
             programs = _share_of_wide(first, second, narrow, wide, geometry)
     if num_rows > covered:
-        padding = _padding(covered, num_rows - covered, wide if kind.has_wide else narrow, geometry.groups)
+        padding = padding_items(
+            covered, num_rows - covered, wide if kind.has_wide else narrow, geometry.groups
+        )
         if kind.has_wide:
             second = np.concatenate([second, padding])
         else:
@@ -80,7 +84,7 @@ def make_work_lists(
     return WorkLists(first, second, merges, used, programs)
 
 
-def _parted(host: HostSpans, narrow: Tile, geometry: Geometry, kind: StepKind) -> tuple[HostSpans, HostSpans]:
+def parted(host: HostSpans, narrow: Tile, geometry: Geometry, kind: StepKind) -> tuple[HostSpans, HostSpans]:
     """Spans of the narrow and of the wide list."""
     if not kind.has_wide:
         many = not len(host) or int(host[:, 1].max()) * geometry.groups <= narrow.rows or kind is StepKind.FEW
@@ -110,7 +114,7 @@ def _share_of_wide(narrow: Ints, wide: Ints, small: Tile, large: Tile, geometry:
     return min(everything, max(1, round(share * everything)))
 
 
-def _padding(start: int, tokens: int, tile: Tile, groups: int) -> Ints:
+def padding_items(start: int, tokens: int, tile: Tile, groups: int) -> Ints:
     """Items for the rows outside every span: blocks without keys, whose results are 0."""
     first = np.arange(0, tokens * groups, tile.rows)
     items = np.zeros((len(first), ITEM), np.int64)
@@ -118,7 +122,7 @@ def _padding(start: int, tokens: int, tile: Tile, groups: int) -> Ints:
     return items
 
 
-def _blocks(host: HostSpans, tile: Tile, geometry: Geometry) -> Ints:
+def blocks(host: HostSpans, tile: Tile, geometry: Geometry) -> Ints:
     """The items of spans [n, 4] before any cut: longest contexts first, blocks of a span together for the L2 cache."""
     end = host[:, 1] + host[:, 2]
     order = np.argsort(-end, kind="stable")
@@ -127,20 +131,18 @@ def _blocks(host: HostSpans, tile: Tile, geometry: Geometry) -> Ints:
     items = np.zeros((len(host), ITEM), np.int64)
     items[:, 0], items[:, 1], items[:, 2:4] = host[:, 0], rows, host[:, 2:4]
     items[:, 6], items[:, 7] = end, -1
-    blocks = -(-rows // tile.rows)
-    if len(host) and int(blocks.max()) > 1:
-        span, block = _ranges(blocks)
+    count = -(-rows // tile.rows)
+    if len(host) and int(count.max()) > 1:
+        span, block = ranges(count)
         items = items[span]
-        first = (blocks[span] - 1 - block) * tile.rows  # the blocks that see most keys come first
+        first = (count[span] - 1 - block) * tile.rows  # the blocks that see most keys come first
         last_token = (np.minimum(first + tile.rows, rows[span]) - 1) // geometry.groups
         items[:, 4], items[:, 6] = first, items[:, 2] + last_token + 1
     return items
 
 
-def _cut(items: Ints, tile: Tile, geometry: Geometry, used: int, merged_rows: int) -> tuple[Ints, Ints, int]:
-    """Items cut into pieces, the merges that this takes, and the partial rows in use after ``used``."""
-    steps = -(-items[:, 6] // tile.keys)
-    pieces = _pieces(items, steps, tile, geometry)
+def cut(items: Ints, pieces: Ints, tile: Tile, used: int, merged_rows: int) -> tuple[Ints, Ints, int]:
+    """Items cut into so many pieces each, the merges that this takes, and the partial rows in use after ``used``."""
     # Items that are cut, whole until here: each piece gets a tile's rows of the scratch for itself.
     whole = np.flatnonzero(pieces > 1)
     if not len(whole):
@@ -148,16 +150,12 @@ def _cut(items: Ints, tile: Tile, geometry: Geometry, used: int, merged_rows: in
     held = pieces[whole] * tile.rows
     first_partial = np.full(len(items), -1)
     first_partial[whole] = used + np.cumsum(held) - held
-    item, piece = _ranges(pieces)
-    parts = items[item]
-    # Piece i of n takes key tiles [i * steps / n, (i + 1) * steps / n): rounded down, so that they join without a gap.
-    steps, count, scratch = steps[item], pieces[item], first_partial[item]
-    parts[:, 5] = piece * steps // count * tile.keys
-    parts[:, 6] = np.minimum((piece + 1) * steps // count * tile.keys, parts[:, 6])
+    parts, item, piece = parts_of(items, pieces, tile)
+    scratch = first_partial[item]
     parts[:, 7] = np.where(scratch >= 0, scratch + piece * tile.rows, -1)
     # The last block of a span has fewer rows than its tile, and only rows that exist are merged.
     rows = np.minimum(tile.rows, items[whole, 1] - items[whole, 4])
-    owner, group = _ranges(-(-rows // merged_rows))
+    owner, group = ranges(-(-rows // merged_rows))
     offset, owner = group * merged_rows, whole[owner]
     first = items[owner, 4] + offset
     merges = np.empty((len(owner), MERGE), np.int64)
@@ -167,8 +165,28 @@ def _cut(items: Ints, tile: Tile, geometry: Geometry, used: int, merged_rows: in
     return parts, merges, used + int(held.sum())
 
 
-def _pieces(items: Ints, steps: Ints, tile: Tile, geometry: Geometry) -> Ints:
-    """Into how many pieces, at least 1, each item is cut: see ``kinds`` for the rules and their bounds."""
+def parts_of(items: Ints, pieces: Ints, tile: Tile) -> tuple[Ints, Ints, Ints]:
+    """The pieces of items, and of which item each is which piece. Piece i of n takes key tiles ``[i * steps / n,
+    (i + 1) * steps / n)``: rounded down, so that they join without a gap."""
+    item, piece = ranges(pieces)
+    parts = items[item]
+    first, end, count = parts[:, 5].copy(), parts[:, 6], pieces[item]
+    steps = -(-(end - first) // tile.keys)
+    parts[:, 5] = first + piece * steps // count * tile.keys
+    parts[:, 6] = np.minimum(first + (piece + 1) * steps // count * tile.keys, end)
+    return parts, item, piece
+
+
+def longest_first(items: Ints) -> Ints:
+    """Items in the order in which a fixed set of programs should take them: the shortest last. Lengths that are nearly
+    equal do not count, so that the blocks of a span stay together."""
+    size = np.floor(8 * np.log2(items[:, 6] - items[:, 5]))
+    return items[np.argsort(-size, kind="stable")]
+
+
+def pieces_of(items: Ints, tile: Tile, geometry: Geometry) -> Ints:
+    """Into how many pieces, at least 1, each item is cut, the longest first: see ``kinds`` for the rules and bounds."""
+    steps = -(-(items[:, 6] - items[:, 5]) // tile.keys)
     total = int(steps.sum())
     if not total:
         return np.ones(len(items), np.int64)
@@ -187,7 +205,7 @@ def _pieces(items: Ints, steps: Ints, tile: Tile, geometry: Geometry) -> Ints:
     return pieces
 
 
-def _ranges(counts: Ints) -> tuple[Ints, Ints]:
+def ranges(counts: Ints) -> tuple[Ints, Ints]:
     """For counts (2, 3): which (0, 0, 1, 1, 1) and index in it (0, 1, 0, 1, 2)."""
     which = np.repeat(np.arange(len(counts)), counts)
     return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -8,6 +8,7 @@ Ctrl-C during an answer stops the answer, keeps what was shown, and stays in the
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import sys
 import threading
@@ -18,11 +19,14 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from pensieve.cli import candidates
 from pensieve.client import Client, Piece, Role, Session, Turn, TurnState, TurnStream
 from pensieve.client import SamplingOptions as Sampling
 from pensieve.core import FinishReason
 from pensieve.errors import NotFound, PensieveError
 from pensieve.spawn import ServerProcess, SpawnError
+
+log = logging.getLogger(__name__)
 
 PROMPT = "[bold cyan]you>[/] "
 
@@ -117,12 +121,22 @@ class ChatLoop:
             "/receipt": (self._receipt, "where the last turn's context came from"),
             "/history": (self._history, "the conversation so far"),
             "/regenerate": (self._regenerate, "another answer to the last question"),
+            "/candidates": (
+                lambda n: candidates.set_number(n, self._sampling, self._notes),
+                "[N]  draw N answers to each question from here on",
+            ),
+            "/choose": (
+                lambda k: candidates.choose(k, self._session, self._out, self._notes),
+                "K  go on from answer K of the last turn",
+            ),
             "/rewind": (self._rewind, "[N]  forget the last N turns (1)"),
             "/fork": (self._fork, "go on in a copy; the original stays as it is"),
             "/help": (self._help, "this"),
             "/quit": (self._quit, "leave (also Ctrl-D)"),
         }
         self._running = True
+        self._is_warm = False
+        """A turn has just ended: what it left is where the next one wants it."""
 
     def run(self) -> None:
         """Until /quit or the end of input. Raises PensieveError when not interactive: a pipe must not go on."""
@@ -145,6 +159,7 @@ class ChatLoop:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  # Line editing for input().
         while True:
+            self._warm()
             try:
                 yield self._out.input(PROMPT)
             except KeyboardInterrupt:
@@ -166,26 +181,41 @@ class ChatLoop:
             return
         self._commands[name][0](argument.strip())
 
+    def _warm(self) -> None:
+        """While the user types, let the server bring what the next turn needs. Beside the prompt, which never waits."""
+        info = self._session.info
+        has_history = self._session.last_turn is not None or (info is not None and info.item_count > 0)
+        if has_history and not self._is_warm:
+            threading.Thread(target=_warm, args=(self._session,), name="warm", daemon=True).start()
+        self._is_warm = False
+
     # -- answers
 
     def _answer(self, stream: TurnStream) -> None:
+        several = self._sampling.get("candidates", 1) > 1  # side by side they could not be read
         with stream, _interrupt_stops(stream):
             while (piece := next(stream, None)) is not None:
-                self._show(piece)
+                if not several:
+                    self._show(piece)
         if not stream.done or stream.turn.state is TurnState.DISCARDED:
             self._notes.print("(stopped; nothing was kept)")
             return
         turn = stream.turn
-        if not self._interactive:
+        self._is_warm = True
+        if self._interactive and not several:
+            self._out.print()  # behind the pieces
+        if several or turn.candidates:
+            candidates.show(turn, self._out)
+        elif not self._interactive:
             click.echo(turn.text)
+        if not self._interactive:
             return
-        self._out.print()
         if turn.finish_reason not in (FinishReason.EOS, FinishReason.STOP_SEQUENCE, FinishReason.STOP_TOKEN):
             self._notes.print(f"({_reason(turn)})")
         self._notes.print(_summary(turn))
 
     def _show(self, piece: Piece) -> None:
-        if not self._interactive:
+        if not self._interactive or piece.candidate:
             return
         if piece.restarted:
             self._out.print()
@@ -251,6 +281,13 @@ class ChatLoop:
 
     def _quit(self, _: str) -> None:
         self._running = False
+
+
+def _warm(session: Session) -> None:
+    try:
+        log.debug("warmed: %s", session.warm())
+    except PensieveError as error:
+        log.debug("not warmed: %s", error)  # A wish: the next turn only takes longer.
 
 
 def _reason(turn: Turn) -> str:

@@ -14,6 +14,7 @@ from pensieve.client._retry import RetryPolicy
 from pensieve.client._sync import Client, Session
 from pensieve.client._sync_link import TurnStream
 from pensieve.client._values import (
+    Candidate,
     Item,
     Limits,
     Piece,
@@ -25,15 +26,18 @@ from pensieve.client._values import (
     TokenCount,
     Turn,
     TurnState,
+    Warming,
 )
-from pensieve.core import FinishReason, Phase, Role, TokenLogprob, Usage
+from pensieve.core import FinishReason, HintReceipt, Phase, Role, TokenLogprob, Usage
 
 __all__ = [
     "AsyncClient",
     "AsyncSession",
     "AsyncTurnStream",
+    "Candidate",
     "Client",
     "FinishReason",
+    "HintReceipt",
     "Item",
     "Limits",
     "Phase",
@@ -54,4 +58,5 @@ __all__ = [
     "TurnState",
     "TurnStream",
     "Usage",
+    "Warming",
 ]

@@ -20,7 +20,7 @@ from pensieve.client._requests import (
 )
 from pensieve.client._retry import RetryPolicy
 from pensieve.client._transport import ClientSettings
-from pensieve.client._values import Item, ServerInfo, SessionInfo, TokenCount, Turn
+from pensieve.client._values import Item, ServerInfo, SessionInfo, TokenCount, Turn, Warming
 from pensieve.client._view import SessionView
 
 
@@ -54,6 +54,7 @@ class AsyncClient:
         ttl: float | None = None,
         model: str | None = None,
         overflow: Overflow | None = None,
+        share_prefixes: bool | None = None,
         default_sampling: SamplingOptions | None = None,
         initial_items: Sequence[InputLike] = (),
         request_id: str | None = None,
@@ -61,13 +62,15 @@ class AsyncClient:
     ) -> AsyncSession:
         """A new conversation. ``ttl``: idle lifetime in seconds. Sampling keywords become the session's defaults.
 
-        ``initial_items`` imports a transcript. Raises AlreadyExists when ``session_id`` is taken by another session.
+        ``initial_items`` imports a transcript. ``share_prefixes=False``: its cached state is never used by another
+        session, nor that of another by it. Raises AlreadyExists when ``session_id`` is taken by another session.
         """
         config = _requests.session_config(
             model=model,
             system_prompt=system_prompt,
             ttl=ttl,
             overflow=overflow,
+            share_prefixes=share_prefixes,
             default_sampling={**(default_sampling or {}), **sampling},
         )
         info = await self._link.run(
@@ -177,6 +180,14 @@ class AsyncSession(SessionView):
         """
         return await self._link.run(self._core.cancel(request_id, keep, keep_output_tokens))
 
+    async def choose(self, turn: Turn | str, candidate: int, *, expected_revision: int | None = None) -> Turn:
+        """Make another candidate of the latest turn (or of its request id) its answer.
+
+        Choosing the chosen one changes nothing. Raises FailedPrecondition (TURN_NOT_LATEST) once the session has
+        changed, NotFound (CANDIDATE_NOT_FOUND) for a number that the turn did not keep.
+        """
+        return await self._link.run(self._core.choose(turn, candidate, expected_revision))
+
     async def last_user_item(self) -> int:
         """Number of the newest user item. Raises NotFound (ITEM_NOT_FOUND) when there is none."""
         return (await self._link.run(self._core.last_user_item()))[0]
@@ -207,11 +218,18 @@ class AsyncSession(SessionView):
         """Read the metadata again; ``residency`` adds where the KV-tokens lie."""
         return await self._link.run(self._core.refresh(residency))
 
+    async def warm(self) -> Warming:
+        """Ask for the session's cached state on the device, as when its user begins to type. Tried once: it is a wish.
+
+        What is missing is copied or computed if there is room and time; the next turn is right either way.
+        """
+        return await self._link.run(self._core.warm())
+
     async def update(
         self, *, expected_revision: int | None = None, **changes: Unpack[SessionChanges]
     ) -> SessionInfo:
         """Change what is given, and nothing else. A changed system prompt makes all cached state useless."""
-        _requests.check_names(changes, frozenset(_flows.UPDATE_PATHS))
+        _requests.check_names(changes, frozenset(_requests.UPDATE_PATHS))
         return await self._link.run(self._core.update(changes, expected_revision))
 
     async def delete(self, *, expected_revision: int | None = None, allow_missing: bool = False) -> None:

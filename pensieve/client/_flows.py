@@ -18,7 +18,15 @@ from pensieve.client._requests import InputLike
 from pensieve.client._retry import Backoff, Verdict, verdict
 from pensieve.client._transport import ClientSettings
 from pensieve.client._turn_machine import TurnMachine
-from pensieve.client._values import Item, ServerInfo, SessionInfo, TokenCount, Turn, TurnState
+from pensieve.client._values import (
+    Item,
+    ServerInfo,
+    SessionInfo,
+    TokenCount,
+    Turn,
+    TurnState,
+    Warming,
+)
 from pensieve.core import Role
 from pensieve.errors import NotFound, PensieveError
 from pensieve.v1 import pensieve_pb2 as pb
@@ -205,6 +213,14 @@ class SessionCore:
         response = yield from self.call("CancelTurn", request)
         return decode.turn(response.turn)
 
+    def choose(self, turn: Turn | str, candidate: int, expected_revision: int | None) -> Flow[Turn]:
+        request = _requests.choose_candidate(self.name, turn, candidate, expected_revision)
+        response = yield from self.call("ChooseCandidate", request)
+        chosen = decode.turn(response.turn)
+        if self.last_turn is not None and self.last_turn.request_id == chosen.request_id:
+            self.last_turn = chosen
+        return chosen
+
     def last_user_item(self) -> Flow[tuple[int, int]]:
         """(number of the newest USER item, revision it was seen at). Raises NotFound (ITEM_NOT_FOUND)."""
         starts = [0]
@@ -269,6 +285,10 @@ class SessionCore:
         response = yield from self.call("GetSession", pb.GetSessionRequest(name=self.name, view=view))
         return self._learn(response.session)
 
+    def warm(self) -> Flow[Warming]:
+        request = pb.WarmSessionRequest(session=self.name)
+        return decode.warming((yield from self.call("WarmSession", request, replay=False)))
+
     def update(self, changes: Mapping[str, Any], expected_revision: int | None) -> Flow[SessionInfo]:
         """``changes`` holds the keyword arguments of ``Session.update`` that were given."""
         session = pb.Session(
@@ -279,13 +299,14 @@ class SessionCore:
                 system_prompt=changes.get("system_prompt"),
                 ttl=changes.get("ttl"),
                 overflow=changes.get("overflow"),
+                share_prefixes=changes.get("share_prefixes"),
                 default_sampling=changes.get("default_sampling") or {},
             ),
         )
         request = pb.UpdateSessionRequest(
             name=self.name, session=session, expected_revision=expected_revision
         )
-        request.update_mask.paths.extend(UPDATE_PATHS[key] for key in changes)
+        request.update_mask.paths.extend(_requests.UPDATE_PATHS[key] for key in changes)
         # With an expected revision a replay of an update that had succeeded would be refused.
         response = yield from self.call("UpdateSession", request, replay=expected_revision is None)
         return self._learn(response.session)
@@ -322,12 +343,3 @@ class SessionCore:
         info = decode.session(message)
         self.info = info
         return info
-
-
-UPDATE_PATHS = {
-    "labels": "labels",
-    "system_prompt": "config.system_prompt",
-    "default_sampling": "config.default_sampling",
-    "ttl": "config.ttl",
-    "overflow": "config.overflow_policy",
-}

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict
 
 from google.protobuf.duration_pb2 import Duration
 
-from pensieve.client._values import Item
+from pensieve.client._values import Item, Turn
 from pensieve.core import Role
 from pensieve.errors import InvalidArgument
 from pensieve.v1 import pensieve_pb2 as pb
@@ -19,6 +19,7 @@ InputLike = tuple[Role | str, Content] | Item
 """``("user", "Hi")``, ``(Role.TOOL, [1, 2, 3])``, or an item of another session."""
 Overflow = Literal["reject", "drop_oldest_turns"]
 Keep = Literal["partial", "nothing"]
+Choice = Literal["first", "best_logprob"]
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -40,6 +41,16 @@ class SamplingOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     logit_bias: Mapping[int, float]
+    candidates: int
+    """Answers to draw; all are streamed, one is committed."""
+    candidate_choice: Choice
+    """Which one: the first, or the one with the highest mean log-probability per token."""
+    beam_width: int
+    """Above 1: beam search. The answer comes whole, at the end."""
+    length_penalty: float
+    """Beam search: above 0 favours longer answers, below 0 shorter ones."""
+    early_stopping: bool
+    """Beam search: end with the first ``beam_width`` finished answers."""
 
 
 class TurnOptions(SamplingOptions, total=False):
@@ -62,6 +73,12 @@ class TurnOptions(SamplingOptions, total=False):
     max_duration: float
     """Seconds after which the server ends the turn as TIME_LIMIT, committed."""
     priority: int
+    next_turn_in: float
+    """Hint: seconds from the end of this turn to the next one, as expected. ``Turn.hints`` says what was taken."""
+    importance: float
+    """Hint: worth of the session's cached state after this turn, against 1 for any other session."""
+    session_finished: bool
+    """Hint: no further turn is expected."""
     on_disconnect: Literal["cancel", "finish"]
     """What becomes of the turn when this client goes away for good; default ``cancel``."""
     timeout: float
@@ -79,13 +96,30 @@ class SessionChanges(TypedDict, total=False):
     ttl: float
     """Seconds."""
     overflow: Overflow
+    share_prefixes: bool
+    """Whether cached state of common beginnings is shared with other sessions of the tenant."""
 
 
+UPDATE_PATHS = {
+    "labels": "labels",
+    "system_prompt": "config.system_prompt",
+    "default_sampling": "config.default_sampling",
+    "ttl": "config.ttl",
+    "overflow": "config.overflow_policy",
+    "share_prefixes": "config.prefix_sharing",
+}
+"""Keywords of ``SessionChanges``, and the paths that an update mask has for them."""
 SAMPLING_KEYS = frozenset(SamplingOptions.__annotations__)
 TURN_KEYS = frozenset(TurnOptions.__annotations__)
 DISCONNECT = {"cancel": "DISCONNECT_POLICY_CANCEL", "finish": "DISCONNECT_POLICY_FINISH"}
 OVERFLOW = {"reject": "OVERFLOW_POLICY_REJECT", "drop_oldest_turns": "OVERFLOW_POLICY_DROP_OLDEST_TURNS"}
+SHARING = {
+    None: pb.PREFIX_SHARING_UNSPECIFIED,
+    True: pb.PREFIX_SHARING_TENANT,
+    False: pb.PREFIX_SHARING_NONE,
+}
 KEEP = {"partial": "KEEP_PARTIAL", "nothing": "KEEP_NOTHING"}
+CANDIDATE_CHOICES = {"first": "CANDIDATE_CHOICE_FIRST", "best_logprob": "CANDIDATE_CHOICE_BEST_LOGPROB"}
 
 
 def new_request_id() -> str:
@@ -124,6 +158,8 @@ def sampling(options: Mapping[str, Any]) -> pb.SamplingParams:
             continue
         if key == "stop" and isinstance(value, str):
             value = [value]
+        elif key == "candidate_choice":
+            value = choice("sampling.candidate_choice", value, CANDIDATE_CHOICES)
         try:
             params.MergeFrom(pb.SamplingParams(**{key: value}))
         except (TypeError, ValueError) as error:
@@ -188,6 +224,7 @@ def stream_turn(
         sampling=sampling(options),
         output=output,
         priority=options.get("priority", 0),
+        hints=_hints(options),
     )
     if (limit := options.get("max_duration")) is not None:
         spec.max_duration.CopyFrom(duration(limit))
@@ -198,6 +235,29 @@ def stream_turn(
     )
 
 
+def choose_candidate(
+    session: str, turn: Turn | str, candidate: int, expected_revision: int | None
+) -> pb.ChooseCandidateRequest:
+    """``turn``: the turn or its request id. Raises InvalidArgument for a number that no candidate can have."""
+    request_id = turn.request_id if isinstance(turn, Turn) else turn
+    if not 0 <= candidate < 1 << 32:
+        raise InvalidArgument.field("candidate", "must be the number of a candidate")
+    return pb.ChooseCandidateRequest(
+        session=session, request_id=request_id, candidate=candidate, expected_revision=expected_revision
+    )
+
+
+def _hints(options: Mapping[str, Any]) -> pb.TurnHints | None:
+    """None when no hint is given."""
+    wait = options.get("next_turn_in")
+    hints = pb.TurnHints(
+        next_turn_in=None if wait is None else duration(wait),
+        importance=options.get("importance"),
+        session_finished=options.get("session_finished", False),
+    )
+    return hints if hints.ListFields() else None
+
+
 def session_config(
     *,
     model: str | None,
@@ -205,12 +265,14 @@ def session_config(
     ttl: float | None,
     overflow: str | None,
     default_sampling: Mapping[str, Any],
+    share_prefixes: bool | None = None,
 ) -> pb.SessionConfig:
     check_names(default_sampling, SAMPLING_KEYS)
     config = pb.SessionConfig(
         model=model or "",
         system_prompt=system_prompt or "",
         overflow_policy=choice("overflow", overflow, OVERFLOW) if overflow else None,
+        prefix_sharing=SHARING[share_prefixes],
     )
     if default_sampling:
         config.default_sampling.CopyFrom(sampling(default_sampling))

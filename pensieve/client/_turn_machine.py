@@ -6,14 +6,16 @@ to ``received``, each failure to ``failed`` and sleep as told, hand ``pending`` 
 **Resuming.** All tries carry the same request id, so the server appends the turn at most once. A try names the attempt
 it has seen and how many output tokens it holds. The same attempt continues there. Another attempt starts at token 0:
 the caller gets a piece with ``restarted`` set and drops its partial text. Text is joined by position and never by
-order of arrival, so a server that repeats tokens does not double them, and one that skips some is asked again.
+order of arrival, so a server that repeats tokens does not double them, and one that skips some is asked again. All this
+holds for each candidate by itself.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from pensieve.client import decode
 from pensieve.client._retry import STREAM_INCONSISTENT, Backoff, RetryPolicy, Verdict, verdict
@@ -59,7 +61,8 @@ class TurnMachine:
         self._abandoned = abandoned
         self._heartbeat_s = DEFAULT_HEARTBEAT_S
         self._engine_failed = False
-        self._text = _Text()
+        self._texts: defaultdict[int, _Text] = defaultdict(_Text)
+        """By candidate."""
 
     # -- what the caller sees
 
@@ -69,13 +72,13 @@ class TurnMachine:
 
     @property
     def text(self) -> str:
-        """The answer so far; of a complete turn, as it stands in history."""
-        return self.turn.text if self.turn is not None else self._text.value
+        """The answer so far, candidate 0 of several; of a complete turn, as it stands in history."""
+        return self.turn.text if self.turn is not None else self._texts[0].value
 
     @property
     def token_count(self) -> int:
-        """Output tokens received so far."""
-        return self._text.tokens
+        """Output tokens received so far; of several candidates those of candidate 0."""
+        return self._texts[0].tokens
 
     # -- what the shell needs to know
 
@@ -98,8 +101,12 @@ class TurnMachine:
         request = pb.StreamTurnRequest()
         request.CopyFrom(self._request)
         request.resume_attempt = self.attempt
-        request.resume_token_offset = self._text.tokens if self.attempt else 0
-        self._text.rewind_to_tokens()
+        if self.attempt:
+            request.resume_token_offset = self._texts[0].tokens
+            others = range(1, max(self._texts) + 1)
+            request.resume_candidate_offsets.extend(self._texts[candidate].tokens for candidate in others)
+        for text in self._texts.values():
+            text.rewind_to_tokens()
         return request
 
     # -- what happened
@@ -112,7 +119,7 @@ class TurnMachine:
             case "progress":
                 self.progress = decode.progress(message.progress)
             case "delta":
-                piece = self._text.add(decode.piece(message.delta))
+                piece = self._texts[message.delta.candidate].add(decode.piece(message.delta))
                 if piece is not None:
                     self._backoff.reset()
                     self.pending.append(piece)
@@ -171,20 +178,30 @@ class TurnMachine:
 
     def _completed(self, message: pb.Turn) -> None:
         turn = decode.turn(message)
-        have = self._text.value
-        if turn.text.startswith(have):
-            if len(turn.text) > len(have):
-                self.pending.append(Piece(text=turn.text[len(have) :], token_offset=self._text.tokens))
-        elif not (turn.finish_reason == FinishReason.CANCELLED and have.startswith(turn.text)):
+        cut_short = turn.finish_reason == FinishReason.CANCELLED
+        answers = [(one.text, one.output_tokens) for one in turn.candidates]
+        answers = answers or [(turn.text, turn.usage.output_tokens)]
+        contradicted = any(
+            not text.startswith(have := self._texts[candidate].value)
+            and not (cut_short and have.startswith(text))
+            for candidate, (text, _) in enumerate(answers)
+        )
+        if contradicted:
             # What was streamed is not what was committed (another attempt won): show the truth.
             self._restart()
-            self.pending.append(Piece(text=turn.text, token_count=turn.usage.output_tokens))
+        for candidate, (text, tokens) in enumerate(answers):
+            had = self._texts[candidate]
+            if contradicted:
+                self.pending.append(Piece(text=text, token_count=tokens, candidate=candidate))
+            elif len(text) > len(had.value):
+                rest = text[len(had.value) :]
+                self.pending.append(Piece(text=rest, token_offset=had.tokens, candidate=candidate))
         self.turn = turn
 
     def _restart(self) -> None:
-        if not self._text.empty:
+        if not all(text.empty for text in self._texts.values()):
             self.pending.append(Piece(restarted=True))
-        self._text = _Text()
+        self._texts.clear()
 
     def _wait_after(self, error: PensieveError) -> float | None:
         if error.reason == "TURN_IN_PROGRESS":
@@ -205,7 +222,7 @@ class TurnMachine:
 
 
 class _Text:
-    """The answer so far, and where each token border lies in it."""
+    """A candidate's answer so far, and where each token border lies in it."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []
@@ -259,7 +276,14 @@ class _Text:
         self._borders.setdefault(self.tokens, self._text_at)
         if offset == piece.token_offset and not overlap:
             return piece
-        return Piece(fresh_text, piece.token_ids[skip:], piece.logprobs[skip:], offset, fresh_tokens)
+        return replace(
+            piece,
+            text=fresh_text,
+            token_ids=piece.token_ids[skip:],
+            logprobs=piece.logprobs[skip:],
+            token_offset=offset,
+            token_count=fresh_tokens,
+        )
 
 
 def _inconsistent(what: str) -> Internal:

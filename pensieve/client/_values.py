@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
-from pensieve.core import FinishReason, Phase, Role, TokenLogprob, Usage
+from pensieve.core import FinishReason, HintReceipt, Phase, Role, TokenLogprob, Usage
 
 
 class SessionState(StrEnum):
@@ -43,7 +43,10 @@ class Piece:
     """Index of the first token of this piece in the answer."""
     token_count: int = 0
     restarted: bool = False
-    """The attempt that produced the text so far is gone: drop that text, the answer starts again after this piece."""
+    """The attempt that produced the text so far is gone: drop that text, of all candidates; it starts again after this
+    piece."""
+    candidate: int = 0
+    """Whose tokens these are; offsets count within the candidate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,22 @@ class Item:
     finish_reason: FinishReason | int | None = None
     """Only assistant items have one."""
     create_time: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One of the answers that a turn drew."""
+
+    candidate: int
+    text: str
+    output_tokens: int
+    finish_reason: FinishReason | int | None
+    stop_sequence: str
+    seed: int
+    mean_logprob: float | None = None
+    """Per output token; with ``candidate_choice="best_logprob"``."""
+    token_ids: tuple[int, ...] = ()
+    """Output tokens, if the server sent them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +101,12 @@ class Turn:
     output: Item | None
     discard_reason: str = ""
     """ErrorInfo reason of the failure, for a discarded turn."""
+    candidates: tuple[Candidate, ...] = ()
+    """All answers, if the turn drew more than one."""
+    chosen: int = 0
+    """The candidate that ``text`` and ``output`` are."""
+    hints: HintReceipt | None = None
+    """What the server made of the turn's hints; None: it gave none."""
 
     @property
     def items(self) -> tuple[Item, ...]:
@@ -116,6 +141,17 @@ class Residency:
 
 
 @dataclass(frozen=True, slots=True)
+class Warming:
+    """Answer of ``warm``."""
+
+    accepted: bool
+    refused: str
+    """Why not: ``no_room``, ``running``, ``nothing_to_do``, ``busy``, or what a newer server says."""
+    residency: Residency
+    """As it is now: what is to be brought may still be on its way."""
+
+
+@dataclass(frozen=True, slots=True)
 class SessionInfo:
     """Metadata of one session."""
 
@@ -135,6 +171,8 @@ class SessionInfo:
     """Idle lifetime; 0: never expires."""
     overflow: str
     """``reject`` or ``drop_oldest_turns``."""
+    share_prefixes: bool = True
+    """Whether cached state of common beginnings may be shared with other sessions of the tenant."""
     labels: dict[str, str] = field(default_factory=dict)
     create_time: datetime | None = None
     update_time: datetime | None = None
@@ -177,6 +215,8 @@ class Limits:
     max_ttl_s: float
     request_id_retention_s: float
     disconnect_grace_s: float
+    max_candidates: int
+    max_beam_width: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,12 +37,12 @@ class StreamView:
 
     @property
     def text(self) -> str:
-        """The answer so far; right after a restart, too."""
+        """The answer so far; right after a restart, too. Of several candidates the first, until one is committed."""
         return self._machine.text
 
     @property
     def token_count(self) -> int:
-        """Output tokens received so far."""
+        """Output tokens received so far; of several candidates those of the first."""
         return self._machine.token_count
 
     @property

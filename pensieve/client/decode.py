@@ -9,7 +9,9 @@ from typing import TypeVar
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from pensieve.client._requests import CANDIDATE_CHOICES
 from pensieve.client._values import (
+    Candidate,
     Item,
     Limits,
     Piece,
@@ -21,8 +23,9 @@ from pensieve.client._values import (
     TokenCount,
     Turn,
     TurnState,
+    Warming,
 )
-from pensieve.core import FinishReason, Phase, Role, TokenLogprob, Usage
+from pensieve.core import FinishReason, HintReceipt, Phase, Role, TokenLogprob, Usage
 from pensieve.v1 import pensieve_pb2 as pb
 
 E = TypeVar("E", bound=IntEnum)
@@ -98,6 +101,31 @@ def turn(message: pb.Turn) -> Turn:
         input=tuple(item(one) for one in message.input),
         output=item(message.output) if message.HasField("output") else None,
         discard_reason=message.discard_reason,
+        candidates=tuple(candidate(one) for one in message.candidates),
+        chosen=message.chosen_candidate,
+        hints=hints(message.hints) if message.HasField("hints") else None,
+    )
+
+
+def candidate(message: pb.Candidate) -> Candidate:
+    return Candidate(
+        candidate=message.candidate,
+        text=message.text,
+        output_tokens=message.output_tokens,
+        finish_reason=finish_reason(message.finish_reason),
+        stop_sequence=message.stop_sequence,
+        seed=message.seed,
+        mean_logprob=message.mean_logprob if message.HasField("mean_logprob") else None,
+        token_ids=tuple(message.tokens.ids),
+    )
+
+
+def hints(message: pb.HintReceipt) -> HintReceipt:
+    return HintReceipt(
+        next_turn_s=seconds(message.next_turn_in) if message.HasField("next_turn_in") else None,
+        importance=message.importance if message.HasField("importance") else None,
+        finished=message.session_finished,
+        ignored=tuple(message.ignored),
     )
 
 
@@ -115,6 +143,7 @@ def piece(message: pb.TurnDelta) -> Piece:
         ),
         token_offset=message.token_offset,
         token_count=message.token_count,
+        candidate=message.candidate,
     )
 
 
@@ -135,6 +164,10 @@ def sampling(message: pb.SamplingParams) -> dict[str, object]:
             values["logit_bias"] = dict(value)
         elif descriptor.name in ("stop", "stop_token_ids"):
             values[descriptor.name] = tuple(value)
+        elif descriptor.name == "candidate_choice":
+            number = pb.CandidateChoice.Value
+            names = {number(long): short for short, long in CANDIDATE_CHOICES.items()}
+            values["candidate_choice"] = names.get(value, value)
         else:
             values[descriptor.name] = value
     return values
@@ -155,6 +188,7 @@ def session(message: pb.Session) -> SessionInfo:
         default_sampling=sampling(config.default_sampling),
         ttl_s=seconds(config.ttl),
         overflow="drop_oldest_turns" if drop else "reject",
+        share_prefixes=config.prefix_sharing != pb.PREFIX_SHARING_NONE,
         labels=dict(message.labels),
         create_time=time_of(message.create_time) if message.HasField("create_time") else None,
         update_time=time_of(message.update_time) if message.HasField("update_time") else None,
@@ -174,6 +208,10 @@ def residency(message: pb.CacheResidency) -> Residency:
         host_tokens=message.host_tokens,
         dropped_tokens=message.dropped_tokens,
     )
+
+
+def warming(message: pb.WarmSessionResponse) -> Warming:
+    return Warming(message.accepted, message.refused, residency(message.residency))
 
 
 def token_count(message: pb.CountTokensResponse) -> TokenCount:
@@ -202,6 +240,8 @@ def server_info(message: pb.GetServerInfoResponse) -> ServerInfo:
             max_ttl_s=seconds(limits.max_ttl),
             request_id_retention_s=seconds(limits.request_id_retention),
             disconnect_grace_s=seconds(limits.disconnect_grace),
+            max_candidates=limits.max_candidates,
+            max_beam_width=limits.max_beam_width,
         ),
         features=tuple(message.features),
     )

@@ -27,9 +27,8 @@ def build_engine(options: EngineOptions) -> Engine:
     except (ModelError, CostProfileError, ValueError) as error:
         raise InvalidArgument(str(error)) from error
     info = worker.info
-    scheduler = Scheduler(
-        scheduler_config(options, worker.arch, info), CacheManager(cache_config(options, info), cost)
-    )
+    cache = CacheManager(cache_config(options, info), cost, model=f"{options.model} {info.dtype}")
+    scheduler = Scheduler(scheduler_config(options, worker.arch, info), cache)
     ready = EngineReady(
         context_limit=scheduler.context_limit,
         vocab_size=worker.arch.vocab_size,
@@ -38,9 +37,15 @@ def build_engine(options: EngineOptions) -> Engine:
         device_capacity_tokens=info.device_chunks * info.chunk_tokens,
         host_capacity_tokens=info.host_chunks * info.chunk_tokens,
         chunk_tokens=info.chunk_tokens,
+        uses_hints=uses_hints(options),
     )
     log.info("%s", report(worker.arch, info))
     return Engine(scheduler, worker, ready, overlapped=options.overlapped and info.device == "cuda")
+
+
+def uses_hints(options: EngineOptions) -> bool:
+    """Whether eviction looks at how likely a session is to return, which is what hints speak of."""
+    return options.policy in ("gittins", "retention") and not options.stateless
 
 
 def cache_config(options: EngineOptions, info: WorkerInfo) -> CacheConfig:
@@ -52,6 +57,7 @@ def cache_config(options: EngineOptions, info: WorkerInfo) -> CacheConfig:
         policy=options.policy,
         swap_watermark=options.swap_watermark,
         decode_reserve=options.decode_reserve,
+        prefix_sharing=options.prefix_sharing and not options.stateless,
     )
 
 

@@ -7,6 +7,8 @@
 4. ``scheduler.launched`` and, with the step's result, ``scheduler.commit``: tokens are appended; requests go on, or
    finish and leave their chunks behind.
 
+``handle(Warm)`` makes a request, too, one that computes no answer: see ``engine.warming``.
+
 What comes of it leaves as events: ``Started`` with the receipt, ``RequestProgress``, ``Output``, ``Finished``.
 
 Overlapped, a step is planned and launched while the one before it runs, and only then is that one's result awaited:
@@ -36,8 +38,11 @@ from dataclasses import dataclass, field
 
 from pensieve.core import FinishReason, Phase, RequestKey, SessionKey, unpack_tokens
 from pensieve.debug import debug_enabled, failpoint
+from pensieve.engine.candidates import Candidates
 from pensieve.engine.messages import (
     Cancel,
+    CandidateFinished,
+    Choose,
     Command,
     EngineReady,
     Event,
@@ -53,6 +58,8 @@ from pensieve.engine.messages import (
     Stats,
     Stop,
     Submit,
+    Warm,
+    Warmed,
 )
 from pensieve.engine.plan import PendingStep, Plan, StepResult, StepWorker
 from pensieve.engine.request import Request
@@ -107,6 +114,7 @@ class Engine:
         self._ready = ready
         self._clock = clock
         self._requests: dict[RequestKey, Request] = {}
+        self._candidates = Candidates(scheduler, scheduler.cache)
         self._phases: dict[RequestKey, Phase] = {}
         """What was last reported of each request's progress."""
         self._totals = _Totals()
@@ -132,16 +140,21 @@ class Engine:
         match command:
             case Submit():
                 return self._submit(command)
-            case Cancel(request):
+            case Cancel(request, None):
+                self._candidates.cancel(RequestKey(request), self._clock())
                 self._forget(RequestKey(request))
-                self._scheduler.cancel(RequestKey(request), self._clock())
+            case Cancel(request, int(candidate)):
+                reason = self._candidates.stop(RequestKey(request), candidate, self._clock())
+                return [] if reason is None else [self._finished(RequestKey(request), reason, self._clock())]
+            case Choose(session, candidate):
+                self._candidates.choose(SessionKey(session), candidate, self._clock())
             case Evict(call, session):
-                key = SessionKey(session) if session else None
-                self._scheduler.hurry(key, self._clock())
-                return [Evicted(call, self._cache.evict(key))]
+                return [Evicted(call, self._evict(SessionKey(session) if session else None))]
             case GetResidency(call, session):
                 held = self._cache.residency(SessionKey(session))
                 return [ResidentTokens(call, held.device, held.host)]
+            case Warm():
+                return [self._warm(command)]
             case Stop():
                 pass  # the loop leaves; nothing here outlives it
         return []
@@ -172,6 +185,7 @@ class Engine:
             return None
         for request in self._scheduler.admitted:
             events.append(self._started(request))
+            self._candidates.started(request.key)
         launch = _Launch(plan, self._worker.launch(plan), started)
         self._scheduler.launched(plan)
         self._totals.parts["launch"] += self._clock() - planned
@@ -198,8 +212,8 @@ class Engine:
         totals = self._totals
         return Stats(
             steps_total=totals.steps,
-            running=len(self._scheduler.running),
-            queued=len(self._scheduler.waiting),
+            running=len(self._scheduler.batch.running),
+            queued=len(self._scheduler.batch.waiting),
             device_free=occupancy.device_free,
             device_reclaimable=occupancy.device_reclaimable,
             device_used=occupancy.device_used,
@@ -212,7 +226,8 @@ class Engine:
             new_total=totals.new,
             output_total=totals.output,
             dropped_total=occupancy.dropped,
-            suspensions_total=self._scheduler.suspensions,
+            warmed_total=self._scheduler.warming.tokens,
+            suspensions_total=self._scheduler.batch.suspensions,
             swap_in_bytes_total=totals.swap_in_bytes,
             swap_out_bytes_total=totals.swap_out_bytes,
             swap_in_seconds_total=totals.swap_in_seconds,
@@ -237,23 +252,31 @@ class Engine:
     def _submit(self, submit: Submit) -> list[Event]:
         key = RequestKey(submit.request)
         tokens = unpack_tokens(submit.tokens)
-        limit = self._scheduler.context_limit
         if not 0 <= submit.num_new <= len(tokens) or not len(tokens):
             message = f"{submit.num_new} new of {len(tokens)} tokens: there must be something to continue"
             return [Failed(submit.request, "ENGINE_FAILED", message)]
-        if key in self._requests:
+        # One that has finished may still be in the batch: its last token is cached by the step under way.
+        if key in self._requests or self._scheduler.batch.get(key) is not None:
             return [Failed(submit.request, "ENGINE_FAILED", "the request key is in use")]
-        if not self._scheduler.fits(len(tokens)):
-            message = f"a context of {len(tokens)} tokens leaves no room for an answer; the limit is {limit}"
-            return [Failed(submit.request, "CONTEXT_LIMIT_EXCEEDED", message)]
-        if len(self._scheduler.waiting) >= self._scheduler.config.max_queued:
+        misfit = self._scheduler.branching.misfit(len(tokens), submit.sampling)
+        if misfit is not None:
+            return [Failed(submit.request, "CONTEXT_LIMIT_EXCEEDED", misfit)]
+        if len(self._scheduler.batch.waiting) >= self._scheduler.config.max_queued:
             return [Failed(submit.request, "SERVER_OVERLOADED", "the queue is full")]
-        request = self._scheduler.submit(
-            key, SessionKey(submit.session), tokens, submit.num_new, submit.sampling, self._clock()
+        session, now = SessionKey(submit.session), self._clock()
+        self._candidates.drop(session, now)  # of the turn before
+        self._requests[key] = self._scheduler.submit(
+            key, session, tokens, submit.num_new, submit.sampling, now, submit.scope, submit.hints
         )
-        self._requests[key] = request
-        position = len(self._scheduler.waiting) - 1
+        self._candidates.submitted(key)
+        position = len(self._scheduler.batch.waiting) - 1
         return [RequestProgress(submit.request, Phase.QUEUED, position, 0, len(tokens))]
+
+    def _warm(self, warm: Warm) -> Warmed:
+        session = SessionKey(warm.session)
+        refused = self._scheduler.warm(session, unpack_tokens(warm.tokens), warm.scope, self._clock())
+        held = self._cache.residency(session)
+        return Warmed(warm.call, refused, held.device, held.host)
 
     def _started(self, request: Request) -> Started:
         usage = request.usage(self._clock())
@@ -266,10 +289,21 @@ class Engine:
     def _output(self, token: Token, now: float) -> list[Event]:
         self._totals.output += 1
         logprobs = () if token.logprob is None else (token.logprob,)
-        events: list[Event] = [Output(token.request, (token.token_id,), logprobs)]
+        key, candidate = self._candidates.of(token.request)
+        events: list[Event] = [Output(key, (token.token_id,), logprobs, candidate)]
         if token.finished is not None:
-            events.append(self._finished(token.request, token.finished, now))
+            if self._candidates.several(key):
+                events.append(CandidateFinished(key, candidate, token.finished))
+            reason = self._candidates.ended(key, candidate, token.finished)
+            if reason is not None:
+                events.append(self._finished(key, reason, now))
         return events
+
+    def _evict(self, session: SessionKey | None) -> int:
+        now = self._clock()
+        self._scheduler.batch.hurry(session, now)
+        further = self._candidates.drop(session, now) if session is not None else 0
+        return further + self._cache.evict(session)
 
     def _finished(self, key: RequestKey, reason: FinishReason, now: float) -> Finished:
         usage = self._requests[key].usage(now)
@@ -278,12 +312,13 @@ class Engine:
 
     def _forget(self, key: RequestKey) -> None:
         self._requests.pop(key, None)
+        self._candidates.forget(key)
         self._phases.pop(key, None)
 
     def _progress(self) -> list[Event]:
         """A report for every running request that does not decode yet, and for each that has just begun to."""
         events: list[Event] = []
-        for request in self._scheduler.running:
+        for request in self._scheduler.batch.running:
             if request.key not in self._requests:
                 continue
             phase = request.phase

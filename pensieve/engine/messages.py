@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pensieve.core import FinishReason, Phase, Sampling, TokenLogprob, Usage
+from pensieve.core import FinishReason, Hints, Phase, Sampling, TokenLogprob, Usage
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
@@ -23,14 +23,20 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     session: str
     tokens: bytes
     num_new: int
-    """How many trailing tokens of ``tokens`` are this turn's input; the rest is history."""
+    """How many trailing tokens of ``tokens`` are new: this turn's input, at a session's first turn all. The rest is
+    history, whose KV was there once."""
     sampling: Sampling
+    scope: str = ""
+    """Sessions of one scope share the KV of common beginnings; "": this one shares with nobody."""
+    hints: Hints | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     """Stop a generation; nothing more is reported for it. Unknown requests are ignored: it may just have ended."""
 
     request: int
+    candidate: int | None = None
+    """Stop this candidate only; None: all of it."""
 
 
 class Evict(msgspec.Struct, frozen=True, tag="evict"):
@@ -47,11 +53,28 @@ class GetResidency(msgspec.Struct, frozen=True, tag="residency"):
     session: str
 
 
+class Choose(msgspec.Struct, frozen=True, tag="choose"):
+    """The session's turn was answered by another candidate than 0: its KV becomes the session's. Ignored if gone."""
+
+    session: str
+    candidate: int
+
+
+class Warm(msgspec.Struct, frozen=True, tag="warm"):
+    """Bring a session's KV to the device ahead of its next turn, if there is room. Answered by ``Warmed``."""
+
+    call: int
+    session: str
+    tokens: bytes
+    """The whole history, packed as in ``Submit``."""
+    scope: str = ""
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Leave the loop at the end of the current step."""
 
 
-Command = Submit | Cancel | Evict | GetResidency | Stop
+Command = Submit | Cancel | Choose | Evict | GetResidency | Warm | Stop
 
 
 class Output(msgspec.Struct, frozen=True, tag="output"):
@@ -60,6 +83,7 @@ class Output(msgspec.Struct, frozen=True, tag="output"):
     request: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+    candidate: int = 0
 
 
 class RequestProgress(msgspec.Struct, frozen=True, tag="progress"):
@@ -70,6 +94,14 @@ class RequestProgress(msgspec.Struct, frozen=True, tag="progress"):
     queue_position: int = 0
     tokens_done: int = 0
     tokens_total: int = 0
+
+
+class CandidateFinished(msgspec.Struct, frozen=True, tag="candidate"):
+    """One candidate of a request that has several produced its last token. ``Finished`` follows when all have."""
+
+    request: int
+    candidate: int
+    reason: FinishReason
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
@@ -110,6 +142,19 @@ class ResidentTokens(msgspec.Struct, frozen=True, tag="resident"):
     host_tokens: int
 
 
+class Warmed(msgspec.Struct, frozen=True, tag="warmed"):
+    """Answers ``Warm``.
+
+    ``refused``: "", or why nothing is brought: ``no_room``, ``running``, ``nothing_to_do``, ``busy``. The tokens are
+    those in each tier now.
+    """
+
+    call: int
+    refused: str
+    device_tokens: int
+    host_tokens: int
+
+
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     """First event of an engine: what it can do."""
 
@@ -120,6 +165,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     device_capacity_tokens: int
     host_capacity_tokens: int
     chunk_tokens: int
+    uses_hints: bool = False
+    """Whether its cache does anything with ``Hints``."""
 
 
 class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -140,6 +187,7 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
     new_total: int = 0
     output_total: int = 0
     dropped_total: int = 0
+    warmed_total: int = 0
     suspensions_total: int = 0
     swap_in_bytes_total: int = 0
     swap_out_bytes_total: int = 0
@@ -153,7 +201,18 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
     ``commit``; those of the worker are whatever it measures (on a GPU ``device``, and ``gap`` between two steps)."""
 
 
-Event = Started | Output | RequestProgress | Finished | Failed | Evicted | ResidentTokens | EngineReady
+Event = (
+    Started
+    | Output
+    | RequestProgress
+    | CandidateFinished
+    | Finished
+    | Failed
+    | Evicted
+    | ResidentTokens
+    | Warmed
+    | EngineReady
+)
 
 
 class Report(msgspec.Struct, frozen=True):

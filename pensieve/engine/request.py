@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
-from pensieve.core import FinishReason, Phase, RequestKey, Sampling, SessionKey, TokenArray, Usage
+from pensieve.core import FinishReason, Hints, Phase, RequestKey, Sampling, SessionKey, TokenArray, Usage
 from pensieve.engine.cache.chunk import Range, Restore, take_front, tokens_in
+from pensieve.engine.cache.digests import Path
 from pensieve.engine.plan import PENDING
 
 
@@ -33,6 +35,16 @@ class Request:
     num_new: int
     sampling: Sampling
     submitted: float
+    scope: str = ""
+    """Within which its session shares KV."""
+    hints: Hints | None = None
+    """What its turn says of the next one."""
+    warm: bool = False
+    """It is no turn, but warms its session: see ``engine.warming``."""
+    path: Path | None = None
+    """The addresses of its context, once asked for and until it is suspended."""
+    candidate: int = 0
+    """Its number in its group."""
     missing: deque[Range] = field(default_factory=deque)
     in_batch: bool = False
     """Admitted, and not suspended or gone since."""
@@ -125,6 +137,17 @@ class Request:
         """
         return take_front(self.missing, budget)
 
+    def go_on_from(self, context: TokenArray, token: int) -> None:
+        """A beam continues with ``token`` after ``context``; what it was before is nothing any more."""
+        self.tokens = np.append(context, np.int32(token))
+        self.length = self.settled = len(self.tokens)
+        self.missing = deque([(self.length - 1, self.length)]) if self.in_batch else deque()
+
+    def answer(self, tokens: Sequence[int]) -> None:
+        """The output is ``tokens``, all of it."""
+        self.tokens = np.concatenate([self.tokens[: self.prompt_tokens], np.array(tokens, dtype=np.int32)])
+        self.length = self.settled = len(self.tokens)
+
     def admit(self, restore: Restore, now: float) -> bool:
         """Its context is laid out. Returns whether that was the first time, not a return from suspension."""
         self.missing = deque(restore.missing)
@@ -133,9 +156,10 @@ class Request:
             self.admitted = now
             if not restore.swapped_in and not self.waits_for_history:
                 self.restored = now  # nothing to bring back
+            found = restore.gpu_cached + restore.swapped_in
             self.receipt = Usage(
                 context_tokens=self.prompt_tokens,
-                new_tokens=self.num_new,
+                new_tokens=self.prompt_tokens - found - restore.recomputed,
                 gpu_cached_tokens=restore.gpu_cached,
                 swapped_in_tokens=restore.swapped_in,
                 recomputed_tokens=restore.recomputed,
@@ -149,7 +173,7 @@ class Request:
         restored = self.restored if self.restored is not None else first_token
         return msgspec.structs.replace(
             self.receipt,
-            output_tokens=self.output_tokens,
+            output_tokens=self.settled - self.prompt_tokens,
             queue_s=self.admitted - self.submitted,
             restore_s=restored - self.admitted,
             prefill_s=first_token - restored,

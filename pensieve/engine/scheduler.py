@@ -13,15 +13,18 @@ planned meanwhile, which it needs anyway; what that step sampled for it is throw
 
 from __future__ import annotations
 
-import bisect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pensieve.config import SchedulerConfig
-from pensieve.core import FinishReason, RequestKey, Sampling, SessionKey, TokenArray, TokenLogprob
+from pensieve.core import FinishReason, Hints, RequestKey, Sampling, SessionKey, TokenArray, TokenLogprob
+from pensieve.engine.beams import Hypothesis
+from pensieve.engine.branching import Branching, finish_reason, limit_reason
 from pensieve.engine.cache.chunk import Range, tokens_in
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.plan import PageTable, Plan, SampleSpec, Span, StepResult
 from pensieve.engine.request import Request
+from pensieve.engine.roster import Roster
+from pensieve.engine.warm_ups import WARM_TOKENS, WarmUps
 
 SWAP_OUT_QUANTUM = 32
 """Chunks copied out ahead of time per step at most: background work must not stretch a step."""
@@ -48,25 +51,17 @@ class Scheduler:
         self.cache = cache
         self.context_limit = min(config.context_limit, cache.capacity_tokens)
         """No context grows beyond what model and device tier can hold."""
-        self.waiting: list[Request] = []
-        """In order of arrival."""
-        self.running: list[Request] = []
-        """In order of arrival."""
-        self.suspensions = 0
-        """How often a generation had to make room, since start."""
+        self.warming = WarmUps(cache)
+        self.batch = Roster(cache, self.warming, stateless=config.stateless)
+        self.branching = Branching(config, cache, self.batch, self.context_limit)
         self.admitted: list[Request] = []
-        """Requests admitted for the first time by the latest ``plan``."""
-        self._by_key: dict[RequestKey, Request] = {}
+        """Requests admitted for the first time by the latest ``plan``; of a group its first."""
         self._tickets = 0
         self._steps = 0
         self._swap_out_backlog = 0
         """Chunks that launched plans swap out and that had not left when the latest result came."""
 
     # -- from the front end ------------------------------------------------------------------------------------------
-
-    def fits(self, tokens: int) -> bool:
-        """Whether a context of this length, and one token of output, can ever be served."""
-        return tokens < self.context_limit
 
     def submit(
         self,
@@ -76,40 +71,34 @@ class Scheduler:
         num_new: int,
         sampling: Sampling,
         now: float,
+        scope: str = "",
+        hints: Hints | None = None,
     ) -> Request:
-        """Queue a request. The caller has checked ``fits``."""
+        """Queue a request. The caller has seen that it is no misfit (``Branching.misfit``)."""
         if not 0 < len(tokens) < self.context_limit or not 0 <= num_new <= len(tokens):
             raise ValueError(f"{len(tokens)} tokens, {num_new} of them new, limit {self.context_limit}")
         request = Request(key, session, self._tickets, tokens.copy(), len(tokens), num_new, sampling, now)
-        self._tickets += 1
-        self.waiting.append(request)
-        self._by_key[key] = request
+        request.scope, request.hints = scope, hints
+        group = self.branching.group_of(request)
+        self._tickets += 1 if group is None else group.size
+        self.batch.end_warming(session, now)
+        self.batch.add(request, group)
+        self.batch.wait(request)
         return request
 
-    def cancel(self, key: RequestKey, now: float) -> bool:
-        """Take a request out at once; False when it is not known (any more). What it computed stays cached.
-
-        A finished request is no longer anybody's to cancel: it leaves when its last token is cached.
-        """
-        request = self._by_key.get(key)
-        if request is None or request.finished is not None:
-            return False
-        del self._by_key[key]
-        if request.in_batch:
-            self._leave(request, now)
-        else:
-            self.waiting.remove(request)
-        return True
-
-    def hurry(self, session: SessionKey | None, now: float) -> None:
-        """Let the finished requests of one session, or of all, go without caching their last token."""
-        for request in list(self.running):
-            if request.finished is not None and session in (None, request.session):
-                self._leave(request, now)
+    def warm(self, session: SessionKey, tokens: TokenArray, scope: str, now: float) -> str:
+        """Bring a session's context to the device ahead of its turn; returns why not, as ``Warmed`` has it, or ""."""
+        if self.config.stateless:
+            return "nothing_to_do"
+        if len(tokens) >= self.context_limit:
+            return "no_room"
+        self._tickets += 1
+        queues = self.batch.waiting, self.batch.running
+        return self.warming.ask(session, tokens, scope, self._tickets - 1, now, *queues)
 
     @property
     def has_requests(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.batch.waiting or self.batch.running or self.warming.has_pending)
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -129,6 +118,7 @@ class Scheduler:
             self._admit(work, budget, now)
             if not work:
                 self._plan_decodes(work, now)
+        self._warm_up(work, now)
         # A swap-in holds up its step and should have the link for itself; copying out ahead of time can wait.
         if not (self.config.swap_in_first and self.cache.swaps_in):
             self.cache.swap_out_ahead(now, SWAP_OUT_QUANTUM - self._swap_out_backlog)
@@ -140,103 +130,135 @@ class Scheduler:
         """The worker has begun ``plan``: whatever is planned from now on comes after it."""
         self.cache.complete_copies()
         for span in plan.spans:
-            request = self._by_key[span.request]
-            self.cache.computed(request.session, span.start, span.end)
-            if span.sample is not None:
-                request.expect()
+            request = self.batch.get(span.request)
+            if span.sample is not None and request is not None:
+                group = self.batch.groups.get(span.request)
+                if group is not None and group.beams is not None:
+                    group.beams.awaited.add(span.request)  # what comes next is for all beams to say
+                else:
+                    request.expect()
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> list[Token]:
         """Take in what the worker did with a launched plan; returns the new output tokens."""
         self._swap_out_backlog = result.swap_out_backlog
         tokens: list[Token] = []
         for sampled in result.sampled:
-            request = self._by_key.get(sampled.request)
+            request = self.batch.get(sampled.request)
             if request is None or request.finished is not None:
                 continue  # it has ended, or was cancelled, while this step ran
             if request.first_token is None:
                 request.first_token = now
+            group = self.batch.groups.get(sampled.request)
+            if group is not None and group.beams is not None:
+                found = self.branching.beam_row(group, request, sampled, now)
+                tokens.extend(self._answer(group.leader, found) if found is not None else ())
+                continue
             request.settle(sampled.token_id)
-            finished = self._finish_reason(request, sampled.token_id)
+            finished = finish_reason(request, sampled.token_id, self.context_limit, self.config.eos_token_ids)
             if finished is not None:
                 self._finish(request, finished)
             tokens.append(Token(sampled.request, sampled.token_id, sampled.logprob, finished))
-        for request in list(self.running):
+        for request in list(self.batch.running):
             if request.restored is None and not request.waits_for_history:
                 request.restored = now
             # A finished request stays until a launched step computes the KV of its last token, for the next turn.
             # A stateless engine keeps nothing for it.
             if request.finished is not None and (self.config.stateless or not request.missing):
-                self._leave(request, now)
+                self.batch.leave(request, now)
         return tokens
 
     # -- inside plan -------------------------------------------------------------------------------------------------
 
     def _plan_decodes(self, work: _Work, now: float) -> int:
         """One token of every generation, oldest first; the youngest are suspended when pages run out."""
-        planned = 0
-        for request in list(self.running):  # a copy: making room takes the youngest out of the batch
-            if not (request.in_batch and request.decoding) or self._must_wait(request):
-                continue
-            if self._make_room(request, now):
-                work.append((request, request.take_missing(1)))
-                planned += 1
-        return planned
-
-    def _make_room(self, request: Request, now: float) -> bool:
-        """Make sure that a generation's newest token has a place in a page; False when it had to go itself."""
-        while not self.cache.extend(request.session, request.length, now):
-            youngest = self.running[-1]
-            if youngest.finished is not None:
-                self._leave(youngest, now)
-            else:
-                self._suspend(youngest, now)
-            if youngest is request:
-                return False
-        return True
-
-    def _suspend(self, request: Request, now: float) -> None:
-        """Take a request out of the batch and back into the queue, at its place by arrival (EuroSys §4.3.5).
-
-        Its chunks are unpinned; swap-out takes them like any others, and their recency keeps them for last.
-        """
-        self.running.remove(request)
-        request.in_batch = False
-        self.cache.suspend(request.session, now, request.context)
-        request.missing.clear()
-        bisect.insort(self.waiting, request, key=lambda other: other.arrival)
-        self.suspensions += 1
+        targets = {target for group in self.batch.branching() for _, target in group.branches}
+        for request in [one for one in self.batch.running if self._decodes(one) and one not in targets]:
+            if request.in_batch:
+                self.batch.make_room(request, now)
+        self.batch.make_room_for_branches(now)
+        # Only now: whoever has had to go while room was made computes nothing, and what is copied stays where it is.
+        self.branching.branch_beams(now)
+        staying = [request for request in self.batch.running if self._decodes(request)]
+        for request in staying:
+            work.append((request, self._take(request, 1)))
+        return len(staying)
 
     def _plan_spans(self, work: _Work, budget: int) -> int:
         """Restores and prefills that have begun, oldest first, until the budget is used (chunked prefill)."""
         used = 0
-        for request in self.running:
+        for request in self.batch.running:
             if used >= budget:
                 break
             if not request.decoding and request.missing:
-                ranges = request.take_missing(budget - used)
+                left = budget - used
+                ranges = self._take(request, min(left, WARM_TOKENS) if request.warm else left)
                 used += tokens_in(ranges)
                 work.append((request, ranges))
         return used
 
     def _admit(self, work: _Work, budget: int, now: float) -> None:
         """First come, first served: the queue's head joins while pages and budget allow; nobody overtakes it."""
-        while self.waiting and budget > 0 and len(self.running) < self.config.max_running:
-            request = self.waiting[0]
+        while self.batch.waiting and budget > 0:
+            request = self.batch.waiting[0]
+            group = self.batch.groups.get(request.key)
+            others = group.to_branch if group is not None else []
+            size = 1 if group is None else group.size if group.beams is not None else 1 + len(others)
+            if len(self.batch.running) + size > self.config.max_running:
+                return
             # For a request that returns from suspension all it has is history, what it computed itself included.
             num_new = request.num_new if request.receipt is None else 0
-            context = request.context
+            context, session = request.context, request.session
+            if request.path is None:
+                request.path = self.cache.path(session, request.scope, context)
+            further = group.further_pages(self.cache.config.chunk_tokens) if group is not None else 0
             if self._must_wait(request) or not self.cache.can_admit(
-                request.session, context, num_new, reserve=bool(self.running)
+                session,
+                context,
+                num_new,
+                reserve=bool(self.batch.running),
+                path=request.path,
+                branches=len(others) + further,
             ):
                 return
-            self.waiting.pop(0)
-            if request.admit(self.cache.admit(request.session, context, num_new, now), now):
+            self.batch.waiting.pop(0)
+            if request.admit(self.cache.admit(session, context, num_new, now, request.path), now):
                 self.admitted.append(request)
-            bisect.insort(self.running, request, key=lambda other: other.arrival)
-            request.in_batch = True
-            ranges = request.take_missing(budget)
-            budget -= tokens_in(ranges)
-            work.append((request, ranges))
+            self.batch.join(request)
+            # Before any work is taken: what the leader has of its last chunk now can be copied, what it computes not.
+            joined = [request, *(self.branching.branch(request, candidate, now) for candidate in others)]
+            if group is not None and group.beams is not None:
+                group.beams.rows.clear()  # of a step that was not complete when the search was parked
+                joined += [
+                    self.branching.unpark(group, member, now)
+                    for member in group.beams.slots
+                    if member is not request
+                ]
+            for one in joined:
+                if budget > 0:
+                    ranges = self._take(one, budget)
+                    budget -= tokens_in(ranges)
+                    work.append((one, ranges))
+
+    def _warm_up(self, work: _Work, now: float) -> None:
+        """Let a warm-up begin, if nobody waits and whoever runs does not suffer."""
+        if self.batch.waiting or len(self.batch.running) >= self.config.max_running:
+            return
+        request = self.warming.begin(now, self.batch.running)
+        if request is not None:
+            self.batch.join(request)
+            if ranges := self._take(request, min(self.config.max_batch_tokens, WARM_TOKENS)):
+                work.append((request, ranges))
+
+    def _take(self, request: Request, budget: int) -> list[Range]:
+        """Remove up to ``budget`` tokens from the front of what a request lacks; they are computed in this plan.
+
+        The cache hears of it at once. A restore that was begun goes on until it is complete before another begins, so
+        whoever is admitted after this never waits for KV that a third one has begun to compute and not finished.
+        """
+        ranges = request.take_missing(budget)
+        for start, end in ranges:
+            self.cache.computed(request.session, start, end)
+        return ranges
 
     def _spans(self, work: _Work) -> tuple[tuple[Span, ...], tuple[PageTable, ...]]:
         spans: list[Span] = []
@@ -246,7 +268,11 @@ class Scheduler:
             for start, end in ranges:
                 # A token is sampled after the newest one only, and not when that is known to be the last.
                 last = end == request.length and not request.missing
-                more = last and request.finished is None and self._limit(request, request.length) is None
+                more = (
+                    last
+                    and request.finished is None
+                    and limit_reason(request, request.length, self.context_limit) is None
+                )
                 sample = self._sample_spec(request) if more else None
                 spans.append(Span(request.key, start, request.tokens[start:end], len(tables) - 1, sample))
         return tuple(spans), tuple(tables)
@@ -257,42 +283,38 @@ class Scheduler:
         if request.sampling.needs_context:
             prompt = request.tokens[: request.prompt_tokens]
             output = request.tokens[request.prompt_tokens : request.length]
+        group = self.batch.groups.get(request.key)
+        if group is not None and group.beams is not None:
+            return SampleSpec(group.beams.sampling, request.output_tokens)
         return SampleSpec(request.sampling, request.output_tokens, self.config.eos_token_ids, prompt, output)
 
     # -- inside commit -----------------------------------------------------------------------------------------------
 
-    def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
-        """Why the generation ends with ``token``, its newest known one."""
-        sampling = request.sampling
-        if request.settled - request.prompt_tokens > sampling.min_output_tokens:
-            if token in sampling.stop_token_ids:
-                return FinishReason.STOP_TOKEN
-            if token in self.config.eos_token_ids and not sampling.ignore_eos:
-                return FinishReason.EOS
-        return self._limit(request, request.settled)
-
-    def _limit(self, request: Request, length: int) -> FinishReason | None:
-        """Why a request's context may not grow beyond ``length`` tokens, output included; None when it may."""
-        most = request.sampling.max_output_tokens
-        if most is not None and length - request.prompt_tokens >= max(most, 1):
-            return FinishReason.LENGTH
-        if length >= self.context_limit:
-            return FinishReason.CONTEXT_FULL
-        return None
-
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish(reason)
         if not request.in_batch:  # suspended while its last token was being sampled
-            self.waiting.remove(request)
-            self._by_key.pop(request.key, None)
+            self.batch.waiting.remove(request)
+            self.batch.drop(request)
 
-    def _leave(self, request: Request, now: float) -> None:
-        self.running.remove(request)
-        request.in_batch = False
-        self._by_key.pop(request.key, None)
-        self.cache.release(request.session, now, request.context, forget=self.config.stateless)
+    def _answer(self, leader: Request, found: Hypothesis) -> list[Token]:
+        """What a search has found, all of it at once."""
+        eos = self.config.eos_token_ids
+        if found.ended:
+            reason = finish_reason(leader, found.tokens[-1], self.context_limit, eos)
+        else:
+            reason = limit_reason(leader, leader.length, self.context_limit)
+        *others, last = [Token(leader.key, token, None, None) for token in found.tokens]
+        return [*others, replace(last, finished=reason or FinishReason.CONTEXT_FULL)]
 
-    @staticmethod
-    def _must_wait(request: Request) -> bool:
-        """Whether a request's sampling looks at its own output while the newest token of that is not known yet."""
+    def _decodes(self, request: Request) -> bool:
+        """Whether a step can compute its newest token."""
+        return request.decoding and not self._must_wait(request)
+
+    def _must_wait(self, request: Request) -> bool:
+        """Whether it takes the newest token to go on, and that is not known yet: because the sampling looks at its own
+        output, or because all beams of a search have to say."""
+        group = self.batch.groups.get(request.key)
+        if group is not None and group.beams is not None:
+            restores = group.leader.missing and not group.leader.decoding  # what the others share with it
+            return bool(group.beams.awaited or (request is not group.leader and restores))
         return request.pending and request.sampling.needs_context

@@ -28,13 +28,15 @@ class Option:
     """A switch has a ``--no-`` twin."""
     unit: str = ""
     """``s``: the value is in seconds, and so is called ``…_s`` in ``ServeOptions``."""
+    attribute: str = ""
+    """Its name in ``ServeOptions``, where that is longer."""
     words: tuple[str, ...] = ()
     """Values that are taken as they are where a file is asked for."""
 
     @property
     def field(self) -> str:
         """Attribute of ``ServeOptions``."""
-        return self.name.replace("-", "_") + (f"_{self.unit}" if self.unit else "")
+        return self.attribute or self.name.replace("-", "_") + (f"_{self.unit}" if self.unit else "")
 
     @property
     def is_switch(self) -> bool:
@@ -180,6 +182,13 @@ OPTIONS: tuple[Option, ...] = (
         _OFF_TO_MEASURE,
     ),
     Option(
+        "sharing",
+        values.boolean,
+        "Sessions of one tenant share the KV of common beginnings.",
+        _OFF_TO_MEASURE,
+        attribute="prefix_sharing",
+    ),
+    Option(
         "pipelined-swap-in",
         values.boolean,
         "Start a step before the last layer is copied in.",
@@ -195,6 +204,12 @@ OPTIONS: tuple[Option, ...] = (
         "cuda-graphs",
         values.boolean,
         "Replay whole steps as CUDA graphs; GPU only.",
+        _OFF_TO_MEASURE,
+    ),
+    Option(
+        "shared-prefix-attention",
+        values.boolean,
+        "Read the KV that decodes share once for all of them; GPU only.",
         _OFF_TO_MEASURE,
     ),
     Option(

@@ -87,6 +87,13 @@ def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
             click.option("--max-output-tokens", type=POSITIVE, metavar="N", help="Per turn."),
             click.option("--scale-lengths", type=click.FloatRange(0, min_open=True), default=1.0, metavar="F",
                          help="Multiply all lengths by F, for models with short contexts."),
+            click.option("--hints", type=click.FloatRange(0, 3), metavar="NOISE",
+                         help="Tell the server after how long the next turn comes, and which one is the last. 0: as it "
+                         "is; 0.5: times a lognormal error of that sigma. Pensieve only."),
+            click.option("--warm-ahead", type=_SECONDS, metavar="S",
+                         help="Have a session warmed S seconds before its next turn is due. Pensieve only."),
+            click.option("--system-tokens", type=click.IntRange(min=0), default=0, metavar="N",
+                         help="Put N tokens before each conversation's first input, the same ones for all."),
             click.option("--concurrency", type=POSITIVE, metavar="N", help="At most N conversations at once."),
             click.option("--force-lengths/--no-force-lengths", default=True,
                          help="Answers of exactly the recorded lengths, or at most so long."),
@@ -103,8 +110,8 @@ def make_plan(
     think_time: float, think_per_token: float, think_minimum: float, think_from: Path | None, run_in: float,
     warm_up: float | None, window: float | None, steady: bool, stop_after_window: bool, processes: int,
     max_lag: float, time_scale: float, seed: int, max_turns: int | None, max_input_tokens: int | None,
-    max_output_tokens: int | None, scale_lengths: float, concurrency: int | None, force_lengths: bool,
-    tokenizer: Path | None,
+    max_output_tokens: int | None, scale_lengths: float, hints: float | None, warm_ahead: float | None,
+    system_tokens: int, concurrency: int | None, force_lengths: bool, tokenizer: Path | None,
 ) -> ReplayPlan:  # fmt: skip
     """A plan from the values of ``workload_options``. Raises click exceptions."""
     if clients and (rate is not None or concurrency):
@@ -138,11 +145,12 @@ def make_plan(
         )
     return ReplayPlan(
         data,
-        Shaping(scale_lengths, max_turns, max_input_tokens, max_output_tokens),
+        Shaping(scale_lengths, max_turns, max_input_tokens, max_output_tokens, system_tokens),
         Arrivals(rate or None, think_time, recorded, time_scale, seed, clients, think_per_token,
                  think_minimum if think_per_token else 0.0, gaps, run_in),
         RunOptions(force_lengths, concurrency or clients, seed, max_lag_s=max_lag, processes=processes,
-                   stop_s=(warm_up or 0.0) + window if stop_after_window and window else None),
+                   stop_s=(warm_up or 0.0) + window if stop_after_window and window else None,
+                   hints=hints, warm_ahead_s=warm_ahead),
         window=Window(warm_up, window, steady),
     )  # fmt: skip
 
@@ -212,8 +220,9 @@ def replay(
 ) -> None:  # fmt: skip
     """Replay multi-turn conversations against servers and report.
 
-    DATASET is ShareGPT JSON, a length trace (JSONL: session_id, turn, input_tokens, output_tokens[, timestamp_s]),
-    either maybe gzipped, or a built-in workload: sharegpt, ultrachat, lmsys, sharegpt-long, mooncake.
+    DATASET is ShareGPT JSON, a length trace (JSONL: session_id, turn, input_tokens, output_tokens[, timestamp_s]; the
+    first row of a session may say with prefix and prefix_tokens, or with hash_ids, what it begins with), either maybe
+    gzipped, or a built-in workload: sharegpt, ultrachat, lmsys, sharegpt-long, mooncake.
     A turn is sent only after the answer to the one before. `replay compare` draws the results of several replays.
 
     Exit code 1 when a turn fails, a turn's receipt does not add up, a target cannot be reached, or this program was

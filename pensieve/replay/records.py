@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -70,6 +71,15 @@ class RunOptions:
     """Seconds after the start, when the replay ends whatever is still going on; None: when all conversations have."""
     processes: int = 1
     """Client processes that share the conversations."""
+    hints: float | None = None
+    """Tell the target when the next turn is due, with an error of this size: ``load.hints``. None: tell nothing."""
+    warm_ahead_s: float | None = None
+    """Ask for a session to be warmed so long before its next turn is due; None: do not."""
+
+    @property
+    def tells(self) -> bool:
+        """Whether it takes a target with ``takes_hints``."""
+        return self.hints is not None or self.warm_ahead_s is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +90,8 @@ class Played:
     skipped_turns: int
     cut_short: tuple[TurnRecord, ...]
     loop_lag_s: tuple[float, ...]
+    warm_calls: dict[str, int] = field(default_factory=dict)
+    """How often a session was asked to be warmed, by what came of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +116,17 @@ class Outcome:
     cut_short: tuple[TurnRecord, ...] = ()
     """The turns that open conversations were at when the replay was stopped: neither completed nor failed. Those in a
     pause were not sent; ``done_s`` is the time of the stop."""
+    warm_calls: dict[str, int] = field(default_factory=dict)
+    """As in ``Played``, of all players together."""
 
 
 def outcome(
     target: str, info: TargetInfo, records: Iterable[TurnRecord], played: Sequence[Played], leftover: str
 ) -> Outcome:
     """The outcome of what one or more players did at the same time."""
+    warm_calls: Counter[str] = Counter()
+    for part in played:
+        warm_calls.update(part.warm_calls)
     return Outcome(
         target,
         info,
@@ -119,4 +136,5 @@ def outcome(
         tuple(part.loop_lag_s for part in played),
         leftover=leftover,
         cut_short=tuple(record for part in played for record in part.cut_short),
+        warm_calls=dict(warm_calls),
     )

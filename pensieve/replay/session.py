@@ -78,8 +78,8 @@ async def run_all(
     ``vocab_size`` and ``context_limit``. Targets that cannot be reached when others can are listed in ``unreached``,
     and so are started servers that end in the middle of a run; their earlier runs count.
 
-    Raises TurnFailed when no target can be reached, ValueError when nothing is left to replay, or a target cannot be
-    reached from several processes.
+    Raises TurnFailed when no target can be reached, ValueError when nothing is left to replay, a target cannot be
+    reached from several processes, or takes no hints where some are to be told.
     """
     async with AsyncExitStack() as stack:
         for target in targets:
@@ -125,7 +125,7 @@ async def _meet(
         if started and plan.vocab_size and plan.context_limit:
             continue
         try:
-            infos[number] = await _open(target, watch)
+            infos[number] = await _open(target, plan.run, watch)
         except TurnFailed as failure:
             lost[number] = _Lost(failure, None)
             continue
@@ -136,11 +136,17 @@ async def _meet(
     return infos
 
 
-async def _open(target: Target, watch: ReplayWatcher) -> TargetInfo:
-    if not isinstance(target, StartedTarget):
-        return await target.open()
-    with watch.starting(target.name):
-        return await target.open()
+async def _open(target: Target, options: RunOptions, watch: ReplayWatcher) -> TargetInfo:
+    if isinstance(target, StartedTarget):
+        with watch.starting(target.name):
+            info = await target.open()
+    else:
+        info = await target.open()
+    if options.tells and not info.takes_hints:
+        raise ValueError(
+            f"{target.name} takes no hints: --hints and --warm-ahead are for pensieve:// targets"
+        )
+    return info
 
 
 def _prepare(plan: ReplayPlan, infos: Sequence[TargetInfo]) -> _Prepared:
@@ -167,7 +173,7 @@ async def _ready(
 ) -> TargetInfo:
     """The target is open after this. Raises TurnFailed, also when it cannot hold what it is to replay."""
     if isinstance(target, StartedTarget) and targets > 1:
-        info = await _open(target, watch)
+        info = await _open(target, work.plan.run, watch)
     assert info is not None
     if 0 < info.context_limit < work.context_limit or 0 < info.vocab_size < work.vocab_size:
         await target.close()
@@ -200,6 +206,8 @@ async def _play(
     summary["receipts"] |= {"violations": len(broken), "examples": broken[:20]}
     if before is not None and after is not None:
         summary |= server_counters.growth(before, after)
+    if plan.run.warm_ahead_s is not None:
+        summary["warm_calls"] = whole.warm_calls
     if isinstance(target, StartedTarget) and summary["turns"]["failed"]:
         summary["server_log"] = target.last_words
     return summary | {

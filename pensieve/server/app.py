@@ -133,7 +133,12 @@ class App:
         self._metrics.watch_engine(self._link)
         settings = self._settings(await asyncio.to_thread(_sampling_defaults, folder), store.store_id)
         self._conversations = Conversations(
-            store, self._link, tokenizer, settings, on_turn_ended=self._turn_ended
+            store,
+            self._link,
+            tokenizer,
+            settings,
+            on_turn_ended=self._turn_ended,
+            on_warmed=self._metrics.warm_ended,
         )
         self._monitor = HealthMonitor(
             self._link,
@@ -179,6 +184,7 @@ class App:
             lease_s=options.lease_s,
             heartbeat_s=options.heartbeat_s,
             disconnect_grace_s=options.disconnect_grace_s,
+            prefix_sharing=options.prefix_sharing,
             # One listing may be served by several replicas, and by what follows a restart.
             page_secret=hashlib.sha256(f"pages of {store_id}".encode()).digest(),
         )

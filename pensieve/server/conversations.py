@@ -14,7 +14,9 @@ from pensieve.server.history.cache import Histories
 from pensieve.server.history.rendering import Renderer, Stamp
 from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.sessions.sessions import Sessions
+from pensieve.server.sessions.warming import SessionWarmer
 from pensieve.server.settings import TurnSettings
+from pensieve.server.turns.choosing import CandidateChooser
 from pensieve.server.turns.runner import TurnRunner
 from pensieve.server.turns.turns import Turns
 from pensieve.server.values import InputEntry, TurnEnd
@@ -57,8 +59,9 @@ class Conversations:
         settings: TurnSettings,
         *,
         on_turn_ended: Callable[[TurnEnd], None] | None = None,
+        on_warmed: Callable[[str], None] | None = None,
     ) -> None:
-        """``store`` is open; ``link`` may still be starting. ``on_turn_ended``: see ``Turns``."""
+        """``store`` is open; ``link`` may still be starting. The callbacks: see ``Turns`` and ``SessionWarmer``."""
         self.settings = settings
         self._store = store
         self._link = link
@@ -67,7 +70,9 @@ class Conversations:
         self._histories = histories = Histories(store, settings.history_cache_bytes)
         runner = TurnRunner(store, link, histories, renderer, tokenizer, settings)
         self.turns = Turns(store, runner, settings, on_turn_ended)
+        self.candidates = CandidateChooser(store, link, histories, renderer, runner)
         self.sessions = Sessions(store, link, histories, renderer, self.turns, settings)
+        self.warmer = SessionWarmer(store, link, histories, renderer, self.turns, settings, on_warmed)
 
     @property
     def context_limit(self) -> int:
@@ -122,6 +127,7 @@ class Conversations:
                 f"chunk_tokens={info.chunk_tokens}",
                 f"device_tokens={info.device_capacity_tokens}",
                 f"host_tokens={info.host_capacity_tokens}",
+                f"prefix_sharing={'on' if self.settings.prefix_sharing else 'off'}",
             ),
         )
 

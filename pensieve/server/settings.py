@@ -5,8 +5,10 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field
 
-from pensieve.config import DISCONNECT_GRACE_S, HEARTBEAT_S, LEASE_S
-from pensieve.store.records import SamplingDefaults
+from pensieve.config import DISCONNECT_GRACE_S, HEARTBEAT_S, LEASE_S, EngineTuning
+from pensieve.core import MAX_CANDIDATES
+from pensieve.store import Key
+from pensieve.store.records import PrefixSharing, SamplingDefaults, SessionConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,8 @@ class RequestLimits:
     max_stop_token_ids: int = 128
     max_logit_bias: int = 1024
     max_top_logprobs: int = 20
+    max_candidates: int = MAX_CANDIDATES
+    max_beam_width: int = MAX_CANDIDATES
     max_labels: int = 64
     max_label_chars: int = 256
     max_ttl_s: float = 366 * 24 * 3600.0
@@ -61,3 +65,10 @@ class TurnSettings:
     page_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
     """Authenticates page tokens; the same on all replicas when there are several."""
     page_token_s: float = 24 * 3600.0
+    prefix_sharing: bool = field(default_factory=lambda: EngineTuning().prefix_sharing)
+    """Whether sessions of a tenant share the KV of common beginnings."""
+
+    def sharing_scope(self, key: Key, config: SessionConfig) -> str:
+        """Names, to the engine, the sessions that share KV with this one: those of its tenant, or "" for none."""
+        shares = self.prefix_sharing and config.prefix_sharing is PrefixSharing.TENANT
+        return f"tenants/{key.tenant}" if shares else ""

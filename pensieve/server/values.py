@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pensieve.core import FinishReason, Phase, Role, TokenLogprob, Usage
+from pensieve.core import FinishReason, HintReceipt, Phase, Role, TokenLogprob, Usage
 from pensieve.store import Key
-from pensieve.store.records import Item, SamplingDefaults
+from pensieve.store.records import CandidateAnswer, Item, SamplingDefaults
 
 
 class InputEntry(msgspec.Struct, frozen=True):
@@ -31,6 +31,14 @@ class OutputChoice(msgspec.Struct, frozen=True):
     pad_chunks: bool = False
 
 
+class TurnHints(msgspec.Struct, frozen=True):
+    """What a client says of the time after its turn; None and False: not said. As given, not clipped."""
+
+    next_turn_s: float | None = None
+    importance: float | None = None
+    finished: bool = False
+
+
 class NewTurn(msgspec.Struct, frozen=True):
     """What a client says of a turn it wants; the same again, with the same request id, is the same turn."""
 
@@ -42,9 +50,10 @@ class NewTurn(msgspec.Struct, frozen=True):
     output: OutputChoice = OutputChoice()
     max_duration_s: float | None = None
     priority: int = 0
+    hints: TurnHints = TurnHints()
 
     def fingerprint(self) -> str:
-        """Hash over the fields that say what the turn is; how its answer is delivered (output, priority) is not."""
+        """Hash over the fields that say what the turn is; how it is delivered (output, priority) and hints are not."""
         return fingerprint(
             "turn",
             self.input,
@@ -96,6 +105,10 @@ class TurnView:
     seed: int = 0
     usage: Usage | None = None
     discard_reason: str = ""
+    candidates: tuple[CandidateAnswer, ...] = ()
+    chosen: int = 0
+    """The candidate that ``output`` is."""
+    hints: HintReceipt | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +122,7 @@ class TurnEnd:
     context_tokens: int
     """0: it was refused before it was rendered."""
     new_tokens: int
+    """Length of its input, template glue included, however much of it had to be computed."""
     usage: Usage
     """Empty when it was never admitted."""
     arrived_at: float
@@ -140,12 +154,13 @@ class ProgressView:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Output tokens ``[offset, offset + len(tokens))`` and the text that they complete."""
+    """Output tokens ``[offset, offset + len(tokens))`` of one candidate and the text that they complete."""
 
     offset: int
     tokens: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
+    candidate: int = 0
 
 
 StreamEvent = Accepted | ProgressView | Delta | TurnView

@@ -25,7 +25,7 @@ from pensieve.simulate.run import EngineName, Simulation, run_all
 from pensieve.simulate.scenario import policies
 from pensieve.simulate.scenario.load import Load, in_the_middle
 from pensieve.simulate.scenario.machine import Machine, MachineError
-from pensieve.simulate.scenario.settings import Routing, Settings
+from pensieve.simulate.scenario.settings import ClientHints, Routing, Settings
 from pensieve.simulate.scenario.tally import Span
 
 _POSITIVE = click.IntRange(min=1)
@@ -95,6 +95,19 @@ _HISTORY = 1.5
 @click.option("--window", type=_ABOVE_ZERO, metavar="S", help="Measure for S virtual seconds; default: all.")
 @click.option("--device-cache", default="400000tokens", metavar="SIZE", help="Per replica.")
 @click.option("--host-cache", default="1600000tokens", metavar="SIZE", help="Per replica.")
+@click.option(
+    "--sharing/--no-sharing",
+    "prefix_sharing",
+    default=CacheConfig.prefix_sharing,
+    help="Sessions keep what they have in common once, or each by itself.",
+)
+@click.option(
+    "--system-tokens",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="Put N tokens before each session's first input, the same ones for all.",
+)
 @click.option("--chunk-tokens", type=_POSITIVE, default=CacheConfig.chunk_tokens, metavar="N")
 @click.option("--swap-watermark", type=click.FloatRange(0, 1), default=CacheConfig.swap_watermark)
 @click.option("--decode-reserve", type=click.FloatRange(0, 1), default=CacheConfig.decode_reserve)
@@ -107,6 +120,13 @@ _HISTORY = 1.5
     type=click.Choice(["affine", "random"]),
     default="affine",
     help="A session's turns to one replica, or each turn to any.",
+)
+@click.option(
+    "--hints",
+    type=click.FloatRange(0, 3),
+    metavar="NOISE",
+    help="Clients say when their next turn comes and which is the last: 0 as it is, 0.5 times a lognormal error "
+    "of that sigma.",
 )
 @click.option(
     "--lose-replica-at",
@@ -128,12 +148,14 @@ _HISTORY = 1.5
 def simulate(
     trace: Path | str, engine: EngineName, names: tuple[str, ...], sessions: int | None, rate: float | None,
     rates: tuple[float, ...], think_time: float | None, think_from: Path | None, seed: int, seeds: tuple[int, ...],
-    run_in: float, warm_up: float | None, window: float | None, jobs: int | None, outputs: Outputs, **given: Any,
+    run_in: float, warm_up: float | None, window: float | None, system_tokens: int, jobs: int | None, outputs: Outputs,
+    **given: Any,
 ) -> None:  # fmt: skip
     """Run scheduler and cache under a virtual clock and compare eviction policies.
 
-    TRACE is a length trace (JSONL: session_id, turn, input_tokens, output_tokens[, timestamp_s]) or ShareGPT JSON,
-    maybe gzipped, or a built-in workload of `pensieve replay`. What is written is a report like that of a replay, which
+    TRACE is a length trace (JSONL: session_id, turn, input_tokens, output_tokens[, timestamp_s]; the first row of a
+    session may say with prefix and prefix_tokens, or with hash_ids, what it begins with) or ShareGPT JSON, maybe
+    gzipped, or a built-in workload of `pensieve replay`. What is written is a report like that of a replay, which
     `pensieve replay compare` reads. Exit code 1 when a receipt does not add up.
     """
     outputs.require()
@@ -144,7 +166,7 @@ def simulate(
         _check_run_in(trace, sessions, seeds, settings)
     try:
         data = _dataset(trace, sessions, seed)
-        shaped = shape(data.conversations, Shaping(), settings.context_limit)
+        shaped = shape(data.conversations, Shaping(system_tokens=system_tokens), settings.context_limit)
         gaps = None if think_from is None else Gaps.of(load(think_from))
         loads = [
             Load(shaped.conversations, None if run_in else sessions, turns_per_s, think_time, number, gaps)
@@ -160,7 +182,7 @@ def simulate(
         for lives, span in zip(loads, spans, strict=True)
         for name in names or policies.NAMES
     ]
-    report = document(data, shaped, work, _run(work, jobs))
+    report = document(data, shaped, work, _run(work, jobs), system_tokens)
     report["command"] = ["pensieve", *sys.argv[1:]]
     out = Console()
     show(report, out if out.is_terminal else Console(width=150))
@@ -219,8 +241,9 @@ def _run(work: Sequence[Simulation], jobs: int | None) -> list[dict[str, Any]]:
 
 def make_settings(
     *, seed: int, device_cache: str, host_cache: str, chunk_tokens: int, swap_watermark: float, decode_reserve: float,
-    context_limit: int, max_batch_tokens: int, max_running: int, replicas: int, routing: Routing,
-    lose_replica_at: float | None, machine_file: Path | None, cost_profile: Path | None, exact: bool,
+    prefix_sharing: bool, context_limit: int, max_batch_tokens: int, max_running: int, replicas: int, routing: Routing,
+    lose_replica_at: float | None, hints: float | None, machine_file: Path | None, cost_profile: Path | None,
+    exact: bool,
 ) -> Settings:  # fmt: skip
     """From the command line. Raises click exceptions."""
     if lose_replica_at is not None and replicas < 2:
@@ -239,7 +262,15 @@ def make_settings(
     limit = min(context_limit, device * chunk_tokens)
     return Settings(
         machine=machine,
-        cache=CacheConfig(device, host, chunk_tokens, "retention", swap_watermark, decode_reserve),
+        cache=CacheConfig(
+            device,
+            host,
+            chunk_tokens,
+            "retention",
+            swap_watermark,
+            decode_reserve,
+            prefix_sharing=prefix_sharing,
+        ),
         cost=machine.cost(chunk_tokens, limit),
         context_limit=limit,
         max_batch_tokens=max_batch_tokens,
@@ -248,5 +279,6 @@ def make_settings(
         routing=routing,
         lose_replica_at=lose_replica_at,
         seed=seed,
+        hints=None if hints is None else ClientHints(hints),
         slack=0 if exact else int(_SLACK_SHARE * device),
     )

@@ -25,7 +25,11 @@ from pensieve.simulate.scenario.load import Load
 
 
 def document(
-    data: Dataset, shaped: Shaped, work: Sequence[Simulation], results: Sequence[dict[str, Any]]
+    data: Dataset,
+    shaped: Shaped,
+    work: Sequence[Simulation],
+    results: Sequence[dict[str, Any]],
+    system_tokens: int = 0,
 ) -> dict[str, Any]:
     """The whole JSON. All simulations have the same settings and engine; each load is a run, each policy a target.
 
@@ -49,7 +53,7 @@ def document(
         **environment(),
         "dataset": {"name": data.name, "sha256": data.sha256},
         "options": {
-            "shape": {},
+            "shape": {"system_tokens": system_tokens} if system_tokens else {},
             "arrivals": _arrivals(first.load),
             "run": {"force_lengths": True},
             "window": {
@@ -132,6 +136,7 @@ def _settings(one: Simulation) -> dict[str, Any]:
         "replicas": settings.replicas,
         "routing": settings.routing,
         "lose_replica_at": settings.lose_replica_at,
+        "hints": None if settings.hints is None else settings.hints.noise,
         "slack": settings.slack,
     }
 
@@ -158,6 +163,10 @@ def show(report: dict[str, Any], console: Console) -> None:
             least, offered = row["least_recomputed_cost_s"], _offered(row)
             console.print(
                 f"No policy can recompute less than {least:.1f} s here ({offered}; space-time bound)."
+            )
+        if shared := row.get("shared_input_tokens"):
+            console.print(
+                f"{row['target']}, {_offered(row)}: others had computed {shared:,} tokens of input."
             )
         if row["receipts"]["violations"]:
             console.print(f"{row['target']}: {row['receipts']['violations']} receipts do not add up")

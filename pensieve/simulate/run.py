@@ -49,7 +49,8 @@ class Simulation:
         if self.engine == "turns":
             turns = TurnSimulation(self.settings, self.policy, progress, self.window, self.load.zero_s)
             tally = turns.run(self.load)
-            if turns.bound is not None and self.window is None:  # what it is a bound of
+            shares = self.load.shares and self.settings.cache.prefix_sharing
+            if turns.bound is not None and self.window is None and not shares:  # what it is a bound of
                 cache = self.settings.cache
                 pages = self.settings.replicas * (cache.device_chunks + cache.host_chunks)
                 bound = turns.bound.least_recomputed(pages, tally.ended)
@@ -61,6 +62,7 @@ class Simulation:
         return {
             "target": self.policy,
             **tally.summary(),
+            **({"shared_input_tokens": tally.shared} if self.load.shares else {}),
             "least_recomputed_cost_s": bound,
             "wall_s": time.perf_counter() - started,
             "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,

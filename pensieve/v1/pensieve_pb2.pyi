@@ -12,6 +12,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class PrefixSharing(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PREFIX_SHARING_UNSPECIFIED: _ClassVar[PrefixSharing]
+    PREFIX_SHARING_TENANT: _ClassVar[PrefixSharing]
+    PREFIX_SHARING_NONE: _ClassVar[PrefixSharing]
+
 class OverflowPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     OVERFLOW_POLICY_UNSPECIFIED: _ClassVar[OverflowPolicy]
@@ -32,6 +38,12 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_ASSISTANT: _ClassVar[Role]
     ROLE_TOOL: _ClassVar[Role]
 
+class CandidateChoice(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CANDIDATE_CHOICE_UNSPECIFIED: _ClassVar[CandidateChoice]
+    CANDIDATE_CHOICE_FIRST: _ClassVar[CandidateChoice]
+    CANDIDATE_CHOICE_BEST_LOGPROB: _ClassVar[CandidateChoice]
+
 class DisconnectPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     DISCONNECT_POLICY_UNSPECIFIED: _ClassVar[DisconnectPolicy]
@@ -48,6 +60,9 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_CONTEXT_FULL: _ClassVar[FinishReason]
     FINISH_REASON_TIME_LIMIT: _ClassVar[FinishReason]
     FINISH_REASON_CANCELLED: _ClassVar[FinishReason]
+PREFIX_SHARING_UNSPECIFIED: PrefixSharing
+PREFIX_SHARING_TENANT: PrefixSharing
+PREFIX_SHARING_NONE: PrefixSharing
 OVERFLOW_POLICY_UNSPECIFIED: OverflowPolicy
 OVERFLOW_POLICY_REJECT: OverflowPolicy
 OVERFLOW_POLICY_DROP_OLDEST_TURNS: OverflowPolicy
@@ -59,6 +74,9 @@ ROLE_SYSTEM: Role
 ROLE_USER: Role
 ROLE_ASSISTANT: Role
 ROLE_TOOL: Role
+CANDIDATE_CHOICE_UNSPECIFIED: CandidateChoice
+CANDIDATE_CHOICE_FIRST: CandidateChoice
+CANDIDATE_CHOICE_BEST_LOGPROB: CandidateChoice
 DISCONNECT_POLICY_UNSPECIFIED: DisconnectPolicy
 DISCONNECT_POLICY_CANCEL: DisconnectPolicy
 DISCONNECT_POLICY_FINISH: DisconnectPolicy
@@ -147,18 +165,20 @@ class CacheResidency(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., as_of_revision: _Optional[int] = ..., gpu_tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ..., dropped_tokens: _Optional[int] = ..., as_of_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class SessionConfig(_message.Message):
-    __slots__ = ("model", "system_prompt", "default_sampling", "ttl", "overflow_policy")
+    __slots__ = ("model", "system_prompt", "default_sampling", "ttl", "overflow_policy", "prefix_sharing")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SYSTEM_PROMPT_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
     OVERFLOW_POLICY_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_SHARING_FIELD_NUMBER: _ClassVar[int]
     model: str
     system_prompt: str
     default_sampling: SamplingParams
     ttl: _duration_pb2.Duration
     overflow_policy: OverflowPolicy
-    def __init__(self, model: _Optional[str] = ..., system_prompt: _Optional[str] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., overflow_policy: _Optional[_Union[OverflowPolicy, str]] = ...) -> None: ...
+    prefix_sharing: PrefixSharing
+    def __init__(self, model: _Optional[str] = ..., system_prompt: _Optional[str] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., overflow_policy: _Optional[_Union[OverflowPolicy, str]] = ..., prefix_sharing: _Optional[_Union[PrefixSharing, str]] = ...) -> None: ...
 
 class CreateSessionRequest(_message.Message):
     __slots__ = ("request_id", "session_id", "config", "labels", "initial_items")
@@ -348,7 +368,7 @@ class ListItemsResponse(_message.Message):
     def __init__(self, items: _Optional[_Iterable[_Union[Item, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., revision: _Optional[int] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "max_output_tokens", "min_output_tokens", "stop", "stop_token_ids", "ignore_eos", "logit_bias")
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "max_output_tokens", "min_output_tokens", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "candidates", "beam_width", "length_penalty", "early_stopping", "candidate_choice")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -370,6 +390,11 @@ class SamplingParams(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    BEAM_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    EARLY_STOPPING_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATE_CHOICE_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -384,7 +409,12 @@ class SamplingParams(_message.Message):
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     ignore_eos: bool
     logit_bias: _containers.ScalarMap[int, float]
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., max_output_tokens: _Optional[int] = ..., min_output_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., logit_bias: _Optional[_Mapping[int, float]] = ...) -> None: ...
+    candidates: int
+    beam_width: int
+    length_penalty: float
+    early_stopping: bool
+    candidate_choice: CandidateChoice
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., max_output_tokens: _Optional[int] = ..., min_output_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., candidates: _Optional[int] = ..., beam_width: _Optional[int] = ..., length_penalty: _Optional[float] = ..., early_stopping: bool = ..., candidate_choice: _Optional[_Union[CandidateChoice, str]] = ...) -> None: ...
 
 class OutputOptions(_message.Message):
     __slots__ = ("token_ids", "top_logprobs", "max_chunk_tokens", "max_chunk_delay", "pad_chunks")
@@ -401,7 +431,7 @@ class OutputOptions(_message.Message):
     def __init__(self, token_ids: bool = ..., top_logprobs: _Optional[int] = ..., max_chunk_tokens: _Optional[int] = ..., max_chunk_delay: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pad_chunks: bool = ...) -> None: ...
 
 class TurnSpec(_message.Message):
-    __slots__ = ("request_id", "input", "expected_revision", "replace_after_item", "sampling", "output", "max_duration", "priority")
+    __slots__ = ("request_id", "input", "expected_revision", "replace_after_item", "sampling", "output", "max_duration", "priority", "hints")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INPUT_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_REVISION_FIELD_NUMBER: _ClassVar[int]
@@ -410,6 +440,7 @@ class TurnSpec(_message.Message):
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     MAX_DURATION_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     input: _containers.RepeatedCompositeFieldContainer[InputItem]
     expected_revision: int
@@ -418,23 +449,48 @@ class TurnSpec(_message.Message):
     output: OutputOptions
     max_duration: _duration_pb2.Duration
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., input: _Optional[_Iterable[_Union[InputItem, _Mapping]]] = ..., expected_revision: _Optional[int] = ..., replace_after_item: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., max_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
+    hints: TurnHints
+    def __init__(self, request_id: _Optional[str] = ..., input: _Optional[_Iterable[_Union[InputItem, _Mapping]]] = ..., expected_revision: _Optional[int] = ..., replace_after_item: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., max_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., hints: _Optional[_Union[TurnHints, _Mapping]] = ...) -> None: ...
+
+class TurnHints(_message.Message):
+    __slots__ = ("next_turn_in", "importance", "session_finished")
+    NEXT_TURN_IN_FIELD_NUMBER: _ClassVar[int]
+    IMPORTANCE_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FINISHED_FIELD_NUMBER: _ClassVar[int]
+    next_turn_in: _duration_pb2.Duration
+    importance: float
+    session_finished: bool
+    def __init__(self, next_turn_in: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., importance: _Optional[float] = ..., session_finished: bool = ...) -> None: ...
+
+class HintReceipt(_message.Message):
+    __slots__ = ("next_turn_in", "importance", "session_finished", "ignored")
+    NEXT_TURN_IN_FIELD_NUMBER: _ClassVar[int]
+    IMPORTANCE_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FINISHED_FIELD_NUMBER: _ClassVar[int]
+    IGNORED_FIELD_NUMBER: _ClassVar[int]
+    next_turn_in: _duration_pb2.Duration
+    importance: float
+    session_finished: bool
+    ignored: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, next_turn_in: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., importance: _Optional[float] = ..., session_finished: bool = ..., ignored: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StreamTurnRequest(_message.Message):
-    __slots__ = ("session", "turn", "on_disconnect", "resume_attempt", "resume_token_offset", "attach_only")
+    __slots__ = ("session", "turn", "on_disconnect", "resume_attempt", "resume_token_offset", "attach_only", "resume_candidate_offsets")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
     ON_DISCONNECT_FIELD_NUMBER: _ClassVar[int]
     RESUME_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     RESUME_TOKEN_OFFSET_FIELD_NUMBER: _ClassVar[int]
     ATTACH_ONLY_FIELD_NUMBER: _ClassVar[int]
+    RESUME_CANDIDATE_OFFSETS_FIELD_NUMBER: _ClassVar[int]
     session: str
     turn: TurnSpec
     on_disconnect: DisconnectPolicy
     resume_attempt: str
     resume_token_offset: int
     attach_only: bool
-    def __init__(self, session: _Optional[str] = ..., turn: _Optional[_Union[TurnSpec, _Mapping]] = ..., on_disconnect: _Optional[_Union[DisconnectPolicy, str]] = ..., resume_attempt: _Optional[str] = ..., resume_token_offset: _Optional[int] = ..., attach_only: bool = ...) -> None: ...
+    resume_candidate_offsets: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session: _Optional[str] = ..., turn: _Optional[_Union[TurnSpec, _Mapping]] = ..., on_disconnect: _Optional[_Union[DisconnectPolicy, str]] = ..., resume_attempt: _Optional[str] = ..., resume_token_offset: _Optional[int] = ..., attach_only: bool = ..., resume_candidate_offsets: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StreamTurnResponse(_message.Message):
     __slots__ = ("accepted", "progress", "delta", "completed")
@@ -493,20 +549,22 @@ class TurnProgress(_message.Message):
     def __init__(self, phase: _Optional[_Union[TurnProgress.Phase, str]] = ..., queue_position: _Optional[int] = ..., tokens_done: _Optional[int] = ..., tokens_total: _Optional[int] = ...) -> None: ...
 
 class TurnDelta(_message.Message):
-    __slots__ = ("token_offset", "token_count", "text", "tokens", "logprobs", "padding")
+    __slots__ = ("token_offset", "token_count", "text", "tokens", "logprobs", "padding", "candidate")
     TOKEN_OFFSET_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATE_FIELD_NUMBER: _ClassVar[int]
     token_offset: int
     token_count: int
     text: str
     tokens: TokenIds
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
     padding: bytes
-    def __init__(self, token_offset: _Optional[int] = ..., token_count: _Optional[int] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., padding: _Optional[bytes] = ...) -> None: ...
+    candidate: int
+    def __init__(self, token_offset: _Optional[int] = ..., token_count: _Optional[int] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., padding: _Optional[bytes] = ..., candidate: _Optional[int] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token_id", "logprob", "top")
@@ -527,7 +585,7 @@ class TopToken(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class Turn(_message.Message):
-    __slots__ = ("session", "request_id", "state", "base_revision", "revision", "input", "output", "finish_reason", "stop_sequence", "seed", "usage", "discard_reason")
+    __slots__ = ("session", "request_id", "state", "base_revision", "revision", "input", "output", "finish_reason", "stop_sequence", "seed", "usage", "discard_reason", "hints", "candidates", "chosen_candidate")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Turn.State]
@@ -550,6 +608,9 @@ class Turn(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     DISCARD_REASON_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    CHOSEN_CANDIDATE_FIELD_NUMBER: _ClassVar[int]
     session: str
     request_id: str
     state: Turn.State
@@ -562,7 +623,30 @@ class Turn(_message.Message):
     seed: int
     usage: Usage
     discard_reason: str
-    def __init__(self, session: _Optional[str] = ..., request_id: _Optional[str] = ..., state: _Optional[_Union[Turn.State, str]] = ..., base_revision: _Optional[int] = ..., revision: _Optional[int] = ..., input: _Optional[_Iterable[_Union[Item, _Mapping]]] = ..., output: _Optional[_Union[Item, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_sequence: _Optional[str] = ..., seed: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., discard_reason: _Optional[str] = ...) -> None: ...
+    hints: HintReceipt
+    candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
+    chosen_candidate: int
+    def __init__(self, session: _Optional[str] = ..., request_id: _Optional[str] = ..., state: _Optional[_Union[Turn.State, str]] = ..., base_revision: _Optional[int] = ..., revision: _Optional[int] = ..., input: _Optional[_Iterable[_Union[Item, _Mapping]]] = ..., output: _Optional[_Union[Item, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_sequence: _Optional[str] = ..., seed: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., discard_reason: _Optional[str] = ..., hints: _Optional[_Union[HintReceipt, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., chosen_candidate: _Optional[int] = ...) -> None: ...
+
+class Candidate(_message.Message):
+    __slots__ = ("candidate", "text", "tokens", "output_tokens", "finish_reason", "stop_sequence", "seed", "mean_logprob")
+    CANDIDATE_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    STOP_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    MEAN_LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    candidate: int
+    text: str
+    tokens: TokenIds
+    output_tokens: int
+    finish_reason: FinishReason
+    stop_sequence: str
+    seed: int
+    mean_logprob: float
+    def __init__(self, candidate: _Optional[int] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., output_tokens: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_sequence: _Optional[str] = ..., seed: _Optional[int] = ..., mean_logprob: _Optional[float] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("context_tokens", "new_tokens", "gpu_cached_tokens", "swapped_in_tokens", "recomputed_tokens", "output_tokens", "queue_time", "restore_time", "prefill_time", "decode_time")
@@ -601,6 +685,40 @@ class RunTurnResponse(_message.Message):
     TURN_FIELD_NUMBER: _ClassVar[int]
     turn: Turn
     def __init__(self, turn: _Optional[_Union[Turn, _Mapping]] = ...) -> None: ...
+
+class ChooseCandidateRequest(_message.Message):
+    __slots__ = ("session", "request_id", "candidate", "expected_revision")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATE_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_REVISION_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    request_id: str
+    candidate: int
+    expected_revision: int
+    def __init__(self, session: _Optional[str] = ..., request_id: _Optional[str] = ..., candidate: _Optional[int] = ..., expected_revision: _Optional[int] = ...) -> None: ...
+
+class ChooseCandidateResponse(_message.Message):
+    __slots__ = ("turn",)
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    turn: Turn
+    def __init__(self, turn: _Optional[_Union[Turn, _Mapping]] = ...) -> None: ...
+
+class WarmSessionRequest(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    def __init__(self, session: _Optional[str] = ...) -> None: ...
+
+class WarmSessionResponse(_message.Message):
+    __slots__ = ("accepted", "refused", "residency")
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    RESIDENCY_FIELD_NUMBER: _ClassVar[int]
+    accepted: bool
+    refused: str
+    residency: CacheResidency
+    def __init__(self, accepted: bool = ..., refused: _Optional[str] = ..., residency: _Optional[_Union[CacheResidency, _Mapping]] = ...) -> None: ...
 
 class GetTurnRequest(_message.Message):
     __slots__ = ("session", "request_id")
@@ -687,7 +805,7 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., replica: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., chat_template_sha256: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_limit: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., features: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_request_bytes", "max_input_chars", "max_stop_sequences", "max_top_logprobs", "max_ttl", "request_id_retention", "disconnect_grace")
+    __slots__ = ("max_request_bytes", "max_input_chars", "max_stop_sequences", "max_top_logprobs", "max_ttl", "request_id_retention", "disconnect_grace", "max_candidates", "max_beam_width")
     MAX_REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_INPUT_CHARS_FIELD_NUMBER: _ClassVar[int]
     MAX_STOP_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
@@ -695,6 +813,8 @@ class Limits(_message.Message):
     MAX_TTL_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_RETENTION_FIELD_NUMBER: _ClassVar[int]
     DISCONNECT_GRACE_FIELD_NUMBER: _ClassVar[int]
+    MAX_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    MAX_BEAM_WIDTH_FIELD_NUMBER: _ClassVar[int]
     max_request_bytes: int
     max_input_chars: int
     max_stop_sequences: int
@@ -702,7 +822,9 @@ class Limits(_message.Message):
     max_ttl: _duration_pb2.Duration
     request_id_retention: _duration_pb2.Duration
     disconnect_grace: _duration_pb2.Duration
-    def __init__(self, max_request_bytes: _Optional[int] = ..., max_input_chars: _Optional[int] = ..., max_stop_sequences: _Optional[int] = ..., max_top_logprobs: _Optional[int] = ..., max_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., request_id_retention: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., disconnect_grace: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    max_candidates: int
+    max_beam_width: int
+    def __init__(self, max_request_bytes: _Optional[int] = ..., max_input_chars: _Optional[int] = ..., max_stop_sequences: _Optional[int] = ..., max_top_logprobs: _Optional[int] = ..., max_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., request_id_retention: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., disconnect_grace: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_candidates: _Optional[int] = ..., max_beam_width: _Optional[int] = ...) -> None: ...
 
 class GetStatsRequest(_message.Message):
     __slots__ = ()

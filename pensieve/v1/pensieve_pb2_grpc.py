@@ -96,6 +96,16 @@ class ConversationServiceStub(object):
                 request_serializer=pensieve_dot_v1_dot_pensieve__pb2.CancelTurnRequest.SerializeToString,
                 response_deserializer=pensieve_dot_v1_dot_pensieve__pb2.CancelTurnResponse.FromString,
                 _registered_method=True)
+        self.ChooseCandidate = channel.unary_unary(
+                '/pensieve.v1.ConversationService/ChooseCandidate',
+                request_serializer=pensieve_dot_v1_dot_pensieve__pb2.ChooseCandidateRequest.SerializeToString,
+                response_deserializer=pensieve_dot_v1_dot_pensieve__pb2.ChooseCandidateResponse.FromString,
+                _registered_method=True)
+        self.WarmSession = channel.unary_unary(
+                '/pensieve.v1.ConversationService/WarmSession',
+                request_serializer=pensieve_dot_v1_dot_pensieve__pb2.WarmSessionRequest.SerializeToString,
+                response_deserializer=pensieve_dot_v1_dot_pensieve__pb2.WarmSessionResponse.FromString,
+                _registered_method=True)
         self.CountTokens = channel.unary_unary(
                 '/pensieve.v1.ConversationService/CountTokens',
                 request_serializer=pensieve_dot_v1_dot_pensieve__pb2.CountTokensRequest.SerializeToString,
@@ -198,6 +208,22 @@ class ConversationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ChooseCandidate(self, request, context):
+        """Makes another candidate of the latest turn its answer. Possible until the
+        next change of the session begins; choosing the chosen one changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WarmSession(self, request, context):
+        """Brings a session's KV to the device ahead of its next turn, if there is
+        room. A wish, never a pin.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CountTokens(self, request, context):
         """Token count and fit check without running the model.
         """
@@ -274,6 +300,16 @@ def add_ConversationServiceServicer_to_server(servicer, server):
                     servicer.CancelTurn,
                     request_deserializer=pensieve_dot_v1_dot_pensieve__pb2.CancelTurnRequest.FromString,
                     response_serializer=pensieve_dot_v1_dot_pensieve__pb2.CancelTurnResponse.SerializeToString,
+            ),
+            'ChooseCandidate': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChooseCandidate,
+                    request_deserializer=pensieve_dot_v1_dot_pensieve__pb2.ChooseCandidateRequest.FromString,
+                    response_serializer=pensieve_dot_v1_dot_pensieve__pb2.ChooseCandidateResponse.SerializeToString,
+            ),
+            'WarmSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.WarmSession,
+                    request_deserializer=pensieve_dot_v1_dot_pensieve__pb2.WarmSessionRequest.FromString,
+                    response_serializer=pensieve_dot_v1_dot_pensieve__pb2.WarmSessionResponse.SerializeToString,
             ),
             'CountTokens': grpc.unary_unary_rpc_method_handler(
                     servicer.CountTokens,
@@ -612,6 +648,60 @@ class ConversationService(object):
             '/pensieve.v1.ConversationService/CancelTurn',
             pensieve_dot_v1_dot_pensieve__pb2.CancelTurnRequest.SerializeToString,
             pensieve_dot_v1_dot_pensieve__pb2.CancelTurnResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChooseCandidate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pensieve.v1.ConversationService/ChooseCandidate',
+            pensieve_dot_v1_dot_pensieve__pb2.ChooseCandidateRequest.SerializeToString,
+            pensieve_dot_v1_dot_pensieve__pb2.ChooseCandidateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WarmSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pensieve.v1.ConversationService/WarmSession',
+            pensieve_dot_v1_dot_pensieve__pb2.WarmSessionRequest.SerializeToString,
+            pensieve_dot_v1_dot_pensieve__pb2.WarmSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -250,7 +250,8 @@ def test_engine_options_carry_every_shared_value() -> None:
         swap_watermark=0.5, decode_reserve=0.2, max_batch_tokens=5, max_running=6, max_queued=7, stateless=True,
         unified_batch=False, swap_in_first=False, pipelined_swap_in=False,
         context_limit=99, threads=3, cost_profile="/p.json", load_format="dummy", overlapped=False,
-        cuda_graphs=False, swap_mechanism="kernel", verify_swap=True,
+        cuda_graphs=False, shared_prefix_attention=False, swap_mechanism="kernel", verify_swap=True,
+        prefix_sharing=False,
     )  # fmt: skip
     engine, default = changed.engine_options("/model"), EngineOptions(model="")
     names = set(EngineOptions.__struct_fields__) - {"seed"}

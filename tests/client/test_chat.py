@@ -168,6 +168,60 @@ def test_on_a_terminal(server: FakeServerThread, monkeypatch: pytest.MonkeyPatch
     assert answer_to("three") in out.getvalue()
 
 
+def warm_calls(server: FakeServerThread, wanted: int) -> bool:
+    """Whether so many calls came; waits for them a while."""
+    deadline = time.monotonic() + 10
+    while server.fake.calls.count("WarmSession") < wanted and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return server.fake.calls.count("WarmSession") == wanted
+
+
+def test_the_session_is_warmed_while_the_user_types(
+    server: FakeServerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When there is something to warm, and not where a turn has just ended."""
+    asked: list[int] = []
+
+    def read(_prompt: object = "") -> str:
+        place = len(asked)
+        wanted = (0, 0, 1, 1)[place]
+        assert warm_calls(server, wanted), f"prompt {place}: {server.fake.calls}"
+        asked.append(wanted)
+        return ("one", "/fork", "two", "/quit")[place]
+
+    monkeypatch.setattr("builtins.input", read)
+    with Client(server.target) as client:
+        chat, _, notes = interactive(client)
+        chat.run()
+        assert len(asked) == 4
+        reopened = client.session(chat._session.id)
+        reopened.refresh()
+        again = ChatLoop(reopened, {}, interactive=True)
+        again._notes = Console(file=notes)
+        server.fake.unary_script.append(Unauthenticated("who are you?"))
+        monkeypatch.setattr("builtins.input", lambda _="": "/quit" if warm_calls(server, 2) else "never")
+        again.run()
+    assert "who are you?" not in notes.getvalue()
+
+
+def test_nothing_waits_for_warming(server: FakeServerThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold = threading.Event()
+    monkeypatch.setattr("pensieve.client.Session.warm", lambda _: hold.wait(20))
+    feed(monkeypatch, "/fork", "/fork", "one")
+    with Client(server.target) as client:
+        chat, out, _ = interactive(client)
+        chat._session.send("zero")
+        began = time.monotonic()
+        chat.run()
+        assert answer_to("one") in out.getvalue() and time.monotonic() - began < 10
+    hold.set()
+
+
+def test_a_pipe_warms_nothing(server: FakeServerThread) -> None:
+    run(server, "--session", "ada", lines="one\n/fork\ntwo\n")
+    assert "WarmSession" not in server.fake.calls
+
+
 def test_ctrl_c_stops_the_answer_and_keeps_what_was_shown(
     server: FakeServerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:

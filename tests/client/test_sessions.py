@@ -7,11 +7,12 @@ from typing import Any
 import grpc
 import pytest
 
-from pensieve.client import FinishReason, Role, TurnState
+from pensieve.client import FinishReason, HintReceipt, Role, TurnState
 from pensieve.errors import (
     AlreadyExists,
     InvalidArgument,
     NotFound,
+    ResourceExhausted,
     RevisionMismatch,
     Unavailable,
 )
@@ -259,6 +260,49 @@ def test_wrong_options_fail_before_any_call(
     with pytest.raises(error):
         chat.send("x", **options)
     assert fake.calls == []
+
+
+def test_hints_travel_and_come_back_as_a_receipt(client: Any, fake: FakeConversations) -> None:
+    chat = client.create_session()
+    turn = chat.send("x", next_turn_in=1.5, importance=2.0)
+    hints = fake.stream_requests[-1].turn.hints
+    assert (hints.next_turn_in.ToMilliseconds(), hints.importance, hints.session_finished) == (
+        1500,
+        2.0,
+        False,
+    )
+    assert turn.hints == HintReceipt(next_turn_s=1.5, ignored=("importance",))
+    assert chat.get_turn(turn.request_id).hints == turn.hints
+    assert chat.send("x", next_turn_in=0).hints == HintReceipt(next_turn_s=0.0)
+    last = chat.send("x", session_finished=True)
+    assert last.hints == HintReceipt(finished=True)
+    assert chat.send("x").hints is None and not fake.stream_requests[-1].turn.HasField("hints")
+
+
+def test_sharing_of_prefixes(client: Any, fake: FakeConversations) -> None:
+    own = client.create_session(share_prefixes=False)
+    stored = fake.sessions[own.name].message.config
+    assert stored.prefix_sharing == pb.PREFIX_SHARING_NONE and own.info.share_prefixes is False
+    assert own.update(share_prefixes=True).share_prefixes is True
+    assert stored.prefix_sharing == pb.PREFIX_SHARING_TENANT
+    assert own.update(ttl=5.0).share_prefixes is True
+    usual = client.create_session()
+    unset = fake.sessions[usual.name].message.config.prefix_sharing
+    assert unset == pb.PREFIX_SHARING_UNSPECIFIED and usual.info.share_prefixes is True
+
+
+def test_warm(client: Any, fake: FakeConversations) -> None:
+    chat = client.create_session()
+    assert (chat.warm().accepted, chat.warm().refused) == (False, "nothing_to_do")
+    chat.send("x")
+    warming = chat.warm()
+    assert warming.accepted and not warming.refused
+    assert (warming.residency.host_tokens, warming.residency.as_of_revision) == (3, 2)
+    fake.calls.clear()
+    fake.unary_script.append(ResourceExhausted("too much", retry_after_s=0.01))
+    with pytest.raises(ResourceExhausted):
+        chat.warm()
+    assert fake.calls == ["WarmSession"], "a wish is not worth a second try"
 
 
 def test_metadata_carries_the_route(client: Any, fake: FakeConversations) -> None:

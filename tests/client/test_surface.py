@@ -40,8 +40,10 @@ SDK = set(
         "AsyncClient",
         "AsyncSession",
         "AsyncTurnStream",
+        "Candidate",
         "Client",
         "FinishReason",
+        "HintReceipt",
         "Item",
         "Limits",
         "Phase",
@@ -62,11 +64,12 @@ SDK = set(
         "TurnState",
         "TurnStream",
         "Usage",
+        "Warming",
     ]
 )
 CLIENT = "close create_session server_info session sessions"
-SESSION = """attach cancel count_tokens delete edit fork get_turn id info items last_turn last_user_item name refresh
-regenerate revision rewind send stream update"""
+SESSION = """attach cancel choose count_tokens delete edit fork get_turn id info items last_turn last_user_item name
+refresh regenerate revision rewind send stream update warm"""
 STREAM = "cancel close done finish progress request_id resumes seed text token_count turn"
 TWINS = [
     (sdk.Client, sdk.AsyncClient),

@@ -202,6 +202,11 @@ def test_a_first_act_without_fault_has_no_problems() -> None:
         ("device", lambda one: replace(one, text="Vio it is."), "turn 6: Pensieve said 'Vio it is.'"),
         ("device", with_usage(gpu_cached_tokens=0), "the receipt does not add up"),
         ("device", with_usage(gpu_cached_tokens=10, context_tokens=20), "but the turn before ended with 75"),
+        (
+            "device",
+            with_usage(gpu_cached_tokens=0, new_tokens=9, recomputed_tokens=76),
+            "ended with 75 and 9",
+        ),
         ("device", with_usage(gpu_cached_tokens=50, swapped_in_tokens=25), "the server counted"),
         ("recomputed", lambda one: one, "recomputed 225 tokens that it had room to keep"),
     ],

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pensieve.config import CacheConfig, PolicyName
 from pensieve.core import SessionKey, TokenArray
-from pensieve.engine.cache.chunk import Place, Restore, TierTokens
+from pensieve.engine.cache.chunk import CachedSession, Place, Restore, TierTokens
 from pensieve.engine.cache.index import Reclaim, lowest
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost.model import CostModel
@@ -39,9 +39,9 @@ def serve(
     context = tokens(count, seed)
     assert cache.can_admit(key, context, count if new is None else new, reserve=False)
     restore = cache.admit(key, context, count if new is None else new, now)
-    commit(cache)
     for start, end in restore.missing:
         cache.computed(key, start, end)
+    commit(cache)
     cache.release(key, now)
     cache.check()
     return restore
@@ -68,7 +68,8 @@ def victims(cache: CacheManager, reclaim: Reclaim, now: float, count: int) -> li
     while len(found) < count and (group := order.take()):
         for chunk in group:
             chunk.pins += 1  # out of the running, as if evicted
-            found.append((str(chunk.owners[0].key), chunk.index))
+            assert isinstance(chunk.holder, CachedSession)
+            found.append((str(chunk.holder.key), chunk.index))
         order.put_back()
     return found
 
@@ -203,35 +204,6 @@ def test_reserve_holds_back_new_requests_but_never_the_only_one() -> None:
     assert cache.can_admit(key, tokens(28), 28, reserve=True)
     assert cache.can_admit(key, tokens(40), 40, reserve=False)
     assert not cache.can_admit(key, tokens(41), 41, reserve=False)
-
-
-def test_a_forked_session_shares_until_it_writes() -> None:
-    cache = make(8, 8)
-    serve(cache, "a", 14, now=0.0)
-    assert cache.fork(SessionKey("a"), SessionKey("b"), 14, 1.0) == 14
-    cache.check()
-    assert cache.occupancy().device_used == 4 * 4
-    key = SessionKey("b")
-    restore = cache.admit(key, tokens(18), 4, 2.0)
-    assert restore.gpu_cached == 14
-    assert restore.missing == ((14, 18),)
-    assert commit(cache) == (0, 1, 0)  # the partly filled tail was copied on write
-    assert cache.occupancy().device_used == 6 * 4
-    for start, end in restore.missing:
-        cache.computed(key, start, end)
-    cache.release(key, 2.0)
-    cache.check()
-    assert serve(cache, "a", 16, now=3.0, new=2).gpu_cached == 14
-
-
-def test_a_full_pool_of_shared_chunks_still_serves() -> None:
-    """No page is left for the copy on write, so the tail is recomputed instead."""
-    cache = make(4, 0)
-    serve(cache, "a", 14, now=0.0)
-    cache.fork(SessionKey("a"), SessionKey("b"), 14, 1.0)
-    restore = serve(cache, "b", 16, now=2.0, new=2)
-    assert restore.gpu_cached + restore.recomputed == 14
-    assert restore.missing[-1][1] == 16
 
 
 def test_evict_frees_idle_sessions_only() -> None:

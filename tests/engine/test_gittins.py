@@ -9,6 +9,7 @@ import numpy as np
 
 from pensieve.config import CacheConfig, SchedulerConfig
 from pensieve.core import SessionKey
+from pensieve.engine.cache.chunk import CachedSession
 from pensieve.engine.cache.index import Reclaim
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cache.policy import UNKNOWN, Retention
@@ -102,7 +103,9 @@ def test_sessions_that_will_not_come_back_give_way_first() -> None:
     order = cache.index.round(Reclaim.SAVED_PAGE, now + 0.5, 50)
     names = []
     while len(names) < 50 and (group := order.take()):
-        names.append(str(group[0].owners[0].key))
+        holder = group[0].holder
+        assert isinstance(holder, CachedSession)
+        names.append(str(holder.key))
         group[0].pins += 1  # out of the running, as if evicted
         order.put_back()
     due = {f"question{number}" for number in range(375, 400)}

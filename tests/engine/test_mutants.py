@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,7 @@ from pensieve.core import SessionKey
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cache.tiers import Tiers
 from pensieve.engine.plan import StepWorker
+from support.cache.sharing_mutants import SHARING_MUTANTS
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hash_worker import VOCABULARY, HashWorker, verify_tokens
 from support.engine.mutants import PLAN_MUTANTS, MutantWorker, SwapOutLastWorker
@@ -19,15 +21,20 @@ from support.engine.mutants import PLAN_MUTANTS, MutantWorker, SwapOutLastWorker
 CACHE = CacheConfig(device_chunks=12, host_chunks=10, chunk_tokens=4)
 SCHEDULER = SchedulerConfig(context_limit=48, max_batch_tokens=16, max_running=4)
 
+LARGE_STEPS = replace(SCHEDULER, max_batch_tokens=100, max_running=8)
+"""Many requests join one plan."""
 
-def caught(wrap: Callable[[StepWorker], StepWorker], seeds: int = 12) -> bool:
+
+def caught(
+    wrap: Callable[[StepWorker], StepWorker], seeds: int = 12, scheduler: SchedulerConfig = SCHEDULER
+) -> bool:
     """Whether some schedule gives a wrong answer or breaks an invariant."""
     for seed in range(seeds):
         rng = random.Random(seed)
         clock = Clock()
         worker = wrap(HashWorker(CACHE.device_chunks, CACHE.host_chunks, CACHE.chunk_tokens))
-        engine = make_engine(CACHE, SCHEDULER, worker, clock)
-        driver = Driver(engine, clock, rng, verify_tokens, VOCABULARY, SCHEDULER.context_limit)
+        engine = make_engine(CACHE, scheduler, worker, clock)
+        driver = Driver(engine, clock, rng, verify_tokens, VOCABULARY, scheduler.context_limit)
         try:
             for _ in range(100):
                 driver.act()
@@ -57,7 +64,7 @@ def test_stale_host_copies_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def computed(self: CacheManager, key: SessionKey, start: int, end: int) -> None:
         size = self.config.chunk_tokens
         for index in range(start // size, self.chunks_for(end)):
-            self._running[key].chunks[index].filled = min(end - index * size, size)
+            self._running[key].chunks[index].filled = min(end - index * size, size)  # and no ``written``
 
     monkeypatch.setattr(CacheManager, "computed", computed)
     assert caught(lambda worker: worker, seeds=80)
@@ -70,3 +77,10 @@ def test_a_restore_that_evicts_itself_is_caught(monkeypatch: pytest.MonkeyPatch)
         Tiers, "pin", lambda self, chunk: original(self, chunk) if chunk.device >= 0 else None
     )
     assert caught(lambda worker: worker)
+
+
+@pytest.mark.parametrize("name", SHARING_MUTANTS)
+def test_broken_sharing_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for fault in SHARING_MUTANTS[name]:
+        monkeypatch.setattr(fault.owner, fault.name, fault.broken)
+    assert caught(lambda worker: worker, seeds=60, scheduler=LARGE_STEPS)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import get_args
 
 import pytest
 
 from pensieve.config import CacheConfig, PolicyName, SchedulerConfig
 from support.engine.engine_driver import Clock, Driver, make_engine
-from support.engine.hash_worker import VOCABULARY, HashWorker, verify_tokens
+from support.engine.hash_worker import VOCABULARY, HashWorker, verify_beams, verify_tokens
 
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 
@@ -40,7 +41,8 @@ def random_setup(rng: random.Random) -> tuple[CacheConfig, SchedulerConfig]:
 @pytest.mark.parametrize("overlapped", [False, True], ids=["in_turn", "overlapped"])
 @pytest.mark.parametrize("block", range(6))
 def test_answers_equal_a_stateless_run(block: int, overlapped: bool) -> None:
-    totals = {"swapped": 0, "recomputed": 0, "cached": 0, "suspended": 0}
+    totals = {"swapped": 0, "recomputed": 0, "cached": 0, "suspended": 0, "found": 0, "warmed": 0}
+    warmed: Counter[str] = Counter()
     for seed in range(block * 25, block * 25 + 25):
         rng = random.Random(seed)
         cache, scheduler = random_setup(rng)
@@ -49,6 +51,7 @@ def test_answers_equal_a_stateless_run(block: int, overlapped: bool) -> None:
         engine = make_engine(cache, scheduler, worker, clock, overlapped=overlapped)
         limit = min(scheduler.context_limit, cache.device_chunks * cache.chunk_tokens)
         driver = Driver(engine, clock, rng, verify_tokens, VOCABULARY, limit)
+        driver.verify_beams = verify_beams
         for _ in range(120):
             driver.act()
             for _ in range(rng.randrange(4)):
@@ -59,5 +62,9 @@ def test_answers_equal_a_stateless_run(block: int, overlapped: bool) -> None:
             totals["swapped"] += turn.usage.swapped_in_tokens
             totals["recomputed"] += turn.usage.recomputed_tokens
             totals["cached"] += turn.usage.gpu_cached_tokens
+            totals["found"] += turn.num_new - turn.usage.new_tokens
+        warmed += driver.warmed
+        totals["warmed"] += engine.stats().warmed_total
         totals["suspended"] += engine.stats().suspensions_total
     assert all(totals.values()), f"a path was never taken: {totals}"
+    assert set(warmed) == {"", "no_room", "running", "nothing_to_do", "busy"}, warmed

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pensieve.engine.cache import policy as policies
-from pensieve.engine.cache import returns
-from pensieve.engine.cache.gittins import COLUMNS, OLDEST, YOUNGEST, columns_of, factors, gittins_indices
 from pensieve.engine.cache.policy import UNKNOWN, Gittins, Retention
-from pensieve.engine.cache.returns import (
+from pensieve.engine.cache.rates import gittins, returns
+from pensieve.engine.cache.rates.gittins import columns_of, factors, gittins_indices
+from pensieve.engine.cache.rates.returns import (
     BINS,
     CELLS,
     EDGES,
@@ -80,9 +80,9 @@ def test_bins_hold_the_ages_between_their_edges(ages: list[float]) -> None:
 
 
 def test_columns_rise_with_the_age() -> None:
-    ages = np.geomspace(YOUNGEST, OLDEST, 5000)
+    ages = np.geomspace(gittins.YOUNGEST, gittins.OLDEST, 5000)
     found = columns_of(ages)
-    assert found[0] == 0 and found[-1] == COLUMNS - 1
+    assert found[0] == 0 and found[-1] == gittins.COLUMNS - 1
     assert set(np.diff(found).tolist()) <= {0, 1}
 
 
@@ -118,7 +118,7 @@ def test_indices_of_known_distributions() -> None:
     assert (np.diff(rising[before]) > 0).all()
     assert (factors(PRIOR[None])[0, middle] == pytest.approx(1.0)) and factors(PRIOR[None]).shape == (
         1,
-        COLUMNS,
+        gittins.COLUMNS,
     )
 
 

@@ -129,7 +129,7 @@ def test_the_youngest_is_suspended_and_returns_first() -> None:
     while not rig.engine.stats().suspensions_total:
         rig.step()
     rig.turn("c", 2, 2)
-    waiting = [request.session for request in rig.engine._scheduler.waiting]
+    waiting = [request.session for request in rig.engine._scheduler.batch.waiting]
     assert waiting == ["b", "c"]
     before = len(rig.worker.plans)
     rig.driver.run_until_idle()
@@ -138,25 +138,28 @@ def test_the_youngest_is_suspended_and_returns_first() -> None:
     assert sorted(turn.session for turn in rig.driver.finished) == ["a", "b", "c"]
 
 
-def ahead_of_time(plan: Plan) -> bool:
-    """Whether a plan saves a chunk whose page it does not itself hand to another."""
-    reused = {copy.dst for copy in plan.swap_in + plan.copies}.union(
-        *(set(t.tolist()) for t in plan.page_tables)
-    )
-    return any(copy.src not in reused for copy in plan.swap_out)
-
-
 @pytest.mark.parametrize("swap_in_first", [True, False])
-def test_swap_out_ahead_of_time_yields_to_swap_in(swap_in_first: bool) -> None:
+def test_swap_out_ahead_of_time_yields_to_swap_in(
+    swap_in_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = CacheConfig(device_chunks=24, host_chunks=60, chunk_tokens=4, swap_watermark=0.6)
     rig = Rig(cache, replace(SCHEDULER, swap_in_first=swap_in_first))
+    tiers = rig.engine._cache._tiers
+    ahead: list[tuple[bool, bool]] = []
+    save_ahead = tiers.save_ahead
+
+    def spy(now: float, limit: int) -> None:
+        before = len(tiers._swap_out)
+        save_ahead(now, limit)
+        ahead.append((len(tiers._swap_out) > before, tiers.swaps_in))
+
+    monkeypatch.setattr(tiers, "save_ahead", spy)
     rig.driver.rng.seed(3)
     for _ in range(400):
         rig.driver.act()
         rig.step() if rig.engine.has_work else None
-    together = [plan for plan in rig.worker.plans if plan.swap_in and ahead_of_time(plan)]
-    assert any(plan.swap_in for plan in rig.worker.plans)
-    assert bool(together) is not swap_in_first
+    assert any(plan.swap_in for plan in rig.worker.plans) and (True, False) in ahead
+    assert ((True, True) in ahead) is not swap_in_first
 
 
 def test_the_last_token_is_cached_before_the_next_turn() -> None:
@@ -237,9 +240,9 @@ def test_a_step_is_launched_before_the_one_before_it_has_answered() -> None:
     plans = [rig.step(), rig.step()]
     assert sizes(plans[0]) == [(turn, 5)] and sizes(plans[1]) == [(turn, 1)]
     assert plans[1].spans[0].tokens.tolist() == [
-        rig.driver.turns[turn].output[0]
+        rig.driver.turns[turn].outputs[0][0]
     ]  # known by now, PENDING then
-    assert len(rig.driver.turns[turn].output) == 1  # the second is being sampled
+    assert len(rig.driver.turns[turn].outputs[0]) == 1  # the second is being sampled
     rig.driver.run_until_idle()
     assert len(rig.worker.plans) == 4  # the last one caches the last token
 
@@ -249,7 +252,7 @@ def test_an_end_that_shows_late_costs_no_step_and_leaves_the_whole_turn_cached()
     rig = Rig(overlapped=True)
     key = rig.driver.start_turn("a", list(range(10)), 9, Sampling(stop_token_ids=(answer[2],)))
     rig.driver.run_until_idle()
-    assert rig.driver.finished[0].output == answer and key is not None
+    assert rig.driver.finished[0].outputs[0] == answer and key is not None
     assert len(rig.worker.plans) == 4  # in the fourth, the one behind the end was sampled in vain
     (residency,) = rig.engine.handle(GetResidency(1, "a"))
     assert isinstance(residency, ResidentTokens) and residency.device_tokens == 13

@@ -15,7 +15,8 @@ from pensieve.engine.plan import PENDING, Plan, SampleSpec, Span
 from pensieve.engine.worker.cuda_batch import NO_SLOT, make_cuda_batch
 from pensieve.engine.worker.graphs import buckets
 from pensieve.engine.worker.torch_batch import make_torch_batch
-from pensieve.kernels.attention.kinds import StepKind
+from pensieve.kernels.attention.kinds import Geometry, StepKind
+from pensieve.kernels.attention.prefixes import PartyRule
 
 SAMPLE = SampleSpec(Sampling(), 0)
 
@@ -96,3 +97,53 @@ def test_buckets_rise_and_waste_little(kind: StepKind, tokens: int, running: int
         assert large <= small + max(32, small // 4) or large - small <= small
     if kind is StepKind.NARROW:
         assert sizes[0] == 1 and sizes[-1] == min(tokens, running)
+
+
+def decodes(count: int, common: int, own: int) -> Plan:
+    """Decodes and one prefill between them; the decodes' page tables begin with the same pages."""
+    shared = np.arange(common, dtype=np.int32)
+    tables = [
+        np.concatenate([shared, np.arange(1000 + own * row, 1000 + own * (row + 1), dtype=np.int32)])
+        for row in range(count)
+    ]
+    tables[2] = np.arange(5000, 5000 + common + own, dtype=np.int32)
+    spans = [
+        Span(RequestKey(row), 32 * (common + own) - 1 - row, np.array([PENDING], np.int32), row, SAMPLE)
+        for row in range(count)
+    ]
+    spans[4] = Span(RequestKey(4), 32 * common, np.arange(32 * own, dtype=np.int32), 4, SAMPLE)
+    return Plan(1, tuple(spans), tuple(tables))
+
+
+RULE = PartyRule(Geometry(40, 10, 128, 2, 132, hopper=True), 32)
+
+
+def test_spans_that_read_together_stand_together() -> None:
+    plan = decodes(40, 64, 8)
+    rows = {RequestKey(row): 39 - row for row in range(40)}
+    apart, together = make_cuda_batch(plan, 32, rows), make_cuda_batch(plan, 32, rows, RULE)
+    assert apart.parties is None and together.parties is not None
+    assert together.parties.tolist() == [[0, 38, 2048]]
+    assert together.requests == apart.requests and together.specs == apart.specs, "the plan's order"
+    for name in ("tokens", "source", "positions", "slots"):
+        one, other = getattr(apart, name), getattr(together, name)
+        assert one[apart.sample_rows].tolist() == other[together.sample_rows].tolist()
+        assert sorted(one.tolist()) == sorted(other.tolist())
+    members = together.spans[:38]
+    assert members[:, 0].tolist() == list(range(38)) and (members[:, 1] == 1).all()
+    for start in members[:, 3]:
+        assert together.pages[start : start + 64].tolist() == list(range(64))
+    assert sorted(map(tuple, apart.spans[:, 1:3].tolist())) == sorted(
+        map(tuple, together.spans[:, 1:3].tolist())
+    )
+    assert together.longest == apart.longest
+
+
+def test_a_step_without_parties_is_as_it_was() -> None:
+    plan = decodes(40, 64, 8)
+    own = [table + 10_000 * row for row, table in enumerate(plan.page_tables)]
+    plan = Plan(1, plan.spans, tuple(own))
+    rows = {RequestKey(row): row for row in range(40)}
+    one, other = make_cuda_batch(plan, 32, rows), make_cuda_batch(plan, 32, rows, RULE)
+    assert other.parties is None
+    assert one.spans.tolist() == other.spans.tolist() and one.tokens.tolist() == other.tokens.tolist()

@@ -24,8 +24,9 @@ from support.engine.mutants import PLAN_MUTANTS, MutantWorker
 pytestmark = pytest.mark.gpu
 SCHEDULES = 25
 """Random schedules per family."""
-BF16_TOLERANCE = 0.7
-"""So much a logit may differ, where logits spread by about 4: the largest difference seen was 0.48."""
+BF16_TOLERANCE = 1.0
+"""So much a logit may differ, where logits spread by about 4: the largest difference seen was 0.76, with sharing and
+without it alike."""
 EVERYTHING = Sampling(top_logprobs=1_000_000)
 """Greedy, with the log-probability of every token of the vocabulary."""
 CHUNK = 8

@@ -32,6 +32,12 @@ def test_what_was_said_before_is_played_beforehand() -> None:
     assert rest.begins_s == 11.0
 
 
+def test_what_was_said_before_begins_as_the_conversation_did() -> None:
+    talk = Conversation("c", (TurnLengths(9, 100), TurnLengths(7, 200)), (("system", 8),))
+    (rest,) = run_in([Script(7, talk, (Due(0.0, 0.0), Due(0.0, 4.0)))], 2.0, TOKEN_S)
+    assert rest.beforehand and rest.conversation.prefix == talk.prefix
+
+
 def test_turns_to_come_keep_their_pauses() -> None:
     script = _script((5, 100), (7, 200), (9, 300), pauses=(0.0, 4.0, 10.0))
     (rest,) = run_in([script], 2.0, TOKEN_S)

@@ -43,6 +43,10 @@ def lines(rows: list[dict[str, Any]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
+def row(session: str, tokens: int, turn: int = 0, **more: Any) -> dict[str, Any]:
+    return {"session_id": session, "turn": turn, "input_tokens": tokens, "output_tokens": 2, **more}
+
+
 def test_share_gpt_pairs_inputs_with_answers(tmp_path: Path) -> None:
     plain = tmp_path / "d.json"
     plain.write_text(json.dumps(SHARE_GPT))
@@ -172,3 +176,90 @@ def test_recorded_times_are_scaled(tmp_path: Path) -> None:
     script = scripts(load(path).conversations, Arrivals(recorded=True, time_scale=0.5))
     assert [s.conversation.key for s in script] == ["t", "s"]
     assert [due.at_s for due in script[1].due] == [1.0, 2.0]
+
+
+def test_a_trace_says_what_sessions_begin_with(tmp_path: Path) -> None:
+    """Its first turn's row does, wherever it is in the file."""
+    path = tmp_path / "t.jsonl"
+    system = {"prefix": "system", "prefix_tokens": 9}
+    path.write_text(lines([row("a", 4, 1), row("a", 10, **system), row("b", 12, **system), row("c", 10)]))
+    begins = {talk.key: talk.prefix for talk in load(path).conversations}
+    assert begins == {"a": (("system", 9),), "b": (("system", 9),), "c": ()}
+
+
+def test_hash_ids_are_blocks_of_512_tokens(tmp_path: Path) -> None:
+    """What only one session has is its own, and a token of the first input always is."""
+    path = tmp_path / "t.jsonl"
+    path.write_text(
+        lines([
+            row("a", 1100, hash_ids=[0, 1, 2]),
+            row("b", 1024, hash_ids=[0, 1]),
+            row("c", 2000, hash_ids=[0, 7, 8, 9]),
+            row("c", 30, 1, hash_ids=[0, 7, 8, 9, 1]),
+        ])
+    )  # fmt: skip
+    begins = {talk.key: talk.prefix for talk in load(path).conversations}
+    first = ("block 0", 512)
+    assert begins == {"a": (first, ("block 1", 512)), "b": (first, ("block 1", 511)), "c": (first,)}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"prefix": "p"},
+        {"prefix": "p", "prefix_tokens": 0},
+        {"prefix": "p", "prefix_tokens": 10},
+        {"prefix": "p", "prefix_tokens": "many"},
+        {"hash_ids": 7},
+    ],
+)
+def test_an_impossible_beginning_is_refused(bad: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(lines([row("a", 10, **bad)]))
+    with pytest.raises(DatasetError, match=r"t\.jsonl, session a: "):
+        load(path)
+
+
+def test_common_beginnings_are_the_same_ids_and_nothing_else_is() -> None:
+    system, document = ("system", 40), ("document", 30)
+    turns = (TurnLengths(100, 1), TurnLengths(100, 1))
+    talks = [
+        Conversation("a", turns, (system, document)),
+        Conversation("b", turns, (system, ("letter", 30))),
+        Conversation("c", turns, (("system", 55),)),
+        Conversation("d", turns),
+    ]
+    a, b, c, d = found = scripts(talks, Arrivals())
+    first = [script.input_ids(0, 50_000, 7) for script in found]
+
+    def common(one: int, other: int) -> int:
+        return int((first[one] == first[other]).argmin())
+
+    assert (common(0, 1), common(0, 2), common(1, 2), common(0, 3)) == (40, 40, 40, 0)
+    assert (first[0] != a.input_ids(0, 50_000, 7, run=1)).mean() > 0.9, "a run finds nothing of another"
+    assert (a.input_ids(1, 50_000, 7) != b.input_ids(1, 50_000, 7)).mean() > 0.9, "only first inputs begin"
+    longer = scripts([Conversation("e", turns, (("system", 90),))], Arrivals())[0].input_ids(0, 50_000, 7)
+    assert (longer[:55] == c.input_ids(0, 50_000, 7)[:55]).all()
+    alone = Conversation("d", turns)
+    assert (scripts([alone] * 4, Arrivals())[3].input_ids(0, 50_000, 7) == d.input_ids(0, 50_000, 7)).all()
+
+
+def test_a_beginning_is_cut_with_the_first_input() -> None:
+    talk = Conversation("a", (TurnLengths(100, 4), TurnLengths(8, 4)), (("p", 60), ("q", 30)))
+
+    def prefix(wanted: Shaping) -> tuple[tuple[str, int], ...]:
+        return shape([talk], wanted, 10_000).conversations[0].prefix
+
+    assert prefix(Shaping()) == talk.prefix
+    assert prefix(Shaping(scale_lengths=0.5)) == (("p", 30), ("q", 15))
+    assert prefix(Shaping(max_input_tokens=70)) == (("p", 60), ("q", 9))
+    assert prefix(Shaping(max_input_tokens=1)) == ()
+
+
+def test_a_system_prompt_for_all_comes_before_everything() -> None:
+    talks = [Conversation("a", (TurnLengths(10, 4),), (("p", 6),)), Conversation("b", (TurnLengths(1, 4),))]
+    shaped = shape(talks, Shaping(system_tokens=50), 10_000).conversations
+    assert [talk.turns[0].input_tokens for talk in shaped] == [60, 51]
+    assert shaped[0].prefix[0] == shaped[1].prefix[0] and shaped[0].prefix[1:] == (("p", 6),)
+    first, second = (script.input_ids(0, 50_000, 1) for script in scripts(shaped, Arrivals()))
+    assert (first[:50] == second[:50]).all()

@@ -8,6 +8,7 @@ import pytest
 
 from pensieve.core import FinishReason, Phase, RequestKey, TokenLogprob, Usage
 from pensieve.engine.messages import (
+    CandidateFinished,
     Event,
     Evicted,
     Failed,
@@ -48,10 +49,14 @@ class Clock:
 
 def opened(
     observer: Recorder | None = None, clock: Clock | None = None
-) -> tuple[Generations, list[RequestKey]]:
+) -> tuple[Generations, list[RequestKey | tuple[RequestKey, int]]]:
     """Generations of an engine that is told what to cancel, and what it was told."""
-    told: list[RequestKey] = []
-    return Generations(told.append, observer, clock or Clock()), told
+    told: list[RequestKey | tuple[RequestKey, int]] = []
+
+    def cancel(request: RequestKey, candidate: int | None) -> None:
+        told.append(request if candidate is None else (request, candidate))
+
+    return Generations(cancel, observer, clock or Clock()), told
 
 
 async def test_every_event_goes_on_at_once_and_in_order() -> None:
@@ -119,6 +124,34 @@ async def test_a_sink_that_cancels_amid_a_report_hears_nothing_more_of_it() -> N
     assert heard.token_ids == [1] and heard.ends == 0
     assert other.token_ids == [3]
     assert told == [number] and ("ended", "length") not in recorder.calls
+
+
+async def test_one_candidate_is_cancelled_by_itself() -> None:
+    recorder, heard = Recorder(), Listener()
+    generations, told = opened(recorder)
+    generation = generations.open(heard)
+    number = generation.request
+    generation.cancel_candidate(2)
+    assert told == [(number, 2)] and len(generations) == 1
+    events: list[Event] = [
+        *(Output(number, (7,), candidate=1), CandidateFinished(number, 1, FinishReason.EOS)),
+        Finished(number, FinishReason.LENGTH, Usage()),
+    ]
+    generations.deal(events)
+    assert heard.events == events and recorder.calls == [("ended", "length")]
+    generation.cancel_candidate(0)
+    assert told == [(number, 2)]
+
+
+async def test_the_gap_between_tokens_is_that_of_one_candidate() -> None:
+    """Candidates come in the same steps: each would add a gap of nothing."""
+    recorder, clock = Recorder(), Clock()
+    generations, _ = opened(recorder, clock)
+    number = generations.open(Listener()).request
+    for step in range(3):
+        clock.now += 0.5
+        generations.deal([Output(number, (step,), candidate=candidate) for candidate in range(4)])
+    assert recorder.calls == [("first", 0.5, 0), ("next", 0.5, 1), ("next", 0.5, 1)]
 
 
 @pytest.mark.parametrize("place", ["started", "progress", "tokens", "finished"])

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pensieve.core import Sampling, SessionKey
-from pensieve.engine.messages import Finished, Output
+from pensieve.core import Hints, Sampling, SessionKey, pack_tokens
+from pensieve.engine.messages import CandidateFinished, Choose, Finished, Output
 from pensieve.errors import Internal, Unavailable
 from pensieve.server.links.engine_link import LinkState
 from pensieve.server.links.inprocess_link import InProcessLink
 from support.engine.fake_engine import FakeEngine, Script, build, options
-from support.service.listener import Listened
+from support.service.listener import Listened, Listener
 
 SESSION = SessionKey("default/abc")
 TOKENS = np.arange(8, dtype=np.int32)
@@ -43,6 +43,40 @@ async def test_generations_calls_and_stop() -> None:
         async for _ in running:
             pass
     assert [engine.closed for engine in engines] == [True]
+
+
+async def test_candidates_and_the_choice_among_them() -> None:
+    engine = FakeEngine(Script())
+    link = InProcessLink(lambda: engine)
+    link.choose(SESSION, 1)  # before there is an engine: nobody is told, and nothing is raised
+    await link.start()
+    drawn = Listened(link, SESSION, TOKENS, Sampling(candidates=3, max_output_tokens=50))
+    await drawn.first_output()
+    drawn.generation.cancel_candidate(1)
+    heard = [event async for event in drawn]
+    made = {i: sum(e.candidate == i for e in drawn.events if isinstance(e, Output)) for i in range(3)}
+    assert made[0] == made[2] == 50 > made[1] > 0
+    assert [event.candidate for event in heard if isinstance(event, CandidateFinished)] == [0, 2]
+    assert isinstance(heard[-1], Finished)
+    link.choose(SESSION, 2)
+    assert await link.evict() == 77  # commands are taken in their order
+    assert engine.chosen == [Choose(SESSION, 2)]
+    await link.stop()
+    link.choose(SESSION, 1)
+
+
+async def test_a_submission_reaches_the_engine_whole() -> None:
+    engine = FakeEngine(Script())
+    link = InProcessLink(lambda: engine)
+    await link.start()
+    hints, listener = Hints(next_turn_s=2.0), Listener()
+    running = Sampling(max_output_tokens=10**6)
+    generation = link.submit(SESSION, TOKENS, 3, running, listener, scope="tenants/t", hints=hints)
+    await listener.first_output()
+    submit = engine.requests[generation.request].submit
+    assert (submit.session, submit.tokens, submit.num_new) == (SESSION, pack_tokens(TOKENS), 3)
+    assert (submit.scope, submit.hints) == ("tenants/t", hints)
+    await link.stop()
 
 
 async def test_a_failed_engine_is_replaced(tmp_path: Path) -> None:

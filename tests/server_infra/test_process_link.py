@@ -89,6 +89,8 @@ async def test_calls_are_answered() -> None:
         assert await link.evict() == 77
         assert await link.evict(SESSION) == len(SESSION)
         assert (await link.residency(SESSION)).host_tokens == 2
+        warmed = await link.warm(SESSION, np.arange(5, dtype=np.int32), scope="tenants/t")
+        assert (warmed.refused, warmed.device_tokens, warmed.host_tokens) == ("tenants/t", 5, len(SESSION))
 
 
 async def test_cancel_ends_the_events_and_frees_the_engine() -> None:

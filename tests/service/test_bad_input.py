@@ -85,6 +85,27 @@ BAD_TURNS: dict[str, tuple[pb.TurnSpec, tuple[str, str]]] = {
     "bias out of vocabulary": (with_sampling(logit_bias={420: 1.0}), INVALID),
     "bias nan": (with_sampling(logit_bias={1: NAN}), INVALID),
     "bias inf": (with_sampling(logit_bias={1: INF}), INVALID),
+    "no candidates": (with_sampling(candidates=0), INVALID),
+    "17 candidates": (with_sampling(candidates=17), INVALID),
+    "unknown choice": (with_sampling(candidate_choice=9), INVALID),
+    "unknown choice with beams": (with_sampling(candidate_choice=9, beam_width=2), INVALID),
+    "no beams": (with_sampling(beam_width=0), INVALID),
+    "17 beams": (with_sampling(beam_width=17), INVALID),
+    "length_penalty nan": (with_sampling(length_penalty=NAN), INVALID),
+    "length_penalty inf": (with_sampling(length_penalty=-INF), INVALID),
+    "length_penalty huge": (with_sampling(length_penalty=11), INVALID),
+    "beams with temperature": (with_sampling(beam_width=2, temperature=0.5), INVALID),
+    "beams with candidates": (with_sampling(beam_width=2, candidates=2), INVALID),
+    "beams with repetition_penalty": (with_sampling(beam_width=2, repetition_penalty=1.1), INVALID),
+    "beams with frequency_penalty": (with_sampling(beam_width=2, frequency_penalty=0.5), INVALID),
+    "beams with presence_penalty": (with_sampling(beam_width=2, presence_penalty=-0.5), INVALID),
+    "beams with logit_bias": (with_sampling(beam_width=2, logit_bias={3: 1.0}), INVALID),
+    "beams with min_output_tokens": (with_sampling(beam_width=2, min_output_tokens=1), INVALID),
+    "beams with stop": (with_sampling(beam_width=2, stop=["x"]), INVALID),
+    "beams with logprobs": (
+        spec("hi", sampling=pb.SamplingParams(beam_width=2), output=pb.OutputOptions(top_logprobs=0)),
+        INVALID,
+    ),
     "21 logprobs": (with_output(top_logprobs=21), INVALID),
     "chunk of nothing": (with_output(max_chunk_tokens=0), INVALID),
     "chunk delay negative": (with_output(max_chunk_delay=Duration(seconds=-1)), INVALID),
@@ -128,7 +149,9 @@ BY_NAME: list[Callable[[Rig, str], Any]] = [
     lambda rig, name: rig.call(name, spec("hi"), attach_only=True),
     lambda rig, name: rig.api.RunTurn(pb.RunTurnRequest(session=name, turn=spec("hi"))),
     lambda rig, name: rig.api.GetTurn(pb.GetTurnRequest(session=name, request_id=uid())),
+    lambda rig, name: rig.api.WarmSession(pb.WarmSessionRequest(session=name)),
     lambda rig, name: rig.api.CancelTurn(pb.CancelTurnRequest(session=name, request_id=uid())),
+    lambda rig, name: rig.api.ChooseCandidate(pb.ChooseCandidateRequest(session=name, request_id=uid())),
     lambda rig, name: rig.api.CountTokens(pb.CountTokensRequest(session=name or "x", input=[user("hi")])),
 ]
 
@@ -160,6 +183,9 @@ BAD_OTHERS: dict[str, Callable[[Rig], Any]] = {
     "create: sampling": lambda rig: rig.create(
         config=pb.SessionConfig(default_sampling=pb.SamplingParams(top_p=NAN))
     ),
+    "create: beams with temperature": lambda rig: rig.create(
+        config=pb.SessionConfig(default_sampling=pb.SamplingParams(beam_width=2, temperature=1))
+    ),
     "create: labels": lambda rig: rig.create(labels={"": "x"}),
     "create: many labels": lambda rig: rig.create(labels={f"k{i}": "x" for i in range(65)}),
     "create: items": lambda rig: rig.create(initial_items=[user("x")] * 1025),
@@ -178,6 +204,12 @@ BAD_OTHERS: dict[str, Callable[[Rig], Any]] = {
     ),
     "update: no session": lambda rig: rig.api.UpdateSession(pb.UpdateSessionRequest(name="sessions/abc")),
     "stream: no turn": lambda rig: rig.api.StreamTurn(pb.StreamTurnRequest(session="sessions/abc")),
+    "stream: 16 offsets beside the first": lambda rig: rig.api.StreamTurn(
+        pb.StreamTurnRequest(session="sessions/abc", turn=spec("hi"), resume_candidate_offsets=[0] * 16)
+    ),
+    "choose: request id": lambda rig: rig.api.ChooseCandidate(
+        pb.ChooseCandidateRequest(session="sessions/abc", request_id="1234")
+    ),
     "cancel: keep": lambda rig: rig.api.CancelTurn(
         pb.CancelTurnRequest(session="sessions/abc", request_id=uid(), keep=7)
     ),

@@ -72,7 +72,11 @@ async def serving(folder: Path, trace: Path) -> AsyncIterator[str]:
         recorder.start(header(link.info, OPTIONS))
         tokenizer = ChatTokenizer.from_folder(model_folder(folder / "model"))
         conversations = Conversations(
-            store, link, tokenizer, TurnSettings(replica="r"), on_turn_ended=recorder.turn_ended
+            store,
+            link,
+            tokenizer,
+            TurnSettings(replica="r", prefix_sharing=False),
+            on_turn_ended=recorder.turn_ended,
         )
         stack.push_async_callback(conversations.close)
         server: aio.Server = make_server([Interceptor(TenantHeader())])

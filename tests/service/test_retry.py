@@ -182,7 +182,7 @@ async def test_the_same_while_the_cancelled_turn_is_being_committed() -> None:
         output.push(token)
     output.finish(keep=1)
     buffer.accept(Accepted("id", 1, 10, 7, "attempt", False), output)
-    async with aclosing(events(buffer, StreamOptions(OutputChoice(), 5.0, "attempt", 3))) as stream:
+    async with aclosing(events(buffer, StreamOptions(OutputChoice(), 5.0, "attempt", (3,)))) as stream:
         assert await anext(stream) == buffer.accepted
 
 

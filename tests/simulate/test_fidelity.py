@@ -12,13 +12,14 @@ from pensieve.replay.load.generators import generate
 from pensieve.replay.load.shaping import Shaping, shape
 from pensieve.replay.load.workload import Conversation, TurnLengths
 from pensieve.simulate.full.engine import FullSimulation
-from pensieve.simulate.run import Simulation
+from pensieve.simulate.run import EngineName, Simulation
 from pensieve.simulate.scenario.load import Load
 from pensieve.simulate.scenario.machine import Machine
-from pensieve.simulate.scenario.settings import Settings
+from pensieve.simulate.scenario.settings import ClientHints, Settings
 from pensieve.simulate.turns.engine import TurnSimulation
 
 SIZE = 32
+ENGINES: tuple[EngineName, ...] = ("full", "turns")
 SOURCES = ("gpu_cached", "swapped_in", "recomputed")
 
 
@@ -70,6 +71,34 @@ def test_agrees_with_the_engine(name: str, overlapped: bool, slack: float) -> No
         assert gaps[percentile] == pytest.approx(real[percentile], rel=0.03), percentile
 
 
+@pytest.mark.parametrize("name", ["moderate", "saturated"])
+def test_agrees_with_the_engine_on_what_sessions_share(name: str) -> None:
+    """Within 3 % of each count: among equals of a run and its latest owner which go is not said."""
+    config, lives = make(name)
+    begins = {0: (("a", 700),), 1: (("a", 700), ("b", 300)), 2: (("a", 700), ("c", 1000)), 3: ()}
+    talks = []
+    for number, talk in enumerate(lives.conversations):
+        prefix = begins[number % 4]
+        first = talk.turns[0].input_tokens + sum(tokens for _, tokens in prefix)
+        turns = (dataclasses.replace(talk.turns[0], input_tokens=first), *talk.turns[1:])
+        talks.append(Conversation(talk.key, turns, prefix))
+    talks = list(shape(talks, Shaping(), config.context_limit).conversations)
+    load = dataclasses.replace(lives, conversations=talks)
+    found = {}
+    for sharing in (True, False):
+        cache = dataclasses.replace(config.cache, prefix_sharing=sharing)
+        some = dataclasses.replace(config, cache=cache)
+        truth, ours = (Simulation(some, load, engine, "retention").run() for engine in ("full", "turns"))
+        for source in (*SOURCES, "new"):
+            assert ours["tokens"][source] == pytest.approx(truth["tokens"][source], rel=0.03), source
+        for kind in ("cold", "warm"):
+            assert ours["ttft_s"][kind]["mean"] == pytest.approx(truth["ttft_s"][kind]["mean"], rel=0.03)
+        assert not ours["receipts"]["violations"] and not truth["receipts"]["violations"]
+        found[sharing] = truth["tokens"]
+    assert found[True]["new"] < found[False]["new"] - 10_000
+    assert found[True]["recomputed"] < found[False]["recomputed"]
+
+
 def test_the_loads_are_what_they_are_said_to_be() -> None:
     found = {}
     for name in LOADS:
@@ -84,6 +113,19 @@ def test_the_loads_are_what_they_are_said_to_be() -> None:
     assert min(found["moderate"][0].values()) > 0.05
     assert found["saturated"][0]["gpu_cached"] < 0.3 and found["saturated"][1] > 5
     assert min(found["long contexts"][0].values()) > 0.05
+
+
+def test_agrees_with_the_engine_on_what_hints_are_worth() -> None:
+    """The same hints reach both caches: each recomputes far less than without, and as much as the other."""
+    recomputed = {}
+    for told in (None, ClientHints(0.3)):
+        config, lives = make("moderate", hints=told)
+        for engine in ENGINES:
+            found = Simulation(config, lives, engine, "retention").run()
+            recomputed[engine, told] = found["tokens"]["recomputed"]
+    for told in (None, ClientHints(0.3)):
+        assert recomputed["turns", told] == pytest.approx(recomputed["full", told], rel=0.02)
+    assert recomputed["full", ClientHints(0.3)] < 0.8 * recomputed["full", None]
 
 
 @pytest.mark.parametrize("overlapped", [False, True])

@@ -112,10 +112,11 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
     add = Tally.add
 
     def spy(
-        self: Tally, turn: int, usage: Usage, context: int, cost: float, ttft: float, rest: float, now: float
-    ) -> None:
+        self: Tally, turn: int, usage: Usage, context: int, cost: float, ttft: float, rest: float, now: float,
+        shared: int = 0,
+    ) -> None:  # fmt: skip
         found.append(Seen(turn, usage, cost, ttft, now - ttft - rest, now))
-        add(self, turn, usage, context, cost, ttft, rest, now)
+        add(self, turn, usage, context, cost, ttft, rest, now, shared)
 
     monkeypatch.setattr(Tally, "add", spy)
     return found
@@ -278,6 +279,6 @@ def test_suspended_turns_keep_their_receipt() -> None:
     )
     simulation = FullSimulation(settings(50, 100), "clairvoyant")
     tally = simulation.run(load)
-    assert simulation._replicas[0].scheduler.suspensions > 0
+    assert simulation._replicas[0].scheduler.batch.suspensions > 0
     assert (tally.turns, tally.violations, tally.sources["recomputed"]) == (2, 0, 0)
     assert SessionKey("0") not in simulation._replicas[0].cache.restores

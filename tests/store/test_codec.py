@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 import zlib
 from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pensieve.core import FinishReason, Role, pack_tokens
 from pensieve.errors import DataLoss, FailedPrecondition
 from pensieve.store import _codec, open_store
 from pensieve.store._codec import StoredRecord
 from pensieve.store.memory_store import MemoryStore
-from pensieve.store.records import Record, SessionRow
+from pensieve.store.records import CandidateAnswer, CandidateChange, Item, Record, RecordKind, SessionRow
 from pensieve.store.redis_store import RedisStore
 from pensieve.store.sqlite_store import SqliteStore
 from support.store.store_bench import first_record, key, rewind_record, turn_record
@@ -64,6 +67,53 @@ def test_stored_bytes_stay_readable() -> None:
     )
     assert stored.crc == 1155924713
     assert stored.head_hash == "915ce7a1b90f721b1b14072d7601bca8a17a0274"
+
+
+def test_stored_turns_stay_as_they_were() -> None:
+    """Answers beside the committed one take no byte where there are none, and old bytes say that there are none."""
+    plain = turn_record(1, "r1")
+    data = _codec.encode_record(plain)
+    assert hashlib.sha256(data).hexdigest() == (
+        "95de05c788b6f63be936d6bedf7261f23524d52b11e36c6b0c5551bc64de713a"
+    )
+    read = _codec.decode_record(data)
+    assert read.turn is not None and (read.turn.candidates, read.turn.chosen) == ((), 0)
+    assert read.candidate is None
+
+
+def test_all_answers_of_a_turn_and_the_choice_among_them_come_back() -> None:
+    plain = turn_record(1, "r1")
+    assert plain.turn is not None
+    drawn = tuple(
+        CandidateAnswer(
+            f"answer {i}", pack_tokens([4, i]), FinishReason.EOS, "x" * i, 2**64 - 1 - i, -0.5 * i
+        )
+        for i in range(16)
+    )
+    result = msgspec.structs.replace(plain.turn, candidates=drawn, chosen=3)
+    turn = msgspec.structs.replace(plain, turn=result)
+    change = Record(revision=3, kind=RecordKind.UPDATE, time_ms=3, keep_items=2, items=(plain.items[-1],),
+                    candidate=CandidateChange(turn_revision=2, candidate=1))  # fmt: skip
+    for record in (turn, change):
+        assert _codec.decode_record(_codec.encode_record(record)) == record
+
+
+class OldRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A record as programs knew it that drew one answer a turn."""
+
+    revision: int
+    kind: Literal["create", "turn", "rewind", "update"]
+    time_ms: int
+    keep_items: int | None = None
+    items: tuple[Item, ...] = ()
+
+
+def test_a_choice_is_an_update_like_any_other_to_older_programs() -> None:
+    item = Item(number=4, role=Role.ASSISTANT, text="b", tokens=b"")
+    change = Record(revision=3, kind=RecordKind.UPDATE, time_ms=3, keep_items=2, items=(item,),
+                    candidate=CandidateChange(turn_revision=2, candidate=1))  # fmt: skip
+    read = msgspec.msgpack.decode(_codec.encode_record(change)[1:], type=OldRecord)
+    assert (read.keep_items, read.items) == (2, (item,))
 
 
 def sound_log() -> list[StoredRecord]:

@@ -83,10 +83,11 @@ def wrong_receipts(run: ServerRun) -> list[str]:
             where = f"{run.name}: conversation {number} turn {index}"
             if not usage.reconciles:
                 problems.append(f"{where}: the receipt does not add up: {usage}")
-            if index > 1 and usage.context_tokens != before + usage.new_tokens:
+            # Not equal: of an input that another conversation began with too, less is new than was said.
+            if usage.context_tokens < before + usage.new_tokens or usage.recomputed_tokens > before:
                 problems.append(
-                    f"{where}: {usage.context_tokens} tokens of context, but the turn before ended with"
-                    f" {before} and {usage.new_tokens} are new"
+                    f"{where}: {usage.context_tokens} tokens of context, {usage.recomputed_tokens} recomputed,"
+                    f" but the turn before ended with {before} and {usage.new_tokens} are new"
                 )
             before = usage.context_tokens + usage.output_tokens
     for source in SOURCES:

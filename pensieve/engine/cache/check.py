@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Mapping
 
 from pensieve.core import SessionKey
-from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, Place
-from pensieve.engine.cache.index import EvictionIndex
+from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, Place, SharedRun
+from pensieve.engine.cache.eviction import EvictionIndex
 from pensieve.engine.cache.pool import PagePool
+from pensieve.engine.cache.sharing import SharedChunks
 from pensieve.engine.cache.tiers import Tiers
 
 
@@ -18,6 +19,7 @@ def check_cache(
     running: Mapping[SessionKey, CachedSession],
     tiers: Tiers,
     index: EvictionIndex,
+    shared: SharedChunks,
 ) -> None:
     """Raise AssertionError on the first invariant that does not hold."""
     chunks = list({id(chunk): chunk for session in sessions.values() for chunk in session.chunks}.values())
@@ -31,6 +33,8 @@ def check_cache(
     for session in sessions.values():
         _check_session(session, chunk_tokens)
         assert session.running == (session.key in running), f"{session.key}: running flag is wrong"
+    _check_owners(sessions, chunks)
+    shared.check(chunks)
     index.check()
 
 
@@ -46,21 +50,39 @@ def _check_pool(name: str, pool: PagePool, held: list[int]) -> None:
 
 def _check_chunk(chunk: Chunk, size: int) -> None:
     name = f"chunk {chunk.index}"
+    owners = list(chunk.holder.owners) if isinstance(chunk.holder, SharedRun) else [chunk.holder]
     assert 0 <= chunk.filled <= size, f"{name}: filled {chunk.filled} of {size}"
     assert chunk.filled == 0 or chunk.place is not Place.DROPPED, f"{name}: dropped but filled"
-    assert chunk.pins == sum(owner.running for owner in chunk.owners), f"{name}: {chunk.pins} pins"
+    assert chunk.pins == sum(owner.running for owner in owners), f"{name}: {chunk.pins} pins"
     assert not chunk.pins or chunk.device != NOWHERE, f"{name}: pinned without a device page"
-    assert len({id(owner) for owner in chunk.owners}) == len(chunk.owners) > 0, f"{name}: owners"
+
+
+def _check_owners(sessions: Mapping[SessionKey, CachedSession], chunks: list[Chunk]) -> None:
+    """Whoever has a chunk in its list is its owner, and nobody else."""
+    lists: dict[int, set[int]] = {id(chunk): set() for chunk in chunks}
+    for session in sessions.values():
+        for chunk in session.chunks:
+            lists[id(chunk)].add(id(session))
+    for chunk in chunks:
+        holder = chunk.holder
+        owners = set(map(id, holder.owners)) if isinstance(holder, SharedRun) else {id(holder)}
+        assert owners == lists[id(chunk)], (
+            f"chunk {chunk.index}: {len(owners)} owners, {len(lists[id(chunk)])} lists"
+        )
+        assert not isinstance(holder, SharedRun) or len(owners) > 1, f"chunk {chunk.index}: shared by one"
 
 
 def _check_session(session: CachedSession, size: int) -> None:
     key = session.key
     for index, chunk in enumerate(session.chunks):
         assert chunk.index == index, f"{key}: chunk {chunk.index} at {index}"
-        assert session in chunk.owners, f"{key}: does not own its chunk {index}"
-    cached = sum(chunk.place is not Place.DROPPED for chunk in session.chunks)
-    assert session.cached == cached, f"{key}: counts {session.cached} cached chunks, has {cached}"
-    assert session.running or cached, f"{key}: nothing cached, but not forgotten"
+        assert chunk.shared == (index < session.shared), f"{key}: chunk {index} shared, or not"
+    holders: list[CachedSession | SharedRun] = [session, *session.runs()]
+    for holder in holders:
+        cached = sum(chunk.place is not Place.DROPPED for chunk in holder.own)
+        assert holder.cached == cached, f"{key}: counts {holder.cached} cached chunks, has {cached}"
+        assert [chunk.holder for chunk in holder.own] == [holder] * len(holder.own), f"{key}: holders"
+    assert session.running or session.remembered, f"{key}: nothing cached, but not forgotten"
     assert len(session.tokens) <= len(session.chunks) * size or session.running, (
         f"{key}: tokens without chunks"
     )

@@ -1,16 +1,22 @@
-"""A chunk, which is the unit of caching, eviction and swap; a session's list of them; what there is to say about it."""
+"""A chunk, which is the unit of caching, eviction and swap; who holds it; what there is to say about it.
+
+A session holds a list of chunks. The leading ones it may share with other sessions, the others are its own. Chunks in a
+row that have the same owners are a ``SharedRun``. Whoever owns a chunk owns all that come before it, so a session's
+shared chunks are whole runs, the owners of each among those of the one before, and end where its own chunks begin.
+"""
 
 from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from pensieve.core import SessionKey, TokenArray
+from pensieve.engine.cache.rates.hints import NO_HINT, Hint
 
 NOWHERE = -1
 """In place of a page's number: the chunk has none in that tier."""
@@ -31,10 +37,11 @@ class Place(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """``chunk_tokens`` consecutive positions of a session. Only ``CacheManager`` changes it.
+    """``chunk_tokens`` consecutive positions of a context. Only ``CacheManager`` changes it.
 
-    ``filled`` leading positions hold valid KV; the rest is missing and must be computed before use. So a dropped
-    chunk, a half-recomputed one and a tail with room are the same thing with another number.
+    ``filled`` leading positions hold valid KV, once all plans made so far have run; the rest is missing and must be
+    computed before use. So a dropped chunk, a half-recomputed one and a tail with room are the same thing with another
+    number. Valid KV is never written again while more than one session owns the chunk.
     """
 
     index: int
@@ -48,9 +55,10 @@ class Chunk:
     saving: bool = False
     """A copy to ``host`` is planned, and its plan not yet launched."""
     loading: bool = False
-    """A copy from ``host`` is planned, and its plan not yet launched: ``host`` must stay."""
-    owners: list[CachedSession] = field(default_factory=list)
-    """Sessions that have it in their list. With more than one it is shared, and never written."""
+    """A copy into ``device`` is planned, and its plan not yet launched: what it is copied from must stay."""
+    digest: bytes = b""
+    """Its address among the chunks of its tenant, from its tokens and all before it; b"" has none."""
+    holder: CachedSession | SharedRun = field(kw_only=True)
 
     @property
     def place(self) -> Place:
@@ -62,7 +70,24 @@ class Chunk:
 
     @property
     def shared(self) -> bool:
-        return len(self.owners) > 1
+        return isinstance(self.holder, SharedRun)
+
+
+@dataclass(slots=True, eq=False)
+class SharedRun:
+    """Chunks in a row that the same sessions own, two at least: what sessions have in common, as far as they do."""
+
+    row: int
+    """Of this run in the eviction index."""
+    own: list[Chunk]
+    owners: dict[CachedSession, None]
+    cached: int = 0
+    """Chunks that are in a tier."""
+
+    @property
+    def first(self) -> int:
+        """Index of its first chunk in the contexts of its owners."""
+        return self.own[0].index
 
 
 @dataclass(slots=True, eq=False)
@@ -71,29 +96,63 @@ class CachedSession:
 
     key: SessionKey
     row: int
-    """Index of this session in the eviction index."""
+    """Of its own chunks in the eviction index."""
+    aside: bool = False
+    """A further candidate's: nobody comes back for it unless it is chosen, so its policy learns nothing from it."""
+    scope: str = ""
+    """Within which it shares chunks; "": with nobody."""
     tokens: TokenArray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     """Token ids that the chunks stand for, int32 [n]."""
     chunks: list[Chunk] = field(default_factory=list)
+    shared: int = 0
+    """How many leading chunks it shares; the others are its own."""
     last_active: float = 0.0
     running: bool = False
+    warming: bool = False
+    """What runs is not a turn, but brings its chunks to the device ahead of one."""
     new_tokens: int = 0
     """How many tokens of its latest turn were input."""
     kind: int = 0
     """How its policy classed it when its latest turn ended: see ``Policy.left``."""
+    hint: Hint = NO_HINT
+    """What was said of its next turn."""
     cached: int = 0
-    """Chunks that are in a tier; a session with none is forgotten."""
+    """Its own chunks that are in a tier; a session that has nothing in any is forgotten."""
     table: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     """Device page of each chunk while running, int32 [chunks]; grown by replacing it, so earlier slices stay true."""
+
+    @property
+    def own(self) -> list[Chunk]:
+        """Chunks that nobody else owns."""
+        return self.chunks[self.shared :] if self.shared else self.chunks
+
+    @property
+    def first(self) -> int:
+        """Index of its first own chunk."""
+        return self.shared
 
     @property
     def copying(self) -> bool:
         """Whether some chunk is being saved or loaded."""
         return any(chunk.saving or chunk.loading for chunk in self.chunks)
 
-    def known(self, tokens: TokenArray, num_new: int) -> int:
-        """How many leading ``tokens`` are those of the session's chunks, the last ``num_new`` aside."""
-        return min(common_prefix(self.tokens, tokens), len(tokens) - num_new)
+    @property
+    def remembered(self) -> bool:
+        """Whether any chunk is in a tier, or about to be for a running session that shares it."""
+        return self.cached > 0 or any(run.cached or run.own[0].pins for run in self.runs())
+
+    def runs(self) -> Iterator[SharedRun]:
+        """The runs that its shared chunks form, in order."""
+        at = 0
+        while at < self.shared:
+            run = self.chunks[at].holder
+            assert isinstance(run, SharedRun)
+            yield run
+            at += len(run.own)
+
+    def known(self, tokens: TokenArray) -> int:
+        """How many leading ``tokens`` are those of the session's chunks."""
+        return common_prefix(self.tokens, tokens)
 
     def residency(self) -> TierTokens:
         device = sum(chunk.filled for chunk in self.chunks if chunk.device != NOWHERE)
@@ -103,13 +162,14 @@ class CachedSession:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """What it took to make a context present: ``gpu_cached + swapped_in + recomputed`` = its history tokens."""
+    """What it takes to make a context present. Where input was found cached, that counts as cached too."""
 
     missing: tuple[Range, ...]
     """Ranges whose KV must be computed, ascending, not adjacent."""
     gpu_cached: int
     swapped_in: int
     recomputed: int
+    """Of the history alone: what is missing behind it is new."""
 
 
 @dataclass(frozen=True, slots=True)

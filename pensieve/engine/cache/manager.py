@@ -1,12 +1,15 @@
 """``CacheManager``: the only writer of chunk places, pins and pages. No torch.
 
 One request's life here: ``can_admit`` → ``admit`` (its chunks are pinned and placed on the device, copies are planned)
-→ per step ``extend`` and, when it is launched, ``computed`` → ``release`` (its chunks are unpinned and stay). Between
-turns the chunks of a session wander DEVICE → BOTH → HOST → DROPPED as ``Tiers`` needs room; the next ``admit`` brings
-them back.
+→ per step ``extend`` and ``computed`` → ``release`` (its chunks are unpinned and stay). Between turns the chunks of a
+session wander DEVICE → BOTH → HOST → DROPPED as ``Tiers`` needs room; the next ``admit`` brings them back.
 
 Any chunk that no running request pins can be evicted, at worst by dropping it. So "does it fit" is one comparison with
 the number of pinned chunks, and a full tier can never stop a request that fits an empty one.
+
+Sessions of one scope share what they have in common (``sharing``). A request finds a chunk by its address, whoever had
+it computed, and becomes one more owner. Two that arrive together meet in the same way: the first has its chunks in the
+index before any KV is there, a plan computes them once, and the second reads them in that same plan.
 """
 
 from __future__ import annotations
@@ -14,11 +17,14 @@ from __future__ import annotations
 import numpy as np
 
 from pensieve.config import CacheConfig
-from pensieve.core import SessionKey, TokenArray
+from pensieve.core import Hints, SessionKey, TokenArray
 from pensieve.engine.cache.check import check_cache
-from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, Place, Range, Restore, TierTokens
-from pensieve.engine.cache.index import EvictionIndex
-from pensieve.engine.cache.policy import POLICIES, Policy
+from pensieve.engine.cache.chunk import CachedSession, Restore, SharedRun, TierTokens
+from pensieve.engine.cache.digests import Digests, Path
+from pensieve.engine.cache.eviction import EvictionIndex
+from pensieve.engine.cache.layout import Layout, ToBring
+from pensieve.engine.cache.policy import POLICIES, UNKNOWN, Policy
+from pensieve.engine.cache.sharing import SharedChunks
 from pensieve.engine.cache.tiers import Occupancy, PlannedCopies, Tiers
 from pensieve.engine.cost.model import CostModel
 from pensieve.engine.plan import PageTable
@@ -27,15 +33,21 @@ from pensieve.engine.plan import PageTable
 class CacheManager:
     """Two-tier chunk cache of all sessions. Not thread-safe: the engine's thread owns it.
 
-    ``policy``: takes the place of the one that ``config`` names; simulations have more of them.
+    ``policy``: takes the place of the one that ``config`` names; simulations have more of them. ``model``: names the
+    weights that the KV is computed with.
     """
 
-    def __init__(self, config: CacheConfig, cost: CostModel, policy: Policy | None = None) -> None:
+    def __init__(
+        self, config: CacheConfig, cost: CostModel, policy: Policy | None = None, model: str = ""
+    ) -> None:
         if config.device_chunks < 1 or config.host_chunks < 0 or config.chunk_tokens < 1:
             raise ValueError(f"impossible cache sizes: {config}")
         self.config = config
         self.index = EvictionIndex(POLICIES[config.policy]() if policy is None else policy, cost)
-        self._tiers = Tiers(config, self.index, self._forget)
+        self._tiers = Tiers(config, self.index, self._emptied)
+        digests = Digests(model, config.chunk_tokens)
+        self._shared = SharedChunks(self.index, self._tiers, digests, config.chunk_tokens)
+        self._layout = Layout(self._tiers, self._shared, self.index, config.chunk_tokens)
         self._sessions: dict[SessionKey, CachedSession] = {}
         self._running: dict[SessionKey, CachedSession] = {}
 
@@ -51,6 +63,11 @@ class CacheManager:
         return len(self._sessions)
 
     @property
+    def unpinned_pages(self) -> int:
+        """Device pages that no running request holds: free, or to be had by an eviction."""
+        return self._tiers.unpinned
+
+    @property
     def swaps_in(self) -> bool:
         """Whether the plan in the making copies chunks in from the host."""
         return self._tiers.swaps_in
@@ -63,27 +80,48 @@ class CacheManager:
         """Chunks that a context of this length occupies."""
         return -(-tokens // self.config.chunk_tokens)
 
-    def can_admit(self, key: SessionKey, tokens: TokenArray, num_new: int, *, reserve: bool) -> bool:
-        """Whether ``admit`` may be called now.
+    def path(self, key: SessionKey, scope: str, tokens: TokenArray) -> Path | None:
+        """The addresses of a context, for ``can_admit`` and ``admit``; None: it shares nothing."""
+        if not scope or not self.config.prefix_sharing:
+            return None
+        return self._shared.path(self._sessions.get(key), scope, tokens)
+
+    def can_admit(
+        self,
+        key: SessionKey,
+        tokens: TokenArray,
+        num_new: int,
+        *,
+        reserve: bool,
+        path: Path | None = None,
+        branches: int = 0,
+    ) -> bool:
+        """Whether ``admit`` may be called now, and then ``branch`` for so many others.
 
         With ``reserve``, more than ``decode_reserve`` of all device pages must stay unpinned afterwards: free,
         reclaimable, or evictable. (Evictable ones count because the plan that needs them copies their chunks out
         itself; insisting on a clean copy first would only add a step of waiting.)
         """
         session = self._sessions.get(key)
-        pinned_by_others = 0
-        if session is not None:
-            if session.running or session.copying:
-                return False
-            keep = session.known(tokens, num_new)
-            size = self.config.chunk_tokens
-            # Shared chunks that are pinned already cost this request no page; one that it will write to does.
-            pinned_by_others = sum(
-                chunk.pins > 0 and chunk.filled == size and (chunk.index + 1) * size <= keep
-                for chunk in session.chunks
-            )
-        left = self._tiers.unpinned - self.chunks_for(len(tokens)) + pinned_by_others
+        if session is not None and (session.running or session.copying):
+            return False
+        shared = self._layout.shared_with_others(session, tokens, num_new, path)
+        if any(chunk.saving for chunk in shared):
+            return False  # the plan that copies them out cannot copy them in
+        # Those that are pinned already cost this request no page.
+        pinned = sum(chunk.pins > 0 for chunk in shared)
+        left = self._tiers.unpinned - self.chunks_for(len(tokens)) - branches + pinned
         return left > self.config.decode_reserve * self.config.device_chunks if reserve else left >= 0
+
+    def holds(self, key: SessionKey) -> bool:
+        """Whether anything is known of a session."""
+        return key in self._sessions
+
+    def to_bring(self, key: SessionKey, tokens: TokenArray, path: Path | None = None) -> ToBring:
+        """What ``admit`` would have to bring to the device for a session that does not run."""
+        session = self._sessions.get(key)
+        known = session if session is not None and session.scope == _scope(path) else None
+        return self._layout.to_bring(known, tokens, path)
 
     def page_table(self, key: SessionKey, tokens: int) -> PageTable:
         """Device pages of the first ``tokens`` positions of a running session; valid until it is released."""
@@ -96,11 +134,23 @@ class CacheManager:
 
     # -- one request -------------------------------------------------------------------------------------------------
 
-    def admit(self, key: SessionKey, tokens: TokenArray, num_new: int, now: float) -> Restore:
+    def admit(
+        self,
+        key: SessionKey,
+        tokens: TokenArray,
+        num_new: int,
+        now: float,
+        path: Path | None = None,
+        *,
+        warm: bool = False,
+    ) -> Restore:
         """Pin the context ``tokens`` of a session and place every chunk of it on the device.
 
-        The cached part is what the cached token ids and ``tokens`` agree on, never more than the history (the first
-        ``len(tokens) - num_new``), and never the last token: something has to be computed to get logits.
+        The cached part is what the cached token ids and ``tokens`` agree on, and behind it all chunks that are found
+        under their addresses (``path``); never the last token: something has to be computed to get logits. Without
+        addresses it is never more than the history, which is the first ``len(tokens) - num_new``.
+
+        ``warm``: it is no turn of the session, wants no logits, and its policy hears nothing of it.
 
         ====================================  =====================================  ================================
         positions                             state before                           what happens
@@ -111,22 +161,44 @@ class CacheManager:
         ``[keep, len(tokens))``               chunk freed, or its tail cut           page, to be computed
         ====================================  =====================================  ================================
         """
-        session = self._sessions.get(key) or self._add(key)
-        keep = session.known(tokens, num_new)
-        self._truncate(session, keep)
+        session = self._sessions.get(key)
+        if session is not None and session.scope != _scope(path):
+            self._forget(session)
+            session = None
+        if session is None:
+            session = self._add(key, _scope(path))
+        keep = self._layout.find(session, tokens, num_new, path)
         session.tokens = tokens.copy()
-        session.running = True
-        self.index.came_back(session, num_new, now)
+        session.running, session.warming = True, warm
+        if not warm:
+            self.index.came_back(session, num_new, now)
         self._running[key] = session
         # All before anything is evicted: a restore must not evict itself.
         for chunk in session.chunks:
             self._tiers.pin(chunk)
-        if keep == len(tokens):
+        if keep == len(tokens) and not warm:
             keep -= 1  # the last token's logits are needed, however much of its KV is cached
-        restore = self._lay_out(session, len(tokens), keep, len(tokens) - num_new)
-        self._bring_to_device(session, now)
-        session.table = np.fromiter((c.device for c in session.chunks), np.int32, len(session.chunks))
+        restore = self._layout.lay_out(session, keep, len(tokens) - num_new, path)
+        self._layout.bring_to_device(session, now)
         return restore
+
+    def branch(self, source: SessionKey, target: SessionKey, tokens: TokenArray, now: float) -> int | None:
+        """Let another request go on from the context of a running one, all but the last of its ``tokens``.
+
+        Full chunks are shared, the partly filled one is copied as far as the device has it. The target may be running:
+        then what it had beyond what both share is given up. Called while a plan is made, before the source's work for
+        it is taken. Returns where the target's missing KV begins, provided the source's is computed first; None, and
+        nothing has changed, when there is no page for the tail.
+        """
+        origin, session = self._running[source], self._running.get(target)
+        if session is None:
+            if not self._tiers.unpinned:
+                return None
+            if target in self._sessions:
+                self._forget(self._sessions[target])
+            session = self._running[target] = self._add(target, origin.scope)
+            session.aside = session.running = True
+        return self._layout.follow(origin, session, tokens, now)
 
     def extend(self, key: SessionKey, tokens: int, now: float) -> bool:
         """Make room on the device for ``tokens`` positions of a running session; False when every page is pinned."""
@@ -134,14 +206,18 @@ class CacheManager:
         while len(session.chunks) < self.chunks_for(tokens):
             if not self._tiers.unpinned:
                 return False
-            chunk = self._append(session)
+            chunk = self._layout.append(session)
             self._tiers.reserve(1, now)
             self._tiers.place_on_device(chunk)
             session.table = np.append(session.table, np.int32(chunk.device))
         return True
 
     def computed(self, key: SessionKey, start: int, end: int) -> None:
-        """KV of positions ``[start, end)`` of a running session was written. Their host copies are stale now."""
+        """The plan in the making writes KV of positions ``[start, end)`` of a running session.
+
+        Host copies of what it writes to are stale when it is launched. Whoever is admitted into the same plan finds the
+        KV there: in each layer all writes of a step come before its reads.
+        """
         session = self._running[key]
         size = self.config.chunk_tokens
         for index in range(start // size, self.chunks_for(end)):
@@ -151,17 +227,25 @@ class CacheManager:
             assert chunk.filled == low, (
                 f"{key} chunk {index}: filled {chunk.filled}, but {low} was computed next"
             )
-            assert not chunk.shared, f"{key} chunk {index}: a shared chunk was written"
+            assert not chunk.shared or (index + 1) * size <= len(session.tokens), (
+                f"{key} chunk {index}: a shared chunk was written to by one whose context ends in it"
+            )
             chunk.filled = high
-            if chunk.host != NOWHERE:
-                self._tiers.discard_host(chunk)
+            self._tiers.written(chunk)
 
     def release(
-        self, key: SessionKey, now: float, tokens: TokenArray | None = None, *, forget: bool = False
+        self,
+        key: SessionKey,
+        now: float,
+        tokens: TokenArray | None = None,
+        *,
+        forget: bool = False,
+        hints: Hints | None = None,
     ) -> None:
         """The request has ended. Its chunks stay, or go with ``forget``.
 
-        ``tokens``: its context, where that has grown since ``admit``.
+        ``tokens``: its context, where that has grown since ``admit``; or the part of it that its KV stands for.
+        ``hints``: what its turn said of the next one.
         """
         session = self._running.pop(key)
         if tokens is not None:
@@ -170,16 +254,17 @@ class CacheManager:
             self._tiers.unpin(chunk)
         session.running = False
         session.last_active = now
-        self.index.left(session, now)
-        while session.chunks and (forget or session.chunks[-1].filled == 0):
-            self._cut_last(session)
-        for chunk in session.chunks:
-            if chunk.filled == 0 and chunk.place is not Place.DROPPED:
-                self._tiers.discard(chunk)  # its recomputation never came: nothing worth copying out
-        last = session.chunks[-1] if session.chunks else None
-        known = 0 if last is None else last.index * self.config.chunk_tokens + last.filled
-        session.tokens = session.tokens[:known].copy()
-        if session.cached == 0:
+        if session.aside:
+            session.kind = UNKNOWN
+        elif session.warming:
+            self.index.told(session, hints)
+        else:
+            self.index.left(session, now, hints)
+        self.index.touch(session)
+        self._layout.clear_out(session, forget=forget)
+        if session.scope and self._sessions.get(key) is session:
+            self._shared.address(session)
+        if not session.remembered:
             self._forget(session)
 
     def suspend(self, key: SessionKey, now: float, tokens: TokenArray) -> None:
@@ -202,28 +287,20 @@ class CacheManager:
         """The plan with the copies of the last ``take_copies`` was launched."""
         self._tiers.complete()
 
-    def fork(self, source: SessionKey, target: SessionKey, tokens: int, now: float) -> int:
-        """Let a new session share the first ``tokens`` cached tokens of another; returns how many it shares."""
-        origin = self._sessions.get(source)
-        if origin is None or target in self._sessions:
-            return 0
-        size = self.config.chunk_tokens
-        known = min(tokens, len(origin.tokens))
-        if origin.running:  # its tail is being written
-            unfilled = [chunk.index for chunk in origin.chunks if chunk.filled < size]
-            known = min(known, (unfilled[0] if unfilled else len(origin.chunks)) * size)
-        shared = origin.chunks[: self.chunks_for(known)]
-        if not any(chunk.place is not Place.DROPPED for chunk in shared):
-            return 0
-        session = self._add(target)
-        session.tokens = origin.tokens[:known].copy()
-        session.last_active = now
-        for chunk in shared:
-            chunk.owners.append(session)
-            session.chunks.append(chunk)
-            session.cached += chunk.place is not Place.DROPPED
-        self.index.touch(session)
-        return known
+    def replace(self, key: SessionKey, by: SessionKey) -> bool:
+        """Let what is cached under one key be the session's of another; False when it is not there, or in use."""
+        session, other = self._sessions.get(key), self._sessions.get(by)
+        if other is None or other is session or other.running or (session is not None and session.running):
+            return False
+        if session is not None:
+            other.last_active, other.new_tokens = session.last_active, session.new_tokens
+            other.kind, other.hint = session.kind, session.hint
+            self._forget(session)
+        del self._sessions[by]
+        other.key, other.aside = key, False
+        self._sessions[key] = other
+        self.index.touch(other)
+        return True
 
     def evict(self, key: SessionKey | None = None) -> int:
         """Drop what idle sessions have cached (one, or all); returns the number of KV-tokens freed."""
@@ -232,16 +309,14 @@ class CacheManager:
         for session in sessions:
             if session is None or session.running or session.copying:
                 continue
-            while session.chunks:
-                freed += 0 if session.chunks[-1].shared else session.chunks[-1].filled
-                self._cut_last(session)
+            freed += sum(chunk.filled for chunk in session.own)
             self._forget(session)
         return freed
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _add(self, key: SessionKey) -> CachedSession:
-        session = CachedSession(key, self.index.add_row())
+    def _add(self, key: SessionKey, scope: str) -> CachedSession:
+        session = CachedSession(key, self.index.add_row(), scope=scope)
         self._sessions[key] = session
         self.index.attach(session)
         return session
@@ -249,100 +324,23 @@ class CacheManager:
     def _forget(self, session: CachedSession) -> None:
         if self._sessions.get(session.key) is session:
             del self._sessions[session.key]
+            self._shared.cut(session, 0)
             self.index.remove(session)
-            for chunk in session.chunks:
-                chunk.owners.remove(session)
-            session.chunks.clear()
 
-    def _truncate(self, session: CachedSession, keep: int) -> None:
-        """Cut a session's cache to its first ``keep`` tokens."""
-        size = self.config.chunk_tokens
-        while session.chunks and session.chunks[-1].index * size >= keep:
-            self._cut_last(session)
-        if session.chunks and not session.chunks[-1].shared:
-            tail = session.chunks[-1]
-            tail.filled = min(tail.filled, keep - tail.index * size)
-
-    def _lay_out(self, session: CachedSession, total: int, keep: int, history: int) -> Restore:
-        """Make the chunk list cover ``total`` positions, pinned; count sources and collect what is missing."""
-        size = self.config.chunk_tokens
-        missing: list[Range] = []
-        sources = {Place.DEVICE: 0, Place.BOTH: 0, Place.HOST: 0, Place.DROPPED: 0}
-        for index in range(self.chunks_for(total)):
-            low, high = index * size, min((index + 1) * size, total)
-            chunk = session.chunks[index] if index < len(session.chunks) else self._append(session)
-            valid = max(min(chunk.filled, keep - low), 0)
-            # The part that is not valid will be written, which only a session's own chunks may be.
-            if chunk.shared and valid < high - low:
-                to_come = self.chunks_for(total) - len(session.chunks)
-                chunk, valid = self._make_private(session, chunk, valid, to_come)
-            elif not chunk.shared:
-                chunk.filled = valid
-            if valid == 0 and chunk.host != NOWHERE:
-                self._tiers.discard_host(chunk)  # or an empty chunk would be copied in
-            sources[chunk.place] += valid
-            if low + valid < high:
-                # Ranges that touch become one: each will be a span of its own.
-                if missing and missing[-1][1] == low + valid:
-                    missing[-1] = (missing[-1][0], high)
-                else:
-                    missing.append((low + valid, high))
-        on_device = sources[Place.DEVICE] + sources[Place.BOTH]
-        recomputed = history - on_device - sources[Place.HOST]
-        return Restore(tuple(missing), on_device, sources[Place.HOST], recomputed)
-
-    def _make_private(
-        self, session: CachedSession, shared: Chunk, valid: int, to_come: int
-    ) -> tuple[Chunk, int]:
-        """Copy on write: replace a shared chunk in a running session's list; returns the new one and what it holds.
-
-        Its first ``valid`` tokens are copied when the device has them and a page to spare beside the ``to_come`` chunks
-        that this session still needs; otherwise they are missing and will be recomputed.
-        """
-        private = Chunk(shared.index, owners=[session])
-        self._tiers.pin(private)
-        session.chunks[shared.index] = private
-        shared.owners.remove(session)
-        session.cached -= shared.place is not Place.DROPPED
-        spare = self._tiers.unpinned >= to_come
-        if shared.device != NOWHERE and valid > 0 and spare:
-            self._tiers.reserve(1, session.last_active)
-            self._tiers.duplicate(shared, private)
-            private.filled = valid
-        # Only now: the reservation must not have evicted what is to be copied.
-        self._tiers.unpin(shared)
-        return private, private.filled
-
-    def _bring_to_device(self, session: CachedSession, now: float) -> None:
-        """Place every chunk of a session on the device that is not there; those that the host has are loaded."""
-        absent = [chunk for chunk in session.chunks if chunk.device == NOWHERE]
-        self._tiers.reserve(len(absent), now)
-        for chunk in absent:
-            if chunk.host != NOWHERE:
-                self._tiers.load(chunk)
-            else:
-                self._tiers.place_on_device(chunk)
-        self.index.touch(session)
-
-    def _append(self, session: CachedSession) -> Chunk:
-        """A new, pinned chunk at the end of a running session's list; it has no page yet."""
-        chunk = Chunk(len(session.chunks), owners=[session])
-        session.chunks.append(chunk)
-        self._tiers.pin(chunk)
-        return chunk
-
-    def _cut_last(self, session: CachedSession) -> None:
-        """Take the last chunk out of a session's list; free its pages when nobody else has it."""
-        chunk = session.chunks.pop()
-        session.cached -= chunk.place is not Place.DROPPED
-        chunk.owners.remove(session)
-        self.index.touch(session)
-        if not chunk.owners:
-            chunk.filled = 0  # given up on purpose: not counted as dropped for want of room
-            self._tiers.discard(chunk)
+    def _emptied(self, holder: CachedSession | SharedRun) -> None:
+        """The last chunk of a holder is dropped: forget the sessions that have nothing left."""
+        for session in [holder] if isinstance(holder, CachedSession) else list(holder.owners):
+            if not session.running and not session.remembered:
+                self._forget(session)
 
     # -- invariants --------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise AssertionError, with the numbers, unless every page has exactly one owner and all counts agree."""
-        check_cache(self.config.chunk_tokens, self._sessions, self._running, self._tiers, self.index)
+        check_cache(
+            self.config.chunk_tokens, self._sessions, self._running, self._tiers, self.index, self._shared
+        )
+
+
+def _scope(path: Path | None) -> str:
+    return "" if path is None else path.scope

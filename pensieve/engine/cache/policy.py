@@ -7,7 +7,11 @@
                                                             first draft, arXiv 2312.05516v1 §4.3
 ``whole-session``  V = 1 / T, all candidates at once        the coarse granularity that §3.2 argues against
 
-T is the time since the session was last active. A policy answers for many sessions at once so that one eviction round
+T is the time since the session was last active. Of a chunk that several sessions own, what stands for 1 / T or G(T) is
+the sum over its owners, as each of them may come back for it; where only recency counts, it is that of the latest.
+The first two hear what clients say of their next turn: ``engine.cache.rates.hints`` says what becomes of a value then.
+
+A policy answers for many sessions at once so that one eviction round
 stays cheap with 100,000 of them: with all but ``trailing-half`` and ``whole-session`` only a session's first candidate
 can be the minimum.
 """
@@ -21,8 +25,8 @@ import numpy as np
 
 from pensieve.config import PolicyName
 from pensieve.core import Floats, Ints
-from pensieve.engine.cache.gittins import COLUMNS, OLDEST, YOUNGEST, columns_of, factors
-from pensieve.engine.cache.returns import CELLS, ReturnRates, cell_of
+from pensieve.engine.cache.rates.gittins import COLUMNS, OLDEST, YOUNGEST, columns_of, factors
+from pensieve.engine.cache.rates.returns import CELLS, ReturnRates, cell_of
 
 SHORTEST_IDLE_S = 1e-3
 """T never gets smaller: the value of a session that is active right now stays finite, so costs still order it."""
@@ -53,22 +57,71 @@ class Policy(Protocol):
         """
         ...
 
+    @property
+    def hears_hints(self) -> bool:
+        """Whether values are Cost × rate of return, which ``rates.hints`` can adjust; else hints are ignored."""
+        return False
+
+    def values_and_claims(
+        self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints
+    ) -> tuple[Floats, Floats]:
+        """``values``, and what each session alone would count for in the value of a chunk that it owns with others."""
+        one = np.ones_like(idle)
+        return self.values(first_cost, candidates, idle, kinds), self.values(one, one, idle, kinds)
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether the claims of a chunk's owners add up; else the largest counts."""
+        return True
+
+    def shared_values(self, first_cost: Floats, candidates: Floats, claims: Floats) -> Floats:
+        """``values`` of chunks with several owners, from what their claims come to."""
+        return first_cost * claims
+
     def group(self, candidates: Sequence[int]) -> Sequence[int]:
         """Which of a session's candidate chunks (ascending indices) go together with the next victim."""
         return candidates[:1]
 
 
-class Retention(Policy):
+class _Recency(Policy):
+    """What the policies that do not know costs have in common."""
+
+    @property
+    def adds_up(self) -> bool:
+        return False
+
+    def shared_values(self, first_cost: Floats, candidates: Floats, claims: Floats) -> Floats:
+        return claims
+
+
+class _Rated(Policy):
+    """What the policies have in common whose values are Cost × rate of return."""
+
+    @property
+    def hears_hints(self) -> bool:
+        return True
+
+
+class Retention(_Rated):
     """The paper's: cheap to recompute and long idle goes first."""
 
     def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:
         return first_cost / np.maximum(idle, SHORTEST_IDLE_S)
 
+    def values_and_claims(
+        self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints
+    ) -> tuple[Floats, Floats]:
+        idle = np.maximum(idle, SHORTEST_IDLE_S)
+        return (
+            first_cost / idle,
+            1.0 / idle,
+        )  # values to the last bit as above: they are compared with each other
 
-class Gittins(Policy):
+
+class Gittins(_Rated):
     """Chunks stay that are likely to be needed soon, weighed by what they cost to recompute.
 
-    See ``engine.cache.gittins`` and ``engine.cache.returns``.
+    See ``engine.cache.rates.gittins`` and ``engine.cache.rates.returns``.
     V = Cost(l) / T × a factor by kind of session and by T. All factors are 1 until something was learned, which makes
     this ``retention``. Each start of the server begins with nothing learned. The factors are computed anew, which takes
     2 ms, after every 64 idle periods, and later when an eighth as many have come as there were, at least every 1024.
@@ -93,33 +146,46 @@ class Gittins(Policy):
         self._rates.returned(key, now)
 
     def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:
-        ages = np.clip(idle, YOUNGEST, OLDEST)
-        at = columns_of(ages)
-        at += kinds
-        values = self._factors.take(at)
+        values = self._rates_of(idle, kinds)
         values *= first_cost
-        values /= ages
         return values
 
+    def values_and_claims(
+        self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints
+    ) -> tuple[Floats, Floats]:
+        rates = self._rates_of(idle, kinds)
+        return rates * first_cost, rates
 
-class LeastRecentlyUsed(Policy):
+    def _rates_of(self, idle: Floats, kinds: Ints) -> Floats:
+        ages = np.minimum(np.maximum(idle, YOUNGEST), OLDEST)  # np.clip is slow for single sessions
+        at = columns_of(ages)
+        at += kinds
+        rates = self._factors.take(at)
+        rates /= ages
+        return rates
+
+
+class LeastRecentlyUsed(_Recency):
     """Recency only, chunk by chunk from the front."""
 
     def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:
         return 1.0 / np.maximum(idle, SHORTEST_IDLE_S)
 
 
-class TrailingHalf(Policy):
+class TrailingHalf(_Recency):
     """The draft's: large and long idle goes first, its trailing half at a time."""
 
     def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:
         return 1.0 / (np.maximum(candidates, 1.0) * np.maximum(idle, SHORTEST_IDLE_S))
 
+    def shared_values(self, first_cost: Floats, candidates: Floats, claims: Floats) -> Floats:
+        return claims / np.maximum(candidates, 1.0)
+
     def group(self, candidates: Sequence[int]) -> Sequence[int]:
         return candidates[len(candidates) // 2 :]
 
 
-class WholeSession(Policy):
+class WholeSession(_Recency):
     """Recency only, a session at a time."""
 
     def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:

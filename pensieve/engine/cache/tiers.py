@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pensieve.config import CacheConfig
-from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, Place
-from pensieve.engine.cache.index import EvictionIndex, EvictionRound, Reclaim
+from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, Place, SharedRun
+from pensieve.engine.cache.eviction import EvictionIndex, EvictionRound
+from pensieve.engine.cache.index import Reclaim
 from pensieve.engine.cache.pool import PagePool
 from pensieve.engine.plan import Copy
 
@@ -53,10 +54,13 @@ class Occupancy:
 
 
 class Tiers:
-    """The page pools of both tiers. ``forget`` is called with a session that has lost its last cached chunk."""
+    """The page pools of both tiers. ``emptied`` is called with a holder that has lost its last cached chunk."""
 
     def __init__(
-        self, config: CacheConfig, index: EvictionIndex, forget: Callable[[CachedSession], None]
+        self,
+        config: CacheConfig,
+        index: EvictionIndex,
+        emptied: Callable[[CachedSession | SharedRun], None],
     ) -> None:
         self.device = PagePool(config.device_chunks)
         self.host = PagePool(config.host_chunks)
@@ -67,13 +71,19 @@ class Tiers:
         self._watermark = config.swap_watermark * config.device_chunks
         self._chunk_tokens = config.chunk_tokens
         self._index = index
-        self._forget = forget
+        self._emptied = emptied
         self._swap_out: list[Copy] = []
         self._copies: list[Copy] = []
         self._swap_in: list[Copy] = []
         self._dropped = 0
         self._in_flight: list[Chunk] = []
         """Chunks that are being saved or loaded by the plan in the making."""
+        self._stale: list[Chunk] = []
+        """Chunks that the plan in the making writes to: their host copies are no copies afterwards."""
+        self._fresh: set[Chunk] = set()
+        """Shared chunks that the plan in the making writes to."""
+        self._copied: list[Chunk] = []
+        """Chunks that the plan in the making copies on the device; pinned, so that their pages are not written to."""
 
     # -- questions: change nothing -----------------------------------------------------------------------------------
 
@@ -138,10 +148,9 @@ class Tiers:
         )
 
     def place_on_device(self, chunk: Chunk) -> None:
-        """Let a chunk have a free device page."""
-        if chunk.place is Place.DROPPED:
-            for owner in chunk.owners:
-                owner.cached += 1
+        """Let a chunk that is not on the device have a free page there."""
+        if chunk.host == NOWHERE:
+            chunk.holder.cached += 1
         chunk.device = self.device.take()
 
     def load(self, chunk: Chunk) -> None:
@@ -153,8 +162,32 @@ class Tiers:
 
     def duplicate(self, source: Chunk, target: Chunk) -> None:
         """Place a new chunk on the device and plan the copy of what another holds there."""
+        self.pin(source)
+        self._copied.append(source)
         self.place_on_device(target)
+        target.loading = True
+        self._in_flight.append(target)
         self._copies.append(Copy(source.device, target.device))
+
+    def hand_over(self, source: Chunk, target: Chunk) -> None:
+        """Let a chunk that has no page have the device page of another, which holds the same tokens."""
+        target.holder.cached += target.place is Place.DROPPED
+        source.holder.cached -= source.host == NOWHERE
+        target.device, source.device = source.device, NOWHERE
+        target.filled = source.filled
+        self._touch(target)
+        self._touch(source)
+
+    def written(self, chunk: Chunk) -> None:
+        """The plan in the making writes to a chunk."""
+        if chunk.host != NOWHERE:
+            self._stale.append(chunk)
+        if chunk.shared:
+            self._fresh.add(chunk)
+
+    def can_duplicate(self, chunk: Chunk) -> bool:
+        """Whether a plan that copies before it loads and writes finds what the chunk holds on the device."""
+        return chunk.device != NOWHERE and not chunk.loading and chunk not in self._fresh
 
     # -- ahead of time -----------------------------------------------------------------------------------------------
 
@@ -267,6 +300,17 @@ class Tiers:
         if chunk.host != NOWHERE:
             self.discard_host(chunk)
 
+    def give_up(self, chunk: Chunk) -> None:
+        """Free every page of a chunk that nobody owns any more: it is not dropped for want of room."""
+        if chunk.device != NOWHERE:
+            self.device.put_back(chunk.device)
+        if chunk.host != NOWHERE:
+            self.host.put_back(chunk.host)
+        chunk.holder.cached -= chunk.place is not Place.DROPPED
+        chunk.device = chunk.host = NOWHERE
+        chunk.filled = 0
+        self.spare.pop(chunk, None)
+
     def _after_loss(self, chunk: Chunk) -> None:
         """A chunk has lost a page. With the last one its KV is gone, and maybe its sessions with it."""
         self._touch(chunk)
@@ -274,15 +318,13 @@ class Tiers:
             return
         self._dropped += chunk.filled
         chunk.filled = 0
-        for owner in chunk.owners:
-            owner.cached -= 1
-            if owner.cached == 0 and not owner.running:
-                self._forget(owner)
+        chunk.holder.cached -= 1
+        if chunk.holder.cached == 0:
+            self._emptied(chunk.holder)
 
     def _touch(self, chunk: Chunk) -> None:
-        """The rows of all sessions that have the chunk are out of date."""
-        for owner in chunk.owners:
-            self._index.touch(owner)
+        """The row that the chunk is in is out of date."""
+        self._index.touch(chunk.holder)
 
     # -- plan and commit ---------------------------------------------------------------------------------------------
 
@@ -298,3 +340,11 @@ class Tiers:
             chunk.saving = chunk.loading = False
             self._touch(chunk)
         self._in_flight.clear()
+        for chunk in self._stale:
+            if chunk.host != NOWHERE:
+                self.discard_host(chunk)
+        self._stale.clear()
+        self._fresh.clear()
+        for chunk in self._copied:
+            self.unpin(chunk)
+        self._copied.clear()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pensieve.core import Ints, RequestKey
 from pensieve.engine.plan import Plan, SampleSpec
 from pensieve.engine.worker.spans import Ints32, SpanColumns
+from pensieve.kernels.attention.prefixes import PartyRule
 
 NO_SLOT = -1
 """Where the keys and values of a padding token go."""
@@ -17,7 +18,8 @@ NO_SLOT = -1
 
 @dataclass(frozen=True, slots=True)
 class CudaBatch:
-    """T concatenated tokens of S spans, over page tables that lie one behind the other."""
+    """T concatenated tokens of S spans, over page tables that lie one behind the other. Spans that read a common
+    beginning together come first, party by party; the others stand in the plan's order."""
 
     tokens: Ints32
     """[T]; ``PENDING`` where ``source`` says what to take."""
@@ -31,36 +33,56 @@ class CudaBatch:
     """[S, 4]: first row of q, tokens, position, where its page table begins in ``pages``."""
     pages: Ints32
     sample_rows: Ints32
-    """Last token of each span that is sampled, in the plan's order."""
+    """Last token of each span that is sampled, in the plan's order of spans."""
     requests: tuple[RequestKey, ...]
     """Whose samples they are."""
     specs: tuple[SampleSpec, ...]
     longest: int
     """Most tokens that a query sees."""
+    parties: Ints | None = None
+    """[n, 3], see ``kernels.attention.prefixes``; None: every span reads all of its context."""
 
 
-def make_cuda_batch(plan: Plan, page_tokens: int, sampled: Mapping[RequestKey, int]) -> CudaBatch:
+def make_cuda_batch(
+    plan: Plan, page_tokens: int, sampled: Mapping[RequestKey, int], rule: PartyRule | None = None
+) -> CudaBatch:
     """The batch of a plan with at least one span; ``sampled``: row of each request in the samples of the step before.
+    ``rule``: which spans read a common beginning together; None: none do.
 
     Raises ValueError when a span is empty or reaches past its page table.
     """
     columns = SpanColumns.of(plan, page_tokens)
+    place = range(len(plan.spans))
+    host = _host(columns)
+    found = rule.find(host, columns.pages) if rule is not None else None
+    if found is not None:
+        ordered = replace(plan, spans=tuple(plan.spans[index] for index in found.order.tolist()))
+        columns = SpanColumns.of(ordered, page_tokens)
+        host = _host(columns)
+        place = np.argsort(found.order).tolist()
     source = np.full(len(columns.tokens), -1, dtype=np.int32)
-    for index in columns.pending():
-        source[columns.ends[index] - 1] = sampled[plan.spans[index].request]
-    asked = [
-        (index, span.request, span.sample) for index, span in enumerate(plan.spans) if span.sample is not None
-    ]
-    first_rows = columns.ends - columns.length
+    pending = set(columns.pending())
+    asked = []
+    for at, span in zip(place, plan.spans, strict=True):
+        if at in pending:
+            source[columns.ends[at] - 1] = sampled[span.request]
+        if span.sample is not None:
+            asked.append((at, span.request, span.sample))
     return CudaBatch(
         tokens=columns.tokens,
         source=source,
         positions=columns.positions.astype(np.int32),
         slots=columns.slots.astype(np.int32),
-        spans=np.stack([first_rows, columns.length, columns.start, columns.first_page], axis=1),
+        spans=host,
         pages=columns.pages,
         sample_rows=(columns.ends[[index for index, _, _ in asked]] - 1).astype(np.int32),
         requests=tuple(request for _, request, _ in asked),
         specs=tuple(spec for _, _, spec in asked),
         longest=int((columns.start + columns.length).max()),
+        parties=found.table if found is not None else None,
     )
+
+
+def _host(columns: SpanColumns) -> Ints:
+    first_rows = columns.ends - columns.length
+    return np.stack([first_rows, columns.length, columns.start, columns.first_page], axis=1)

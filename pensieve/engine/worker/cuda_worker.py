@@ -34,6 +34,7 @@ from pensieve.engine.worker.graphs import Programs
 from pensieve.engine.worker.program import Shared, StepProgram
 from pensieve.engine.worker.sizing import DTYPES, WorkerInfo, allocate_pools
 from pensieve.kernels.attention.plan import Scratch, geometry_of
+from pensieve.kernels.attention.prefixes import PartyRule
 from pensieve.model.transformer import Transformer
 
 STAGINGS = 3
@@ -61,6 +62,9 @@ class CudaWorker:
             verify=options.verify_swap,
         )
         self._programs = Programs(self._shared(model), info, self._compute, graphs=options.cuda_graphs)
+        self._rule: PartyRule | None = None
+        if options.shared_prefix_attention:
+            self._rule = PartyRule(self._programs.shared.geometry, info.chunk_tokens)
         self._stagings: deque[_Staging] = deque(_Staging(self._programs.words) for _ in range(STAGINGS))
         self._sampled: dict[RequestKey, int] = {}
         self._last_end: torch.cuda.Event | None = None
@@ -113,7 +117,7 @@ class CudaWorker:
             if plan.spans:
                 # All that takes the host time comes first: the device then gets copies and step in one go, and no copy
                 # holds it up while the host still packs.
-                batch = make_cuda_batch(plan, self.info.chunk_tokens, self._sampled)
+                batch = make_cuda_batch(plan, self.info.chunk_tokens, self._sampled, self._rule)
                 # Its last upload was done two results ago: this returns at once unless someone launches further ahead.
                 staging.uploaded.synchronize()
                 program, words = self._programs.pack(batch, staging.array)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +22,15 @@ from pensieve.engine.worker.cuda_batch import CudaBatch
 from pensieve.engine.worker.program import ALIGNMENT, Shared, Size, StepProgram
 from pensieve.engine.worker.sizing import WorkerInfo
 from pensieve.kernels.attention.kinds import Capacity, Geometry, StepKind, capacity_for, classify
-from pensieve.kernels.attention.plan import DoesNotFit, words_of
+from pensieve.kernels.attention.plan import PARTY_KIND, DoesNotFit, words_of
 
 log = logging.getLogger(__name__)
 
 WIDE_ALONE_LIMIT = 512
 """Steps without any decode get a graph up to this many tokens: longer ones keep the device busy without one."""
+GRAPH_PAGES = 1 << 18
+"""A graph has room for so many page-table entries, or as many as there are pages: 1 MiB of device memory. Steps of
+more, whose requests share very long beginnings, run without a graph."""
 
 
 def buckets(kind: StepKind, max_tokens: int, max_running: int) -> list[int]:
@@ -65,7 +69,6 @@ class Programs:
         self._memory = torch.cuda.graph_pool_handle() if graphs else None
         self._made: dict[tuple[StepKind, int], StepProgram] = {}
         self._buckets = {kind: buckets(kind, _most_tokens(info), info.max_running) for kind in StepKind}
-        self._pages = most_pages(info)
         self.words = self._most_words()
         """int32 words that any step's upload can have."""
 
@@ -77,15 +80,20 @@ class Programs:
 
     def pack(self, batch: CudaBatch, staging: npt.NDArray[np.int32]) -> tuple[StepProgram, int]:
         """The program that takes a step, and how many words ``StepProgram.pack`` wrote into ``staging`` for it."""
-        program = self._graph_for(batch)
-        if program is not None:
+        ways = [batch]
+        if batch.parties is not None:
+            # Every span for itself takes more time and less room.
+            ways.append(replace(batch, parties=None))
+        for way in ways:
+            # Graphs overflow by so many short spans of one request, or by so many parties, that few steps have them.
             try:
-                return program, program.pack(batch, staging)
+                program = self._graph_for(way) or (None if self._graphs else self._alone(way))
+                if program is not None:
+                    return program, program.pack(way, staging)
             except DoesNotFit as error:
-                # So many short spans of one request that the attention plan overflows.
-                log.debug("step without a graph: %s", error)
-        program = StepProgram(self.shared, self._exact(batch))
-        return program, program.pack(batch, staging)
+                log.debug("step for which another way must be found: %s", error)
+        program = self._alone(ways[-1])
+        return program, program.pack(ways[-1], staging)
 
     def capture_all(self) -> None:
         """Capture all graphs, the largest first so that the smaller ones fit into its memory."""
@@ -107,7 +115,7 @@ class Programs:
     def _graph_for(self, batch: CudaBatch) -> StepProgram | None:
         if not self._graphs or batch.longest > self._info.context_limit:
             return None
-        kind = classify(batch.spans, self.shared.geometry)
+        kind = self._kind(batch)
         sizes = self._buckets[kind]
         at = bisect.bisect_left(sizes, len(batch.tokens))
         return self._program(kind, sizes[at]) if at < len(sizes) else None
@@ -123,23 +131,30 @@ class Programs:
     def _size(self, kind: StepKind, tokens: int) -> Size:
         info = self._info
         capacity = _capacity(kind, tokens, info, self.shared.geometry)
-        return Size(tokens, min(tokens, info.max_running), self._pages, kind, capacity)
+        samples = min(tokens, info.max_running)
+        pages = min(most_pages(info, samples), max(GRAPH_PAGES, info.device_chunks))
+        return Size(tokens, samples, pages, kind, capacity)
 
-    def _exact(self, batch: CudaBatch) -> Size:
-        geometry, count = self.shared.geometry, len(batch.tokens)
-        kind = classify(batch.spans, geometry)
-        capacity = capacity_for(kind, count, len(batch.spans), batch.longest, geometry)
-        return Size(count, max(1, len(batch.sample_rows)), len(batch.pages), kind, capacity)
+    def _kind(self, batch: CudaBatch) -> StepKind:
+        return classify(batch.spans, self.shared.geometry) if batch.parties is None else PARTY_KIND
+
+    def _alone(self, batch: CudaBatch) -> StepProgram:
+        """A program without a graph, of just the size of a step."""
+        kind, count = self._kind(batch), len(batch.tokens)
+        capacity = capacity_for(kind, count, len(batch.spans), batch.longest, self.shared.geometry)
+        size = Size(count, max(1, len(batch.sample_rows)), len(batch.pages), kind, capacity)
+        return StepProgram(self.shared, size)
 
     def _most_words(self) -> int:
-        tokens = _most_tokens(self._info)
-        plan = max(words_of(_capacity(kind, tokens, self._info, self.shared.geometry)) for kind in StepKind)
-        return 5 * tokens + plan + self._pages + 7 * ALIGNMENT
+        info, tokens = self._info, _most_tokens(self._info)
+        plan = max(words_of(_capacity(kind, tokens, info, self.shared.geometry)) for kind in StepKind)
+        return 5 * tokens + plan + most_pages(info, info.max_running) + 7 * ALIGNMENT
 
 
-def most_pages(info: WorkerInfo) -> int:
-    """The most page-table entries of a step: running requests have their pages to themselves, or nearly so."""
-    return min(info.device_chunks, info.max_running * -(-info.context_limit // info.chunk_tokens))
+def most_pages(info: WorkerInfo, requests: int) -> int:
+    """The most page-table entries of a step of so many requests. It does not matter how many pages there are: a page
+    that is shared is in the table of each request that shares it."""
+    return requests * -(-info.context_limit // info.chunk_tokens)
 
 
 def _most_tokens(info: WorkerInfo) -> int:

@@ -100,7 +100,7 @@ class StepProgram:
 
         Raises DoesNotFit when it is too large; ``staging`` is then of no use.
         """
-        words = self._plan.pack(batch.spans)
+        words = self._plan.pack(batch.spans, batch.parties)
         count, samples = len(batch.tokens), len(batch.sample_rows)
         if count > self.size.tokens or samples > self.size.samples or len(batch.pages) > self.size.pages:
             raise DoesNotFit(

@@ -12,9 +12,10 @@ they all begin with the replay.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pensieve.replay.load.schedule import Due, Script
-from pensieve.replay.load.workload import Conversation, TurnLengths
+from pensieve.replay.load.workload import TurnLengths
 
 NOMINAL_TOKEN_S = 0.015
 """Seconds per output token in the time before the replay: all that depends on it is how far conversations have got."""
@@ -56,6 +57,6 @@ def _rest(script: Script, elapsed_s: float, token_s: float) -> Script | None:
 def _after(tokens: int, answered_s: float, script: Script, index: int, dues: tuple[Due, ...]) -> Script:
     """``script`` from turn ``index`` on, after ``tokens`` of history whose last answer ended at ``answered_s``."""
     said = TurnLengths(tokens - 1, 1)
-    talk = Conversation(script.conversation.key, (said, *script.conversation.turns[index:]))
+    talk = replace(script.conversation, turns=(said, *script.conversation.turns[index:]))
     before = Due(min(0.0, answered_s), 0.0)
     return Script(script.number, talk, (before, *dues), first_turn=index - 1, beforehand=True)

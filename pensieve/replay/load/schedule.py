@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pensieve.core import TokenArray
-from pensieve.replay.load.workload import Conversation, Dataset, DatasetError
+from pensieve.replay.load.workload import Conversation, Dataset, DatasetError, Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +98,24 @@ class Script:
 
     def input_ids(self, turn: int, vocab_size: int, seed: int, run: int = 0) -> TokenArray:
         """The input of the turn at this place in the script: pseudo-random, int32 [input_tokens], the same for every
-        target with this vocabulary."""
-        generator = np.random.default_rng([seed, self.number, turn, *([run] if run else [])])
+        target with this vocabulary. The first begins with what the conversation has in common with others."""
+        apart = [run] if run else []
+        generator = np.random.default_rng([seed, self.number, turn, *apart])
         wanted = self.conversation.turns[turn].input_tokens
-        return generator.integers(0, vocab_size, wanted, dtype=np.int32)
+        ids = generator.integers(0, vocab_size, wanted, dtype=np.int32)
+        if turn == 0 and self.conversation.prefix:
+            common = prefix_ids(self.conversation.prefix, vocab_size, [seed, *apart])
+            ids[: len(common)] = common
+        return ids
+
+
+def prefix_ids(pieces: Sequence[Piece], vocab_size: int, seeds: Sequence[int]) -> TokenArray:
+    """The tokens that a conversation begins with, int32 [all pieces]; of pieces with the same name always the same."""
+    found = []
+    for name, tokens in pieces:
+        text = np.random.default_rng([*seeds, *blake2b(name.encode(), digest_size=16).digest()])
+        found.append(text.integers(0, vocab_size, tokens, dtype=np.int32))
+    return np.concatenate(found)
 
 
 def scripts(conversations: Sequence[Conversation], arrivals: Arrivals) -> list[Script]:

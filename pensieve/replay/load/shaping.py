@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from pensieve.replay.load.workload import Conversation, TurnLengths
+from pensieve.replay.load.workload import Conversation, Piece, TurnLengths, within
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,8 @@ class Shaping:
     max_turns: int | None = None
     max_input_tokens: int | None = None
     max_output_tokens: int | None = None
+    system_tokens: int = 0
+    """Put so many tokens before the first input of every conversation, the same ones for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +45,24 @@ def shape(conversations: Iterable[Conversation], wanted: Shaping, context_limit:
     cut = dropped = turns_lost = 0
     for talk in conversations:
         turns = [_resized(turn, wanted) for turn in talk.turns[: wanted.max_turns]]
+        prefix = _prefix(talk.prefix, wanted, turns[0].input_tokens)
+        if wanted.system_tokens:
+            turns[0] = replace(turns[0], input_tokens=wanted.system_tokens + turns[0].input_tokens)
         fitting = _that_fit(turns, context_limit)
         turns_lost += len(turns) - len(fitting)
         if not fitting:
             dropped += 1
             continue
         cut += len(fitting) < len(turns)
-        kept.append(Conversation(talk.key, tuple(fitting)))
+        kept.append(Conversation(talk.key, tuple(fitting), prefix))
     return Shaped(tuple(kept), cut, dropped, turns_lost)
+
+
+def _prefix(pieces: tuple[Piece, ...], wanted: Shaping, first_input: int) -> tuple[Piece, ...]:
+    """What is left of the pieces; of the first input, as it is now, they leave a token."""
+    scaled = ((name, round(tokens * wanted.scale_lengths)) for name, tokens in pieces)
+    kept = within(tuple(piece for piece in scaled if piece[1]), first_input - 1)
+    return (("system prompt of all", wanted.system_tokens), *kept) if wanted.system_tokens else kept
 
 
 def _resized(turn: TurnLengths, wanted: Shaping) -> TurnLengths:

@@ -1,19 +1,30 @@
-"""Conversations as lengths: what a replay needs to know of a dataset."""
+"""Conversations as lengths, and what their beginnings have in common: what a replay needs to know of a dataset."""
 
 from __future__ import annotations
 
 import gzip
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 RECORDED = "pensieve.trace/1"
 """What the header of a trace written by ``pensieve serve --record`` says."""
 
+HASH_BLOCK_TOKENS: Final = 512
+"""Tokens that one of the ``hash_ids`` of a length trace stands for, as in the traces that came with Mooncake."""
+
 CountTokens = Callable[[str], int]
+
+Piece = tuple[str, int]
+"""So many leading tokens of the text with this name."""
+
+
+_Row = tuple[int, "TurnLengths", dict[str, Any]]
+"""A row of a length trace: number of its turn, lengths, all that it says."""
 
 
 class DatasetError(ValueError):
@@ -37,6 +48,10 @@ class Conversation:
     key: str
     """What names it in its dataset."""
     turns: tuple[TurnLengths, ...]
+    prefix: tuple[Piece, ...] = ()
+    """What its first input begins with, piece after piece. It has at least one more token, which is no other's.
+
+    Two conversations begin with the same tokens as far as their pieces are the same."""
 
     @property
     def tokens(self) -> int:
@@ -68,6 +83,10 @@ def load(path: Path, count_tokens: CountTokens = estimate_tokens, *, limit: int 
 
     A trace may be one that ``pensieve serve --record`` wrote: turns that were not kept are left out, and so are
     answers without a token, whose input is counted to the next turn.
+
+    What sessions have in common is said by the first row of each. ``prefix`` names a text, and the first
+    ``prefix_tokens`` of the session are that text's; or ``hash_ids`` has an id for every ``HASH_BLOCK_TOKENS``, and as
+    far as those are the same, so are the tokens.
 
     Raises DatasetError.
     """
@@ -127,7 +146,7 @@ def _answered(messages: Iterable[tuple[bool, str]], count: CountTokens) -> list[
 
 
 def _length_trace(path: Path, text: str) -> list[Conversation]:
-    rows: dict[str, list[tuple[int, TurnLengths]]] = {}
+    rows: dict[str, list[_Row]] = {}
     headers = 0
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
@@ -143,7 +162,7 @@ def _length_trace(path: Path, text: str) -> list[Conversation]:
             turn = TurnLengths(
                 int(row["input_tokens"]), int(row["output_tokens"]), None if stamp is None else float(stamp)
             )
-            entry = int(row["turn"]), turn
+            entry = int(row["turn"]), turn, row
             session = str(row["session_id"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, DatasetError):
@@ -154,9 +173,60 @@ def _length_trace(path: Path, text: str) -> list[Conversation]:
         if turn.input_tokens < 1 or turn.output_tokens < (0 if "committed" in row else 1):
             raise DatasetError(f"{path}, line {number}: a turn has at least one token each way")
         rows.setdefault(session, []).append(entry)
-    ordered = ((key, sorted(turns, key=lambda pair: pair[0])) for key, turns in rows.items())
-    found = (Conversation(key, _with_answers(turn for _, turn in turns)) for key, turns in ordered)
+    ordered = [(key, sorted(turns, key=lambda entry: entry[0])) for key, turns in rows.items()]
+    begins = _beginnings(path, [(key, turns[0]) for key, turns in ordered])
+    found = (
+        Conversation(key, _with_answers(turn for _, turn, _ in turns), prefix)
+        for (key, turns), prefix in zip(ordered, begins, strict=True)
+    )
     return [talk for talk in found if talk.turns]
+
+
+def _beginnings(path: Path, firsts: Sequence[tuple[str, _Row]]) -> list[tuple[Piece, ...]]:
+    """What each session's first input begins with, from its first row. Raises DatasetError."""
+    found: list[tuple[Piece, ...]] = []
+    hashed: Counter[str] = Counter()
+    for key, (_, turn, row) in firsts:
+        try:
+            found.append(_pieces(row))
+        except (ValueError, KeyError, TypeError) as error:
+            raise DatasetError(
+                f"{path}, session {key}: `prefix` goes with prefix_tokens, `hash_ids` is a list: {error!r}"
+            ) from error
+        if "prefix" in row and not 0 < found[-1][0][1] < turn.input_tokens:
+            raise DatasetError(
+                f"{path}, session {key}: a prefix has a token, and less than the {turn.input_tokens} of the first input"
+            )
+        hashed.update(name for name, _ in found[-1])
+    # Blocks that only one session has are its own, and most are: so what is held is little.
+    kept = [_while_common(pieces, hashed) if "prefix" not in row else pieces
+            for (_, (_, _, row)), pieces in zip(firsts, found, strict=True)]  # fmt: skip
+    return [
+        within(pieces, turn.input_tokens - 1) for (_, (_, turn, _)), pieces in zip(firsts, kept, strict=True)
+    ]
+
+
+def _pieces(row: Mapping[str, Any]) -> tuple[Piece, ...]:
+    if "prefix" in row:
+        return ((str(row["prefix"]), int(row["prefix_tokens"])),)
+    return tuple((f"block {number}", HASH_BLOCK_TOKENS) for number in row.get("hash_ids", ()))
+
+
+def _while_common(pieces: tuple[Piece, ...], count: Mapping[str, int]) -> tuple[Piece, ...]:
+    """The pieces up to the last one that another session has."""
+    last = max((at for at, (name, _) in enumerate(pieces, 1) if count[name] > 1), default=0)
+    return pieces[:last]
+
+
+def within(pieces: tuple[Piece, ...], most: int) -> tuple[Piece, ...]:
+    """The first ``most`` tokens of some pieces."""
+    kept: list[Piece] = []
+    for name, tokens in pieces:
+        if most <= 0:
+            break
+        kept.append((name, min(tokens, most)))
+        most -= tokens
+    return tuple(kept)
 
 
 def _header(path: Path, number: int, row: dict[str, Any], headers: int) -> int:

@@ -32,22 +32,22 @@ def _alone(record: TurnRecord) -> list[str]:
         )
     if usage.output_tokens != record.output_tokens:
         found.append(f"{where}: {record.output_tokens} tokens came, the receipt says {usage.output_tokens}")
-    if record.turn == 0 and usage.context_tokens != usage.new_tokens:
-        found.append(
-            f"{where}: a first turn has context {usage.context_tokens} but {usage.new_tokens} new tokens"
-        )
+    if record.turn == 0 and usage.recomputed_tokens:
+        found.append(f"{where}: a first turn has {usage.recomputed_tokens} recomputed tokens")
     return found
 
 
 def _against(before: TurnRecord, record: TurnRecord) -> list[str]:
+    """What was found of the input, as in a beginning that another session has too, is not new: hence no equality."""
     assert before.usage is not None and record.usage is not None
-    expected = before.usage.context_tokens + before.usage.output_tokens + record.usage.new_tokens
-    if record.usage.context_tokens == expected:
-        return []
-    return [
-        f"{_where(record)}: context {record.usage.context_tokens}, but the turn before had "
-        f"{before.usage.context_tokens} + output {before.usage.output_tokens}, and {record.usage.new_tokens} are new"
-    ]
+    usage, where, found = record.usage, _where(record), []
+    history = before.usage.context_tokens + before.usage.output_tokens
+    told = f"the turn before had {before.usage.context_tokens} + output {before.usage.output_tokens}"
+    if usage.context_tokens < history + usage.new_tokens:
+        found.append(f"{where}: context {usage.context_tokens}, but {told}, and {usage.new_tokens} are new")
+    if usage.recomputed_tokens > history:
+        found.append(f"{where}: {usage.recomputed_tokens} are recomputed, but {told}")
+    return found
 
 
 def _where(record: TurnRecord) -> str:

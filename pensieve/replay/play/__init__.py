@@ -1,4 +1,4 @@
 """Plays scripts against a target, from one process or several.
 
-May import: debug, frames, replay.load, replay.records, replay.targets.
+May import: core, debug, frames, replay.load, replay.records, replay.targets.
 """

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from pensieve.core import Hints
+from pensieve.replay.load.hints import hint_of
 from pensieve.replay.load.schedule import Script
 from pensieve.replay.records import Outcome, Played, RunOptions, TurnRecord, outcome
-from pensieve.replay.targets.base import AskedTurn, Target, TargetInfo, TurnFailed
+from pensieve.replay.targets.base import AskedTurn, Target, TargetInfo, TurnFailed, Warms
 
 _TICK_S = 0.02
 _ENDING = 32
@@ -59,6 +62,8 @@ class Player:
         """The conversations that ``prepare`` has begun, by the number of their scripts."""
         self._cut_short: list[TurnRecord] = []
         self._skipped = 0
+        self._warming: set[asyncio.Task[None]] = set()
+        self._warm_calls: Counter[str] = Counter()
 
     async def prepare(self, scripts: Sequence[Script]) -> None:
         """Play what is to be played before time 0, a few at a time, in order of when it was said.
@@ -101,9 +106,11 @@ class Player:
         except TimeoutError:
             assert stop_s is not None
         finally:
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)  # it notes a last time when cancelled
-        return Played(self._now(), self._skipped, tuple(self._cut_short), tuple(lags))
+            for task in (watch, *self._warming):
+                task.cancel()
+            await asyncio.gather(watch, *self._warming, return_exceptions=True)  # one notes a last time
+        warmed = dict(self._warm_calls)
+        return Played(self._now(), self._skipped, tuple(self._cut_short), tuple(lags), warmed)
 
     async def end_sessions(self) -> str:
         """Delete what was opened; why that failed for one of them, if it did."""
@@ -163,8 +170,14 @@ class Player:
                 await asyncio.shield(talk.opening)
                 # Opening a conversation is no part of its first turn's latency: the turn is due from now on.
                 record.due_s = max(due, self._now())
+            session = talk.opening.result()
+            ahead_s = self._options.warm_ahead_s
+            if ahead_s is not None and talk.place and due > self._now():
+                await self._sleep_until(due - ahead_s)
+                self._warm(session)
             await self._sleep_until(due)
-            await self._send(talk.opening.result(), AskedTurn(ids, turn.output_tokens, forced), record)
+            spec = AskedTurn(ids, turn.output_tokens, forced, self._hints(talk))
+            await self._send(session, spec, record)
         except TurnFailed as failure:
             record.error, record.message = failure.code, str(failure)
         except asyncio.CancelledError:
@@ -175,6 +188,28 @@ class Player:
         if record.error:
             talk.failed = True
             self._skipped += len(talk.script.due) - talk.place
+
+    def _hints(self, talk: _Talk) -> Hints | None:
+        noise, now = self._options.hints, self._now()
+        if noise is None:
+            return None
+        if talk.script.beforehand and not talk.place:
+            now = 0.0  # what is played beforehand ends at 0, whenever it is sent
+        return hint_of(talk.script, talk.place, now, noise=noise, seed=self._options.seed)
+
+    def _warm(self, session: str) -> None:
+        """Ask, and go on: no turn waits for the answer."""
+
+        async def ask() -> None:
+            assert isinstance(self._target, Warms)
+            try:
+                self._warm_calls[await self._target.warm(session)] += 1
+            except TurnFailed as failure:
+                self._warm_calls[failure.code] += 1
+
+        task = asyncio.create_task(ask())
+        self._warming.add(task)
+        task.add_done_callback(self._warming.discard)
 
     async def _send(self, session: str, spec: AskedTurn, record: TurnRecord) -> None:
         start, arrivals = self._start, record.arrivals

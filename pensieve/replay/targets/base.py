@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from pensieve.core import TokenArray, Usage
+from pensieve.core import Hints, TokenArray, Usage
 
 OnTokens = Callable[[int, float], None]
 """Called as output arrives: number of new tokens, time of their arrival on ``time.perf_counter``'s clock."""
@@ -32,6 +32,8 @@ class TargetInfo:
     """What the report tells of the target: model, version, switches."""
     forces_lengths: bool = True
     """Whether answers of an exact length can be had."""
+    takes_hints: bool = False
+    """Whether it can be told what comes after a turn, and be asked to warm a session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class AskedTurn:
     output_tokens: int
     forced: bool
     """Exactly ``output_tokens`` of output, whatever the model wants; otherwise at most so many."""
+    hints: Hints | None = None
+    """What is told of the time after the turn, to targets that take it."""
 
 
 class Target(Protocol):
@@ -93,6 +97,15 @@ class Evicts(Protocol):
 
     async def evict(self) -> str:
         """Says, for the report, what was done. Raises TurnFailed."""
+        ...
+
+
+@runtime_checkable
+class Warms(Protocol):
+    """A target that can be asked to bring a session's state where its next turn needs it."""
+
+    async def warm(self, session: str) -> str:
+        """Returns ``accepted``, or why it refused. Raises TurnFailed."""
         ...
 
 

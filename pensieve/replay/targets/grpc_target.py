@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 
 from pensieve.client.decode import usage
-from pensieve.core import Usage
+from pensieve.core import Hints, Usage
 from pensieve.replay.targets.base import Address, AskedTurn, OnTokens, TargetInfo, TurnFailed
 from pensieve.v1 import pensieve_pb2 as pb
 from pensieve.v1 import pensieve_pb2_grpc as rpc
@@ -55,7 +55,7 @@ class PensieveTarget:
     async def open(self) -> TargetInfo:
         info = await self._call("GetServerInfo", pb.GetServerInfoRequest(), timeout=30)
         details = {"model": info.model, "version": info.version, "features": " ".join(info.features)}
-        return TargetInfo(info.vocab_size, info.context_limit, details)
+        return TargetInfo(info.vocab_size, info.context_limit, details, takes_hints=True)
 
     async def start_session(self) -> str:
         request = pb.CreateSessionRequest(request_id=str(uuid.uuid4()))
@@ -80,6 +80,10 @@ class PensieveTarget:
         if completed.state != pb.Turn.STATE_COMMITTED:
             raise TurnFailed("NOT_COMMITTED", completed.discard_reason or "the turn was not committed")
         return usage(completed.usage)
+
+    async def warm(self, session: str) -> str:
+        answer = await self._call("WarmSession", pb.WarmSessionRequest(session=session))
+        return "accepted" if answer.accepted else str(answer.refused)
 
     async def end_session(self, session: str) -> None:
         await self._call("DeleteSession", pb.DeleteSessionRequest(name=session, allow_missing=True))
@@ -116,7 +120,15 @@ def _turn_spec(spec: AskedTurn) -> pb.TurnSpec:
         sampling.ignore_eos = True
         sampling.min_output_tokens = spec.output_tokens
     content = pb.InputItem(role=pb.ROLE_USER, tokens=pb.TokenIds(ids=spec.input_ids.tolist()))
-    return pb.TurnSpec(request_id=str(uuid.uuid4()), input=[content], sampling=sampling)
+    hints = None if spec.hints is None else _hints(spec.hints)
+    return pb.TurnSpec(request_id=str(uuid.uuid4()), input=[content], sampling=sampling, hints=hints)
+
+
+def _hints(hints: Hints) -> pb.TurnHints:
+    message = pb.TurnHints(session_finished=hints.finished)
+    if hints.next_turn_s is not None:
+        message.next_turn_in.FromNanoseconds(round(hints.next_turn_s * 1e9))
+    return message
 
 
 def _failure(error: grpc.aio.AioRpcError) -> TurnFailed:

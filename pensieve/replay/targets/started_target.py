@@ -22,6 +22,7 @@ from pensieve.replay.targets.base import (
     Target,
     TargetInfo,
     TurnFailed,
+    Warms,
     empty_cache,
 )
 from pensieve.replay.targets.server_counters import Counters
@@ -102,6 +103,7 @@ class StartedTarget:
             info.context_limit,
             info.details | {"started": self._command},
             info.forces_lengths,
+            info.takes_hints,
         )
 
     async def while_up(self, work: Coroutine[Any, Any, T], code: str = "DIED") -> T:
@@ -126,6 +128,10 @@ class StartedTarget:
 
     async def turn(self, session: str, spec: AskedTurn, on_tokens: OnTokens) -> Usage | None:
         return await self._running.turn(session, spec, on_tokens)
+
+    async def warm(self, session: str) -> str:
+        assert isinstance(self._running, Warms)
+        return await self._running.warm(session)
 
     async def end_session(self, session: str) -> None:
         await self._running.end_session(session)

@@ -40,6 +40,14 @@ class PreparedTurn:
     num_new: int
     """How many trailing tokens of ``context`` are this turn's."""
 
+    @property
+    def num_fresh(self) -> int:
+        """How many trailing tokens no turn has had computed yet: ``num_new``, or all where the model never answered.
+
+        A system prompt or an imported transcript is history, but the first turn is the one that computes it.
+        """
+        return self.num_new if self.history.was_generated else len(self.context)
+
 
 @dataclass(frozen=True, slots=True)
 class Room:

@@ -9,9 +9,10 @@ import logging
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from pensieve.core import RequestKey, Sampling, SessionKey, TokenArray, pack_tokens
+from pensieve.core import Hints, RequestKey, Sampling, SessionKey, TokenArray, pack_tokens
 from pensieve.engine.messages import (
     Cancel,
+    Choose,
     Command,
     EngineReady,
     Evict,
@@ -21,6 +22,8 @@ from pensieve.engine.messages import (
     ResidentTokens,
     Stats,
     Submit,
+    Warm,
+    Warmed,
 )
 from pensieve.errors import Internal, PensieveError
 from pensieve.server.links.engine_link import GenerationSink, LinkState
@@ -99,7 +102,15 @@ class BaseLink(abc.ABC):
         return self._state is LinkState.SERVING and self._watchdog.stalled
 
     def submit(
-        self, session: SessionKey, tokens: TokenArray, num_new: int, sampling: Sampling, sink: GenerationSink
+        self,
+        session: SessionKey,
+        tokens: TokenArray,
+        num_new: int,
+        sampling: Sampling,
+        sink: GenerationSink,
+        *,
+        scope: str = "",
+        hints: Hints | None = None,
     ) -> OpenGeneration:
         self._check_serving()
         generation = self._generations.open(sink)
@@ -109,6 +120,8 @@ class BaseLink(abc.ABC):
             tokens=pack_tokens(tokens),
             num_new=num_new,
             sampling=sampling,
+            scope=scope,
+            hints=hints,
         )
         try:
             self._send(command)
@@ -117,11 +130,20 @@ class BaseLink(abc.ABC):
             raise
         return generation
 
+    def choose(self, session: SessionKey, candidate: int) -> None:
+        self._tell(Choose(session=session, candidate=candidate), "which candidate was chosen")
+
     async def evict(self, session: SessionKey | None = None) -> int:
         return (await self._call(lambda call: Evict(call=call, session=session or ""), Evicted)).tokens
 
     async def residency(self, session: SessionKey) -> ResidentTokens:
         return await self._call(lambda call: GetResidency(call=call, session=session), ResidentTokens)
+
+    async def warm(self, session: SessionKey, tokens: TokenArray, *, scope: str = "") -> Warmed:
+        packed = pack_tokens(tokens)
+        return await self._call(
+            lambda call: Warm(call=call, session=session, tokens=packed, scope=scope), Warmed
+        )
 
     @abc.abstractmethod
     async def start(self) -> None: ...
@@ -178,15 +200,19 @@ class BaseLink(abc.ABC):
         errors = {LinkState.STARTING: starting, LinkState.RESTARTING: restarting, LinkState.STOPPED: draining}
         raise errors[self._state]()
 
-    def _cancel(self, request: RequestKey) -> None:
+    def _cancel(self, request: RequestKey, candidate: int | None) -> None:
+        # Whoever cancels has done with the generation, and nothing more of it is dealt out. An engine that has not read
+        # its commands for long computes it in vain or is found to stall.
+        self._tell(Cancel(request=request, candidate=candidate), "to cancel a generation")
+
+    def _tell(self, command: Command, what: str) -> None:
+        """Send a command that nobody waits for; an engine that is not there has nothing to do for it."""
         if self._state is not LinkState.SERVING:
             return
         try:
-            self._send(Cancel(request=request))
+            self._send(command)
         except PensieveError as error:
-            # Whoever cancels has done with the generation, and nothing more of it is dealt out. The engine, which has
-            # not read its commands for long, computes it in vain or is found to stall.
-            log.warning("the engine was not told to cancel a generation: %s", error.reason)
+            log.warning("the engine was not told %s: %s", what, error.reason)
 
     async def _call(self, make: Callable[[int], Command], kind: type[T]) -> T:
         self._check_serving()

@@ -10,8 +10,9 @@ from __future__ import annotations
 import enum
 from typing import Protocol
 
-from pensieve.core import RequestKey, Sampling, SessionKey, TokenArray
+from pensieve.core import Hints, RequestKey, Sampling, SessionKey, TokenArray
 from pensieve.engine.messages import (
+    CandidateFinished,
     EngineReady,
     Finished,
     Output,
@@ -19,6 +20,7 @@ from pensieve.engine.messages import (
     ResidentTokens,
     Started,
     Stats,
+    Warmed,
 )
 
 
@@ -44,6 +46,10 @@ class GenerationSink(Protocol):
 
     def tokens(self, event: Output) -> None: ...
 
+    def candidate_finished(self, event: CandidateFinished) -> None:
+        """Only when several candidates were asked for. May still come for one that was cancelled just now."""
+        ...
+
     def finished(self, event: Finished) -> None: ...
 
     def failed(self, error: Exception) -> None:
@@ -64,6 +70,10 @@ class Generation(Protocol):
 
     def cancel(self) -> None:
         """Stop within one step; the sink hears nothing more. Never raises, and does nothing after the end."""
+        ...
+
+    def cancel_candidate(self, candidate: int) -> None:
+        """Stop one of several candidates; ``finished`` still comes when the others have ended. Never raises."""
         ...
 
 
@@ -93,12 +103,30 @@ class EngineLink(Protocol):
         ...
 
     def submit(
-        self, session: SessionKey, tokens: TokenArray, num_new: int, sampling: Sampling, sink: GenerationSink
+        self,
+        session: SessionKey,
+        tokens: TokenArray,
+        num_new: int,
+        sampling: Sampling,
+        sink: GenerationSink,
+        *,
+        scope: str = "",
+        hints: Hints | None = None,
     ) -> Generation:
-        """Start a generation for ``tokens``, the whole context, whose last ``num_new`` are this turn's.
+        """Start a generation for ``tokens``, the whole context, whose last ``num_new`` were never computed before.
+
+        Sessions with one ``scope`` share the KV of common beginnings; with "" a session shares with nobody.
+        ``hints`` speak of the time after the generation.
 
         Raises Unavailable (STARTING, ENGINE_RESTARTING, DRAINING) when no engine takes work. Then
         ``sink`` is never called.
+        """
+        ...
+
+    def choose(self, session: SessionKey, candidate: int) -> None:
+        """The session's latest turn is answered by this candidate now, another than 0.
+
+        Never raises. An engine that does not hear it, or has not kept the candidate's KV, computes it again.
         """
         ...
 
@@ -107,6 +135,10 @@ class EngineLink(Protocol):
         ...
 
     async def residency(self, session: SessionKey) -> ResidentTokens: ...
+
+    async def warm(self, session: SessionKey, tokens: TokenArray, *, scope: str = "") -> Warmed:
+        """Ask for the KV of ``tokens``, a session's whole history, on the device. Answered before it is there."""
+        ...
 
     async def stop(self) -> None:
         """End the engine; running generations fail with Unavailable (DRAINING)."""

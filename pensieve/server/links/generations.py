@@ -14,6 +14,7 @@ from typing import Final, Protocol
 
 from pensieve.core import FinishReason, RequestKey, Usage
 from pensieve.engine.messages import (
+    CandidateFinished,
     EngineReady,
     Event,
     Evicted,
@@ -23,6 +24,7 @@ from pensieve.engine.messages import (
     RequestProgress,
     ResidentTokens,
     Started,
+    Warmed,
 )
 from pensieve.errors import (
     ContextLimitExceeded,
@@ -33,8 +35,8 @@ from pensieve.errors import (
 )
 from pensieve.server.links.engine_link import GenerationSink
 
-CallAnswer = Evicted | ResidentTokens
-GenerationEvent = Started | RequestProgress | Output | Finished | Failed
+CallAnswer = Evicted | ResidentTokens | Warmed
+GenerationEvent = Started | RequestProgress | Output | CandidateFinished | Finished | Failed
 OVERLOAD_RETRY_S: Final = 1.0
 """When to try again after the engine's queue was full."""
 
@@ -84,17 +86,20 @@ class OpenGeneration:
     def cancel(self) -> None:
         self._owner.cancel(self)
 
+    def cancel_candidate(self, candidate: int) -> None:
+        self._owner.cancel_candidate(self, candidate)
+
 
 class Generations:
     """Deals an engine's events to the sinks and calls they belong to."""
 
     def __init__(
         self,
-        cancel: Callable[[RequestKey], None],
+        cancel: Callable[[RequestKey, int | None], None],
         observer: GenerationObserver | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``cancel`` tells the engine that nobody wants a generation any more."""
+        """``cancel`` tells the engine that nobody wants a generation any more, or one candidate of it."""
         self._tell_engine = cancel
         self._observer = observer or NullObserver()
         self._clock = clock
@@ -124,7 +129,12 @@ class Generations:
         """Forget a generation and tell the engine. Does nothing when it has ended."""
         if self._open.pop(generation.request, None) is not None:
             self._observer.ended("cancelled")
-            self._tell_engine(generation.request)
+            self._tell_engine(generation.request, None)
+
+    def cancel_candidate(self, generation: OpenGeneration, candidate: int) -> None:
+        """Tell the engine that nobody wants this candidate any more. Does nothing when the generation has ended."""
+        if generation.request in self._open:
+            self._tell_engine(generation.request, candidate)
 
     def fail(self, generation: OpenGeneration, error: PensieveError) -> None:
         """End a generation with ``error``. Does nothing when it has ended."""
@@ -153,11 +163,11 @@ class Generations:
         now = self._clock()
         for event in events:
             match event:
-                case Output() | RequestProgress() | Started() | Finished() | Failed():
+                case Output() | RequestProgress() | Started() | CandidateFinished() | Finished() | Failed():
                     generation = self._open.get(event.request)
                     if generation is not None:
                         self._deal_one(generation, event, now)
-                case Evicted() | ResidentTokens():
+                case Evicted() | ResidentTokens() | Warmed():
                     future = self._calls.get(event.call)
                     if future is not None and not future.done():
                         future.set_result(event)
@@ -168,13 +178,17 @@ class Generations:
         try:
             match event:
                 case Output():
-                    self._observe_tokens(generation, len(event.token_ids), now)
+                    # The others come in the same steps: they would count each gap again.
+                    if event.candidate == 0:
+                        self._observe_tokens(generation, len(event.token_ids), now)
                     generation.sink.tokens(event)
                 case RequestProgress():
                     generation.sink.progress(event)
                 case Started():
                     generation.usage = event.usage
                     generation.sink.started(event)
+                case CandidateFinished():
+                    generation.sink.candidate_finished(event)
                 case Finished():
                     del self._open[event.request]
                     self._observer.ended(FinishReason(event.reason).name.lower())

@@ -111,15 +111,19 @@ class ProcessLink(BaseLink):
             process = await EngineProcess.spawn(self._command, failpoints=first)
         except OSError as error:
             raise EngineStartError(f"cannot start a process: {error}") from error
-        report = None
+        report, ends_by_itself = None, False
         try:
             report = await process.receive()
+            ends_by_itself = report is None
         except FrameError as error:
             log.error("the engine broke the protocol: %s", error)
         finally:
             if report is None:
-                # Also when this task is cancelled in the middle of a long start: leave no process behind.
-                process.kill()
+                # Also when this task is cancelled in the middle of a long start: leave no process behind. One that has
+                # closed its end is left alone: a signal first asks whether the process is there, and that question
+                # can take the exit status from the one who waits for it.
+                if not ends_by_itself:
+                    process.kill()
                 status = await process.wait(STOP_PATIENCE_S)
         if report is None:
             raise EngineStartError(process.last_words(status))

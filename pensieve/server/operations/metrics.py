@@ -191,6 +191,12 @@ class Metrics:
             ["outcome"],
             registry=self.registry,
         )
+        self._warm_calls = Counter(
+            "pensieve_warm_calls_total",
+            "Sessions asked to be warmed: accepted, why it was refused, or the reason of the error; lower case.",
+            ["outcome"],
+            registry=self.registry,
+        )
         self._first_token = Histogram(
             "pensieve_time_to_first_token_seconds",
             "From submission to the engine to the first token; warm: some of the context was cached in either tier.",
@@ -231,6 +237,10 @@ class Metrics:
     def turn_ended(self, outcome: str) -> None:
         """``outcome``: finish reason, or reason of the error that discarded the turn; lower case."""
         self._turns.labels(outcome).inc()
+
+    def warm_ended(self, outcome: str) -> None:
+        """``outcome``: see ``SessionWarmer``."""
+        self._warm_calls.labels(outcome).inc()
 
     def store_error(self) -> None:
         self._store_errors.inc()

@@ -106,6 +106,7 @@ def header(info: EngineReady, options: EngineTuning) -> TraceHeader:
         "stateless": options.stateless,
         "unified_batch": options.unified_batch,
         "swap_in_first": options.swap_in_first,
+        "prefix_sharing": options.prefix_sharing,
     }
     return TraceHeader(pensieve.__version__, engine)
 

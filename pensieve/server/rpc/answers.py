@@ -9,10 +9,11 @@ from typing import Any
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from pensieve.core import TokenLogprob, Usage, unpack_tokens
+from pensieve.core import HintReceipt, TokenLogprob, Usage, packed_length, unpack_tokens
 from pensieve.engine.messages import ResidentTokens
 from pensieve.server import ids
 from pensieve.server.conversations import ServerFacts
+from pensieve.server.sessions.warming import WarmAnswer
 from pensieve.server.settings import TurnSettings
 from pensieve.server.values import (
     Accepted,
@@ -22,7 +23,7 @@ from pensieve.server.values import (
     StreamEvent,
     TurnView,
 )
-from pensieve.store.records import Item, SamplingDefaults, SessionConfig, SessionRow, State
+from pensieve.store.records import CandidateAnswer, Item, SamplingDefaults, SessionConfig, SessionRow, State
 from pensieve.v1 import pensieve_pb2 as pb
 
 PAD_BYTES = 128
@@ -89,9 +90,20 @@ def residency(found: ResidentTokens, row: SessionRow, replica: str, now_ms: int)
     )
 
 
+def warmed(answer: WarmAnswer, replica: str, now_ms: int) -> pb.WarmSessionResponse:
+    return pb.WarmSessionResponse(
+        accepted=not answer.refused,
+        refused=answer.refused,
+        residency=residency(answer.resident, answer.row, replica, now_ms),
+    )
+
+
 def _config(config: SessionConfig) -> pb.SessionConfig:
     message = pb.SessionConfig(
-        model=config.model, system_prompt=config.system_prompt, overflow_policy=_number(config.overflow)
+        model=config.model,
+        system_prompt=config.system_prompt,
+        overflow_policy=_number(config.overflow),
+        prefix_sharing=_number(config.prefix_sharing),
     )
     if config.sampling != SamplingDefaults():
         message.default_sampling.CopyFrom(_sampling(config.sampling))
@@ -142,6 +154,36 @@ def turn(view: TurnView, *, tokens: bool = False) -> pb.Turn:
         message.output.CopyFrom(item(view.output, tokens=tokens))
     if view.usage is not None:
         message.usage.CopyFrom(_usage(view.usage))
+    message.chosen_candidate = view.chosen
+    message.candidates.extend(
+        _candidate(number, one, tokens=tokens) for number, one in enumerate(view.candidates)
+    )
+    if view.hints is not None:
+        message.hints.CopyFrom(_hints(view.hints))
+    return message
+
+
+def _candidate(number: int, answer: CandidateAnswer, *, tokens: bool) -> pb.Candidate:
+    message = pb.Candidate(
+        candidate=number,
+        text=answer.text,
+        output_tokens=packed_length(answer.tokens),
+        finish_reason=_number(answer.finish_reason),
+        stop_sequence=answer.stop_sequence,
+        seed=answer.seed,
+        mean_logprob=answer.mean_logprob,
+    )
+    if tokens:
+        message.tokens.ids.extend(unpack_tokens(answer.tokens).tolist())
+    return message
+
+
+def _hints(receipt: HintReceipt) -> pb.HintReceipt:
+    message = pb.HintReceipt(
+        importance=receipt.importance, session_finished=receipt.finished, ignored=receipt.ignored
+    )
+    if receipt.next_turn_s is not None:
+        message.next_turn_in.CopyFrom(duration(receipt.next_turn_s))
     return message
 
 
@@ -191,6 +233,8 @@ def stream_event(event: StreamEvent, output: OutputChoice, heartbeat_s: float) -
 
 def _delta(delta: Delta, output: OutputChoice) -> pb.TurnDelta:
     message = pb.TurnDelta(token_offset=delta.offset, token_count=len(delta.tokens), text=delta.text)
+    if delta.candidate:
+        message.candidate = delta.candidate
     if output.token_ids:
         message.tokens.ids.extend(delta.tokens)
     if output.top_logprobs is not None:
@@ -225,6 +269,8 @@ def server_info(facts: ServerFacts, settings: TurnSettings) -> pb.GetServerInfoR
             max_input_chars=limits.max_input_chars,
             max_stop_sequences=limits.max_stop_sequences,
             max_top_logprobs=limits.max_top_logprobs,
+            max_candidates=limits.max_candidates,
+            max_beam_width=limits.max_beam_width,
             max_ttl=duration(limits.max_ttl_s),
             # Request ids live as long as their session.
             request_id_retention=duration(limits.max_ttl_s),

@@ -60,6 +60,8 @@ SCOPE_OF_METHOD: Final[dict[str, str]] = {
     _CONVERSATION + "RunTurn": WRITE,
     _CONVERSATION + "GetTurn": READ,
     _CONVERSATION + "CancelTurn": WRITE,
+    _CONVERSATION + "ChooseCandidate": WRITE,
+    _CONVERSATION + "WarmSession": READ,
     _CONVERSATION + "CountTokens": READ,
     _CONVERSATION + "GetServerInfo": READ,
     _ADMIN + "GetStats": ADMIN,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ Problems = list[tuple[str, str]]
 """(field path, what is wrong) pairs."""
 
 LABEL_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,62}", re.ASCII)
+LONGEST_DURATION_S = 315_576_000_000
+"""What a protobuf Duration may say, 10,000 years."""
 UPDATABLE = frozenset(
     {
         "labels",
@@ -22,6 +25,7 @@ UPDATABLE = frozenset(
         "config.default_sampling",
         "config.ttl",
         "config.overflow_policy",
+        "config.prefix_sharing",
     }
 )
 """Paths that an update mask may name."""
@@ -175,10 +179,15 @@ def item_number(value: int, _bounds: Bounds, path: str, problems: Problems) -> N
 
 def seconds(value: Any) -> float | None:
     """A protobuf Duration in seconds; None when it is not a valid one."""
-    in_range = -315_576_000_000 <= value.seconds <= 315_576_000_000 and abs(value.nanos) <= 999_999_999
+    in_range = abs(value.seconds) <= LONGEST_DURATION_S and abs(value.nanos) <= 999_999_999
     if not in_range or (value.seconds and value.nanos and (value.seconds < 0) != (value.nanos < 0)):
         return None
     return float(value.seconds + value.nanos / 1e9)
+
+
+def positive(value: float, _bounds: Bounds, path: str, problems: Problems) -> None:
+    if not 0 < value < math.inf:
+        problems.append((path, "must be a finite number above 0"))
 
 
 def duration(low: float, high: FromBounds) -> Check:

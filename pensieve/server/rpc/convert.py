@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from pensieve.core import Role, pack_tokens
-from pensieve.server.rpc.checks import seconds
+from pensieve.server.rpc.checks import UPDATABLE, seconds
 from pensieve.server.sessions.records import NewSession, SessionChange
-from pensieve.server.values import InputEntry, NewTurn, OnDisconnect, OutputChoice
-from pensieve.store.records import Overflow, SamplingDefaults, SessionConfig
+from pensieve.server.values import InputEntry, NewTurn, OnDisconnect, OutputChoice, TurnHints
+from pensieve.store.records import CandidateChoice, Overflow, PrefixSharing, SamplingDefaults, SessionConfig
 from pensieve.v1 import pensieve_pb2 as pb
 
 _SCALARS = (
@@ -24,6 +24,10 @@ _SCALARS = (
     "max_output_tokens",
     "min_output_tokens",
     "ignore_eos",
+    "candidates",
+    "beam_width",
+    "length_penalty",
+    "early_stopping",
 )
 
 
@@ -39,8 +43,10 @@ def entries(items: Iterable[pb.InputItem]) -> tuple[InputEntry, ...]:
 def sampling(params: pb.SamplingParams) -> SamplingDefaults:
     """The values that the message sets; one it leaves out stays unset, because 0 may be meant."""
     values: dict[str, Any] = {name: getattr(params, name) for name in _SCALARS if params.HasField(name)}
+    choice = params.candidate_choice
     return SamplingDefaults(
         **values,
+        candidate_choice=CandidateChoice(choice) if choice else None,
         stop=tuple(params.stop),
         stop_token_ids=tuple(params.stop_token_ids),
         logit_bias=dict(params.logit_bias),
@@ -54,6 +60,7 @@ def config(message: pb.SessionConfig) -> SessionConfig:
         sampling=sampling(message.default_sampling),
         ttl_s=seconds(message.ttl) or 0.0,
         overflow=Overflow(message.overflow_policy or Overflow.REJECT),
+        prefix_sharing=PrefixSharing(message.prefix_sharing or PrefixSharing.TENANT),
     )
 
 
@@ -71,7 +78,7 @@ def session_change(request: pb.UpdateSessionRequest) -> SessionChange:
     """The change of the fields that the mask names; without a mask, of those that the given session sets."""
     paths = set(request.update_mask.paths) or _populated(request.session)
     if "config" in paths:
-        paths |= {"config.system_prompt", "config.default_sampling", "config.ttl", "config.overflow_policy"}
+        paths |= {path for path in UPDATABLE if path.startswith("config.")}
     new = config(request.session.config)
     return SessionChange(
         labels=dict(request.session.labels) if "labels" in paths else None,
@@ -79,6 +86,7 @@ def session_change(request: pb.UpdateSessionRequest) -> SessionChange:
         sampling=new.sampling if "config.default_sampling" in paths else None,
         ttl_s=new.ttl_s if "config.ttl" in paths else None,
         overflow=new.overflow if "config.overflow_policy" in paths else None,
+        prefix_sharing=new.prefix_sharing if "config.prefix_sharing" in paths else None,
     )
 
 
@@ -90,6 +98,7 @@ def _populated(session: pb.Session) -> set[str]:
         "config.default_sampling": new.HasField("default_sampling"),
         "config.ttl": new.HasField("ttl"),
         "config.overflow_policy": bool(new.overflow_policy),
+        "config.prefix_sharing": bool(new.prefix_sharing),
     }
     return {path for path, is_set in given.items() if is_set}
 
@@ -111,6 +120,15 @@ def turn_spec(turn: pb.TurnSpec) -> NewTurn:
         ),
         max_duration_s=seconds(turn.max_duration) if turn.HasField("max_duration") else None,
         priority=turn.priority,
+        hints=hints(turn.hints),
+    )
+
+
+def hints(message: pb.TurnHints) -> TurnHints:
+    return TurnHints(
+        next_turn_s=seconds(message.next_turn_in) if message.HasField("next_turn_in") else None,
+        importance=message.importance if message.HasField("importance") else None,
+        finished=message.session_finished,
     )
 
 

@@ -121,6 +121,10 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
             revision=page.revision,
         )
 
+    async def WarmSession(self, request: pb.WarmSessionRequest, _context: Any) -> pb.WarmSessionResponse:
+        answer = await self._conversations.warmer.warm(key_of(self._valid(request).session))
+        return answers.warmed(answer, self._conversations.settings.replica, now_ms())
+
     # ---- turns
 
     async def StreamTurn(self, request: pb.StreamTurnRequest, context: Any) -> None:
@@ -133,7 +137,8 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
             attach_only=request.attach_only,
             deadline_s=context.time_remaining(),
         )
-        resume = (request.resume_attempt, request.resume_token_offset)
+        offsets = (request.resume_token_offset, *request.resume_candidate_offsets)
+        resume = (request.resume_attempt, offsets)
         del request  # may be large, and the stream may be long
         async with attach as (run, joined):
             options = StreamOptions(spec.output, settings.heartbeat_s, *resume, joined)
@@ -167,6 +172,17 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
             keep_tokens=convert.optional(request, "keep_output_tokens"),
         )
         return pb.CancelTurnResponse(turn=answers.turn(view))
+
+    async def ChooseCandidate(
+        self, request: pb.ChooseCandidateRequest, _context: Any
+    ) -> pb.ChooseCandidateResponse:
+        view = await self._conversations.candidates.choose(
+            key_of(self._valid(request).session),
+            request.request_id,
+            request.candidate,
+            convert.optional(request, "expected_revision"),
+        )
+        return pb.ChooseCandidateResponse(turn=answers.turn(view))
 
     async def CountTokens(self, request: pb.CountTokensRequest, _context: Any) -> pb.CountTokensResponse:
         entries = convert.entries(self._valid(request).input)

@@ -12,9 +12,11 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from pensieve.core import MAX_CANDIDATES
 from pensieve.errors import InvalidArgument
 from pensieve.server.rpc import checks as c
 from pensieve.server.rpc.checks import Bounds, Check, Problems
+from pensieve.server.turns.sampling import NOT_WITH_BEAMS, is_neutral
 from pensieve.v1 import pensieve_pb2 as pb
 
 MAX_PROBLEMS = 20
@@ -100,6 +102,18 @@ def _min_below_max(message: Any, _bounds: Bounds, path: str, problems: Problems)
         problems.append((f"{path}.min_output_tokens", "is larger than max_output_tokens"))
 
 
+def _beams_alone(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
+    """What a message says beside beams. What they inherit is looked at when the turn's values are resolved."""
+    for name in NOT_WITH_BEAMS if message.beam_width > 1 else ():
+        if _is_set(message, name) and not is_neutral(name, getattr(message, name)):
+            problems.append((f"{path}.{name}", "does not go with beam_width above 1"))
+
+
+def _beams_without_logprobs(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
+    if message.sampling.beam_width > 1 and message.output.HasField("top_logprobs"):
+        problems.append((f"{path}.output.top_logprobs", "does not go with beam_width above 1"))
+
+
 def _same_name(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
     if not _required(message, "session", path, problems):
         return
@@ -137,6 +151,7 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
         _SESSION,
         _may("on_disconnect", c.enum(pb.DisconnectPolicy)),
         _may("resume_attempt", c.text(64)),
+        _may("resume_candidate_offsets", c.at_most(lambda b: b.limits.max_candidates - 1)),
     ),
     pb.RunTurnRequest: (_SESSION,),
     pb.GetTurnRequest: (_SESSION, _must("request_id", c.request_id)),
@@ -145,6 +160,8 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
         _must("request_id", c.request_id),
         _may("keep", c.enum(pb.CancelTurnRequest.Keep)),
     ),
+    pb.ChooseCandidateRequest: (_SESSION, _must("request_id", c.request_id)),
+    pb.WarmSessionRequest: (_SESSION,),
     pb.CountTokensRequest: (
         _may("session", c.session_name),
         _may("input", c.entries(lambda b: b.limits.max_input_items, _nested)),
@@ -159,6 +176,7 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
         _may("default_sampling", _nested),
         _may("ttl", c.ttl),
         _may("overflow_policy", c.enum(pb.OverflowPolicy)),
+        _may("prefix_sharing", c.enum(pb.PrefixSharing)),
     ),
     pb.InputItem: (
         _must("role", c.enum(pb.Role, unspecified=False)),
@@ -171,6 +189,11 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
         _may("sampling", _nested),
         _may("output", _nested),
         _may("max_duration", c.duration(0.001, lambda b: b.limits.max_turn_s)),
+        _may("hints", _nested),
+    ),
+    pb.TurnHints: (
+        _may("next_turn_in", c.duration(0.0, lambda _: c.LONGEST_DURATION_S)),
+        _may("importance", c.positive),
     ),
     pb.SamplingParams: (
         _may("temperature", c.temperature),
@@ -185,6 +208,10 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
         _may("stop", c.stops),
         _may("stop_token_ids", c.at_most(lambda b: b.limits.max_stop_token_ids), c.below_vocab),
         _may("logit_bias", c.logit_bias),
+        _may("candidates", c.between(1, MAX_CANDIDATES, limit=lambda b: b.limits.max_candidates)),
+        _may("beam_width", c.between(1, MAX_CANDIDATES, limit=lambda b: b.limits.max_beam_width)),
+        _may("length_penalty", c.between(-10.0, 10.0)),
+        _may("candidate_choice", c.enum(pb.CandidateChoice)),
     ),
     pb.OutputOptions: (
         _may("top_logprobs", c.between(0, 20, limit=lambda b: b.limits.max_top_logprobs)),
@@ -197,7 +224,7 @@ CROSS: dict[type[Any], tuple[Callable[[Any, Bounds, str, Problems], None], ...]]
     pb.StreamTurnRequest: (_has_turn,),
     pb.RunTurnRequest: (_has_turn,),
     pb.InputItem: (_entry_has_content,),
-    pb.TurnSpec: (_turn_has_input,),
-    pb.SamplingParams: (_min_below_max,),
+    pb.TurnSpec: (_turn_has_input, _beams_without_logprobs),
+    pb.SamplingParams: (_min_below_max, _beams_alone),
     pb.UpdateSessionRequest: (_same_name,),
 }

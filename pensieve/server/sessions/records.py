@@ -17,6 +17,7 @@ from pensieve.store.records import (
     History,
     Item,
     Overflow,
+    PrefixSharing,
     Record,
     RecordKind,
     SamplingDefaults,
@@ -44,6 +45,7 @@ class SessionChange:
     sampling: SamplingDefaults | None = None
     ttl_s: float | None = None
     overflow: Overflow | None = None
+    prefix_sharing: PrefixSharing | None = None
 
     def applied(self, config: SessionConfig) -> SessionConfig:
         changes: dict[str, object] = {
@@ -51,6 +53,7 @@ class SessionChange:
             "sampling": self.sampling,
             "ttl_s": self.ttl_s,
             "overflow": self.overflow,
+            "prefix_sharing": self.prefix_sharing,
         }
         set_ones = {name: value for name, value in changes.items() if value is not None}
         return msgspec.structs.replace(config, **set_ones)

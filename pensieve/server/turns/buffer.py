@@ -1,14 +1,15 @@
 """The one buffer between an engine and the streams of a turn: what the turn has produced so far.
 
 It is written as the engine's events are dealt out and read by any number of streams, each at its own speed. A stream
-holds an index into it, never a copy: one that has fallen behind costs nothing, and gets what it missed in one delta.
+holds an index into each candidate's output, never a copy: one that has fallen behind costs nothing, and gets what it
+missed in one delta.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from pensieve.core import TokenLogprob
 from pensieve.errors import PensieveError
@@ -21,8 +22,8 @@ class TurnBuffer:
 
     def __init__(self) -> None:
         self.accepted: Accepted | None = None
-        self.output: OutputText | None = None
-        """Set together with ``accepted``."""
+        self.outputs: tuple[OutputText, ...] = ()
+        """One per candidate; set together with ``accepted``."""
         self.progress = ProgressView()
         self.progress_count = 0
         """Grows with each change of ``progress``."""
@@ -35,19 +36,20 @@ class TurnBuffer:
 
     # ---- the turn writes
 
-    def accept(self, accepted: Accepted, output: OutputText) -> None:
-        """The turn runs; ``output`` is read from here on, also while it grows."""
-        self.accepted, self.output = accepted, output
+    def accept(self, accepted: Accepted, *outputs: OutputText) -> None:
+        """The turn runs; ``outputs``, one per candidate, are read from here on, also while they grow."""
+        self.accepted, self.outputs = accepted, outputs
         self._wake()
 
-    def take(self, tokens: Iterable[int], logprobs: Iterable[TokenLogprob]) -> None:
-        """Append output tokens. Those behind a stop string are dropped."""
-        assert self.output is not None
+    def take(self, candidate: int, tokens: Iterable[int], logprobs: Iterable[TokenLogprob]) -> OutputText:
+        """Append output tokens of a candidate; returns its output. Those behind a stop string are dropped."""
+        output = self.outputs[candidate]
         for token in tokens:
-            self.output.push(token)
-        self.output.logprobs.extend(logprobs)
-        del self.output.logprobs[len(self.output.tokens) :]  # none for tokens behind a stop string
+            output.push(token)
+        output.logprobs.extend(logprobs)
+        del output.logprobs[len(output.tokens) :]  # none for tokens behind a stop string
         self._wake()
+        return output
 
     def report(self, progress: ProgressView) -> None:
         self.progress = progress
@@ -69,10 +71,19 @@ class TurnBuffer:
     def ended(self) -> bool:
         return self._outcome is not None
 
-    @property
-    def ready(self) -> int:
-        """Number of output tokens that may be shown."""
-        return 0 if self.output is None else self.output.ready
+    def behind(self, sent: Sequence[int], last: int) -> int | None:
+        """The candidate that a stream is to go on with: the next in turn after ``last`` that has something to show.
+
+        ``sent``: how many tokens of each the stream has sent. None: it has sent all there is.
+        """
+        outputs = self.outputs
+        if len(outputs) == 1:  # nearly all turns, asked twice for each delta
+            return 0 if outputs[0].ready > sent[0] else None
+        for step in range(last + 1, last + 1 + len(outputs)):
+            candidate = step % len(outputs)
+            if outputs[candidate].ready > sent[candidate]:
+                return candidate
+        return None
 
     def result(self) -> TurnView:
         """The turn as it ended. Raises the error it ended with."""
@@ -82,15 +93,16 @@ class TurnBuffer:
         assert self._outcome is not None
         return self._outcome
 
-    def delta(self, start: int, limit: int | None) -> Delta:
-        """The next delta of a stream that has sent ``start`` tokens; ``start`` < ``ready``."""
-        assert self.output is not None
-        end = self.output.slice(start, limit)
+    def delta(self, candidate: int, start: int, limit: int | None) -> Delta:
+        """The next delta of a stream that has sent ``start`` tokens of a candidate, which has more to show."""
+        output = self.outputs[candidate]
+        end = output.slice(start, limit)
         return Delta(
             start,
-            tuple(self.output.tokens[start:end]),
-            "".join(self.output.pieces[start:end]),
-            tuple(self.output.logprobs[start:end]),
+            tuple(output.tokens[start:end]),
+            "".join(output.pieces[start:end]),
+            tuple(output.logprobs[start:end]),
+            candidate,
         )
 
     async def changed(self, timeout_s: float) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from pensieve.core import FinishReason, Sampling, SessionKey, Usage
+from pensieve.core import FinishReason, Hints, Sampling, SessionKey, Usage
 from pensieve.debug import failpoint
-from pensieve.engine.messages import Finished, Output, RequestProgress, Started
+from pensieve.engine.messages import CandidateFinished, Finished, Output, RequestProgress, Started
 from pensieve.server.history.rendering import PreparedTurn
 from pensieve.server.links.engine_link import EngineLink, Generation
 from pensieve.server.turns import record as turn_record
@@ -17,7 +17,8 @@ from pensieve.server.values import ProgressView
 class TurnGeneration:
     """The generation of one turn, and the ``GenerationSink`` that takes it into the turn's buffer.
 
-    It ends by itself, at a stop string, when its time is over, or by ``interrupt``.
+    It ends by itself, at a stop string, when its time is over, or by ``interrupt``. With several candidates a stop
+    string ends the one that it was found in.
     """
 
     def __init__(self, buffer: TurnBuffer) -> None:
@@ -27,6 +28,8 @@ class TurnGeneration:
         """What ``run`` waits for. No token resolves it, so a turn's task sleeps from its submission to its end."""
         self._started: Started | None = None
         self._finished: Finished | None = None
+        self._reasons: dict[int, FinishReason] = {}
+        """Of the candidates that have ended while others go on: by the engine, or here by a stop string."""
         self._interrupted = False
         self._submitted_at = self._started_at = 0.0
         self.first_token_at: float | None = None
@@ -46,6 +49,9 @@ class TurnGeneration:
         prepared: PreparedTurn,
         sampling: Sampling,
         limit_s: float | None,
+        *,
+        scope: str = "",
+        hints: Hints | None = None,
     ) -> None:
         """Returns when the turn has its last token. Raises what ``EngineLink.submit`` and ``failed`` tell."""
         if self._interrupted:
@@ -53,7 +59,9 @@ class TurnGeneration:
         loop = asyncio.get_running_loop()
         self._submitted_at = loop.time()
         self._over = loop.create_future()
-        self._generation = link.submit(session, prepared.context, prepared.num_new, sampling, self)
+        self._generation = link.submit(
+            session, prepared.context, prepared.num_fresh, sampling, self, scope=scope, hints=hints
+        )
         timer = loop.call_later(limit_s, self._time_is_over) if limit_s is not None else None
         try:
             await self._over
@@ -78,9 +86,12 @@ class TurnGeneration:
         failpoint("mid_decode")
         if self.first_token_at is None:
             self.first_token_at = asyncio.get_running_loop().time()
-        self._buffer.take(event.token_ids, event.logprobs)
-        if self._stop is not None:
-            self._end()
+        output = self._buffer.take(event.candidate, event.token_ids, event.logprobs)
+        if output.stop is not None:
+            self._stop(event.candidate)
+
+    def candidate_finished(self, event: CandidateFinished) -> None:
+        self._reasons.setdefault(event.candidate, event.reason)
 
     def finished(self, event: Finished) -> None:
         self._finished = event
@@ -91,11 +102,10 @@ class TurnGeneration:
 
     # ---- the receipt
 
-    @property
-    def finish_reason(self) -> FinishReason:
-        """Why the generation ended, if nobody interrupted it."""
-        if self._stop is not None:
-            return FinishReason.STOP_SEQUENCE
+    def finish_reason(self, candidate: int = 0) -> FinishReason:
+        """Why a candidate ended, if nobody interrupted the generation."""
+        if candidate in self._reasons:
+            return self._reasons[candidate]
         if self.out_of_time or self._finished is None:
             return FinishReason.TIME_LIMIT
         return self._finished.reason
@@ -114,9 +124,15 @@ class TurnGeneration:
             decode_s=now - first,
         )
 
-    @property
-    def _stop(self) -> str | None:
-        return self._buffer.output.stop if self._buffer.output is not None else None
+    def _stop(self, candidate: int) -> None:
+        """A stop string was found in this candidate, maybe before: the engine may have sent more of it by now."""
+        if candidate in self._reasons:
+            return
+        self._reasons[candidate] = FinishReason.STOP_SEQUENCE
+        if all(output.stop is not None for output in self._buffer.outputs):
+            self._end()
+        elif self._generation is not None:
+            self._generation.cancel_candidate(candidate)
 
     def _time_is_over(self) -> None:
         if self._over is not None and not self._over.done():

@@ -24,13 +24,13 @@ class Pace:
         self._messages_per_s = messages_per_s
         self._streams = 0
 
-    def join(self) -> None:
-        """A stream has its first output."""
-        self._streams += 1
+    def join(self, candidates: int = 1) -> None:
+        """A stream has its first output. Each of its candidates has messages of its own, so each counts."""
+        self._streams += candidates
 
-    def leave(self) -> None:
+    def leave(self, candidates: int = 1) -> None:
         """A stream that joined has ended."""
-        self._streams -= 1
+        self._streams -= candidates
 
     def next_at(self, now: float) -> float:
         """When a stream that is written to now may be again, on the same clock (seconds); ``now`` with few streams.

@@ -2,27 +2,68 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 
-from pensieve.core import FinishReason, Role, TokenArray, Usage, pack_tokens, unpack_tokens
+from pensieve.core import (
+    FinishReason,
+    HintReceipt,
+    Role,
+    TokenArray,
+    Usage,
+    pack_tokens,
+    packed_length,
+    unpack_tokens,
+)
 from pensieve.server.history.rendering import PreparedTurn
 from pensieve.server.values import NewTurn, TurnStatus, TurnView
-from pensieve.store import Key
-from pensieve.store.records import History, Item, Record, RecordKind, TurnResult
+from pensieve.store import Key, LoggedRecord
+from pensieve.store.records import (
+    CandidateAnswer,
+    CandidateChange,
+    History,
+    Item,
+    Record,
+    RecordKind,
+    TurnResult,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class KeptAnswer:
-    """The part of the model's output that the history keeps."""
+    """The part of the model's output that the history keeps, with the receipts of the turn."""
 
     tokens: tuple[int, ...]
     text: str
     finish_reason: FinishReason
     stop_sequence: str
     usage: Usage
+    candidates: tuple[CandidateAnswer, ...] = ()
+    """All that the turn drew, if more than one."""
+    chosen: int = 0
+    """The candidate that this is."""
+    hints: HintReceipt | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedTurn:
+    """A turn in the store, and what became of it."""
+
+    record: Record
+    change: Record | None
+    """The last record that gave it another of its answers."""
+    head: int
+    """The session's revision when this was read."""
+    latest: bool
+    """Nothing was committed behind it but choices among its answers."""
+
+    @property
+    def answer(self) -> Item:
+        """Its answer as it stands in history."""
+        return (self.record if self.change is None else self.change).items[-1]
 
 
 def build(
@@ -67,27 +108,86 @@ def build(
             usage=answer.usage,
             input_items=len(prepared.items),
             attempt=attempt,
+            candidates=answer.candidates,
+            chosen=answer.chosen,
+            hints=answer.hints,
         ),
         hidden_before=hidden if hidden != base.hidden_before else None,
     )
 
 
-def committed_view(key: Key, record: Record) -> TurnView:
-    """The turn that a TURN record holds, as callers see it."""
+def committed(records: Sequence[LoggedRecord], revision: int) -> CommittedTurn | None:
+    """The turn with this revision, from the session's records from there on; None when it is not a turn's."""
+    log = [logged.record for logged in records]
+    turn = next((record for record in log if record.revision == revision), None)
+    if turn is None or turn.turn is None:
+        return None
+    behind = [record for record in log if record.revision > revision]
+    changes = [one for one in behind if one.candidate is not None and one.candidate.turn_revision == revision]
+    return CommittedTurn(
+        turn, changes[-1] if changes else None, log[-1].revision, latest=len(changes) == len(behind)
+    )
+
+
+def committed_view(key: Key, turn: CommittedTurn) -> TurnView:
+    """A turn in the store as callers see it."""
+    record, change = turn.record, turn.change
     assert record.turn is not None
     count = record.turn.input_items
-    return TurnView(
+    view = TurnView(
         session_id=key.session_id,
         request_id=record.request_id,
         state=TurnStatus.COMMITTED,
         base_revision=record.turn.base_revision,
         revision=record.revision,
         input=record.items[:count],
-        output=record.items[count],
+        output=turn.answer,
         finish_reason=record.turn.finish_reason,
         stop_sequence=record.turn.stop_sequence,
         seed=record.turn.seed,
         usage=record.turn.usage,
+        hints=record.turn.hints,
+        candidates=record.turn.candidates,
+        chosen=record.turn.chosen,
+    )
+    if change is None or change.candidate is None:
+        return view
+    number = change.candidate.candidate
+    answer = view.candidates[number]
+    usage = msgspec.structs.replace(record.turn.usage, output_tokens=packed_length(answer.tokens))
+    return replace(
+        view,
+        revision=change.revision,
+        finish_reason=answer.finish_reason,
+        stop_sequence=answer.stop_sequence,
+        usage=usage,
+        chosen=number,
+    )
+
+
+def choose(base: History, turn: CommittedTurn, candidate: int, time_ms: int) -> Record:
+    """The record that makes another candidate of ``turn``, the latest one, its answer.
+
+    The new item has a number of its own, and the generation prompt of the old one, so that history stays token-exact.
+    """
+    assert turn.record.turn is not None
+    answer, current = turn.record.turn.candidates[candidate], turn.answer
+    prompt = unpack_tokens(current.tokens)[: current.prefix_tokens]
+    item = msgspec.structs.replace(
+        current,
+        number=base.head_item + 1,
+        text=answer.text,
+        tokens=pack_tokens(prompt) + answer.tokens,
+        finish_reason=answer.finish_reason,
+        create_ms=time_ms,
+    )
+    return Record(
+        revision=base.revision + 1,
+        kind=RecordKind.UPDATE,
+        time_ms=time_ms,
+        keep_items=current.number - 1,
+        items=(item,),
+        candidate=CandidateChange(turn_revision=turn.record.revision, candidate=candidate),
     )
 
 

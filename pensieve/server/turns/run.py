@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from pensieve.core import HintReceipt
 from pensieve.errors import PensieveError
 from pensieve.server import ids
 from pensieve.server.turns.buffer import TurnBuffer
@@ -48,6 +49,8 @@ class TurnRun:
         """On the event loop's clock."""
         self.new_tokens = 0
         """Input tokens of this turn, known once it is rendered."""
+        self.hints: HintReceipt | None = None
+        """What was made of the turn's hints; None: it gave none."""
         self.task: asyncio.Task[None] | None = None
         """Does the work; kept here because the event loop itself holds tasks only weakly."""
         self._order: Order | None = None
@@ -62,10 +65,11 @@ class TurnRun:
             state=TurnStatus.RUNNING,
             base_revision=self.base_revision,
             seed=self.seed,
+            hints=self.hints,
         )
 
-    def accept(self, context_tokens: int, output: OutputText, *, replayed: bool) -> None:
-        """Tell streams that the turn holds its session and fits, and where its output will be."""
+    def accept(self, context_tokens: int, *outputs: OutputText, replayed: bool) -> None:
+        """Tell streams that the turn holds its session and fits, and where the output of each candidate will be."""
         accepted = Accepted(
             request_id=self.spec.request_id,
             base_revision=self.base_revision,
@@ -74,7 +78,7 @@ class TurnRun:
             attempt=self.attempt,
             replayed=replayed,
         )
-        self.buffer.accept(accepted, output)
+        self.buffer.accept(accepted, *outputs)
 
     def end_early(self, order: Order) -> bool:
         """Stop generating and end as ``order`` says. The first order counts; False when it is too late for any."""

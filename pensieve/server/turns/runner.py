@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 
-from pensieve.core import FinishReason, Phase
+from pensieve.core import Phase
 from pensieve.debug import async_failpoint
 from pensieve.errors import NotFound, PensieveError, TurnFenced, Unavailable
 from pensieve.server import ids
@@ -20,11 +21,13 @@ from pensieve.server.history.cache import Histories, kept, system_item
 from pensieve.server.history.rendering import PreparedTurn, Renderer, Room, Stamp
 from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.settings import TurnSettings
+from pensieve.server.turns import candidates, sampling
 from pensieve.server.turns import record as turn_record
-from pensieve.server.turns import sampling
+from pensieve.server.turns.hints import take as take_hints
 from pensieve.server.turns.lease import LeaseKeeper
+from pensieve.server.turns.record import CommittedTurn
 from pensieve.server.turns.run import Order, TurnRun
-from pensieve.server.turns.text import OutputText, replayed_text
+from pensieve.server.turns.text import OutputText
 from pensieve.server.unavailable import running_elsewhere
 from pensieve.server.values import ProgressView, TurnView
 from pensieve.store import (
@@ -37,7 +40,7 @@ from pensieve.store import (
     RunningElsewhere,
     head_hash_after,
 )
-from pensieve.store.records import History, Record, SessionRow
+from pensieve.store.records import CandidateChoice, History, Record, SessionRow
 from pensieve.tokenizer import ChatTokenizer
 
 log = logging.getLogger(__name__)
@@ -92,11 +95,9 @@ class TurnRunner:
             case Began():
                 return await self._hold_lease(run, outcome)
 
-    async def committed_turn(self, key: Key, revision: int) -> Record | None:
-        """The record with this revision, verified; None when it is not a turn's."""
-        records = await self._store.read(key, after_revision=revision - 1)
-        found = next((logged.record for logged in records if logged.record.revision == revision), None)
-        return found if found is not None and found.turn is not None else None
+    async def committed_turn(self, key: Key, revision: int) -> CommittedTurn | None:
+        """The turn with this revision, verified, and what became of it; None when it is not a turn's."""
+        return turn_record.committed(await self._store.read(key, after_revision=revision - 1), revision)
 
     # ---- from begin to end
 
@@ -131,9 +132,8 @@ class TurnRunner:
         seed = sampling.explicit_seed(spec.sampling, config.sampling, defaults)
         run.seed = began.seed if seed is None else seed
         run.base_revision = base.revision
-        values = sampling.resolve(
-            spec.sampling, config.sampling, defaults, seed=run.seed, top_logprobs=spec.output.top_logprobs
-        )
+        layers = (spec.sampling, config.sampling, defaults)
+        values = sampling.resolve(*layers, seed=run.seed, top_logprobs=spec.output.top_logprobs)
         # What an edit or a regeneration supersedes is cut off only for rendering. The record says it, and is built on
         # ``base`` as stored: the old answer stays in history unless the new one is committed.
         keep = _keep_items(run, base)
@@ -144,26 +144,40 @@ class TurnRunner:
             Room(context_limit(self._link.info), config.overflow, values.max_output_tokens),
         )
         run.new_tokens = prepared.num_new
-        output = OutputText(self._tokenizer, values.stop, values.min_output_tokens)
-        run.accept(len(prepared.context), output, replayed=False)
-        await run.generation.run(self._link, ids.session_key(run.key), prepared, values, spec.max_duration_s)
-        return await self._finish(run, base, keep, prepared, output)
+        outputs = [
+            OutputText(self._tokenizer, values.stop, values.min_output_tokens)
+            for _ in range(values.candidates)
+        ]
+        run.accept(len(prepared.context), *outputs, replayed=False)
+        hints, run.hints = take_hints(spec.hints, self._link.info)
+        await run.generation.run(
+            self._link,
+            ids.session_key(run.key),
+            prepared,
+            values,
+            spec.max_duration_s,
+            scope=self._settings.sharing_scope(run.key, config),
+            hints=hints,
+        )
+        return await self._finish(run, base, keep, prepared, sampling.choice(*layers))
 
     # ---- the end
 
     async def _finish(
-        self, run: TurnRun, base: History, keep: int | None, prepared: PreparedTurn, output: OutputText
+        self,
+        run: TurnRun,
+        base: History,
+        keep: int | None,
+        prepared: PreparedTurn,
+        choice: CandidateChoice,
     ) -> TurnView:
         order = run.begin_commit()
-        text = output.finish(order.keep_tokens if order is not None else None)
+        if order is None:
+            answer = candidates.all_kept(run.buffer.outputs, run.generation, choice, run.seed)
+        else:
+            answer = candidates.partly_kept(run.buffer.outputs, run.generation, order.keep_tokens)
+        answer = replace(answer, hints=run.hints)
         run.buffer.report(ProgressView(Phase.COMMIT))
-        answer = turn_record.KeptAnswer(
-            tokens=tuple(output.tokens),
-            text=text,
-            finish_reason=FinishReason.CANCELLED if order is not None else run.generation.finish_reason,
-            stop_sequence=output.stop or "",
-            usage=run.generation.usage(len(output.tokens)),
-        )
         record = turn_record.build(
             run.spec,
             base,
@@ -182,7 +196,10 @@ class TurnRunner:
         await async_failpoint("after_commit_before_ack")
         await self._check_is_ours(run, base, record, row)
         self._histories.committed(run.key, base, record, row)
-        return turn_record.committed_view(run.key, record)
+        if answer.chosen:
+            self._link.choose(ids.session_key(run.key), answer.chosen)
+        turn = CommittedTurn(record, change=None, head=record.revision, latest=True)
+        return turn_record.committed_view(run.key, turn)
 
     async def _commit(self, run: TurnRun, record: Record, counts: Counts) -> SessionRow:
         """Append the record, waiting for a store that is down. Raises Unavailable: the outcome is then unknown."""
@@ -207,21 +224,20 @@ class TurnRunner:
         # The chain went on after a commit of ours whose reply was lost, or it was never ours: the record tells.
         revision = await self._store.find_request(run.key, run.spec.request_id)
         stored = None if revision is None else await self.committed_turn(run.key, revision)
-        if stored is None or stored.turn is None or stored.turn.attempt != run.attempt:
+        stored_turn = None if stored is None else stored.record.turn
+        if stored_turn is None or stored_turn.attempt != run.attempt:
             raise TurnFenced("another replica took the turn over and committed it")
 
     async def _replay(self, run: TurnRun, revision: int) -> TurnView:
         """The turn was committed before: fill the buffer from the store."""
-        record = await self.committed_turn(run.key, revision)
-        if record is None or record.turn is None:
+        turn = await self.committed_turn(run.key, revision)
+        if turn is None or turn.record.turn is None:
             raise NotFound("the request id belongs to another kind of change", reason="TURN_NOT_FOUND")
-        view = turn_record.committed_view(run.key, record)
-        assert view.output is not None
-        run.seed, run.base_revision, run.attempt = view.seed, view.base_revision, record.turn.attempt
-        tokens = turn_record.output_tokens(view.output).tolist()
-        output = replayed_text(self._tokenizer, tokens, view.output.text)
-        output.cut_short = view.finish_reason is FinishReason.CANCELLED
-        run.accept(record.turn.usage.context_tokens, output, replayed=True)
+        view = turn_record.committed_view(run.key, turn)
+        result = turn.record.turn
+        run.seed, run.base_revision, run.attempt = view.seed, view.base_revision, result.attempt
+        outputs = candidates.replayed(view, self._tokenizer)
+        run.accept(result.usage.context_tokens, *outputs, replayed=True)
         return view
 
 

@@ -19,7 +19,8 @@ class StreamOptions:
     output: OutputChoice
     heartbeat_s: float
     resume_attempt: str = ""
-    resume_offset: int = 0
+    resume_offsets: tuple[int, ...] = ()
+    """Tokens that the client has of candidates 0, 1, ...; 0 of those that are not in here."""
     joined: bool = False
     """The turn had been started before this call."""
 
@@ -29,32 +30,35 @@ async def events(
 ) -> AsyncGenerator[StreamEvent, None]:
     """``Accepted``, then progress and deltas, then the turn. Raises the error the turn ends with.
 
-    Whatever is ready when the reader comes back for more is one delta, so a slow reader gets few and large ones; with
-    many streams ``pace`` does the same. Never silent for longer than ``heartbeat_s`` after that first event, as long as
-    the reader keeps reading.
+    Whatever is ready of a candidate when its turn comes is one delta, so a slow reader gets few and large ones; with
+    many streams ``pace`` does the same. Candidates take turns: none waits for another's end. Never silent for longer
+    than ``heartbeat_s`` after that first event, as long as the reader keeps reading.
     """
     while buffer.accepted is None:
         if buffer.ended:
             buffer.result()  # raises: nothing ends well before it is accepted
         await buffer.changed(options.heartbeat_s)
     accepted = buffer.accepted
-    sent = _first_token(buffer, options)
+    sent = _first_tokens(buffer, options)
     yield replace(accepted, replayed=accepted.replayed or options.joined)
     pace, now = pace or Pace(), asyncio.get_running_loop().time
-    seen, next_at, talking = 0, 0.0, False
+    seen, next_at, talking, last = 0, 0.0, False, len(sent) - 1
     try:
         while True:
-            if buffer.ready > sent:
+            candidate = buffer.behind(sent, last)
+            if candidate is not None:
                 if not talking:
                     talking = True
-                    pace.join()
-                if options.output.max_chunk_delay_s > 0:
+                    pace.join(len(sent))
+                if options.output.max_chunk_delay_s > 0 and candidate <= last:
+                    # Once for each round of the candidates, or their delays would add up.
                     await _gather(buffer, sent, options)
-                    if buffer.ready <= sent:
+                    if (candidate := buffer.behind(sent, last)) is None:
                         continue  # taken back meanwhile
-                delta = buffer.delta(sent, options.output.max_chunk_tokens)
-                sent += len(delta.tokens)
-                if buffer.ready == sent:  # else the client wants smaller pieces: they follow at once
+                delta = buffer.delta(candidate, sent[candidate], options.output.max_chunk_tokens)
+                sent[candidate] += len(delta.tokens)
+                last = candidate
+                if buffer.behind(sent, last) is None:  # else more is there, and follows at once
                     next_at = pace.next_at(now())
                 yield delta
                 if next_at > now():
@@ -71,29 +75,39 @@ async def events(
                 yield buffer.progress
     finally:
         if talking:
-            pace.leave()
+            pace.leave(len(sent))
 
 
-def _first_token(buffer: TurnBuffer, options: StreamOptions) -> int:
-    """Index of the first token to send. Raises InvalidArgument when the client claims tokens that never existed."""
-    assert buffer.accepted is not None and buffer.output is not None
+def _first_tokens(buffer: TurnBuffer, options: StreamOptions) -> list[int]:
+    """Index of the first token to send of each candidate.
+
+    Raises InvalidArgument when the client claims tokens that never existed. Those of a turn that was cut short may have
+    been taken back, and with them the candidates that it did not keep.
+    """
+    assert buffer.accepted is not None and buffer.outputs
+    first = [0] * len(buffer.outputs)
     if options.resume_attempt and options.resume_attempt != buffer.accepted.attempt:
-        return 0
-    if options.resume_offset > len(buffer.output.tokens):
-        if buffer.output.cut_short:
-            return len(buffer.output.tokens)
-        raise InvalidArgument.field(
-            "resume_token_offset", "is larger than the number of tokens of this attempt"
-        )
-    return options.resume_offset
+        return first
+    cut_short = buffer.outputs[0].cut_short
+    if any(options.resume_offsets[len(first) :]) and not cut_short:
+        raise InvalidArgument.field("resume_candidate_offsets", "has more elements than there are candidates")
+    for candidate, (asked, output) in enumerate(zip(options.resume_offsets, buffer.outputs, strict=False)):
+        if asked > len(output.tokens) and not cut_short:
+            field = "resume_candidate_offsets" if candidate else "resume_token_offset"
+            raise InvalidArgument.field(field, "is larger than the number of tokens of this attempt")
+        first[candidate] = min(asked, len(output.tokens))
+    return first
 
 
-async def _gather(buffer: TurnBuffer, sent: int, options: StreamOptions) -> None:
+async def _gather(buffer: TurnBuffer, sent: list[int], options: StreamOptions) -> None:
     """Wait for more tokens: until a chunk is full, the delay or a heartbeat's time is over, or the turn ends."""
     loop = asyncio.get_running_loop()
     until = loop.time() + min(options.output.max_chunk_delay_s, options.heartbeat_s)
     wanted = options.output.max_chunk_tokens
-    while not buffer.ended and (wanted is None or buffer.ready - sent < wanted):
+    while not buffer.ended and (
+        wanted is None
+        or all(output.ready - had < wanted for output, had in zip(buffer.outputs, sent, strict=True))
+    ):
         left = until - loop.time()
         if left <= 0 or not await buffer.changed(left):
             return

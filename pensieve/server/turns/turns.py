@@ -92,6 +92,10 @@ class Turns:
     def draining(self) -> bool:
         return self._draining
 
+    def runs_in(self, key: Key) -> bool:
+        """Whether a turn of this session runs in this process, or is about to."""
+        return any(session == key for session, _ in self._runs)
+
     @asynccontextmanager
     async def attached(
         self,
@@ -265,8 +269,8 @@ class Turns:
 
     async def _committed(self, key: Key, request_id: str) -> TurnView | None:
         revision = await self._store.find_request(key, request_id)
-        record = None if revision is None else await self._runner.committed_turn(key, revision)
-        return None if record is None else turn_record.committed_view(key, record)
+        turn = None if revision is None else await self._runner.committed_turn(key, revision)
+        return None if turn is None else turn_record.committed_view(key, turn)
 
     def _remembered(self, key: Key, request_id: str) -> TurnView:
         reason = self._discarded.get((key, request_id))
@@ -289,7 +293,7 @@ class Turns:
 
 
 def _end(run: TurnRun, outcome: TurnView | PensieveError) -> TurnEnd:
-    accepted, output = run.buffer.accepted, run.buffer.output
+    accepted, outputs = run.buffer.accepted, run.buffer.outputs
     if isinstance(outcome, TurnView):
         name = outcome.finish_reason.name if outcome.finish_reason is not None else "unknown"
         usage = outcome.usage
@@ -301,7 +305,7 @@ def _end(run: TurnRun, outcome: TurnView | PensieveError) -> TurnEnd:
         committed=usage is not None,
         context_tokens=accepted.context_tokens if accepted is not None else 0,
         new_tokens=run.new_tokens,
-        usage=usage or run.generation.usage(len(output.tokens) if output is not None else 0),
+        usage=usage or run.generation.usage(len(outputs[0].tokens) if outputs else 0),
         arrived_at=run.arrived_at,
         first_token_at=run.generation.first_token_at,
         ended_at=asyncio.get_running_loop().time(),

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from pensieve.config import CacheConfig
-from pensieve.core import SessionKey, TokenArray
+from pensieve.core import Hints, SessionKey, TokenArray
 from pensieve.engine.cache.chunk import Restore
+from pensieve.engine.cache.digests import Path
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost.model import CostModel
 from pensieve.simulate.scenario import policies
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """What a simulation knows of a turn. Both functions are of the time of its end."""
+
+    number: int
+    """In its session, from 1."""
+    due: Callable[[float], float]
+    """When the turn after it comes."""
+    hints: Callable[[float], Hints | None]
+    """What its client says of that."""
 
 
 class StampedCache(CacheManager):
@@ -18,24 +32,40 @@ class StampedCache(CacheManager):
     def __init__(self, config: CacheConfig, cost: CostModel, policy: str) -> None:
         self.policy, self._stamp = policies.make(policy)
         super().__init__(config, cost, self.policy)
-        self._coming: dict[SessionKey, tuple[int, Callable[[float], float]]] = {}
-        self._turns: dict[SessionKey, tuple[int, Callable[[float], float]]] = {}
+        self._coming: dict[SessionKey, Coming] = {}
+        self._turns: dict[SessionKey, Coming] = {}
         self.restores: dict[SessionKey, Restore] = {}
         """How the turn of each session was first laid out, until that is taken."""
 
-    def expect(self, key: SessionKey, turns: int, due: Callable[[float], float]) -> None:
-        """The next turn is number ``turns`` of its session (from 1); ``due``: end of it → the one after."""
-        self._coming[key] = turns, due
+    def expect(self, key: SessionKey, turn: Coming) -> None:
+        """The session's next turn."""
+        self._coming[key] = turn
 
-    def admit(self, key: SessionKey, tokens: TokenArray, num_new: int, now: float) -> Restore:
-        restore = super().admit(key, tokens, num_new, now)
+    def admit(
+        self,
+        key: SessionKey,
+        tokens: TokenArray,
+        num_new: int,
+        now: float,
+        path: Path | None = None,
+        *,
+        warm: bool = False,
+    ) -> Restore:
+        restore = super().admit(key, tokens, num_new, now, path, warm=warm)
         if key in self._coming:  # else a return from suspension
             self._turns[key] = self._coming.pop(key)
             self.restores[key] = restore
         return restore
 
     def release(
-        self, key: SessionKey, now: float, tokens: TokenArray | None = None, *, forget: bool = False
+        self,
+        key: SessionKey,
+        now: float,
+        tokens: TokenArray | None = None,
+        *,
+        forget: bool = False,
+        hints: Hints | None = None,
     ) -> None:
-        turns, due = self._turns[key]
-        super().release(key, self._stamp(now, due(now), turns), tokens, forget=forget)
+        turn = self._turns[key]
+        stamp = self._stamp(now, turn.due(now), turn.number)
+        super().release(key, stamp, tokens, forget=forget, hints=turn.hints(now))

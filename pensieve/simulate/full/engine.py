@@ -15,15 +15,18 @@ from pensieve.engine.engine import Engine
 from pensieve.engine.messages import EngineReady, Failed, Finished, Output, Submit
 from pensieve.engine.plan import PendingStep, Plan, Sampled, StepResult, StepWorker
 from pensieve.engine.scheduler import Scheduler
-from pensieve.simulate.full.cache import StampedCache
+from pensieve.simulate.full.cache import Coming, StampedCache
 from pensieve.simulate.scenario import policies
+from pensieve.simulate.scenario.hints import hints_of
 from pensieve.simulate.scenario.load import Life
 from pensieve.simulate.scenario.machine import Machine
 from pensieve.simulate.scenario.settings import Settings
 from pensieve.simulate.scenario.tally import ChunkPrices, Span, Tally
 from pensieve.simulate.scenario.work import work_of
 
-VOCABULARY = 97
+VOCABULARY = 1 << 30
+"""So many that sessions have nothing in common but what the load says."""
+_SCOPE = "all sessions"
 
 
 @dataclass
@@ -178,15 +181,19 @@ class FullSimulation:
         if not replica.engine.has_work:
             replica.clock.now = max(replica.clock.now, now)
         new, output = turn.life.turns[turn.turn]
-        rng = np.random.default_rng([self._settings.seed, turn.life.number, turn.turn])
-        turn.context = np.concatenate([turn.history, rng.integers(0, VOCABULARY, new, dtype=np.int32)])
+        ids = turn.life.input_ids(turn.turn, VOCABULARY, self._settings.seed)
+        turn.context = np.concatenate([turn.history, ids])
         turn.output, turn.first_token = [], 0.0
         self._tickets += 1
         key = SessionKey(str(turn.life.number))
         replica.turns[self._tickets] = turn
-        replica.cache.expect(key, turn.turn + 1, functools.partial(turn.life.due, turn.turn + 1))
+        due = functools.partial(turn.life.due, turn.turn + 1)
+        hints = functools.partial(hints_of, self._settings, turn.life, turn.turn)
+        replica.cache.expect(key, Coming(turn.turn + 1, due, hints))
         sampling = Sampling(max_output_tokens=output, ignore_eos=True)
-        replica.engine.handle(Submit(self._tickets, key, pack_tokens(turn.context), new, sampling))
+        scope = _SCOPE if turn.life.prefix else ""
+        tokens = pack_tokens(turn.context)
+        replica.engine.handle(Submit(self._tickets, key, tokens, new, sampling, scope))
 
     def _step(self, replica: _Replica) -> None:
         before = replica.clock.now
@@ -223,7 +230,9 @@ class FullSimulation:
 
     def _ended(self, turn: _Turn, usage: Usage, now: float) -> None:
         ttft = turn.first_token - turn.arrived
-        self.tally.add(turn.turn, usage, len(turn.context), turn.cost, ttft, now - turn.first_token, now)
+        answering = now - turn.first_token
+        shared = len(turn.context) - len(turn.history) - usage.new_tokens
+        self.tally.add(turn.turn, usage, len(turn.context), turn.cost, ttft, answering, now, shared)
         if self._progress is not None:
             self._progress(self.tally.sessions)
         turn.history = np.concatenate([turn.context, np.array(turn.output, np.int32)])
@@ -237,6 +246,6 @@ class FullSimulation:
         self._lost = True
         replica = self._replicas[0]
         turns, replica.turns = list(replica.turns.values()), {}
-        self.tally.repeated_turns = len(replica.scheduler.running)
+        self.tally.repeated_turns = len(replica.scheduler.batch.running)
         for turn in turns:
             self._submit(turn, now)

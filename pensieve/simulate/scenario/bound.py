@@ -3,7 +3,8 @@
 Keeping a chunk from one turn to the next saves its recomputation and takes one page of a tier for that time. Pages
 times the length of the run is all there is, so the least that must be given up is what a fractional knapsack leaves
 out, filled in order of seconds saved per page-second. Real policies must also fit at every single moment, may hold
-chunks twice, need pages for running turns and do not know the future: they stay above.
+chunks twice, need pages for running turns and do not know the future: they stay above. Where sessions share chunks it
+is no bound: one page then serves them all.
 """
 
 from __future__ import annotations

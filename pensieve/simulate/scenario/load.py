@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from pensieve.core import TokenArray
 from pensieve.replay.load.run_in import run_in
-from pensieve.replay.load.schedule import Arrivals, Gaps, Script, scripts
-from pensieve.replay.load.workload import Conversation
+from pensieve.replay.load.schedule import Arrivals, Gaps, Script, prefix_ids, scripts
+from pensieve.replay.load.workload import Conversation, Piece
 
 NEVER = 1e15
 """A time that does not come; finite, so that differences of it stay numbers."""
@@ -28,6 +29,8 @@ class Life:
     """Seconds from the answer before, for each turn."""
     earliest: tuple[float, ...] = ()
     """Seconds after ``start`` that a turn does not come before; empty: there are none."""
+    prefix: tuple[Piece, ...] = ()
+    """What its first input begins with: see ``Conversation``."""
 
     def due(self, turn: int, now: float) -> float:
         """When ``turn`` comes if the answer before it ended ``now``; ``NEVER`` after the last."""
@@ -35,6 +38,15 @@ class Life:
             return NEVER
         at = now + self.waits[turn]
         return max(at, self.start + self.earliest[turn]) if self.earliest else at
+
+    def input_ids(self, turn: int, vocab_size: int, seed: int) -> TokenArray:
+        """Token ids of a turn's input, int32 [input]. The first begins with what it has in common with others."""
+        rng = np.random.default_rng([seed, self.number, turn])
+        ids = rng.integers(0, vocab_size, self.turns[turn][0], dtype=np.int32)
+        if turn == 0 and self.prefix:
+            common = prefix_ids(self.prefix, vocab_size, [seed])
+            ids[: len(common)] = common
+        return ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +81,8 @@ def _scripted(script: Script, start: float, zero: float) -> Life:
     """A script's session. ``start``: of its first turn here; ``zero``: time 0 of the script."""
     turns = tuple((turn.input_tokens, turn.output_tokens) for turn in script.conversation.turns)
     earliest = tuple(zero + due.at_s - start for due in script.due)
-    return Life(script.number, start, turns, tuple(due.after_answer_s for due in script.due), earliest)
+    waits = tuple(due.after_answer_s for due in script.due)
+    return Life(script.number, start, turns, waits, earliest, script.conversation.prefix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +117,11 @@ class Load:
         if self.in_progress is not None:
             return len(self.in_progress.lives)
         return len(self.conversations) if self.sessions is None else self.sessions
+
+    @property
+    def shares(self) -> bool:
+        """Whether sessions have beginnings in common."""
+        return any(talk.prefix for talk in self.conversations)
 
     @property
     def zero_s(self) -> float:
@@ -149,13 +167,13 @@ class Load:
         turns = tuple((turn.input_tokens, turn.output_tokens) for turn in talk.turns)
         if self.think_gaps is not None:
             drawn = rng.choice(np.array(self.think_gaps.seconds), len(turns))
-            return Life(number, start, turns, tuple(drawn.tolist()))
+            return Life(number, start, turns, tuple(drawn.tolist()), prefix=talk.prefix)
         if self.think_time_s is not None:
             waits = tuple(rng.exponential(self.think_time_s, len(turns)).tolist())
-            return Life(number, start, turns, waits)
+            return Life(number, start, turns, waits, prefix=talk.prefix)
         first = talk.turns[0].timestamp_s or 0.0
         earliest = tuple((turn.timestamp_s or 0.0) - first for turn in talk.turns)
-        return Life(number, start, turns, (0.0,) * len(turns), earliest)
+        return Life(number, start, turns, (0.0,) * len(turns), earliest, talk.prefix)
 
 
 def in_the_middle(load: Load, run_in_s: float, token_s: float) -> Load:

@@ -7,7 +7,8 @@
                  to be one: ``simulate.scenario.bound`` has the proven limit.
 
 The engine's ``Policy`` is told of past turns and how long ago a session was last active. What these know beyond that
-travels in the time that a session is released with (``stamp``).
+travels in the time that a session is released with (``stamp``). Of a chunk's several owners the one that keeps it
+longest counts for ``ttl-lru`` and ``arc``.
 """
 
 from __future__ import annotations
@@ -38,6 +39,23 @@ class TtlLru(Policy):
         finite = np.where(np.isfinite(first_cost), first_cost, 0.0)
         return np.where(idle > TTL_S, finite / (1.0 + finite) + _NO_COST_S * recency, 1.0 + recency)
 
+    def claims(self, idle: Floats, kinds: Ints) -> Floats:
+        """What each session alone would count for, cost aside."""
+        return self.values(np.zeros_like(idle), np.ones_like(idle), idle, kinds)
+
+    def values_and_claims(
+        self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints
+    ) -> tuple[Floats, Floats]:
+        return self.values(first_cost, candidates, idle, kinds), self.claims(idle, kinds)
+
+    @property
+    def adds_up(self) -> bool:
+        return False
+
+    def shared_values(self, first_cost: Floats, candidates: Floats, claims: Floats) -> Floats:
+        finite = np.where(np.isfinite(first_cost), first_cost, 0.0)
+        return np.where(claims < 1.0, finite / (1.0 + finite) + claims, claims)
+
 
 class Clairvoyant(Policy):
     """``idle`` is minus the time until the next turn; of a turn that waits already, how long it does: the longest waits
@@ -63,13 +81,30 @@ class Arc(Policy):
 
     def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:
         frequent = idle < -_FREQUENT / 2
-        age = np.where(frequent, idle + _FREQUENT, idle)
         if candidates.size > 1:  # a single row is one session ranked anew in the middle of a round
             total = float(candidates.sum())
             recent = float(candidates[~frequent].sum())
             self._prefer_recent = recent > self.share * total
+        return self.claims(idle, kinds)
+
+    def claims(self, idle: Floats, kinds: Ints) -> Floats:
+        """What each session alone would count for, cost aside."""
+        frequent = idle < -_FREQUENT / 2
+        age = np.where(frequent, idle + _FREQUENT, idle)
         first = ~frequent if self._prefer_recent else frequent
         return np.where(first, 0.0, 1e6) + 1.0 / np.maximum(age, SHORTEST_IDLE_S)
+
+    def values_and_claims(
+        self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints
+    ) -> tuple[Floats, Floats]:
+        return self.values(first_cost, candidates, idle, kinds), self.claims(idle, kinds)
+
+    @property
+    def adds_up(self) -> bool:
+        return False
+
+    def shared_values(self, first_cost: Floats, candidates: Floats, claims: Floats) -> Floats:
+        return claims
 
     def returned(self, turn: int, history: int, recomputed: int) -> None:
         """A session's turn number ``turn`` found its history with so many tokens lost."""

@@ -13,6 +13,18 @@ Routing = Literal["affine", "random"]
 
 
 @dataclass(frozen=True, slots=True)
+class ClientHints:
+    """What clients say of their next turn: see ``scenario.hints``."""
+
+    noise: float = 0.0
+    """Sigma of the lognormal error of the pauses."""
+    pauses: bool = True
+    """They say when the next turn comes."""
+    ends: bool = True
+    """They say which turn is the last."""
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """Settings of each replica, and how turns are spread over them. All replicas are the same."""
 
@@ -27,6 +39,8 @@ class Settings:
     lose_replica_at: float | None = None
     """Virtual seconds after which replica 0 is gone, with its cache and its running turns."""
     seed: int = 0
+    hints: ClientHints | None = None
+    """None: clients say nothing of their next turn."""
     slack: int = 0
     """See ``TurnCache``; only the ``turns`` engine has it."""
 

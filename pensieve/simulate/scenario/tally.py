@@ -116,6 +116,8 @@ class Tally:
     recomputed_cost_s: float = 0.0
     violations: int = 0
     """Receipts that do not add up, in the window or not."""
+    shared: int = 0
+    """Input tokens that others had computed, and that were still cached."""
     repeated_turns: int = 0
     """Begun again elsewhere because their replica was lost."""
     rows: list[_Row] = field(default_factory=list)
@@ -141,8 +143,12 @@ class Tally:
         ttft: float,
         answering: float,
         now: float,
+        shared: int = 0,
     ) -> None:
-        """One completed turn, ended ``now``; ``answering``: seconds since its first token."""
+        """One completed turn, ended ``now``; ``answering``: seconds since its first token.
+
+        ``shared``: tokens of its input that were found cached.
+        """
         values = (usage.gpu_cached_tokens, usage.swapped_in_tokens, usage.recomputed_tokens, usage.new_tokens)
         now -= self.zero_s
         self.sessions += turn == 0
@@ -153,6 +159,7 @@ class Tally:
             if not self.window[0] <= now < self.window[1]:
                 self.turns_outside += 1
                 return
+        self.shared += shared
         self.recomputed_cost_s += cost
         self.answering_s += answering
         self.latency.add(ttft + answering)

@@ -1,4 +1,5 @@
 """The ``turns`` engine: runs of like steps as one event, on a cache of one byte per chunk.
 
-May import: config, core, engine.cache, engine.cost, engine.scheduler, simulate.scenario.
+May import: config, core, engine.cache, engine.cost, engine.scheduler, replay.load,
+simulate.scenario.
 """

@@ -13,6 +13,7 @@ from typing import Final
 
 from pensieve.engine.cache.chunk import Range, take_front
 from pensieve.engine.scheduler import SWAP_OUT_QUANTUM
+from pensieve.simulate.scenario.hints import hints_of
 from pensieve.simulate.scenario.policies import Stamp
 from pensieve.simulate.scenario.settings import Settings
 from pensieve.simulate.turns.cache import TurnCache
@@ -39,6 +40,7 @@ class Batch:
         self.begins = _NEVER
         """When the next step begins: ``now``, or infinity without work."""
         self.suspensions = 0
+        self._settings = settings
         self._machine = settings.machine
         self._max_tokens = settings.max_batch_tokens
         self._max_running = settings.max_running
@@ -158,7 +160,8 @@ class Batch:
         del self._running[turn.ticket]
         turns = turn.index + 1
         stamp = self._stamp(self.now, turn.life.due(turns, self.now), turns)
-        self.cache.release(turn.life.number, cached, stamp, turn.missing)
+        hints = hints_of(self._settings, turn.life, turn.index, self.now)
+        self.cache.release(turn.life.number, cached, stamp, turn.missing, hints)
 
     def _prefill(self, work: list[tuple[LiveTurn, list[Range]]], budget: int) -> int:
         """Choose what goes on of restores and prefills; returns what is left of the budget."""
@@ -178,10 +181,13 @@ class Batch:
             turn = self._waiting[0][1]
             number, context = turn.life.number, turn.prompt + turn.made
             others = bool(self._running)
-            if (others and turn.visible > self._step) or not cache.can_admit(number, context, reserve=others):
+            prefix = turn.life.prefix
+            if (others and turn.visible > self._step) or not cache.can_admit(
+                number, context, prefix, reserve=others
+            ):
                 return
             heapq.heappop(self._waiting)
-            restore = cache.admit(number, context if turn.made else turn.history, context, self.now)
+            restore = cache.admit(number, context if turn.made else turn.history, context, self.now, prefix)
             turn.restore = turn.restore or restore
             turn.missing.extend(restore.missing)
             turn.computed = context
@@ -261,7 +267,8 @@ class Batch:
         head = self._waiting[0][1]
         # A session whose chunks are copied in this step has to wait for the next one; one without room has to wait
         # until somebody leaves.
-        return 1 if self.cache.copying(head.life.number) else max(head.visible - self._step, 0) or _MANY
+        copying = self.cache.copying(head.life.number, head.life.prefix)
+        return 1 if copying else max(head.visible - self._step, 0) or _MANY
 
     def _chunks_after_first(self, steps: int) -> int:
         """Chunks that the generations take in the next ``steps`` steps, without the first of these."""

@@ -1,5 +1,5 @@
-"""A twin of ``CacheManager`` without page numbers, token ids or shared chunks, on one byte per chunk: the same rules,
-policies and order of decisions, some twenty times faster. That both decide the same is tested.
+"""A twin of ``CacheManager`` without page numbers and token ids, on one byte per chunk: the same rules, policies and
+order of decisions, some twenty times faster. That both decide the same is tested.
 
 For one plan it is called in this order: ``grow``, ``can_admit`` → ``admit``, ``save_ahead``, ``complete``; and
 ``release`` when a turn has ended or is suspended. The chunks that generations grow by are counted for all of them
@@ -8,37 +8,36 @@ together, and added to each session when it is released.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
-import numpy as np
+from collections.abc import Collection, Sequence
 
 from pensieve.config import CacheConfig
+from pensieve.core import Hints
 from pensieve.engine.cache.chunk import Range, Restore
-from pensieve.engine.cache.index import Reclaim
 from pensieve.engine.cache.policy import Policy
 from pensieve.engine.cost.model import CostModel
+from pensieve.replay.load.workload import Piece
 from pensieve.simulate.turns.places import (
     ADMITTED,
     BOTH,
     BOTH_SAVING,
-    CHOSEN,
     DEVICE,
     DROPPED,
     HOST,
-    HOST_SAVING,
-    RECLAIMED,
+    IN_TRANSIT,
+    SAVING,
     SETTLED,
-    PlacesIndex,
     Resident,
+    Run,
+    Sharer,
 )
-from pensieve.simulate.turns.victims import Ranking, Round, VictimOrder, Victims, can_rank
+from pensieve.simulate.turns.room import TierRoom
+from pensieve.simulate.turns.sharing import Sharing
 
 _DEVICE = bytes((DEVICE,))
-_BOTH = bytes((BOTH,))
+_SHARE = (Run, Sharer)
 
 
-class TurnCache:
+class TurnCache(TierRoom):
     """Two tiers of chunks.
 
     ``slack``: how many chunks are ranked at a time, to be used up within ``FRESH_S``, and eight times as many as are
@@ -46,54 +45,57 @@ class TurnCache:
     """
 
     def __init__(self, config: CacheConfig, cost: CostModel, policy: Policy, slack: int = 0) -> None:
-        self.config = config
+        super().__init__(config, cost, policy, slack)
         self._size = config.chunk_tokens
-        self.index = PlacesIndex(policy, cost)
-        self.device_free = config.device_chunks
-        self.host_free = config.host_chunks
         self.loading = 0
         """Chunks that the plan in hand copies in from the host."""
-        self._slack = slack
-        self._batch = slack // 8
-        self._can_rank = can_rank(self.index)
-        self._rankings: dict[Reclaim, Ranking] = {}
-        self._watermark = config.swap_watermark * config.device_chunks
         self._sessions: dict[int, Resident] = {}
         self._running: dict[int, Resident] = {}
         self.unpinned = config.device_chunks
         """Device pages that no running turn holds."""
-        self._reclaimable = 0
-        """Chunks of idle sessions that are in both tiers."""
-        self._both: dict[Resident, None] = {}
-        """Their sessions, and some that have none left."""
-        self._spares: dict[Resident, None] = {}
-        """Running sessions that may have such chunks, whose host copies nobody needs now; in order of admission."""
-        self._in_flight: dict[Resident, None] = {}
         self._admitted: list[tuple[Resident, Restore]] = []
-
-    # -- questions: change nothing -----------------------------------------------------------------------------------
+        self._sharing = Sharing(self.index, self._size, self._both, self._spares, self._in_flight)
 
     def chunks_for(self, tokens: int) -> int:
         return -(-tokens // self._size)
 
-    def can_admit(self, key: int, tokens: int, *, reserve: bool) -> bool:
-        """Whether a turn with a context of ``tokens`` may be admitted in this plan: as ``CacheManager`` has it."""
-        if self.copying(key):
+    def can_admit(self, key: int, tokens: int, prefix: tuple[Piece, ...] = (), *, reserve: bool) -> bool:
+        """Whether a turn with a context of ``tokens`` may be admitted in this plan: as ``CacheManager`` has it.
+
+        ``prefix``: what its session's first input begins with.
+        """
+        if self.copying(key, prefix):
             return False
         left = self.unpinned - self.chunks_for(tokens)
+        if prefix:
+            left += self._pinned(key, prefix)
         return left > self.config.decode_reserve * self.config.device_chunks if reserve else left >= 0
 
-    def copying(self, key: int) -> bool:
-        """Whether the plan in hand copies chunks of this session."""
-        return bool(self._in_flight) and self._sessions.get(key) in self._in_flight
+    def copying(self, key: int, prefix: tuple[Piece, ...] = ()) -> bool:
+        """Whether the plan in hand copies chunks of this session, or saves some that it is about to share."""
+        if not self._in_flight:
+            return False
+        session = self._sessions.get(key)
+        if session in self._in_flight:
+            return True
+        if not prefix:
+            return False
+        if isinstance(session, Sharer) and any(
+            run in self._in_flight and not IN_TRANSIT.isdisjoint(run.places) for run in session.runs
+        ):
+            return True
+        full, found = self._others(session, prefix)
+        return any(holder.places[index] in SAVING for index, holder in enumerate(found, full))
 
-    # -- a plan ------------------------------------------------------------------------------------------------------
-
-    def admit(self, key: int, history: int, tokens: int, now: float) -> Restore:
-        """Pin a context and place every chunk of it on the device."""
-        session = self._sessions.get(key) or self._add(key)
+    def admit(
+        self, key: int, history: int, tokens: int, now: float, prefix: tuple[Piece, ...] = ()
+    ) -> Restore:
+        """Pin a context and place every chunk of it on the device. ``prefix``: see ``can_admit``."""
+        session = self._sessions.get(key) or self._add(key, prefix)
+        runs = self._meet(session, prefix) if isinstance(session, Sharer) else ()
         before = session.places
         loading, both = before.count(HOST), before.count(BOTH)
+        spare = loading or both
         restore = session.restore(history, tokens, self._size)
         more = self.chunks_for(tokens) - len(before)
         absent = before.count(DROPPED) + loading + more
@@ -103,10 +105,18 @@ class TurnCache:
         self._reclaimable -= both
         self._both.pop(session, None)
         self.index.came_back(session, tokens - history, now)
+        self.index.touch(session)
         self._running[key] = session
         self._in_flight[session] = None
-        self.unpinned -= len(session.places)
-        if loading or both:
+        self.unpinned -= len(session.places) - session.elsewhere
+        for run in runs:
+            run.pins += 1
+            if run.pins == 1:
+                coming = run.places.count(HOST)
+                absent += coming + run.places.count(DROPPED)
+                loading += coming
+                self._pin(run, spare=coming > 0)
+        if spare:
             self._spares[session] = None
         self._reclaim(absent, now)
         self.loading += loading
@@ -117,32 +127,6 @@ class TurnCache:
         """Pin so many more pages for all running turns together; at most ``unpinned``."""
         self.unpinned -= chunks
         self._reclaim(chunks, now)
-
-    def save_ahead(self, now: float, limit: int) -> None:
-        """As ``CacheManager.swap_out_ahead``."""
-        short = self._watermark - self.device_free - self._reclaimable
-        if short <= self._batch:
-            return
-        need = min(math.ceil(short), limit)
-        # Nothing is dropped for it: what the host has no room for stays where it is.
-        while need > 0:
-            room = self.host_free
-            if room < need or not self.index.one_by_one:  # a group may be larger than what is needed
-                room += sum([session.places.count(BOTH) for session in self._spares])
-            chosen = (
-                self._victims(Reclaim.SAVED_PAGE, now, need).move(min(need, room), BOTH_SAVING)
-                if room
-                else None
-            )
-            if not chosen:
-                return
-            need -= len(chosen)
-            if len(chosen) > room:
-                kept, chosen = chosen.part(room), chosen.part(0, room)
-                kept.put(DEVICE)
-                self.index.touch_all(kept.sessions)
-            self._discard_spare_copies(len(chosen) - self.host_free)
-            self._saved(chosen)
 
     def complete(self) -> None:
         """The plan in hand was executed."""
@@ -161,19 +145,29 @@ class TurnCache:
         self._admitted.clear()
         self.loading = 0
 
-    def release(self, key: int, tokens: int, stamp: float, missing: Sequence[Range] = ()) -> None:
+    def release(
+        self,
+        key: int,
+        tokens: int,
+        stamp: float,
+        missing: Sequence[Range] = (),
+        hints: Hints | None = None,
+    ) -> None:
         """A turn has ended, or is suspended: ``tokens`` of its context are cached, but for what is still ``missing``.
 
-        ``stamp`` is the time that its policy will count from.
+        ``stamp`` is the time that its policy will count from, ``hints`` what its client says of the next turn.
         """
         session = self._running.pop(key)
         self._spares.pop(session, None)
         places = session.places
         grown = self.chunks_for(tokens) - len(places)
         places.extend(_DEVICE * grown)
-        self.unpinned += len(places)
+        self.unpinned += len(places) - session.elsewhere
         session.tokens = tokens
-        self.index.left(session, stamp)
+        self.index.left(session, stamp, hints)
+        self.index.touch(session)
+        if isinstance(session, Sharer):
+            self._unpin(session.runs)
         if missing:
             self._give_up(session, missing)
         if stamp == session.last_active and len(places) >= len(session.before):
@@ -185,7 +179,9 @@ class TurnCache:
         if both := places.count(BOTH):
             self._reclaimable += both
             self._both[session] = None
-        if places.count(DROPPED) == len(places):
+        if missing and isinstance(session, Sharer):
+            self._give_up_shared(session, missing)
+        elif places.count(DROPPED) == len(places):
             self._forget(session)
 
     def suspended(self, key: int, now: float) -> None:
@@ -197,6 +193,8 @@ class TurnCache:
 
     def clear(self) -> None:
         """Forget everything, running turns too."""
+        for session in self._running.values():
+            session.running = False
         for session in list(self._sessions.values()):
             self._forget(session)
         for state in (self._running, self._spares, self._in_flight, self._admitted, self._rankings):
@@ -207,14 +205,19 @@ class TurnCache:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _add(self, key: int) -> Resident:
-        session = Resident(key, self.index.add_row())
+    def _add(self, key: int, prefix: tuple[Piece, ...]) -> Resident:
+        addresses = self._addresses(prefix)
+        row = self.index.add_row()
+        session = Sharer(key, row, addresses=addresses) if addresses else Resident(key, row)
         self._sessions[key] = session
         self.index.attach(session)
         return session
 
     def _forget(self, session: Resident) -> None:
         del self._sessions[session.key]
+        if isinstance(session, Sharer):
+            self._sharing.unregister(session, 0)
+            self._sharing.leave(session, 0)
         self._both.pop(session, None)
         self.index.remove(session)
 
@@ -230,106 +233,118 @@ class TurnCache:
         """Chunks whose recomputation never came leave the device; of the last range, what came before it stays."""
         size, places = self.config.chunk_tokens, session.places
         session.tokens = missing[-1][0]
-        kept = self.chunks_for(session.tokens)
+        kept = max(self.chunks_for(session.tokens), session.elsewhere)
         self.device_free += len(places) - kept
         del places[kept:]
         for start, end in missing[:-1]:
-            for index in range(start // size, end // size):
+            for index in range(max(start // size, session.elsewhere), end // size):
                 self.host_free += places[index] == BOTH
                 self.device_free += 1
                 places[index] = DROPPED
 
-    # -- room --------------------------------------------------------------------------------------------------------
+    def _dropped(self, residents: list[Resident]) -> None:
+        waiting = dict.fromkeys(reversed(residents))
+        while waiting:  # in the order of their last chunks
+            resident, _ = waiting.popitem()
+            if resident.places.count(DROPPED) + resident.elsewhere < len(resident.places):
+                continue
+            if isinstance(resident, _SHARE):
+                self._forget_owners(resident, waiting)
+            else:
+                self._in_flight.pop(resident, None)
+                self._forget(resident)
 
-    def _reclaim(self, pages: int, now: float) -> None:
-        """Take device pages, after making them free."""
-        if self.device_free < pages:
-            self._reserve(pages, now)
-        self.device_free -= pages
+    # -- what sessions share -----------------------------------------------------------------------------------------
 
-    def _victims(self, reclaim: Reclaim, now: float, count: int) -> VictimOrder:
-        """The chunks that give way next: ranked now, or with ``slack`` not long ago."""
-        if not self._can_rank:
-            return Round(self.index, reclaim, now, count)
-        ranking = self._rankings.get(reclaim)
-        if not self._slack or ranking is None or not ranking.serves(now, count):
-            ranking = self._rankings[reclaim] = Ranking(self.index, reclaim, now, max(count, self._slack))
-        return ranking
+    def _addresses(self, prefix: tuple[Piece, ...]) -> tuple[int, ...]:
+        return self._sharing.addresses(prefix) if prefix and self.config.prefix_sharing else ()
 
-    def _reserve(self, pages: int, now: float) -> None:
-        """Make so many device pages free, with ``slack`` a few more."""
-        if 0 < self._reclaimable <= pages + self._batch - self.device_free:
-            self._reclaim_all()
-        while (need := pages + self._batch - self.device_free) > 0 and self._reclaimable:
-            reclaimed = len(self._victims(Reclaim.PAGE, now, need).move(need, HOST))
-            self.device_free += reclaimed
-            self._reclaimable -= reclaimed
-        while self.device_free < pages:
-            need = pages + self._batch - self.device_free
-            chosen = self._victims(Reclaim.SAVED_PAGE, now, need).move(need, CHOSEN)
-            assert chosen, f"{pages} device pages asked for, {self.device_free} could be had"
-            self._evict(chosen, now)
+    def _others(self, session: Resident | None, prefix: tuple[Piece, ...]) -> tuple[int, list[Sharer | Run]]:
+        """How many full chunks the session has itself, and who has those behind them."""
+        full = 0 if session is None else session.tokens // self._size
+        addresses = self._addresses(prefix)
+        return full, self._sharing.find(addresses, full) if full < len(addresses) else []
 
-    def _reclaim_all(self) -> None:
-        """Make all reclaimable pages free. All are needed, so their order does not matter."""
-        for session in self._both:
-            session.places[:] = session.places.translate(RECLAIMED)
-        self.index.touch_all(self._both)
-        self._both.clear()
-        self.device_free += self._reclaimable
-        self._reclaimable = 0
+    def _pinned(self, key: int, prefix: tuple[Piece, ...]) -> int:
+        """Chunks of a session's context that running sessions pin already."""
+        session = self._sessions.get(key)
+        _, found = self._others(session, prefix)
+        shared = session.runs if isinstance(session, Sharer) else ()
+        return sum(run.chunks for run in shared if run.running) + sum(holder.running for holder in found)
 
-    def _evict(self, chosen: Victims, now: float) -> None:
-        """Take chunks off the device: the most valuable are saved, what the host has no room for is dropped."""
-        self.device_free += len(chosen)
-        room = self._victims(Reclaim.HOST_COPY, now, len(chosen))
-        while chosen and (
-            rooms := self._make_host_room(room, chosen.values[-1], len(chosen), ceiling=chosen.values[0])
-        ):
-            saved = chosen.part(-rooms)
-            chosen = chosen.part(0, -rooms)
-            saved.put(HOST_SAVING)
-            self._saved(saved)
-        chosen.put(DROPPED)
-        self._dropped(chosen.sessions[::-1])  # rows become free in the manager's order: they break ties
+    def _meet(self, session: Sharer, prefix: tuple[Piece, ...]) -> Sequence[Run]:
+        """Let a session own what others have of its beginning; returns its runs."""
+        full, found = self._others(session, prefix)
+        if found:
+            for place in session.places[full:]:  # a partly filled tail
+                self.device_free += place in (DEVICE, BOTH)
+                self.host_free += place in (HOST, BOTH)
+                self._reclaimable -= place == BOTH
+            del session.places[full:]
+            self._sharing.adopt(session, found)
+            session.tokens = session.elsewhere * self._size
+        if full < len(session.addresses):
+            self._sharing.register(session)
+        return session.runs
 
-    def _make_host_room(self, room: VictimOrder, value: float, most: int, ceiling: float = np.inf) -> int:
-        """Free host pages for chunks, the first worth ``value`` and none less than ``ceiling``; returns for how many.
+    def _pin(self, run: Run, *, spare: bool) -> None:
+        """An owner of an idle run is admitted. ``spare``: some of its chunks are copied in."""
+        before = run.places
+        both = before.count(BOTH)
+        run.places = before.translate(ADMITTED)
+        before[:] = bytes(len(before))  # as in ``admit``
+        run.running = True
+        self._reclaimable -= both
+        self._both.pop(run, None)
+        self.index.touch(run)
+        self._in_flight[run] = None
+        self.unpinned -= run.chunks
+        if both or spare:
+            self._spares[run] = None
 
-        Spare copies go first. Then go chunks on the host alone that are worth no more than any of those to come; when
-        there is none, one that is worth no more than the first of them.
+    def _unpin(self, runs: Sequence[Run]) -> None:
+        """One running owner less; those that have none left are idle."""
+        for run in runs:
+            run.pins -= 1
+            if run.pins == 0:
+                run.running = False
+                self.unpinned += run.chunks
+                self._spares.pop(run, None)
+                self.index.touch(run)
+                if both := run.places.count(BOTH):
+                    self._reclaimable += both
+                    self._both[run] = None
+
+    def _give_up_shared(self, session: Sharer, missing: Sequence[Range]) -> None:
+        """As ``_give_up`` did with the session's own chunks; those who have nothing left are forgotten."""
+        size = self._size
+        lost: list[Resident] = []
+        for run in session.runs:
+            for start, end in missing:
+                low, high = max(start // size, run.elsewhere), min(self.chunks_for(end), len(run.places))
+                if low < high:
+                    self.device_free += high - low
+                    run.places[low:high] = bytes(high - low)
+                    lost.append(run)
+                    self.index.touch(run)
+        self._dropped([*lost, session])
+        if self._sessions.get(session.key) is session:
+            full = session.tokens // size
+            if full < session.elsewhere:
+                self._sharing.leave(session, full)
+                session.tokens = full * size
+            self._sharing.unregister(session, full)
+            self._forget_owners(session, ())
+
+    def _forget_owners(self, resident: Sharer | Run, waiting: Collection[Resident]) -> None:
+        """Forget the sessions that have nothing left, now that this one has lost its last chunk.
+
+        ``waiting``: those who are about to have lost theirs, but have not yet.
         """
-        self._discard_spare_copies(most - self.host_free)
-        if self.host_free == 0:
-            dropped = room.move(most, DROPPED, min(value, ceiling)) or room.move(1, DROPPED, value)
-            self.host_free += len(dropped)
-            self._dropped(dropped.sessions)
-        return min(self.host_free, most)
-
-    def _discard_spare_copies(self, most: int) -> None:
-        """Free up to so many host pages by forgetting copies of chunks in use."""
-        if most <= 0:
-            return
-        for session in list(self._spares):
-            spare = session.places.count(BOTH)
-            freed = min(spare, most)
-            session.places = session.places.replace(_BOTH, _DEVICE, freed)
-            self.host_free += freed
-            most -= freed
-            if freed < spare or most == 0:
-                return
-            if session not in self._in_flight:  # else its copies are just coming
-                del self._spares[session]
-
-    def _saved(self, victims: Victims) -> None:
-        """Each gets a host page, which the plan in hand fills."""
-        self.host_free -= len(victims)
-        self._in_flight.update(dict.fromkeys(victims.sessions))
-
-    def _dropped(self, sessions: list[Resident]) -> None:
-        """Each has one chunk fewer in any tier, in this order; some occur more than once."""
-        by_last_chunk = reversed(dict.fromkeys(reversed(sessions)))
-        for session in by_last_chunk:
-            if session.places.count(DROPPED) == len(session.places):
+        for session in list(resident.owners) if isinstance(resident, Run) else (resident,):
+            if not session.running and not any(
+                one in waiting or one.places.count(DROPPED) + one.elsewhere < len(one.places)
+                for one in (session, *session.runs)
+            ):
                 self._in_flight.pop(session, None)
                 self._forget(session)

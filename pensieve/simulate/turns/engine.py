@@ -111,9 +111,10 @@ class TurnSimulation:
         for turn, at in ended:
             restore = turn.restore
             assert restore is not None
+            present = restore.gpu_cached + restore.swapped_in + restore.recomputed
             usage = Usage(
                 context_tokens=turn.prompt,
-                new_tokens=turn.prompt - turn.history,
+                new_tokens=turn.prompt - present,
                 gpu_cached_tokens=restore.gpu_cached,
                 swapped_in_tokens=restore.swapped_in,
                 recomputed_tokens=restore.recomputed,
@@ -121,7 +122,8 @@ class TurnSimulation:
             )
             cost = self._prices.of(restore.missing, turn.history) if restore.recomputed else 0.0
             first = turn.first_token
-            self.tally.add(turn.index, usage, turn.prompt, cost, first - turn.arrived, at - first, at)
+            shared = present - turn.history
+            self.tally.add(turn.index, usage, turn.prompt, cost, first - turn.arrived, at - first, at, shared)
             if arc is not None:
                 arc.returned(turn.index, turn.history, restore.recomputed)
             if self._progress is not None:

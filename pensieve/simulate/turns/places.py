@@ -1,4 +1,4 @@
-"""The eviction index of ``TurnCache``: a ``SessionIndex`` over sessions whose chunks are a byte each.
+"""The eviction index of ``TurnCache``: a ``SessionIndex`` over sessions and runs whose chunks are a byte each.
 
 A byte says where its chunk is: the places of ``engine.cache.chunk.Place``, and those of a chunk on the way.
 """
@@ -14,8 +14,10 @@ import numpy as np
 
 from pensieve.core import Floats, Ints
 from pensieve.engine.cache.chunk import Range, Restore
-from pensieve.engine.cache.index import Reclaim, Rows, SessionIndex
+from pensieve.engine.cache.claims import Rows
+from pensieve.engine.cache.index import Reclaim, SessionIndex
 from pensieve.engine.cache.policy import UNKNOWN, Policy
+from pensieve.engine.cache.rates.hints import NO_HINT, Hint, adjusted
 from pensieve.engine.cost.model import CostModel
 
 DROPPED: Final = 0
@@ -28,6 +30,10 @@ HOST_SAVING: Final = 5
 """Evicted by the plan that is being made: a candidate again when that plan is complete."""
 BOTH_SAVING: Final = 6
 BOTH_LOADING: Final = 7
+ELSEWHERE: Final = 8
+"""Before the chunks that a session or run has of its own, those of others, so that each is where it is in contexts."""
+SAVING: Final = frozenset((HOST_SAVING, BOTH_SAVING))
+IN_TRANSIT: Final = SAVING | {BOTH_LOADING}
 SETTLED: Final = bytes((DROPPED, HOST, DEVICE, BOTH, CHOSEN, HOST, BOTH, BOTH, *range(8, 256)))
 """Place after the plan is complete, for ``bytearray.translate``."""
 RECLAIMED: Final = bytes((DROPPED, HOST, DEVICE, HOST, *range(4, 256)))
@@ -60,13 +66,26 @@ class Resident:
     """New tokens of its latest turn."""
     kind: int = UNKNOWN
     """See ``Policy.left``."""
+    hint: Hint = NO_HINT
+    """What was said of its next turn."""
+    elsewhere: int = 0
+    """Leading chunks that are another's."""
+
+    @property
+    def chunks(self) -> int:
+        """How many it has."""
+        return len(self.places) - self.elsewhere
+
+    def context(self) -> bytearray:
+        """The places of all of its chunks, those included that it shares."""
+        return self.places
 
     def restore(self, history: int, total: int, size: int) -> Restore:
         """Where the history is that its next turn of ``total`` tokens finds: as ``CacheManager.admit`` would say it.
 
         ``size``: tokens of a chunk.
         """
-        places = self.places
+        places = self.context()
         known = min(self.tokens, total - 1)  # something has to be computed to get a token
         missing: list[Range] = []
         lost = 0
@@ -84,10 +103,38 @@ class Resident:
         beyond = len(places) * size - known if places and places[-1] == HOST else 0
         host = places.count(HOST) * size - beyond
         device = known - lost - host
-        return Restore(tuple(missing), device, host, history - device - host)
+        # Of a first turn's input, which is no history, some may be present: others have computed it.
+        return Restore(tuple(missing), device, host, max(history - device - host, 0))
 
 
-class PlacesIndex(SessionIndex[Resident]):
+@dataclass(slots=True, eq=False, repr=False)  # they refer to each other
+class Sharer(Resident):
+    """A session that may have a beginning in common with others."""
+
+    addresses: tuple[int, ...] = ()
+    """Of the leading chunks that it may share."""
+    runs: list[Run] = field(default_factory=list)
+    """Those that it shares, in order; its own chunks follow."""
+
+    def context(self) -> bytearray:
+        found = bytearray()
+        for run in self.runs:
+            found += run.places[run.elsewhere :]
+        return found + self.places[self.elsewhere :]
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Run(Resident):
+    """Chunks in a row that the same sessions own, two at least. It is ``running`` while an owner is."""
+
+    addresses: tuple[int, ...] = ()
+    """Of its chunks and those before, and some behind."""
+    owners: dict[Sharer, None] = field(default_factory=dict)
+    pins: int = 0
+    """Owners that run."""
+
+
+class PlacesIndex(SessionIndex[Resident, Resident]):
     """The rows of the sessions of a ``TurnCache``."""
 
     def __init__(self, policy: Policy, cost: CostModel) -> None:
@@ -107,6 +154,11 @@ class PlacesIndex(SessionIndex[Resident]):
         place = RECLAIMS[reclaim]
         return self.policy.group([index for index, at in enumerate(session.places) if at == place])
 
+    def value(self, session: Resident, chunk_index: int, candidates: int, now: float) -> float:
+        if isinstance(session, Run):
+            return self.run_value(session, chunk_index, candidates)
+        return self.session_value(session, chunk_index, candidates, now)
+
     def residents(self, rows: Rows) -> list[Resident]:
         """The sessions of rows that have one."""
         sessions = self._sessions
@@ -119,12 +171,18 @@ class PlacesIndex(SessionIndex[Resident]):
 
     def values_of(self, reclaim: Reclaim, rows: Rows, chunks: Rows, repeats: Ints, now: float) -> Floats:
         """Values of many chunks: of each row, which is up to date, the next ``repeats`` of ``chunks``."""
-        return self.policy.values(
-            self._cost_table[chunks],
-            self._candidates[reclaim, rows].repeat(repeats),
-            (now - self._last_active[rows]).repeat(repeats),
-            self._kinds[rows].repeat(repeats),
-        )
+        costs, candidates = self._cost_table[chunks], self._candidates[reclaim, rows].repeat(repeats)
+        idle = (now - self._last_active[rows]).repeat(repeats)
+        values = self.policy.values(costs, candidates, idle, self._kinds[rows].repeat(repeats))
+        if self._hinted:
+            pauses, weights = self._pauses[rows].repeat(repeats), self._weights[rows].repeat(repeats)
+            values = adjusted(values, costs, idle, pauses, weights)
+        runs = self._claims.runs()
+        if runs.size:
+            shared = np.isin(rows, runs).repeat(repeats)
+            claims = self._sums[rows].repeat(repeats)[shared]
+            values[shared] = self.policy.shared_values(costs[shared], candidates[shared], claims)
+        return values
 
     def _know_costs(self, chunks: int) -> None:
         super()._know_costs(chunks)
@@ -142,6 +200,9 @@ class PlacesIndex(SessionIndex[Resident]):
         rows = np.array([session.row for session in sessions])
         self._last_active[rows] = [session.last_active for session in sessions]
         self._kinds[rows] = [session.kind for session in sessions]
+        if self._hinted:
+            self._pauses[rows] = [session.hint.pause for session in sessions]
+            self._weights[rows] = [session.hint.weight for session in sessions]
         for reclaim, place in RECLAIMS.items():
             # A session without candidates has its first at -1, where the table has infinity.
             firsts = list(map(bytearray.find, places, repeat(place)))

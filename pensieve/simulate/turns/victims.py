@@ -17,7 +17,8 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from pensieve.engine.cache.index import Reclaim, Rows, VictimRound
+from pensieve.engine.cache.claims import Rows
+from pensieve.engine.cache.index import Reclaim, VictimRound
 from pensieve.simulate.scenario.policies import Arc
 from pensieve.simulate.turns.places import RECLAIMS, PlacesIndex, Resident
 

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
 from pensieve.config import CacheConfig, SchedulerConfig
-from pensieve.core import Sampling, Usage, pack_tokens
+from pensieve.core import Hints, Sampling, Usage, pack_tokens
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost.model import CostModel
 from pensieve.engine.engine import Engine
-from pensieve.engine.messages import Cancel, EngineReady, Evict, Failed, Finished, Output, Started, Submit
+from pensieve.engine.messages import (
+    Cancel,
+    CandidateFinished,
+    Choose,
+    EngineReady,
+    Evict,
+    Failed,
+    Finished,
+    Output,
+    Started,
+    Submit,
+    Warm,
+    Warmed,
+)
 from pensieve.engine.plan import StepWorker
 from pensieve.engine.scheduler import Scheduler
+from support.engine.driven_turn import Turn
 
 COST = CostModel(((0, 0.0), (1024, 1.0)), 0.2, 32)
 
@@ -30,22 +46,10 @@ class Clock:
         return self.now
 
 
-@dataclass
-class Turn:
-    """A running turn, as a client sees it."""
-
-    session: str
-    context: list[int]
-    num_new: int
-    want: int
-    stops: tuple[int, ...] = ()
-    output: list[int] = field(default_factory=list)
-    usage: Usage | None = None
-    failed: str | None = None
-
-
-Verify = Callable[[Sequence[int], Sequence[int]], None]
-"""(context, output): raises AssertionError unless a stateless run over the context gives that output."""
+SCOPES = {"s0": "a", "s1": "a", "s2": "a", "s3": "a", "s4": "b", "s5": ""}
+"""Of each session: two tenants, and one that shares with nobody."""
+Verify = Callable[[Sequence[int], Sequence[int], int], None]
+"""(context, output, seed): raises AssertionError unless a stateless run over the context gives that output."""
 
 
 def make_engine(
@@ -86,10 +90,25 @@ class Driver:
         self.history: dict[str, list[int]] = {}
         self.turns: dict[int, Turn] = {}
         self.finished: list[Turn] = []
+        self.verify_beams: Callable[[Sequence[int], Sequence[int], Sampling], None] | None = None
+        """As ``verify``, of a beam search; none are started without."""
+        self.groups = 0.1
+        """Share of turns that have several candidates, or are a beam search."""
+        self.prompts = [[rng.randrange(vocabulary) for _ in range(count)] for count in (3, 33, 70)]
+        """Contexts that many sessions begin with."""
+        self.warmed: Counter[str] = Counter()
+        """How often warming was refused, by reason."""
         self._next = 1
+        self._computed: dict[str, set[int]] = {}
+        """Hashes of all contexts that were computed, and of all that they begin with, by scope; "s5": by session s5."""
 
     def start_turn(
-        self, session: str, input_tokens: Sequence[int], want: int, sampling: Sampling | None = None
+        self,
+        session: str,
+        input_tokens: Sequence[int],
+        want: int,
+        sampling: Sampling | None = None,
+        hints: Hints | None = None,
     ) -> int | None:
         """Submit a turn; None when the session is busy or the context would not fit."""
         history = self.history.setdefault(session, [])
@@ -101,11 +120,46 @@ class Driver:
         key = self._next
         self._next += 1
         sampling = msgspec.structs.replace(sampling or Sampling(), max_output_tokens=want, ignore_eos=True)
-        self.turns[key] = Turn(session, context, len(input_tokens), want, sampling.stop_token_ids)
+        self.turns[key] = turn = Turn(session, context, len(input_tokens), want, sampling.stop_token_ids)
+        turn.beams = sampling if sampling.beam_width > 1 else None
+        # A greedy draw has no seed: its candidates are all the same.
+        turn.seed = sampling.seed if sampling.temperature > 0.0 else None
+        turn.outputs = [[] for _ in range(sampling.candidates)]
         self._take(
-            self.engine.handle(Submit(key, session, pack_tokens(context), len(input_tokens), sampling))
+            self.engine.handle(
+                Submit(
+                    key,
+                    session,
+                    pack_tokens(context),
+                    len(input_tokens),
+                    sampling,
+                    SCOPES.get(session, ""),
+                    hints,
+                )
+            )
         )
         return key
+
+    def _hints(self) -> Hints | None:
+        """Mostly none; else anything that a client may say, true or not."""
+        if self.rng.random() < 0.5:
+            return None
+        pause = self.rng.choice((None, 0.0, 1e-9, 2.0, 60.0, 1e12))
+        importance = self.rng.choice((1.0, 1.0, 0.0, 3.0, 1e30))
+        return Hints(next_turn_s=pause, importance=importance, finished=self.rng.random() < 0.2)
+
+    def warm(self, session: str) -> str:
+        """Ask for a session's history to be warmed; returns why it was refused. A turn of it is a reason."""
+        history = self.history.get(session, [])
+        busy = any(turn.session == session for turn in self.turns.values())
+        scope = SCOPES.get(session, "")
+        (answer,) = self.engine.handle(Warm(1, session, pack_tokens(history), scope))
+        assert isinstance(answer, Warmed)
+        assert not busy or answer.refused in ("running", "nothing_to_do"), answer
+        self.warmed[answer.refused] += 1
+        if not answer.refused:
+            self._remember(session, history)  # what was not there is computed
+        return answer.refused
 
     def step(self) -> None:
         """One engine step, and time passes."""
@@ -124,13 +178,20 @@ class Driver:
     def act(self) -> None:
         """One random thing a client or operator may do."""
         session = f"s{self.rng.randrange(6)}"
+        if self.rng.random() < 0.1:
+            self.warm(session)
+        if self.rng.random() < 0.03:
+            self.lull()
         dice = self.rng.random()
         history = self.history.setdefault(session, [])
         busy = [key for key, turn in self.turns.items() if turn.session == session]
         if dice < 0.55:
             count = self.rng.choice((1, 2, 5, 17, 40))
             tokens = [self.rng.randrange(self.vocabulary) for _ in range(count)]
-            self.start_turn(session, tokens, self.rng.randrange(1, 20), self._sampling())
+            want = self.rng.choice((self.rng.randrange(1, 20), self.rng.randrange(1, 60)))
+            grouped = self.rng.random() < self.groups
+            sampling = self._group() if grouped else self._sampling()
+            self.start_turn(session, tokens, want, sampling, self._hints())
         elif dice < 0.63 and busy:
             self.cancel(busy[0], keep=self.rng.random() < 0.5)
         elif dice < 0.70 and not busy and len(history) > 1:
@@ -140,7 +201,69 @@ class Driver:
         elif dice < 0.78:
             self.engine.handle(Evict(1, session if dice < 0.76 else ""))
         elif dice < 0.82 and not busy:
-            history.clear()
+            history[:] = self.rng.choice(([], *self.prompts))
+        elif dice < 0.90 and not busy:
+            self.fork(session)
+        elif dice < 0.93:
+            self.start_together()
+        elif dice < 0.96:
+            self.edit_beside(session)
+        elif busy and len(self.turns[busy[0]].outputs) > 1:
+            turn = self.turns[busy[0]]
+            running = {number for number, output in enumerate(turn.outputs) if output} - turn.ended
+            if running:
+                turn.stopped.add(number := self.rng.choice(sorted(running)))
+                turn.ended.add(number)
+                self._take(self.engine.handle(Cancel(busy[0], number)))
+
+    def lull(self) -> None:
+        """All turns end; then sessions are warmed, and what follows may come in the middle of that."""
+        self.run_until_idle()
+        for number in self.rng.sample(range(6), 3):
+            self.warm(f"s{number}")
+            for _ in range(self.rng.randrange(3)):
+                self.step()
+
+    def fork(self, session: str) -> None:
+        """Let a session's history be that of another, or the beginning of it; its own tail may be running."""
+        source = self.history.get(f"s{self.rng.randrange(6)}") or []
+        keep = self.rng.choice((len(source), self.rng.randrange(len(source) + 1)))
+        self.history[session] = source[:keep]
+        if keep and self.rng.random() < 0.3:  # the same behind something else
+            self.history[session][self.rng.randrange(keep)] = self.rng.randrange(self.vocabulary)
+
+    def edit_beside(self, session: str) -> None:
+        """While one session goes on, one that has the same history is cut and goes another way, in the same step."""
+        other = f"s{self.rng.randrange(6)}"
+        mine, its = self.history[session], self.history.get(other, [])
+        common = next((i for i, pair in enumerate(zip(mine, its, strict=False)) if len({*pair}) > 1), 0)
+        if common < 2 or any(turn.session in (session, other) for turn in self.turns.values()):
+            return
+        self.start_turn(other, [1, 2], 3)
+        del mine[self.rng.randrange(max(1, common - 5), common) :]
+        self.start_turn(session, [3], 3)
+
+    def start_together(self) -> None:
+        """Several sessions with one prompt have their turns at once."""
+        prompt = self.rng.choice(self.prompts)
+        for number in range(self.rng.randrange(2, 6)):
+            session = f"s{number}"
+            if not any(turn.session == session for turn in self.turns.values()):
+                self.history[session] = list(prompt)
+                self.start_turn(session, [number] * self.rng.randrange(1, 9), self.rng.randrange(1, 12))
+
+    def _group(self) -> Sampling:
+        if self.verify_beams is None or self.rng.random() < 0.5:
+            # On hashed KV candidates draw with seeds of their own; what checkpoints give is compared with greedy ones.
+            drawn = {"temperature": 1.0} if self.verify_beams is not None else {}
+            seed, count = self.rng.randrange(1 << 64), self.rng.randrange(2, 6)
+            return Sampling(seed=seed, candidates=count, **drawn)
+        return Sampling(
+            beam_width=self.rng.randrange(2, 6),
+            length_penalty=self.rng.choice((0.5, 1.0, 2.0)),
+            early_stopping=self.rng.random() < 0.5,
+            stop_token_ids=tuple(self.rng.sample(range(self.vocabulary), self.rng.choice((0, 0, 2, 8)))),
+        )
 
     def _sampling(self) -> Sampling:
         """Mostly plain; at times with stop tokens, or looking at its own output in a way that changes nothing."""
@@ -154,9 +277,9 @@ class Driver:
         """Cancel a turn; its history either gains what was produced or nothing."""
         turn = self.turns.pop(key)
         self.engine.handle(Cancel(key))
-        if keep:
+        if keep and turn.beams is None:
             self._verify(turn)
-            self.history[turn.session] = turn.context + turn.output
+            self.history[turn.session] = turn.context + turn.outputs[0]
 
     def _take(self, events: Sequence[object]) -> None:
         for event in events:
@@ -165,24 +288,58 @@ class Driver:
                     turn = self.turns[request]
                     turn.usage = usage
                     assert usage.reconciles, usage
-                    assert usage.context_tokens == len(turn.context) and usage.new_tokens == turn.num_new
-                case Output(request, token_ids, _):
-                    self.turns[request].output.extend(token_ids)
+                    assert usage.context_tokens == len(turn.context) and usage.new_tokens <= turn.num_new
+                    assert usage.new_tokens == turn.num_new or SCOPES.get(turn.session)
+                    self._check_found(turn, usage)
+                case Output(request, token_ids, _, candidate):
+                    turn = self.turns[request]
+                    assert candidate not in turn.ended
+                    turn.outputs[candidate].extend(token_ids)
+                    self._remember(turn.session, turn.context + turn.outputs[candidate])
+                case CandidateFinished(request, candidate, _):
+                    self.turns[request].ended.add(candidate)
                 case Finished(request, _, usage):
                     turn = self.turns.pop(request)
                     turn.usage = usage
                     self._verify(turn)
-                    assert len(turn.output) == usage.output_tokens
-                    stopped = [token in turn.stops for token in turn.output]
-                    assert not any(stopped[:-1]) and (stopped[-1] or len(turn.output) == turn.want)
-                    self.history[turn.session] = turn.context + turn.output
+                    assert len(turn.outputs[0]) == usage.output_tokens
+                    for number in set(range(len(turn.outputs))) - turn.stopped if turn.beams is None else ():
+                        output = turn.outputs[number]
+                        stopped = [token in turn.stops for token in output]
+                        assert not any(stopped[:-1]) and (stopped[-1] or len(output) == turn.want)
+                    chosen = self.rng.randrange(len(turn.outputs))
+                    if chosen and self.rng.random() < 0.7:
+                        self.engine.handle(Choose(turn.session, chosen))
+                    self.history[turn.session] = turn.context + turn.outputs[chosen]
                     self.finished.append(turn)
                 case Failed(request, reason, _):
                     self.turns.pop(request).failed = reason
 
+    def _check_found(self, turn: Turn, usage: Usage) -> None:
+        """What a turn finds cached, somebody in its scope has computed: a right answer alone would not tell."""
+        found = usage.gpu_cached_tokens + usage.swapped_in_tokens
+        computed = self._computed.get(SCOPES.get(turn.session) or turn.session, set())
+        assert not found or _prefixes(turn.context)[found - 1] in computed, (
+            f"{turn.session} found {found} tokens that its scope never computed"
+        )
+        self._remember(turn.session, turn.context)
+
+    def _remember(self, session: str, tokens: list[int]) -> None:
+        self._computed.setdefault(SCOPES.get(session) or session, set()).update(_prefixes(tokens))
+
     def _verify(self, turn: Turn) -> None:
         try:
-            self.verify(turn.context, turn.output)
+            if turn.beams is not None:
+                assert self.verify_beams is not None
+                self.verify_beams(turn.context, turn.outputs[0], turn.beams)
+            for number, output in enumerate(turn.outputs if turn.beams is None else ()):
+                seed = 0 if turn.seed is None else (turn.seed + number) % (1 << 64)
+                self.verify(turn.context, output, seed)
         except AssertionError as error:
             error.add_note(f"session {turn.session}, {turn.num_new} of {len(turn.context)} tokens new")
             raise
+
+
+def _prefixes(tokens: Sequence[int]) -> list[int]:
+    """A hash of the first 1, 2, … tokens."""
+    return list(itertools.accumulate(tokens, lambda last, token: hash((last, token)), initial=0))[1:]

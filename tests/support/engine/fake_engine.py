@@ -17,6 +17,8 @@ from pensieve.core import FinishReason, Phase, Usage, packed_length
 from pensieve.debug import failpoint
 from pensieve.engine.messages import (
     Cancel,
+    CandidateFinished,
+    Choose,
     Command,
     EngineReady,
     Event,
@@ -31,6 +33,8 @@ from pensieve.engine.messages import (
     Started,
     Stats,
     Submit,
+    Warm,
+    Warmed,
 )
 from pensieve.errors import InvalidArgument
 
@@ -68,6 +72,8 @@ class _Request:
     submit: Submit
     made: int = 0
     started: bool = False
+    unwanted: set[int] = field(default_factory=set)
+    """Candidates that were cancelled by themselves."""
 
 
 @dataclass
@@ -77,6 +83,7 @@ class FakeEngine:
     steps: int = 0
     outputs: int = 0
     closed: bool = False
+    chosen: list[Choose] = field(default_factory=list)
 
     def ready(self) -> EngineReady:
         return EngineReady(
@@ -98,12 +105,19 @@ class FakeEngine:
             if packed_length(command.tokens) > 4096:
                 return [Failed(command.request, "CONTEXT_LIMIT_EXCEEDED", "4096 tokens at most")]
             self.requests[command.request] = _Request(command)
+        elif isinstance(command, Cancel) and command.candidate is not None:
+            if command.request in self.requests:
+                self.requests[command.request].unwanted.add(command.candidate)
         elif isinstance(command, Cancel):
             self.requests.pop(command.request, None)
+        elif isinstance(command, Choose):
+            self.chosen.append(command)
         elif isinstance(command, Evict):
             return [Evicted(call=command.call, tokens=len(command.session) or 77)]
         elif isinstance(command, GetResidency):
             return [ResidentTokens(call=command.call, device_tokens=1, host_tokens=2)]
+        elif isinstance(command, Warm):
+            return [Warmed(command.call, command.scope, packed_length(command.tokens), len(command.session))]
         return []
 
     def step(self) -> list[Event]:
@@ -137,11 +151,15 @@ class FakeEngine:
             events += [Started(number, usage), RequestProgress(number, Phase.DECODE)]
         limit = request.submit.sampling.max_output_tokens or 4
         count = min(self.script.tokens_per_step, limit - request.made)
-        events.append(Output(number, tuple(range(request.made, request.made + count))))
+        made = tuple(range(request.made, request.made + count))
+        wanted = [c for c in range(request.submit.sampling.candidates) if c not in request.unwanted]
+        events += [Output(number, made, candidate=candidate) for candidate in wanted]
         request.made += count
         self.outputs += count
         if request.made == limit:
             del self.requests[number]
+            if request.submit.sampling.candidates > 1:
+                events += [CandidateFinished(number, one, FinishReason.LENGTH) for one in wanted]
             finished = msgspec.structs.replace(usage, output_tokens=limit)
             events.append(Finished(number, FinishReason.LENGTH, finished))
         return events

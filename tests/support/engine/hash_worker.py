@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pensieve.core import RequestKey
+from pensieve.core import RequestKey, Sampling, TokenLogprob
+from pensieve.engine.beams import BeamSearch
 from pensieve.engine.plan import PENDING, Plan, Sampled, Span, StepResult, SynchronousWorker
 
 MASK = (1 << 64) - 1
@@ -37,27 +38,58 @@ def read_kv(kv: int, position: int) -> int:
     return mix(kv ^ (position << 20))
 
 
-def next_token(kv: int) -> int:
-    return kv % VOCABULARY
+def next_token(kv: int, seed: int = 0) -> int:
+    return (kv ^ mix(seed) if seed else kv) % VOCABULARY
 
 
-def oracle_tokens(context: Sequence[int], count: int) -> list[int]:
+def top_tokens(kv: int, count: int) -> tuple[tuple[int, float], ...]:
+    """The ``count`` most likely tokens after a KV and their log-probabilities, as good as any."""
+    ranked = sorted((mix(kv ^ token) % 4096, token) for token in range(VOCABULARY))
+    return tuple((token, -rank / 512) for rank, token in ranked[:count])
+
+
+def oracle_beams(context: Sequence[int], sampling: Sampling, limit: int) -> list[int]:
+    """What a stateless beam search over ``context`` gives, whose longest context is ``limit``."""
+    search = BeamSearch.of(sampling, len(context), limit, ())
+    outputs: list[tuple[int, ...]] = [()]
+    while True:
+        step = search.step([top_tokens(last_kv([*context, *out]), search.candidates) for out in outputs])
+        if step.finished is not None:
+            return list(step.finished.tokens)
+        outputs = [(*outputs[parent], token) for parent, token in zip(step.parents, step.tokens, strict=True)]
+
+
+def last_kv(tokens: Sequence[int]) -> int:
+    """KV of the last position of a context."""
+    seen = kv = 0
+    for position, token in enumerate(tokens):
+        kv = token_kv(token, position, seen)
+        seen = (seen + read_kv(kv, position)) & MASK
+    return kv
+
+
+def oracle_tokens(context: Sequence[int], count: int, seed: int = 0) -> list[int]:
     """What a stateless run over ``context`` generates."""
     tokens = list(context)
     seen = kv = 0
     output: list[int] = []
     for position in range(len(context) + count):
         if position >= len(context):
-            output.append(next_token(kv))
+            output.append(next_token(kv, seed))
             tokens.append(output[-1])
         kv = token_kv(tokens[position], position, seen)
         seen = (seen + read_kv(kv, position)) & MASK
     return output
 
 
-def verify_tokens(context: Sequence[int], output: Sequence[int]) -> None:
+def verify_tokens(context: Sequence[int], output: Sequence[int], seed: int = 0) -> None:
     """Raise AssertionError unless ``output`` is what a stateless run over ``context`` gives."""
-    assert list(output) == oracle_tokens(context, len(output))
+    assert list(output) == oracle_tokens(context, len(output), seed)
+
+
+def verify_beams(context: Sequence[int], output: Sequence[int], sampling: Sampling) -> None:
+    """Raise AssertionError unless ``output`` is what a stateless beam search gives."""
+    assert list(output) == oracle_beams(context, sampling, len(context) + len(output) + 1000)
 
 
 class HashWorker(SynchronousWorker):
@@ -83,7 +115,11 @@ class HashWorker(SynchronousWorker):
         for span in plan.spans:
             kv = self._compute(plan, span)
             if span.sample is not None:
-                sampled.append(Sampled(span.request, next_token(kv)))
+                sampling = span.sample.sampling
+                token = next_token(kv, sampling.seed if sampling.temperature > 0.0 else 0)
+                top = top_tokens(kv, sampling.top_logprobs) if sampling.top_logprobs else ()
+                logprob = TokenLogprob(token, 0.0, top) if sampling.top_logprobs is not None else None
+                sampled.append(Sampled(span.request, token, logprob))
         self._sampled = {one.request: one.token_id for one in sampled}
         return StepResult(tuple(sampled))
 
@@ -96,6 +132,12 @@ class HashWorker(SynchronousWorker):
         )
         targets = [copy.dst for copy in plan.swap_in + plan.copies]
         assert len(set(targets)) == len(targets), "two chunks restored to one device page"
+        written = [
+            (int(plan.page_tables[span.page_table][at // self.size]), at % self.size)
+            for span in plan.spans
+            for at in range(span.start, span.end)
+        ]
+        assert len(set(written)) == len(written), "two spans write to one place"
         for span in plan.spans:
             seen = span.sample.output if span.sample is not None else None
             assert seen is None or PENDING not in seen, f"{span.request} samples before its output is known"

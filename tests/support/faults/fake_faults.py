@@ -16,6 +16,11 @@ def answer_to(text: str) -> str:
     return f"You said “{text}”. 🙂"
 
 
+def drawn_answer(text: str, candidate: int) -> str:
+    """What the fake says as this candidate; none is the beginning of another."""
+    return f"{candidate}: {answer_to(text)}" if candidate else answer_to(text)
+
+
 @dataclass(frozen=True)
 class Fault:
     """What goes wrong with one StreamTurn call."""
@@ -48,7 +53,31 @@ class FakeTurn:
     spec: pb.TurnSpec
     attempt: str
     answer: str
+    others: list[str] = field(default_factory=list)
+    """Candidates 1, 2, ..."""
     turn: pb.Turn | None = None
+
+    def deltas(self, had: list[int], size: int) -> list[pb.StreamTurnResponse]:
+        """All candidates in turn, ``size`` tokens at a time, from where a client is with each."""
+        messages = []
+        at = [*had, *[0] * len(self.others)]
+        answers = [self.answer, *self.others]
+        while any(at[i] < len(answer) for i, answer in enumerate(answers)):
+            for i, answer in enumerate(answers):
+                if text := answer[at[i] : at[i] + size]:
+                    delta = pb.TurnDelta(token_offset=at[i], token_count=len(text), text=text, candidate=i)
+                    delta.tokens.ids.extend(ord(one) for one in text)
+                    messages.append(pb.StreamTurnResponse(delta=delta))
+                    at[i] += len(text)
+        return messages
+
+    def drawn(self) -> list[pb.Candidate]:
+        """The candidates as a committed turn has them."""
+        answers = [self.answer, *self.others] if self.others else []
+        return [
+            pb.Candidate(candidate=i, text=answer, output_tokens=len(answer), finish_reason=1, seed=7 + i)
+            for i, answer in enumerate(answers)
+        ]
 
 
 @dataclass

@@ -17,7 +17,7 @@ from pensieve.errors import AlreadyExists, NotFound, PensieveError, RevisionMism
 from pensieve.rpc_status import to_grpc
 from pensieve.v1 import pensieve_pb2 as pb
 from pensieve.v1 import pensieve_pb2_grpc
-from support.faults.fake_faults import FakeSession, FakeTurn, Fault, answer_to
+from support.faults.fake_faults import FakeSession, FakeTurn, Fault, answer_to, drawn_answer
 
 
 class FakeConversations(pensieve_pb2_grpc.ConversationServiceServicer):
@@ -173,8 +173,33 @@ class FakeConversations(pensieve_pb2_grpc.ConversationServiceServicer):
         if known.turn is None:
             if request.HasField("keep_output_tokens"):
                 known.answer = known.answer[: request.keep_output_tokens]
+            known.others.clear()
             self._commit(session, known, pb.FINISH_REASON_CANCELLED)
         return pb.CancelTurnResponse(turn=known.turn)
+
+    async def ChooseCandidate(
+        self, request: pb.ChooseCandidateRequest, context: Any
+    ) -> pb.ChooseCandidateResponse:
+        await self._enter(context, "ChooseCandidate")
+        session = await self._find(context, request.session)
+        turn = session.turns[request.request_id].turn
+        assert turn is not None
+        if request.candidate >= len(turn.candidates):
+            await self._fail(context, NotFound("no such candidate", reason="CANDIDATE_NOT_FOUND"))
+        if request.candidate != turn.chosen_candidate:
+            session.items.pop()
+            text = turn.candidates[request.candidate].text
+            turn.output.CopyFrom(self._append(session, pb.ROLE_ASSISTANT, text, request.request_id))
+            turn.chosen_candidate = request.candidate
+            turn.revision = self._bump(session).revision
+        return pb.ChooseCandidateResponse(turn=turn)
+
+    async def WarmSession(self, request: pb.WarmSessionRequest, context: Any) -> pb.WarmSessionResponse:
+        await self._enter(context, "WarmSession")
+        session = await self._find(context, request.session)
+        residency = pb.CacheResidency(as_of_revision=session.message.revision, host_tokens=3)
+        refused = "" if session.items else "nothing_to_do"
+        return pb.WarmSessionResponse(accepted=not refused, refused=refused, residency=residency)
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: Any) -> pb.CountTokensResponse:
         await self._enter(context, "CountTokens")
@@ -211,12 +236,14 @@ class FakeConversations(pensieve_pb2_grpc.ConversationServiceServicer):
             output=output,
             finish_reason=reason,
             seed=7,
+            candidates=known.drawn(),
             usage=pb.Usage(
                 context_tokens=size - len(known.answer),
                 new_tokens=new,
                 gpu_cached_tokens=size - len(known.answer) - new,
                 output_tokens=len(known.answer),
             ),
+            hints=_receipt(spec.hints) if spec.HasField("hints") else None,
         )
         session.active = ""
         return known.turn
@@ -235,7 +262,8 @@ class FakeConversations(pensieve_pb2_grpc.ConversationServiceServicer):
             source = spec.input[-1] if spec.input else self._last_user(session, spec.replace_after_item)
             text = source.text or "".join(map(chr, source.tokens.ids))
             self.attempts += 1
-            known = FakeTurn(spec, f"a{self.attempts}", answer_to(text))
+            others = [drawn_answer(text, number) for number in range(1, spec.sampling.candidates)]
+            known = FakeTurn(spec, f"a{self.attempts}", answer_to(text), others)
             session.turns[spec.request_id] = known
         if known.turn is None:
             session.active = spec.request_id
@@ -271,14 +299,10 @@ class FakeConversations(pensieve_pb2_grpc.ConversationServiceServicer):
             request_id=request.turn.request_id, attempt=known.attempt, seed=7, replayed=known.turn is not None
         )
         accepted.heartbeat_interval.FromNanoseconds(round(self.heartbeat_s * 1e9))
-        at = request.resume_token_offset if request.resume_attempt == known.attempt else 0
-        messages = [pb.StreamTurnResponse(accepted=accepted)]
-        while at < len(known.answer):
-            text = known.answer[at : at + self.tokens_per_message]
-            delta = pb.TurnDelta(token_offset=at, token_count=len(text), text=text)
-            delta.tokens.ids.extend(ord(one) for one in text)
-            messages.append(pb.StreamTurnResponse(delta=delta))
-            at += len(text)
+        had = [request.resume_token_offset, *request.resume_candidate_offsets]
+        same = request.resume_attempt == known.attempt
+        deltas = known.deltas(had if same else [0], self.tokens_per_message)
+        messages = [pb.StreamTurnResponse(accepted=accepted), *deltas]
         for sent, message in enumerate(messages):
             if (
                 fault is not None
@@ -309,3 +333,12 @@ class FakeConversations(pensieve_pb2_grpc.ConversationServiceServicer):
         if fault.error is not None or fault.code is not None:
             await self._fail(context, fault.error or fault.code)
         return not fault.end
+
+
+def _receipt(hints: pb.TurnHints) -> pb.HintReceipt:
+    """Importance is unknown here, the rest is taken as it comes."""
+    return pb.HintReceipt(
+        next_turn_in=hints.next_turn_in if hints.HasField("next_turn_in") else None,
+        session_finished=hints.session_finished,
+        ignored=["importance"] if hints.HasField("importance") else [],
+    )

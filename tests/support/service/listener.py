@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from pensieve.core import Sampling, SessionKey, TokenArray
-from pensieve.engine.messages import Finished, Output, RequestProgress, Started
+from pensieve.engine.messages import CandidateFinished, Finished, Output, RequestProgress, Started
 from pensieve.server.links.engine_link import EngineLink, Generation
 
-Heard = Started | RequestProgress | Output | Finished
+Heard = Started | RequestProgress | Output | CandidateFinished | Finished
 
 
 class Listener:
@@ -29,6 +29,9 @@ class Listener:
         self._hear(event)
 
     def tokens(self, event: Output) -> None:
+        self._hear(event)
+
+    def candidate_finished(self, event: CandidateFinished) -> None:
         self._hear(event)
 
     def finished(self, event: Finished) -> None:

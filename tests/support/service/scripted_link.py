@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from pensieve.core import (
     FinishReason,
+    Hints,
     Phase,
     RequestKey,
     Sampling,
@@ -16,6 +17,7 @@ from pensieve.core import (
     Usage,
 )
 from pensieve.engine.messages import (
+    CandidateFinished,
     EngineReady,
     Event,
     Finished,
@@ -24,6 +26,7 @@ from pensieve.engine.messages import (
     ResidentTokens,
     Started,
     Stats,
+    Warmed,
 )
 from pensieve.errors import PensieveError
 from pensieve.server.links.engine_link import GenerationSink, LinkState
@@ -41,6 +44,8 @@ class ScriptedGeneration:
         tokens: TokenArray,
         num_new: int,
         sampling: Sampling,
+        scope: str,
+        hints: Hints | None,
     ) -> None:
         self._generations = generations
         self._open = generations.open(sink)
@@ -48,8 +53,12 @@ class ScriptedGeneration:
         self.tokens = tokens.tolist()
         self.num_new = num_new
         self.sampling = sampling
+        self.scope = scope
+        self.hints = hints
         self.cancelled = False
         """The engine was told to stop."""
+        self.cancelled_candidates: list[int] = []
+        """The engine was told to stop these alone."""
 
     @property
     def request(self) -> RequestKey:
@@ -71,11 +80,15 @@ class ScriptedGeneration:
     def progress(self, phase: Phase, **fields: int) -> None:
         self._deal(RequestProgress(self.request, phase, **fields))
 
-    def emit(self, *tokens: int) -> None:
+    def emit(self, *tokens: int, candidate: int = 0, logprob: float = -0.5) -> None:
         logprobs: tuple[TokenLogprob, ...] = ()
         if self.sampling.top_logprobs is not None:
-            logprobs = tuple(TokenLogprob(t, -0.5, ((t, -0.5),)) for t in tokens)
-        self._deal(Output(self.request, tokens, logprobs))
+            logprobs = tuple(TokenLogprob(t, logprob, ((t, logprob),)) for t in tokens)
+        self._deal(Output(self.request, tokens, logprobs, candidate))
+
+    def finish_candidate(self, candidate: int, reason: FinishReason = FinishReason.EOS) -> None:
+        """An engine does so for each that it was not told to stop, before it finishes the whole."""
+        self._deal(CandidateFinished(self.request, candidate, reason))
 
     def finish(self, reason: FinishReason = FinishReason.EOS, output: int = 0) -> None:
         self._deal(Finished(self.request, reason, self.usage(output)))
@@ -85,6 +98,9 @@ class ScriptedGeneration:
 
     def cancel(self) -> None:
         self._open.cancel()
+
+    def cancel_candidate(self, candidate: int) -> None:
+        self._open.cancel_candidate(candidate)
 
     def _deal(self, *events: Event) -> None:
         self._generations.deal(events)
@@ -103,17 +119,32 @@ class ScriptedLink:
         self.submitted = asyncio.Event()
         self.refuse: PensieveError | None = None
         self.evicted: list[SessionKey | None] = []
-        self.info = EngineReady(context_limit, vocab_size, "cpu", "float32", 1 << 20, 1 << 20, 32)
+        self.chosen: list[tuple[SessionKey, int]] = []
+        self.warmed: list[tuple[SessionKey, list[int], str]] = []
+        """Session, history and scope of each wish to warm."""
+        self.warm_refusal = ""
+        self.warm_gate = asyncio.Event()
+        """No wish to warm is answered while this is not set."""
+        self.warm_gate.set()
+        self.info = EngineReady(context_limit, vocab_size, "cpu", "float32", 1 << 20, 1 << 20, 32, True)
         self.state = LinkState.SERVING
         self.stats = Stats(steps_total=1, device_used=7)
         self.stalled = False
 
     def submit(
-        self, session: SessionKey, tokens: TokenArray, num_new: int, sampling: Sampling, sink: GenerationSink
+        self,
+        session: SessionKey,
+        tokens: TokenArray,
+        num_new: int,
+        sampling: Sampling,
+        sink: GenerationSink,
+        *,
+        scope: str = "",
+        hints: Hints | None = None,
     ) -> ScriptedGeneration:
         if self.refuse is not None:
             raise self.refuse
-        generation = ScriptedGeneration(self._dealer, sink, session, tokens, num_new, sampling)
+        generation = ScriptedGeneration(self._dealer, sink, session, tokens, num_new, sampling, scope, hints)
         self.generations.append(generation)
         self.submitted.set()
         if self.answer is not None:
@@ -121,8 +152,15 @@ class ScriptedLink:
             asyncio.get_running_loop().call_soon(_play, generation, self.answer(generation))
         return generation
 
-    def _cancelled(self, request: RequestKey) -> None:
-        next(one for one in self.generations if one.request == request).cancelled = True
+    def _cancelled(self, request: RequestKey, candidate: int | None) -> None:
+        generation = next(one for one in self.generations if one.request == request)
+        if candidate is None:
+            generation.cancelled = True
+        else:
+            generation.cancelled_candidates.append(candidate)
+
+    def choose(self, session: SessionKey, candidate: int) -> None:
+        self.chosen.append((session, candidate))
 
     async def next_generation(self) -> ScriptedGeneration:
         """The generation that is submitted next, or was since the last call."""
@@ -143,10 +181,24 @@ class ScriptedLink:
     async def residency(self, session: SessionKey) -> ResidentTokens:
         return ResidentTokens(0, device_tokens=3, host_tokens=2)
 
+    async def warm(self, session: SessionKey, tokens: TokenArray, *, scope: str = "") -> Warmed:
+        if self.refuse is not None:
+            raise self.refuse
+        self.warmed.append((session, tokens.tolist(), scope))
+        await self.warm_gate.wait()
+        return Warmed(0, self.warm_refusal, device_tokens=5, host_tokens=1)
+
 
 def _play(generation: ScriptedGeneration, tokens: Sequence[int]) -> None:
-    """A whole answer, one event per token."""
+    """A whole answer, one event per token. Candidate ``i`` of several says the same without its first ``i`` tokens."""
     generation.admit()
-    for token in tokens:
-        generation.emit(token)
+    several = generation.sampling.candidates > 1
+    for at in range(len(tokens)):
+        for candidate in range(generation.sampling.candidates):
+            if at + candidate < len(tokens):
+                # The later ones are the likelier ones.
+                generation.emit(tokens[at + candidate], candidate=candidate, logprob=-1 / (1 + candidate))
+    for candidate in range(generation.sampling.candidates if several else 0):
+        if candidate not in generation.cancelled_candidates:
+            generation.finish_candidate(candidate)
     generation.finish(output=len(tokens))

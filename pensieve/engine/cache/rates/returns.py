@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pensieve.core import Floats, Ints
-from pensieve.engine.cache.log_bins import LogBins
+from pensieve.engine.cache.rates.log_bins import LogBins
 
 LEAST_EXPONENT: Final = -4
 _BITS: Final = 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,3 +39,10 @@ class LogBins:
         found = values.view(np.int64) >> (_MANTISSA_BITS - self.bits)
         found -= (_BIAS + self.least_exponent) << self.bits
         return found
+
+    def one(self, value: float) -> int:
+        """``of`` for one value above zero."""
+        mantissa, exponent = math.frexp(value)
+        return ((exponent - 1 - self.least_exponent) << self.bits) + int(
+            (2 * mantissa - 1) * (1 << self.bits)
+        )

@@ -16,8 +16,8 @@ from typing import Final
 import numpy as np
 
 from pensieve.core import Floats, Ints
-from pensieve.engine.cache.log_bins import LogBins
-from pensieve.engine.cache.returns import BINS, PRIOR, WIDTHS
+from pensieve.engine.cache.rates.log_bins import LogBins
+from pensieve.engine.cache.rates.returns import BINS, PRIOR, WIDTHS
 
 _TABLE: Final = LogBins(least_exponent=-10, octaves=30, bits=3)
 """Ages of a table of factors, finer than what was learned, so that interpolation leaves no steps."""
@@ -28,10 +28,13 @@ OLDEST: Final = float(_EDGES[-1]) * (1 - 1e-9)
 """The least and the greatest age in a table, seconds: about a millisecond and twelve days."""
 
 
+AGES: Final = np.diff(_EDGES) / np.log(_EDGES[1:] / _EDGES[:-1])
+"""The middle of each column."""
+
+
 def _interpolation() -> tuple[Ints, Floats]:
     """For each column the age bin whose middle is before the column's own, and the share of the bin after that one."""
-    middles = np.diff(_EDGES) / np.log(_EDGES[1:] / _EDGES[:-1])
-    at = np.interp(np.log(middles), -np.log(PRIOR), np.arange(BINS))
+    at = np.interp(np.log(AGES), -np.log(PRIOR), np.arange(BINS))
     before = np.minimum(at.astype(np.int64), BINS - 2)
     return before, at - before
 
@@ -42,6 +45,11 @@ _BEFORE, _SHARE = _interpolation()
 def columns_of(ages: Floats) -> Ints:
     """Column of each age; ages are within ``YOUNGEST`` and ``OLDEST``."""
     return _TABLE.of(ages)
+
+
+def column_of(age: float) -> int:
+    """Column of one age."""
+    return _TABLE.one(age)
 
 
 def gittins_indices(hazards: Floats) -> Floats:

@@ -1,0 +1,261 @@
+"""Beam search as a state machine: log-probabilities in, parents and tokens of the next beams out. No torch, no I/O.
+
+Token for token what ``generate(num_beams=width, do_sample=False)`` of transformers gives. Its rules:
+
+* A step ranks all continuations of all beams by their *sum*: the beam's sum plus the token's log-probability, added
+  in float32. At the first step there is one beam, the prompt, with the sum 0.
+* Of the first ``width`` continuations those that end become *hypotheses*: with an end token, or all of them where the
+  longest output is reached. An end token further down is passed over. A hypothesis' *score* is its sum divided by
+  ``output tokens ** length_penalty``; the best ``width`` of all steps are kept.
+* The first ``width`` continuations that do not end are the next beams, best first.
+* The search is over with the longest output, or when there are ``width`` hypotheses: with ``early_stopping`` at once,
+  else when the best beam, scored as if it ended here, is not better than the worst of them. That is an estimate: with
+  ``length_penalty > 0`` a longer continuation might still have won.
+
+Where sums or scores are equal in float32 ``torch.topk`` leaves the order open. Here the better beam comes first, then
+the earlier token of its row, and an older hypothesis before a newer one.
+
+transformers ranks ``(1 + end tokens) * width`` continuations. No more than ``BeamSearch.candidates`` of any one beam
+can matter: the first ``width`` that end nothing, and the end tokens in between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pensieve.core import Sampling
+
+Row = Sequence[tuple[int, float]]
+"""The most likely tokens after one beam: (token id, log-probability), best first; as ``TokenLogprob.top``. The values
+are those of float32 ``log_softmax`` over raw logits."""
+
+NOTHING = -1e9
+"""Score of a hypothesis that is not there, and sum of a beam that is not there: what transformers begins with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A complete output."""
+
+    tokens: tuple[int, ...]
+    """All of them, the end token included."""
+    score: float
+    """Sum of log-probabilities divided by ``len(tokens) ** length_penalty``, in float32."""
+    ended: bool
+    """Whether its last token is an end token. If not, it was cut at the longest output."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeamStep:
+    """The next beams, best first; or none, and the best hypothesis."""
+
+    parents: tuple[int, ...] = ()
+    """Of each next beam: which of the beams before it continues. 0 for all after the first step."""
+    tokens: tuple[int, ...] = ()
+    """Of each next beam: its newest token."""
+    finished: Hypothesis | None = None
+    """Set when the search is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A hypothesis whose tokens nobody has asked for yet."""
+
+    score: float
+    length: int
+    parent: int
+    token: int
+
+
+class BeamSearch:
+    """One search. ``step`` is called until it answers with ``finished``."""
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        max_output_tokens: int,
+        end_tokens: Collection[int] = (),
+        length_penalty: float = 1.0,
+        early_stopping: bool = False,
+    ) -> None:
+        """``max_output_tokens`` is the longest output, in tokens. Raises ValueError if there is nothing to search."""
+        if width < 1 or max_output_tokens < 1:
+            raise ValueError(f"{width} beams of at most {max_output_tokens} tokens")
+        self.width = width
+        self.max_output_tokens = max_output_tokens
+        self.length = 0
+        """Output tokens of each beam."""
+        self._end_tokens = frozenset(end_tokens)
+        self._length_penalty = length_penalty
+        self._early_stopping = early_stopping
+        self._sums = np.full(width, NOTHING, dtype=np.float32)
+        self._sums[0] = 0.0
+        self._steps: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        """Parents and tokens of the beams after each step: what outputs are read from, backwards."""
+        self._hypotheses: list[_Ended] = []
+        """The best ``width``, best first."""
+        self._over = False
+
+    @classmethod
+    def of(
+        cls, sampling: Sampling, prompt_tokens: int, context_limit: int, eos_token_ids: Collection[int]
+    ) -> BeamSearch:
+        """The search that ``sampling`` asks for, after a context of ``prompt_tokens`` of at most ``context_limit``."""
+        room = context_limit - prompt_tokens
+        most = sampling.max_output_tokens
+        return cls(
+            sampling.beam_width,
+            max_output_tokens=room if most is None else min(max(most, 1), room),
+            end_tokens=end_tokens(sampling, eos_token_ids),
+            length_penalty=sampling.length_penalty,
+            early_stopping=sampling.early_stopping,
+        )
+
+    @property
+    def candidates(self) -> int:
+        """How many tokens each row must have, if the vocabulary has so many; more change nothing."""
+        return self.width + len(self._end_tokens)
+
+    def step(self, rows: Sequence[Row]) -> BeamStep:
+        """Continue with a row for each beam of the latest ``BeamStep``, in its order; at first with the prompt's row.
+
+        Raises ValueError for another number of rows, for rows that are too short, and when the search is over.
+        """
+        if self._over or len(rows) != (self.width if self._steps else 1):
+            raise ValueError(f"{len(rows)} rows after {self.length} tokens of {self.width} beams")
+        # Before the first step beams without a sum that counts stand beside the prompt, with its row. They are taken
+        # only where a vocabulary has fewer tokens than there are beams.
+        beams, tokens, sums = self._continuations(rows if self._steps else list(rows) * self.width)
+        if not self._steps:
+            beams[:] = 0
+        self.length += 1
+        ranked = np.argsort(-sums, kind="stable").tolist()
+        ended, going = self._divide(tokens, ranked)
+        new = [_Ended(self._score(sums[at]), self.length, int(beams[at]), int(tokens[at])) for at in ended]
+        kept = [one for one in new if one.score > NOTHING]
+        self._hypotheses = sorted([*self._hypotheses, *kept], key=lambda one: -one.score)[: self.width]
+        if not going or self._enough(self._score(sums[going[0]])):
+            self._over = True
+            at = going[0] if going else ranked[0]
+            unscored = _Ended(self._score(sums[at]), self.length, int(beams[at]), int(tokens[at]))
+            # A penalty so extreme that no score counts leaves transformers with any token at all. Here it is the best
+            # continuation.
+            return BeamStep(finished=self._hypothesis((*self._hypotheses, unscored)[0]))
+        if len(going) < self.width:
+            raise ValueError(f"rows of {[len(row) for row in rows]} tokens; {self.candidates} are needed")
+        self._sums = sums[going]
+        chosen = tuple(beams[going].tolist()), tuple(tokens[going].tolist())
+        self._steps.append(chosen)
+        return BeamStep(*chosen)
+
+    def output(self, beam: int) -> tuple[int, ...]:
+        """The tokens of a running beam so far."""
+        parents, tokens = self._steps[-1]
+        return self._path(self.length, parents[beam], tokens[beam])
+
+    # -- inside a step -----------------------------------------------------------------------------------------------
+
+    def _continuations(
+        self, rows: Sequence[Row]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Beam, token and sum of each continuation; all [n], in the order of beams and of their rows."""
+        beams = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+        tokens = np.array([token for row in rows for token, _ in row], dtype=np.int64)
+        logprobs = np.array([logprob for row in rows for _, logprob in row], dtype=np.float32)
+        return beams, tokens, self._sums[beams] + logprobs
+
+    def _divide(self, tokens: npt.NDArray[np.int64], ranked: list[int]) -> tuple[list[int], list[int]]:
+        """Which continuations become hypotheses, and which of them beams; both best first."""
+        ended: list[int] = []
+        going: list[int] = []
+        last = self.length >= self.max_output_tokens
+        for rank, at in enumerate(ranked):
+            if rank >= self.width and (last or len(going) == self.width):
+                break
+            if last or int(tokens[at]) in self._end_tokens:
+                if rank < self.width:
+                    ended.append(at)
+            else:
+                going.append(at)
+        return ended, going
+
+    def _enough(self, best_beam: float) -> bool:
+        """Whether to end although beams remain, the best of which would now score ``best_beam``."""
+        full = len(self._hypotheses) == self.width
+        worst = self._hypotheses[-1].score if full else NOTHING
+        return (full and self._early_stopping) or not best_beam > worst
+
+    def _score(self, total: np.float32) -> float:
+        """The sum ``total`` of an output of the current length, after the length penalty."""
+        try:
+            divisor = self.length**self._length_penalty
+        except OverflowError:
+            divisor = math.inf
+        with np.errstate(all="ignore"):
+            return float(total / np.float32(divisor))
+
+    def _hypothesis(self, ended: _Ended) -> Hypothesis:
+        tokens = self._path(ended.length, ended.parent, ended.token)
+        return Hypothesis(tokens, ended.score, ended.token in self._end_tokens)
+
+    def _path(self, length: int, parent: int, token: int) -> tuple[int, ...]:
+        """The ``length`` tokens that end with ``token``, after the beam ``parent`` of the step before."""
+        backwards = [token]
+        for parents, tokens in reversed(self._steps[: length - 1]):
+            backwards.append(tokens[parent])
+            parent = parents[parent]
+        return tuple(reversed(backwards))
+
+
+def end_tokens(sampling: Sampling, eos_token_ids: Collection[int]) -> frozenset[int]:
+    """The tokens that end a hypothesis: the stop tokens, and those of the model unless they are to be ignored."""
+    return frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else eos_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class BeamPlacement:
+    """Which member of a group holds which beam."""
+
+    members: tuple[int, ...]
+    """Of each beam: its member."""
+    branches: tuple[tuple[int, int], ...]
+    """(source, target): the member ``target`` takes over the context that ``source`` had before the newest token. No
+    source is a target, so their order does not matter."""
+
+
+def place(parents: Sequence[int], members: Sequence[int], width: int) -> BeamPlacement:
+    """Where the next beams go with the fewest branches; ``members`` says where their parents are.
+
+    The first child of a beam stays with its member, the others go to members whose beams have no children.
+    """
+    staying: dict[int, int] = {}
+    for beam, parent in enumerate(parents):
+        staying.setdefault(members[parent], beam)
+    free = (member for member in range(width) if member not in staying)
+    placed: list[int] = []
+    branches: list[tuple[int, int]] = []
+    for beam, parent in enumerate(parents):
+        source = members[parent]
+        if staying[source] == beam:
+            placed.append(source)
+        else:
+            target = next(free)
+            placed.append(target)
+            branches.append((source, target))
+    return BeamPlacement(tuple(placed), tuple(branches))
+
+
+def pages_at_most(context_tokens: int, width: int, max_output_tokens: int, chunk_tokens: int) -> int:
+    """Pages that a group of ``width`` beams can need at once: full chunks of the context once, the rest for each beam.
+
+    Holds where beams share full chunks by reference, and a member gives its pages back before it takes over others.
+    """
+    shared = context_tokens // chunk_tokens
+    whole = math.ceil((context_tokens + max_output_tokens) / chunk_tokens)
+    return shared + width * (whole - shared)

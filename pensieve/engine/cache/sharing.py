@@ -1,0 +1,207 @@
+"""Which sessions own which chunks together: the index from addresses to chunks, and the runs that owners share.
+
+A chunk with an address is in the index from the moment some request wants it, whether its KV is there, missing or being
+computed: so two sessions never have two chunks of one address, and what the first computes, swaps in or loses, it does
+for all. Only what a session generates gets its address later, when the tokens are known (``CacheManager.release``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pensieve.core import TokenArray
+from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, Place, SharedRun
+from pensieve.engine.cache.digests import Digests, Path
+from pensieve.engine.cache.eviction import EvictionIndex
+from pensieve.engine.cache.tiers import Tiers
+from pensieve.engine.plan import PENDING
+
+
+class SharedChunks:
+    """See the module docstring. A part of ``CacheManager``."""
+
+    def __init__(self, index: EvictionIndex, tiers: Tiers, digests: Digests, chunk_tokens: int) -> None:
+        self._index = index
+        self._tiers = tiers
+        self._digests = digests
+        self._size = chunk_tokens
+        self._by_digest: dict[bytes, Chunk] = {}
+
+    # -- addresses ---------------------------------------------------------------------------------------------------
+
+    def find(self, digests: Sequence[bytes], start: int) -> list[Chunk]:
+        """Chunks of the addresses from ``start`` on, up to the first that is not known: none behind it is."""
+        found: list[Chunk] = []
+        for digest in digests[start:]:
+            chunk = self._by_digest.get(digest)
+            if chunk is None:
+                break
+            found.append(chunk)
+        return found
+
+    def register(self, chunk: Chunk, digest: bytes) -> None:
+        """From now on the chunk is found under its address."""
+        assert digest not in self._by_digest, f"chunk {chunk.index}: its address is taken"
+        chunk.digest = digest
+        self._by_digest[digest] = chunk
+
+    def unregister(self, chunk: Chunk) -> None:
+        """The chunk is going, or will hold other tokens; nothing happens to one without an address."""
+        if chunk.digest:
+            del self._by_digest[chunk.digest]
+            chunk.digest = b""
+
+    def path(self, session: CachedSession | None, scope: str, tokens: TokenArray) -> Path:
+        """The addresses of a context, but for the chunk with its last token: that has to be computed, so it is no
+        other's. What the session has of it need not be hashed again."""
+        chunks = max(len(tokens) - 1, 0) // self._size
+        known: list[bytes] = []
+        if session is not None and session.scope == scope:
+            for chunk in session.chunks[: min(session.known(tokens) // self._size, chunks)]:
+                if not chunk.digest:
+                    break
+                known.append(chunk.digest)
+        return Path(scope, tuple(self._digests.extended(scope, known, tokens, chunks)))
+
+    def addressed(self, session: CachedSession, full: int) -> int:
+        """How many of a session's first ``full`` chunks have an address: the leading ones."""
+        while full > 0 and not session.chunks[full - 1].digest:
+            full -= 1
+        return full
+
+    def address(self, session: CachedSession) -> int:
+        """Give an idle session's full chunks their addresses; returns how many leading ones have one.
+
+        Those that have a double are folded into it, be it that two requests generated the same side by side. That has
+        to wait while a copy of a double is under way, or where several sessions own the chunks without an address.
+        """
+        full = self._settled(session) // self._size
+        at = self.addressed(session, full)
+        if at == full:
+            return at
+        known = [chunk.digest for chunk in session.chunks[:at]]
+        digests = self._digests.extended(session.scope, known, session.tokens, full)
+        doubles = self.find(digests, at)
+        if doubles:
+            if session.shared > at or any(chunk.saving or chunk.loading for chunk in doubles):
+                return at
+            self._fold(session, at, doubles)
+        for index in range(at + len(doubles), full):
+            self.register(session.chunks[index], digests[index])
+        return full
+
+    def _settled(self, session: CachedSession) -> int:
+        """How many leading tokens of a session have a known id."""
+        tail = session.tokens[
+            -2:
+        ]  # what was sampled last may not have been known yet when its request was cancelled
+        return len(session.tokens) - int((tail == PENDING).sum())
+
+    def _fold(self, session: CachedSession, at: int, doubles: Sequence[Chunk]) -> None:
+        """Replace a session's own chunks from ``at`` on by those that hold the same."""
+        end = at + len(doubles)
+        mine, rest = session.chunks[at:end], session.chunks[end:]
+        for own, double in zip(mine, doubles, strict=True):
+            # Of two, the device page stays; a partial host copy would not become whole by it.
+            whole = double.host == NOWHERE or double.filled == self._size
+            if double.device == NOWHERE and own.device != NOWHERE and whole and own.filled == self._size:
+                self._tiers.hand_over(own, double)
+            self._tiers.give_up(own)
+        del session.chunks[at:]
+        self.adopt(session, doubles)
+        session.chunks.extend(rest)
+        self._index.touch(session)
+
+    # -- owners ------------------------------------------------------------------------------------------------------
+
+    def adopt(self, session: CachedSession, chunks: Sequence[Chunk]) -> None:
+        """Let a session own chunks that others own: the next ones of its list. All that it has is shared already."""
+        assert session.shared == len(session.chunks), f"{session.key}: own chunks before shared ones"
+        at = 0
+        while at < len(chunks):
+            run = self._run_up_to(chunks[at], chunks[-1].index + 1)
+            run.owners[session] = None
+            self._index.join(run, session)
+            session.chunks.extend(run.own)
+            session.shared += len(run.own)
+            at += len(run.own)
+
+    def leave(self, session: CachedSession, keep: int) -> None:
+        """Let a session own no more than the first ``keep`` of its chunks, which are shared, as what it leaves is."""
+        while session.shared > keep:
+            run = session.chunks[session.shared - 1].holder
+            assert isinstance(run, SharedRun)
+            if run.first < keep:
+                self._split(run, keep)
+            del run.owners[session]
+            self._index.part(run, session)
+            session.shared -= len(run.own)
+            del session.chunks[session.shared :]
+            if len(run.owners) == 1:
+                self._dissolve(run)
+
+    def cut(self, session: CachedSession, keep: int) -> None:
+        """Take all but the first ``keep`` chunks out of a session's list; what nobody else has is gone."""
+        while len(session.chunks) > max(keep, session.shared):
+            chunk = session.chunks.pop()
+            self.unregister(chunk)
+            self._tiers.give_up(chunk)
+        self.leave(session, keep)
+        self._index.touch(session)
+
+    def _run_up_to(self, first: Chunk, end: int) -> SharedRun:
+        """The run that begins with ``first`` and ends at chunk ``end`` at the latest; if need be it is made."""
+        holder = first.holder
+        if isinstance(holder, CachedSession):
+            return self._share(holder, end)
+        assert holder.own[0] is first, f"chunk {first.index}: adopted from the middle of a run"
+        if holder.first + len(holder.own) > end:
+            return self._split(holder, end)
+        return holder
+
+    def _share(self, owner: CachedSession, end: int) -> SharedRun:
+        """Make a run of a session's own chunks up to ``end``."""
+        chunks = owner.chunks[owner.shared : end]
+        run = self._new_run(chunks, {owner: None})
+        owner.shared += len(chunks)
+        owner.cached -= run.cached
+        self._index.touch(owner)
+        return run
+
+    def _split(self, run: SharedRun, end: int) -> SharedRun:
+        """Make a run of a run's leading chunks, up to ``end``; the rest stays what it was."""
+        at = end - run.first
+        upper = self._new_run(run.own[:at], dict(run.owners))
+        del run.own[:at]
+        run.cached -= upper.cached
+        self._index.touch(run)
+        return upper
+
+    def _dissolve(self, run: SharedRun) -> None:
+        """Its last owner has it alone."""
+        (owner,) = run.owners
+        assert owner.shared == run.first + len(run.own), (
+            f"{owner.key}: shares more than what its run ends with"
+        )
+        self._index.part(run, owner)
+        self._index.remove(run)
+        owner.shared = run.first
+        owner.cached += run.cached
+        for chunk in run.own:
+            chunk.holder = owner
+        self._index.touch(owner)
+
+    def _new_run(self, chunks: list[Chunk], owners: dict[CachedSession, None]) -> SharedRun:
+        run = SharedRun(self._index.add_row(), chunks, owners)
+        run.cached = sum(chunk.place is not Place.DROPPED for chunk in chunks)
+        for chunk in chunks:
+            chunk.holder = run
+        self._index.attach(run)
+        for owner in owners:
+            self._index.join(run, owner)
+        return run
+
+    def check(self, chunks: Sequence[Chunk]) -> None:
+        """Every address leads to the chunk that has it, and to one that is in use."""
+        addressed = {chunk.digest: chunk for chunk in chunks if chunk.digest}
+        assert addressed == self._by_digest, "the index of addresses is wrong"

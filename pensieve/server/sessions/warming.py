@@ -1,0 +1,102 @@
+"""Warming: a session's KV is asked to the device ahead of its next turn. Nothing is changed, held or promised."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pensieve.engine.messages import ResidentTokens
+from pensieve.errors import PensieveError
+from pensieve.server import ids
+from pensieve.server.history.cache import Histories
+from pensieve.server.history.rendering import Renderer
+from pensieve.server.links.engine_link import EngineLink, context_limit
+from pensieve.server.settings import TurnSettings
+from pensieve.server.turns.turns import Turns
+from pensieve.server.unavailable import draining
+from pensieve.store import HistoryStore, Key
+from pensieve.store.records import SessionRow
+
+
+@dataclass(frozen=True, slots=True)
+class WarmAnswer:
+    """What became of a wish to warm a session."""
+
+    refused: str
+    """"": it is being brought; else why not, as in ``engine.messages.Warmed``."""
+    resident: ResidentTokens
+    """Where its KV lies now: what is brought may still be on its way."""
+    row: SessionRow
+
+
+class SessionWarmer:
+    """Asks the engine, for each session once at a time: calls that come meanwhile get the same answer."""
+
+    def __init__(
+        self,
+        store: HistoryStore,
+        link: EngineLink,
+        histories: Histories,
+        renderer: Renderer,
+        turns: Turns,
+        settings: TurnSettings,
+        on_warmed: Callable[[str], None] | None = None,
+    ) -> None:
+        """``on_warmed`` hears how each asking ended: ``accepted``, why it was refused, or the reason of the error."""
+        self._store = store
+        self._link = link
+        self._histories = histories
+        self._renderer = renderer
+        self._turns = turns
+        self._settings = settings
+        self._on_warmed = on_warmed
+        self._asking: dict[Key, asyncio.Task[WarmAnswer]] = {}
+
+    async def warm(self, key: Key) -> WarmAnswer:
+        """Raises what reading the session raises, and Unavailable when no engine serves or the server is draining."""
+        asking = self._asking.get(key)
+        if asking is None:
+            asking = self._asking[key] = asyncio.create_task(self._ask(key), name="warm")
+            asking.add_done_callback(lambda _: self._asking.pop(key))
+        try:
+            # Shielded: a caller that leaves does not take the answer from the others.
+            return await asyncio.shield(asking)
+        except PensieveError as error:
+            # A copy for each caller: one exception object raised in many tasks would chain their tracebacks.
+            raise copy.copy(error) from None
+
+    async def _ask(self, key: Key) -> WarmAnswer:
+        outcome = "bug"
+        try:
+            answer = await self._answer(key)
+            outcome = answer.refused or "accepted"
+            return answer
+        except PensieveError as error:
+            outcome = error.reason.lower()
+            raise
+        finally:
+            if self._on_warmed is not None:
+                self._on_warmed(outcome)
+
+    async def _answer(self, key: Key) -> WarmAnswer:
+        if self._turns.draining:
+            raise draining()
+        row = await self._store.load(key)
+        if row.running is not None or self._turns.runs_in(key):
+            return await self._refused("running", key, row)
+        history = await self._histories.at(key, row)
+        length = self._renderer.length(history)
+        if not length:
+            return await self._refused("nothing_to_do", key, row)
+        if length >= context_limit(self._link.info):
+            return await self._refused("no_room", key, row)
+        tokens = await asyncio.to_thread(self._renderer.context, history)
+        scope = self._settings.sharing_scope(key, history.config)
+        found = await self._link.warm(ids.session_key(key), tokens, scope=scope)
+        resident = ResidentTokens(found.call, found.device_tokens, found.host_tokens)
+        return WarmAnswer(found.refused, resident, row)
+
+    async def _refused(self, why: str, key: Key, row: SessionRow) -> WarmAnswer:
+        return WarmAnswer(why, await self._link.residency(ids.session_key(key)), row)

@@ -1,0 +1,195 @@
+"""Which sessions of a ``TurnCache`` own which chunks together: ``engine.cache.sharing``, without token ids.
+
+What a session may share is said beforehand, by its load: the pieces that its first input begins with. So a chunk's
+address is a number for its content and all before it, every chunk that is in such a beginning has its address from the
+first admission on, and there are no doubles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pensieve.replay.load.workload import Piece
+from pensieve.simulate.turns.places import ELSEWHERE, PlacesIndex, Resident, Run, Sharer
+
+Stretch = tuple[str, int, int]
+"""Tokens of a text: its name, from, to."""
+
+
+class Addresses:
+    """Numbers the chunks that are wholly within what sessions have in common."""
+
+    def __init__(self, chunk_tokens: int) -> None:
+        self._size = chunk_tokens
+        self._numbers: dict[tuple[int, tuple[Stretch, ...]], int] = {}
+        """By the chunk before and the content."""
+        self._known: dict[tuple[Piece, ...], tuple[int, ...]] = {}
+
+    def of(self, prefix: tuple[Piece, ...]) -> tuple[int, ...]:
+        """The addresses of the leading chunks of a session that begins so."""
+        found = self._known.get(prefix)
+        if found is None:
+            found = self._known[prefix] = tuple(self._chain(prefix))
+        return found
+
+    def _chain(self, prefix: tuple[Piece, ...]) -> list[int]:
+        chain: list[int] = []
+        content: list[Stretch] = []
+        room, last = self._size, 0
+        for name, tokens in prefix:
+            at = 0
+            while at < tokens:
+                end = min(at + room, tokens)
+                content.append((name, at, end))
+                room -= end - at
+                at = end
+                if room == 0:
+                    last = self._numbers.setdefault((last, tuple(content)), len(self._numbers) + 1)
+                    chain.append(last)
+                    content, room = [], self._size
+        return chain
+
+
+class Sharing:
+    """The runs, and who has the chunk of which address. A part of ``TurnCache``, whose lists it keeps right:
+
+    ``both``, ``spares`` and ``in_flight`` are those of ``TierRoom``.
+    """
+
+    def __init__(
+        self,
+        index: PlacesIndex,
+        chunk_tokens: int,
+        both: dict[Resident, None],
+        spares: dict[Resident, None],
+        in_flight: dict[Resident, None],
+    ) -> None:
+        self._index = index
+        self._both, self._spares, self._in_flight = both, spares, in_flight
+        self._addresses = Addresses(chunk_tokens)
+        self._holders: dict[int, Sharer | Run] = {}
+        """By address."""
+
+    def addresses(self, prefix: tuple[Piece, ...]) -> tuple[int, ...]:
+        """The addresses of the chunks that a session with this beginning may share."""
+        return self._addresses.of(prefix)
+
+    def find(self, addresses: Sequence[int], start: int) -> list[Sharer | Run]:
+        """Who has the chunks from ``start`` on, up to the first that nobody has."""
+        found: list[Sharer | Run] = []
+        for address in addresses[start:]:
+            holder = self._holders.get(address)
+            if holder is None:
+                break
+            found.append(holder)
+        return found
+
+    def register(self, session: Sharer) -> None:
+        """From now on the session's own chunks are found, those that it is about to compute included."""
+        for address in session.addresses[session.elsewhere :]:
+            assert self._holders.setdefault(address, session) is session, "an address is taken"
+
+    def unregister(self, session: Sharer, start: int) -> None:
+        """The session's own chunks from ``start`` on are found no more."""
+        for address in session.addresses[max(start, session.elsewhere) :]:
+            if self._holders.get(address) is session:
+                del self._holders[address]
+
+    def adopt(self, session: Sharer, found: Sequence[Sharer | Run]) -> None:
+        """Let a session own chunks that others own: the next ones behind its own, all of which it shares."""
+        start = at = session.elsewhere
+        end = start + len(found)
+        while at < end:
+            run = self._run_up_to(found[at - start], at, end)
+            run.owners[session] = None
+            self._index.join(run, session)
+            session.runs.append(run)
+            at += run.chunks
+        session.elsewhere = end
+        session.places += bytes((ELSEWHERE,)) * len(found)
+
+    def leave(self, session: Sharer, keep: int) -> None:
+        """Let a session own no more than the first ``keep`` of its chunks, which are shared, as what it leaves is."""
+        while session.elsewhere > keep:
+            run = session.runs[-1]
+            if run.elsewhere < keep:
+                self._split(run, keep)
+            session.runs.pop()
+            del run.owners[session]
+            self._index.part(run, session)
+            session.elsewhere = run.elsewhere
+            del session.places[session.elsewhere :]
+            if len(run.owners) == 1:
+                self._dissolve(run)
+
+    def clear(self) -> None:
+        """Nobody has anything."""
+        self._holders.clear()
+
+    def _run_up_to(self, holder: Sharer | Run, at: int, end: int) -> Run:
+        """The run that begins with chunk ``at`` and ends at ``end`` at the latest; if need be it is made."""
+        assert holder.elsewhere == at, f"chunk {at}: adopted from the middle"
+        if isinstance(holder, Sharer):
+            return self._share(holder, end)
+        return self._split(holder, end) if len(holder.places) > end else holder
+
+    def _share(self, owner: Sharer, end: int) -> Run:
+        """Make a run of a session's own chunks up to ``end``."""
+        run = self._new_run(owner, end, {owner: None})
+        owner.runs.append(run)
+        owner.elsewhere = end
+        self._index.touch(owner)
+        return run
+
+    def _split(self, run: Run, end: int) -> Run:
+        """Make a run of a run's leading chunks, up to ``end``; the rest stays what it was."""
+        upper = self._new_run(run, end, dict(run.owners))
+        for owner in run.owners:
+            owner.runs.insert(owner.runs.index(run), upper)
+        run.elsewhere = end
+        self._index.touch(run)
+        return upper
+
+    def _new_run(self, source: Sharer | Run, end: int, owners: dict[Sharer, None]) -> Run:
+        """A run of what the source has up to ``end``, of which this leaves the source's places elsewhere."""
+        first = source.elsewhere
+        run = Run(-1, self._index.add_row(), addresses=source.addresses, owners=owners, elsewhere=first)
+        # In place, and with nothing left of them there: a ranking may have the source's chunks.
+        run.places = bytearray((ELSEWHERE,)) * first + source.places[first:end]
+        source.places[first:end] = bytes((ELSEWHERE,)) * (end - first)
+        run.running = source.running
+        run.pins = source.pins if isinstance(source, Run) else int(source.running)
+        for address in run.addresses[first:end]:
+            self._holders[address] = run
+        self._index.attach(run)
+        for owner in owners:
+            self._index.join(run, owner)
+        if source in self._in_flight:
+            self._in_flight[run] = None
+        if source in self._both:
+            self._both[run] = None
+        if source in self._spares:  # its chunks come first
+            spares = list(self._spares)
+            spares.insert(spares.index(source), run)
+            self._spares.clear()
+            self._spares.update(dict.fromkeys(spares))
+        return run
+
+    def _dissolve(self, run: Run) -> None:
+        """Its last owner has it alone. That is idle: what a running session has stays cached, for all its owners."""
+        (owner,) = run.owners
+        assert owner.runs[-1] is run and not owner.running
+        self._index.part(run, owner)
+        self._index.remove(run)
+        owner.runs.pop()
+        first, end = run.elsewhere, len(run.places)
+        owner.elsewhere = first
+        owner.places[first:end] = run.places[first:]
+        run.places[first:] = bytes(run.chunks)  # a ranking may have them
+        for address in run.addresses[first:end]:
+            self._holders[address] = owner
+        for those in (self._both, self._in_flight):
+            if run in those:
+                del those[run]
+                those[owner] = None
+        self._index.touch(owner)

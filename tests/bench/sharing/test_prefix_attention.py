@@ -1,0 +1,9 @@
+"""The benchmark of attention over a shared prefix: its ways agree, under the interpreter."""
+
+from __future__ import annotations
+
+from support.kernels.under_interpreter import passed_under_interpreter
+
+
+def test_the_ways_under_the_interpreter() -> None:
+    assert passed_under_interpreter("interpreted_prefix_attention") >= 15

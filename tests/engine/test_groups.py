@@ -1,0 +1,63 @@
+"""Candidates and beams: whatever happens to a group, each candidate's answer is that of a turn of its own, and a search
+finds what a stateless search would."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from pensieve.config import CacheConfig, SchedulerConfig
+from support.engine.engine_driver import Clock, Driver, make_engine
+from support.engine.hash_worker import VOCABULARY, HashWorker, verify_beams, verify_tokens
+
+
+def run(seed: int, *, overlapped: bool) -> tuple[Driver, HashWorker]:
+    """One random schedule of turns of which most are groups, on tiers that are too small for them."""
+    rng = random.Random(seed)
+    size = rng.choice((1, 4, 8))
+    device = rng.choice((12, 20, 40)) * max(1, 8 // size)
+    cache = CacheConfig(
+        device_chunks=device,
+        host_chunks=rng.choice((0, device // 2, 2 * device)),
+        chunk_tokens=size,
+        swap_watermark=rng.choice((0.0, 0.25)),
+        decode_reserve=rng.choice((0.0, 0.1)),
+    )
+    scheduler = SchedulerConfig(
+        context_limit=150,
+        max_batch_tokens=rng.choice((5, 32, 500)),
+        max_running=rng.choice((5, 16)),
+        stateless=rng.random() < 0.1,
+        unified_batch=rng.random() < 0.8,
+    )
+    clock = Clock()
+    worker = HashWorker(cache.device_chunks, cache.host_chunks, cache.chunk_tokens)
+    engine = make_engine(cache, scheduler, worker, clock, overlapped=overlapped)
+    limit = min(scheduler.context_limit, cache.device_chunks * cache.chunk_tokens)
+    driver = Driver(engine, clock, rng, verify_tokens, VOCABULARY, limit)
+    driver.verify_beams, driver.groups = verify_beams, 0.7
+    for _ in range(60):
+        driver.act()
+        for _ in range(rng.randrange(4)):
+            driver.step()
+    driver.run_until_idle()
+    return driver, worker
+
+
+@pytest.mark.parametrize("overlapped", [False, True], ids=["in_turn", "overlapped"])
+@pytest.mark.parametrize("block", range(4))
+def test_groups_answer_as_turns_of_their_own(block: int, overlapped: bool) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(block * 25, block * 25 + 25):
+        driver, worker = run(seed, overlapped=overlapped)
+        for turn in driver.finished:
+            seen["candidates"] += len(turn.outputs) > 1
+            seen["stopped alone"] += bool(turn.stopped)
+            seen["beams"] += turn.beams is not None
+            seen["refused"] += turn.failed is not None
+        seen["suspended"] += driver.engine.stats().suspensions_total
+        seen["copied tails"] += sum(len(plan.copies) for plan in worker.plans)
+    assert min(seen[name] for name in ("candidates", "stopped alone", "beams", "suspended")) > 0, seen
+    assert seen["copied tails"] > 20, seen

@@ -1,0 +1,83 @@
+"""Which program takes a step, without a GPU: nothing is run, and graphs are off."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from pensieve.core import RequestKey, Sampling
+from pensieve.engine.plan import Plan, SampleSpec, Span
+from pensieve.engine.worker import graphs
+from pensieve.engine.worker.cuda_batch import CudaBatch, make_cuda_batch
+from pensieve.engine.worker.graphs import Programs
+from pensieve.engine.worker.program import Shared
+from pensieve.engine.worker.sizing import WorkerInfo
+from pensieve.kernels.attention.kinds import Capacity, Geometry, StepKind
+from pensieve.kernels.attention.plan import Scratch
+from pensieve.kernels.attention.prefixes import PartyRule
+
+GEOMETRY = Geometry(8, 2, 16, 2, 132)
+INFO = WorkerInfo("cuda", "bfloat16", 700, 0, 32, 16_384, 512, 64)
+RULE = PartyRule(GEOMETRY, 32, least_saved_us=0.0)
+
+
+def programs(info: WorkerInfo, scratch_rows: int | None = None) -> Programs:
+    rows = Programs.scratch_rows(info, GEOMETRY) if scratch_rows is None else scratch_rows
+    cpu = torch.device("cpu")
+    shared = Shared(
+        model=cast(Any, None), pool=torch.empty(1, 4, 2, 2, 32, 16), wait=cast(Any, None),
+        sampled=torch.zeros(64), logits=torch.zeros(1), finite=torch.ones(1),
+        scratch=Scratch(rows, GEOMETRY, cpu), geometry=GEOMETRY,
+    )  # fmt: skip
+    return Programs(shared, info, cast(Any, None), graphs=False)
+
+
+def batch(count: int, common: int = 500) -> CudaBatch:
+    """Decodes whose contexts begin with the same ``common`` pages."""
+    spec = SampleSpec(Sampling(), 0)
+    token = np.array([7], np.int32)
+    tables = tuple(
+        np.concatenate([np.arange(common), [600 + row, 0]]).astype(np.int32) for row in range(count)
+    )
+    spans = tuple(Span(RequestKey(row), 32 * common + row % 32, token, row, spec) for row in range(count))
+    return make_cuda_batch(Plan(1, spans, tables), 32, {}, RULE)
+
+
+def test_spans_that_read_together_get_a_program_for_that() -> None:
+    step = batch(40)
+    assert step.parties is not None
+    made = programs(INFO)
+    staging = np.zeros(made.words, np.int32)
+    program, words = made.pack(step, staging)
+    assert program.size.kind is StepKind.MIXED and 0 < words <= made.words
+    alone, _ = made.pack(replace(step, parties=None), staging)
+    assert alone.size.kind is StepKind.NARROW
+
+
+def test_what_does_not_fit_together_is_done_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = batch(40)
+    made = programs(INFO)
+    whole = graphs.capacity_for
+
+    def little(kind: StepKind, *sizes: Any) -> Capacity:
+        capacity = whole(kind, *sizes)
+        return replace(capacity, partial_rows=100) if kind is StepKind.MIXED else capacity
+
+    monkeypatch.setattr(graphs, "capacity_for", little)
+    program, _ = made.pack(step, np.zeros(made.words, np.int32))
+    assert program.size.kind is StepKind.NARROW
+
+
+def test_tables_of_more_entries_than_there_are_pages_are_packed() -> None:
+    """A page that is shared is in the table of each request that shares it."""
+    step = batch(64)
+    assert len(step.pages) > 40 * INFO.device_chunks
+    made = programs(INFO)
+    staging = np.zeros(made.words, np.int32)
+    program, words = made.pack(step, staging)
+    assert staging[words - len(step.pages) : words].tolist() == step.pages.tolist()
+    assert program.size.pages == len(step.pages)
