@@ -110,29 +110,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
         )
 
 
-def excluded_by_beams(sampling: Sampling) -> str | None:
-    """The first field of ``sampling`` that beam search cannot serve, by name; None also when it asks for none.
-
-    Stop tokens end a hypothesis as the model's own end tokens do; stop strings would need the text of each beam.
-    """
-    asked = {
-        "temperature": sampling.temperature > 0.0,
-        "candidates": sampling.candidates > 1,
-        "repetition_penalty": sampling.repetition_penalty != 1.0,
-        "frequency_penalty": sampling.frequency_penalty != 0.0,
-        "presence_penalty": sampling.presence_penalty != 0.0,
-        "logit_bias": bool(sampling.logit_bias),
-        "min_output_tokens": sampling.min_output_tokens > 0,
-        "stop": bool(sampling.stop),
-        "top_logprobs": sampling.top_logprobs is not None,
-    }
-    return (
-        next((name for name, is_asked in asked.items() if is_asked), None)
-        if sampling.beam_width > 1
-        else None
-    )
-
-
 class Hints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a client expects of a session after a turn. The cache may use it; nothing is pinned for it."""
 

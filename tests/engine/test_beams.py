@@ -8,14 +8,13 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pensieve.core import Sampling, excluded_by_beams
+from pensieve.core import Sampling
 from pensieve.engine.beams import BeamSearch, BeamStep, Hypothesis, end_tokens, pages_at_most, place
 from support.engine.checkpoints import Family, tiny_checkpoint
 from support.engine.hf_beams import BeamCase, HfBeams, TableConfig, TableModel
@@ -203,36 +202,6 @@ def test_of_takes_what_sampling_asks_for() -> None:
     finished = search.step([[(2, -0.1), (3, -0.2), (7, -0.3), (4, -9.0), (5, -9.0), (6, -9.0)]] * 3).finished
     assert finished is not None and finished.tokens == (1, 2)
     assert finished.score == pytest.approx((math.log(0.4) - 0.1) / math.sqrt(2))
-
-
-EXCLUDED: dict[str, Any] = {
-    "temperature": 0.1,
-    "candidates": 2,
-    "repetition_penalty": 1.1,
-    "frequency_penalty": -0.1,
-    "presence_penalty": 0.1,
-    "logit_bias": {3: 1.0},
-    "min_output_tokens": 1,
-    "stop": ("x",),
-    "top_logprobs": 0,
-}
-
-
-@pytest.mark.parametrize("name", EXCLUDED)
-def test_what_excludes_beams(name: str) -> None:
-    assert excluded_by_beams(Sampling(beam_width=2, **{name: EXCLUDED[name]})) == name
-    assert excluded_by_beams(Sampling(beam_width=1, **{name: EXCLUDED[name]})) is None
-
-
-def test_what_goes_with_beams() -> None:
-    served = Sampling(
-        beam_width=4, length_penalty=2.0, early_stopping=True, max_output_tokens=9, stop_token_ids=(1,),
-        ignore_eos=True, seed=5, top_p=0.5, top_k=3, min_p=0.1,
-    )  # fmt: skip
-    assert excluded_by_beams(served) is None
-    assert set(EXCLUDED) | {name for name in Sampling.__struct_fields__ if getattr(served, name)} == set(
-        Sampling.__struct_fields__
-    ), "a new field is either excluded or said to be served"
 
 
 @st.composite

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from pensieve.core import Sampling
+from pensieve.server.turns.sampling import NOT_WITH_BEAMS
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service.drawn_turns import BEST, TOKENS, begun, drawing, rest
 from support.service.service_rig import ANSWER, refusal, serving, spec
@@ -81,3 +83,13 @@ async def test_the_server_says_how_many() -> None:
     async with serving() as rig:
         limits = (await rig.api.GetServerInfo(pb.GetServerInfoRequest())).limits
         assert (limits.max_candidates, limits.max_beam_width) == (16, 16)
+
+
+SERVED_WITH_BEAMS = {
+    "beam_width", "length_penalty", "early_stopping", "max_output_tokens", "stop_token_ids", "ignore_eos", "seed",
+    "top_p", "top_k", "min_p",
+}  # fmt: skip
+
+
+def test_each_field_of_sampling_goes_with_beams_or_is_refused() -> None:
+    assert {*NOT_WITH_BEAMS, "top_logprobs"} | SERVED_WITH_BEAMS == set(Sampling.__struct_fields__)
