@@ -15,7 +15,7 @@ from support.engine.checkpoints import FAMILIES, Family
 from support.engine.exactness import Bench, caught, run_all
 from support.engine.mutants import PLAN_MUTANTS, MutantWorker, SwapOutLastWorker
 
-SCHEDULES = 220
+SCHEDULES = 160
 """Random schedules per family."""
 
 
