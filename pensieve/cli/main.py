@@ -24,6 +24,7 @@ LAZY: Final[dict[str, tuple[str, str, str]]] = {
         "doctor",
         "Show what this machine can do, and what is missing, with the fix.",
     ),
+    "gateway": ("pensieve.cli.gateway", "gateway", "Serve OpenAI's HTTP protocols from a server."),
     "profile": (
         "pensieve.cli.profile",
         "profile",

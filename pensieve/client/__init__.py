@@ -9,7 +9,7 @@ May import: core, errors, rpc_status, v1.
 
 from pensieve.client._aio import AsyncClient, AsyncSession
 from pensieve.client._aio_link import AsyncTurnStream
-from pensieve.client._requests import SamplingOptions, TurnOptions
+from pensieve.client._requests import SamplingOptions, SessionChanges, TurnOptions
 from pensieve.client._retry import RetryPolicy
 from pensieve.client._sync import Client, Session
 from pensieve.client._sync_link import TurnStream
@@ -49,6 +49,7 @@ __all__ = [
     "SamplingOptions",
     "ServerInfo",
     "Session",
+    "SessionChanges",
     "SessionInfo",
     "SessionState",
     "TokenCount",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -121,6 +121,10 @@ class AsyncTurnStream(StreamView):
             raise StopAsyncIteration
         return piece
 
+    async def accepted(self) -> None:
+        """Wait until the server has accepted the turn. Raises what it refuses the turn with."""
+        await self._advance_until(lambda: self._machine.base_revision is not None)
+
     async def finish(self) -> Turn:
         """Read to the end; the turn."""
         try:
@@ -163,15 +167,18 @@ class AsyncTurnStream(StreamView):
         if discard:
             loop.call_soon_threadsafe(link.discard, self._core.name, self.request_id)
 
-    async def _next(self) -> Piece | None:
-        pending = self._machine.pending
+    async def _advance_until(self, reached: Callable[[], object]) -> None:
         try:
-            while not pending and not self._machine.done and not self._over:
+            while not reached() and not self._machine.done and not self._over:
                 await self._advance()
         except PensieveError:
             self._discard_on_leave = False  # The server has said no, or cannot be asked.
             self.close()
             raise
+
+    async def _next(self) -> Piece | None:
+        pending = self._machine.pending
+        await self._advance_until(lambda: pending)
         if pending:
             return pending.popleft()
         self.close()

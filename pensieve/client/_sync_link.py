@@ -101,6 +101,10 @@ class TurnStream(StreamView):
             raise StopIteration
         return piece
 
+    def accepted(self) -> None:
+        """Wait until the server has accepted the turn. Raises what it refuses the turn with."""
+        self._advance_until(lambda: self._machine.base_revision is not None)
+
     def finish(self) -> Turn:
         """Read to the end; the turn."""
         for _ in self:
@@ -139,15 +143,18 @@ class TurnStream(StreamView):
             link.janitor.submit(_cancel_job(call))
             link.janitor.unwatch(self._watch)
 
-    def _next(self) -> Piece | None:
-        pending = self._machine.pending
+    def _advance_until(self, reached: Callable[[], object]) -> None:
         try:
-            while not pending and not self._machine.done and not self._over:
+            while not reached() and not self._machine.done and not self._over:
                 self._advance()
         except PensieveError:
             self._discard_on_leave = False  # The server has said no, or cannot be asked.
             self.close()
             raise
+
+    def _next(self) -> Piece | None:
+        pending = self._machine.pending
+        self._advance_until(lambda: pending)
         if pending:
             return pending.popleft()
         self.close()

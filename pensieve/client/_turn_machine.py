@@ -50,6 +50,7 @@ class TurnMachine:
         self.progress: Progress | None = None
         self.turn: Turn | None = None
         self.seed: int | None = None
+        self.base_revision: int | None = None
         self.attempt = ""
         self.resumes = 0
         """How often the turn was sent again."""
@@ -170,6 +171,7 @@ class TurnMachine:
 
     def _accepted(self, accepted: pb.TurnAccepted) -> None:
         self.seed = accepted.seed
+        self.base_revision = accepted.base_revision
         if accepted.HasField("heartbeat_interval"):
             self._heartbeat_s = decode.seconds(accepted.heartbeat_interval) or DEFAULT_HEARTBEAT_S
         if accepted.attempt and self.attempt and accepted.attempt != self.attempt:

@@ -56,6 +56,11 @@ class StreamView:
         return self._machine.seed
 
     @property
+    def base_revision(self) -> int | None:
+        """Revision of the session that the turn builds on, once the server has accepted the turn."""
+        return self._machine.base_revision
+
+    @property
     def resumes(self) -> int:
         """How often the turn had to be sent again."""
         return self._machine.resumes

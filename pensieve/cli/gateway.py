@@ -1,0 +1,53 @@
+"""``pensieve gateway``: the HTTP door as a process of its own, in front of a server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import socket
+
+import click
+
+
+@click.command(name="gateway", context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--target", required=True, metavar="HOST:PORT", help="The server to stand in front of.")
+@click.option(
+    "--listen",
+    default="127.0.0.1:8080",
+    show_default=True,
+    metavar="HOST:PORT",
+    help="Where to take HTTP calls.",
+)
+@click.option("--tls", is_flag=True, help="TLS towards --target, with the system's root certificates.")
+@click.option(
+    "--max-body",
+    default="4",
+    show_default=True,
+    type=click.IntRange(1, 64),
+    metavar="MIB",
+    help="Largest request.",
+)
+@click.option(
+    "--cors-origin", multiple=True, metavar="ORIGIN", help="Let pages of this origin call; repeatable."
+)
+def gateway(target: str, listen: str, tls: bool, max_body: int, cors_origin: tuple[str, ...]) -> None:
+    """Serve OpenAI's HTTP protocols from a Pensieve server.
+
+    Holds no state: any number may stand in front of one server. Prints one line, `ready http=HOST:PORT`.
+    """
+    try:
+        door = importlib.import_module("pensieve.http.run")
+    except ImportError as error:
+        raise click.ClickException(f"cannot load the door: {error}; pip install 'pensieve[http]'") from error
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal():
+        raise click.UsageError(f"--listen: {listen!r} is not HOST:PORT")
+    settings = door.DoorSettings(target, tls, max_body_bytes=int(max_body) << 20, cors_origins=cors_origin)
+    try:
+        listener = socket.create_server((host.strip("[]"), int(port)), backlog=2048)
+    except OSError as error:
+        raise click.ClickException(f"cannot listen on {listen}: {error.strerror}") from error
+    with listener, contextlib.suppress(KeyboardInterrupt):
+        click.echo(f"ready http={host}:{listener.getsockname()[1]}")
+        asyncio.run(door.serve(settings, listener))

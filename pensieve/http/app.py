@@ -1,0 +1,96 @@
+"""The ASGI application: routes, and errors in one form whatever goes wrong."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pensieve.errors import PensieveError
+from pensieve.http import models
+from pensieve.http.chat import endpoint as chat
+from pensieve.http.conversations import endpoint as conversations
+from pensieve.http.door import Door
+from pensieve.http.failures import HttpFailure, failure_of
+from pensieve.http.responses import endpoint as responses
+from pensieve.http.settings import DoorSettings
+
+log = logging.getLogger(__name__)
+
+
+def make_app(settings: DoorSettings) -> Starlette:
+    """The door to one service."""
+    door = Door(settings)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        await door.callers.close()
+
+    cors = Middleware(
+        CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
+    )
+    app = Starlette(
+        routes=[
+            Route("/health", models.health),
+            Route("/v1/models", models.listing),
+            Route("/v1/models/{model:path}", models.retrieve),
+            Route("/v1/chat/completions", chat.create, methods=["POST"]),
+            Route("/v1/responses", responses.create, methods=["POST"]),
+            Route("/v1/responses/{response}", responses.retrieve, methods=["GET"]),
+            Route("/v1/responses/{response}", responses.delete, methods=["DELETE"]),
+            Route("/v1/responses/{response}/cancel", responses.cancel, methods=["POST"]),
+            Route("/v1/responses/{response}/input_items", responses.input_items),
+            Route("/v1/conversations", conversations.create, methods=["POST"]),
+            Route("/v1/conversations/{conversation}", conversations.retrieve, methods=["GET"]),
+            Route("/v1/conversations/{conversation}", conversations.update, methods=["POST"]),
+            Route("/v1/conversations/{conversation}", conversations.delete, methods=["DELETE"]),
+            Route("/v1/conversations/{conversation}/items", conversations.items, methods=["GET"]),
+            Route("/v1/conversations/{conversation}/items", conversations.fixed, methods=["POST"]),
+            Route("/v1/conversations/{conversation}/items/{item}", conversations.item, methods=["GET"]),
+            Route("/v1/conversations/{conversation}/items/{item}", conversations.fixed, methods=["DELETE"]),
+        ],
+        middleware=[cors] if settings.cors_origins else [],
+        exception_handlers={
+            HttpFailure: _failed,
+            PensieveError: _refused,
+            HTTPException: _no_route,
+            Exception: _bug,
+        },
+        lifespan=lifespan,
+    )
+    app.state.door = door
+    return app
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HttpFailure)
+    return Door.of(request).refusal(error, request)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, PensieveError)
+    return Door.of(request).refusal(failure_of(error), request)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = {404: f"no such path: {request.url.path}", 405: f"{request.method} is not for this path"}
+    failure = HttpFailure(
+        error.status_code, message.get(error.status_code, error.detail), code="unknown_route"
+    )
+    return Door.of(request).refusal(failure, request)
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    """A fault of ours: its text may hold what a user said, so it goes to no caller."""
+    failure = HttpFailure(500, "the server failed", kind="server_error", code="bug")
+    return Door.of(request).refusal(failure, request)

@@ -1,0 +1,44 @@
+"""Reads a request's body: bounded, then decoded into a checked struct."""
+
+from __future__ import annotations
+
+import re
+from typing import Final, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from pensieve.http.failures import HttpFailure
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_PATH: Final = re.compile(r" - at `\$\.?(.*)`$")
+"""Where msgspec says that a value is wrong."""
+
+
+async def read_json(request: Request, kind: type[T], max_bytes: int) -> T:
+    """The body as ``kind``. Raises HttpFailure: 413 before more than ``max_bytes`` are read, 400 for what is wrong."""
+    try:
+        return msgspec.json.decode(await _read(request, max_bytes), type=kind)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        found = _PATH.search(message)
+        param = found.group(1) if found is not None else None
+        raise HttpFailure(400, message, param=param or None, code="invalid_type") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise HttpFailure(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    too_large = HttpFailure(413, f"the body is larger than {max_bytes} bytes", code="request_too_large")
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > max_bytes:
+        raise too_large
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > max_bytes:
+            raise too_large
+        parts.append(part)
+    return b"".join(parts)

@@ -1,0 +1,4 @@
+"""Chat completions: the client resends its history, and the door finds the session that it goes on with.
+
+May import: client, core, errors, http.
+"""

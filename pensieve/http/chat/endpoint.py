@@ -1,0 +1,89 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pensieve.client import AsyncSession, AsyncTurnStream, TurnOptions
+from pensieve.errors import NotFound
+from pensieve.http.bodies import read_json
+from pensieve.http.callers import Caller
+from pensieve.http.chat.completions import Completion
+from pensieve.http.chat.requests import ChatRequest
+from pensieve.http.contents import Talk
+from pensieve.http.door import Door
+from pensieve.http.heads import begin
+from pensieve.http.requests import request_id_of
+from pensieve.http.streams import EventStream
+
+
+async def create(request: Request) -> Response:
+    """Answer the last messages; the history before them is found, not computed."""
+    door = Door.of(request)
+    body = await read_json(request, ChatRequest, door.settings.max_body_bytes)
+    body.check()
+    talk, options, turn_id = body.talk, body.turn_options, request_id_of(request)
+    async with AsyncExitStack() as held:
+        caller = await held.enter_async_context(door.callers.of(request))
+        model = await door.model_of(caller, body.model)
+        if body.session:
+            session, stream = await _named(caller, body.session, talk, turn_id, options)
+        else:
+            session, stream = await begin(
+                caller, door.heads, talk, turn_id, options, door.settings.chat_ttl_s
+            )
+        held.callback(stream.close)
+        completion = Completion.of(stream, model, session.id)
+        if not body.stream:
+            turn = await stream.finish()
+            door.heads.ended(caller.scope, talk, session.id, turn)
+            return door.answer(completion.whole(turn), request)
+        include_usage = body.stream_options is not None and body.stream_options.include_usage
+        chunks = completion.chunks(stream, include_usage=include_usage)
+        remembered = _remembered(chunks, door, caller, talk, session.id, stream)
+        return EventStream(remembered, held.pop_all(), door.headers(request))
+
+
+async def _remembered(
+    chunks: AsyncIterator[bytes],
+    door: Door,
+    caller: Caller,
+    talk: Talk,
+    session_id: str,
+    stream: AsyncTurnStream,
+) -> AsyncIterator[bytes]:
+    """The chunks; what the turn was is known before the client can have the last one and come back."""
+    known = False
+    async for chunk in chunks:
+        if stream.done and not known:
+            known = True
+            door.heads.ended(caller.scope, talk, session_id, stream.turn)
+        yield chunk
+
+
+async def _named(
+    caller: Caller, name: str, talk: Talk, turn_id: uuid.UUID, options: TurnOptions
+) -> tuple[AsyncSession, AsyncTurnStream]:
+    """A turn of the session that the client names; what is resent of its history is not read."""
+    options["request_id"] = str(turn_id)
+    new = [(one.role, one.text) for one in talk.new]
+    session = caller.client.session(name)
+    try:
+        stream = session.stream(items=new, **options)
+        await stream.accepted()
+    except NotFound as error:
+        if error.reason != NotFound.default_reason:
+            raise
+        session = await caller.client.create_session(
+            session_id=name,
+            system_prompt=talk.system or None,
+            initial_items=[(one.role, one.text) for one in talk.history],
+        )
+        stream = session.stream(items=new, **options)
+        await stream.accepted()
+    return session, stream

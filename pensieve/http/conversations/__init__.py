@@ -1,0 +1,4 @@
+"""Conversations: sessions under OpenAI's names; responses are added to them with ``conversation``.
+
+May import: client, core, errors, http, http.responses.
+"""

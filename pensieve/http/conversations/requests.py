@@ -1,0 +1,41 @@
+"""Bodies of ``/v1/conversations``, checked."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from pensieve.http.contents import Said
+from pensieve.http.failures import bad
+from pensieve.http.responses.requests import InputItem, check_metadata, messages_of
+
+MAX_ITEMS: Final = 20
+"""Of one create."""
+
+
+class ConversationRequest(msgspec.Struct):
+    """A new conversation."""
+
+    items: list[InputItem] | None = None
+    metadata: dict[str, str] | None = None
+
+    def check(self) -> None:
+        """Raises HttpFailure."""
+        check_metadata(self.metadata or {})
+        if len(self.items or ()) > MAX_ITEMS:
+            raise bad("items", f"at most {MAX_ITEMS}")
+
+    @property
+    def messages(self) -> list[Said]:
+        return messages_of(self.items or [], "items")
+
+
+class MetadataRequest(msgspec.Struct):
+    """New metadata of a conversation, in place of the old."""
+
+    metadata: dict[str, str] | None = None
+
+    def check(self) -> None:
+        """Raises HttpFailure."""
+        check_metadata(self.metadata or {})

@@ -1,0 +1,76 @@
+"""What all requests share, and the parts of an answer that are the same everywhere."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any, Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pensieve.client import ServerInfo
+from pensieve.http.callers import Caller, Callers
+from pensieve.http.failures import HttpFailure
+from pensieve.http.heads import Heads
+from pensieve.http.settings import DoorSettings
+
+_INFO_S: Final = 30.0
+"""How long what a server said of itself is believed."""
+
+
+class Door:
+    """One for the application. One event loop."""
+
+    def __init__(self, settings: DoorSettings) -> None:
+        self.settings = settings
+        self.callers = Callers(settings)
+        self.heads = Heads(settings.max_heads)
+        self._infos: dict[bytes, tuple[float, ServerInfo]] = {}
+
+    @staticmethod
+    def of(request: Request) -> Door:
+        found = request.app.state.door
+        assert isinstance(found, Door)
+        return found
+
+    async def info_of(self, caller: Caller) -> ServerInfo:
+        """What the service says of itself to this caller; asked again after a while."""
+        known = self._infos.get(caller.scope)
+        if known is None or time.monotonic() - known[0] > _INFO_S:
+            if len(self._infos) > self.settings.max_callers:
+                self._infos.clear()
+            known = self._infos[caller.scope] = time.monotonic(), await caller.client.server_info()
+        return known[1]
+
+    async def model_of(self, caller: Caller, name: str | None) -> str:
+        """The served model's name. Raises HttpFailure when a request names another."""
+        served = (await self.info_of(caller)).model
+        if name and name != served:
+            raise HttpFailure(
+                404,
+                f"the model {name!r} is not served here; {served!r} is",
+                kind="not_found_error",
+                param="model",
+                code="model_not_found",
+            )
+        return served
+
+    def headers(self, request: Request) -> dict[str, str]:
+        """Of every answer: the id of this request, the caller's if it sent one."""
+        given = request.headers.get("x-request-id", "")
+        sound = given.isascii() and given.isprintable() and 0 < len(given) <= 128
+        return {"x-request-id": given if sound else f"req_{uuid.uuid4().hex}"}
+
+    def answer(self, document: dict[str, Any], request: Request, status: int = 200) -> Response:
+        """A JSON answer."""
+        return Response(
+            msgspec.json.encode(document), status, self.headers(request), media_type="application/json"
+        )
+
+    def refusal(self, failure: HttpFailure, request: Request) -> Response:
+        """An error as an answer."""
+        response = self.answer(failure.body, request, failure.status)
+        response.headers.update(failure.headers)
+        return response

@@ -1,0 +1,95 @@
+"""Errors in OpenAI's form, each with its HTTP status."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+from pensieve.errors import InvalidArgument, PensieveError
+
+
+class HttpFailure(Exception):
+    """An answer that is an error. ``param``: the field of the request that is wrong."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON document."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        if self.retry_after_s is None:
+            return {}
+        return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
+
+
+_STATUS: Final[dict[str, tuple[int, str]]] = {
+    "INVALID_ARGUMENT": (400, "invalid_request_error"),
+    "UNAUTHENTICATED": (401, "authentication_error"),
+    "PERMISSION_DENIED": (403, "permission_error"),
+    "NOT_FOUND": (404, "not_found_error"),
+    "ALREADY_EXISTS": (409, "conflict_error"),
+    "FAILED_PRECONDITION": (409, "conflict_error"),
+    "OUT_OF_RANGE": (400, "invalid_request_error"),
+    "ABORTED": (409, "conflict_error"),
+    "RESOURCE_EXHAUSTED": (429, "rate_limit_error"),
+    "UNAVAILABLE": (503, "server_error"),
+    "DEADLINE_EXCEEDED": (504, "server_error"),
+    "CANCELLED": (409, "conflict_error"),
+}
+"""Code of the service → status and type."""
+_CODES: Final = {"CONTEXT_LIMIT_EXCEEDED": "context_length_exceeded", "CREDENTIAL_INVALID": "invalid_api_key"}
+"""Reasons that OpenAI has a word for; the others stay as they are, in small letters."""
+_PARAMS: Final = {
+    "candidates": "n",
+    "request_id": "Idempotency-Key",
+    "text": "input",
+    "system_prompt": "instructions",
+}
+"""Fields of the service that have another name at the door."""
+
+
+def failure_of(error: PensieveError) -> HttpFailure:
+    """What the service said, as the door says it."""
+    status, kind = _STATUS.get(error.code, (500, "server_error"))
+    param = None
+    if isinstance(error, InvalidArgument) and error.violations:
+        name = error.violations[0][0].rpartition(".")[2]
+        param = _PARAMS.get(name, name)
+    return HttpFailure(
+        status,
+        error.message,
+        kind=kind,
+        param=param,
+        code=_CODES.get(error.reason, error.reason.lower()),
+        retry_after_s=error.retry_after_s if status in (429, 503) else None,
+    )
+
+
+def bad(param: str, problem: str, code: str | None = None) -> HttpFailure:
+    """A field of the request is wrong."""
+    return HttpFailure(400, f"{param}: {problem}", param=param, code=code)
+
+
+def unsupported(param: str, problem: str) -> HttpFailure:
+    """A field asks for what the door does not do."""
+    return bad(param, problem, "unsupported_parameter")

@@ -1,0 +1,59 @@
+"""What chat completions and responses have in common: sampling, ids, the credential of a retry."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Annotated, Final
+
+import msgspec
+from starlette.requests import Request
+
+from pensieve.client import TurnOptions
+
+_KEYS: Final = uuid.UUID("6c0cbb0c-6c43-4b0e-9f5c-2a4a52c0a3d1")
+"""Namespace of request ids made of ``Idempotency-Key``s."""
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Drawing(msgspec.Struct, kw_only=True):
+    """How tokens are drawn; the last four are not OpenAI's. The service checks ranges."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    seed: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+
+    def options(self) -> TurnOptions:
+        """Those that are set, for the SDK."""
+        given: TurnOptions = {}
+        if self.temperature is not None:
+            given["temperature"] = self.temperature
+        if self.top_p is not None:
+            given["top_p"] = self.top_p
+        if self.frequency_penalty is not None:
+            given["frequency_penalty"] = self.frequency_penalty
+        if self.presence_penalty is not None:
+            given["presence_penalty"] = self.presence_penalty
+        if self.seed is not None:
+            given["seed"] = self.seed % (1 << 64)
+        if self.top_k is not None:
+            given["top_k"] = self.top_k
+        if self.min_p is not None:
+            given["min_p"] = self.min_p
+        if self.repetition_penalty is not None:
+            given["repetition_penalty"] = self.repetition_penalty
+        if self.ignore_eos is not None:
+            given["ignore_eos"] = self.ignore_eos
+        return given
+
+
+def request_id_of(request: Request) -> uuid.UUID:
+    """The turn's request id; made of ``Idempotency-Key`` if there is one, so that a retry finds the first try."""
+    key = request.headers.get("idempotency-key", "")
+    return uuid.uuid5(_KEYS, key) if key else uuid.uuid4()

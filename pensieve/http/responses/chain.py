@@ -1,0 +1,163 @@
+"""Begins the turn of a response: where a previous one ended, in a conversation, or in a session of its own."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+
+from pensieve.client import AsyncSession, AsyncTurnStream, Role, SessionChanges, Turn, TurnOptions
+from pensieve.errors import Aborted, NotFound
+from pensieve.http.callers import Caller
+from pensieve.http.contents import Talk, talk_of
+from pensieve.http.failures import HttpFailure
+from pensieve.http.heads import Heads, begin
+from pensieve.http.responses.ids import ResponseId, conversation_session, mark
+from pensieve.http.responses.requests import ResponseRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A turn that the service has accepted."""
+
+    session: AsyncSession
+    stream: AsyncTurnStream
+    id: ResponseId
+    talk: Talk | None = None
+    """What was said from the beginning, when the client said all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """One request on its way to its session."""
+
+    caller: Caller
+    body: ResponseRequest
+    turn_id: uuid.UUID
+
+    async def begin(self, heads: Heads, unstored_ttl_s: float) -> Begun:
+        """Raises HttpFailure and PensieveError."""
+        if self.body.previous_response_id is not None:
+            return await self._after(self.body.previous_response_id, unstored_ttl_s)
+        if self.body.conversation_id is not None:
+            return await self._in_conversation(self.body.conversation_id)
+        return await self._first(heads, unstored_ttl_s)
+
+    async def _first(self, heads: Heads, unstored_ttl_s: float) -> Begun:
+        talk = talk_of(self.body.messages, "input")
+        if self.body.instructions:
+            parts = [self.body.instructions, talk.system]
+            talk = Talk("\n\n".join(part for part in parts if part), talk.history, talk.new)
+        # What leaves nothing behind is found by nobody, and finds nothing.
+        known = heads if self.body.stored else Heads(0)
+        session, stream = await begin(
+            self.caller,
+            known,
+            talk,
+            self.turn_id,
+            self.body.turn_options,
+            None if self.body.stored else unstored_ttl_s,
+            family="resp-",
+            drops_oldest=self._drops_oldest,
+        )
+        return Begun(session, stream, self._id(session, stream), talk)
+
+    async def _after(self, previous: str, unstored_ttl_s: float) -> Begun:
+        head = ResponseId.parse(previous)
+        if head is None:
+            raise _unknown(previous)
+        session = self.caller.client.session(head.session_id)
+        changes = self._changes(head)
+        if self.body.stored and not changes:
+            try:
+                return await self._turn(session, {"expected_revision": head.revision})
+            except NotFound:
+                raise _unknown(previous) from None
+            except Aborted:
+                pass  # Somebody has gone on from here already, or is about to: this is a branch.
+        branch = await self._branch(session, head, previous)
+        assert branch.info is not None
+        if not self.body.stored:
+            changes["ttl"] = unstored_ttl_s
+        if changes and branch.info.revision == 1:  # else an earlier try of this request has made them
+            await branch.update(**changes)
+        return await self._turn(branch, {})
+
+    async def _branch(self, session: AsyncSession, head: ResponseId, previous: str) -> AsyncSession:
+        """A session with the history up to a response; the same one for every try of this request."""
+        try:
+            item = await answer_item(session, await session.get_turn(head.turn_id))
+            if item is None:
+                raise _unknown(previous)
+            return await session.fork(
+                item, session_id=f"resp-{self.turn_id.hex}", request_id=str(uuid.uuid5(self.turn_id, "fork"))
+            )
+        except NotFound:
+            raise _unknown(previous) from None
+
+    async def _in_conversation(self, name: str) -> Begun:
+        session_id = conversation_session(name)
+        missing = HttpFailure(
+            404, f"no such conversation: {name}", kind="not_found_error", param="conversation"
+        )
+        if session_id is None:
+            raise missing
+        session = self.caller.client.session(session_id)
+        try:
+            info = await session.refresh()
+        except NotFound:
+            raise missing from None
+        if self.body.instructions is not None and self.body.instructions != info.system_prompt:
+            await session.update(system_prompt=self.body.instructions)
+        return await self._turn(session, {})
+
+    async def _turn(self, session: AsyncSession, more: TurnOptions) -> Begun:
+        options: TurnOptions = {**self.body.turn_options, "request_id": str(self.turn_id), **more}
+        stream = session.stream(items=[(one.role, one.text) for one in self.body.messages], **options)
+        await stream.accepted()
+        return Begun(session, stream, self._id(session, stream))
+
+    @property
+    def _drops_oldest(self) -> bool:
+        return self.body.truncation == "auto"
+
+    def _changes(self, head: ResponseId) -> SessionChanges:
+        """What of the session is another for this turn than it was for the one before."""
+        changes: SessionChanges = {}
+        if mark(self.body.instructions) != head.instructions:
+            changes["system_prompt"] = self.body.instructions or ""
+        if self._drops_oldest is not head.drops_oldest:
+            changes["overflow"] = "drop_oldest_turns" if self._drops_oldest else "reject"
+        return changes
+
+    def _id(self, session: AsyncSession, stream: AsyncTurnStream) -> ResponseId:
+        assert stream.base_revision is not None, "not accepted"
+        return ResponseId(
+            session.id,
+            stream.request_id,
+            stream.base_revision + 1,
+            mark(self.body.instructions),
+            self._drops_oldest,
+        )
+
+
+async def answer_item(session: AsyncSession, turn: Turn) -> int | None:
+    """Number of a turn's answer in the live history; None when it is not there any more.
+
+    A turn is known for ever, and its items have other numbers after a change of the system prompt before them.
+    """
+    if turn.output is None:
+        return None
+    found = await session.items(after_item=turn.output.item - 1)
+    if not (found and found[0].item == turn.output.item):
+        found = await session.items()
+    answers = (one for one in found if one.request_id == turn.request_id and one.role is Role.ASSISTANT)
+    return next((one.item for one in answers), None)
+
+
+def _unknown(previous: str) -> HttpFailure:
+    return HttpFailure(
+        400,
+        f"previous_response_id: no such response: {previous}",
+        param="previous_response_id",
+        code="previous_response_not_found",
+    )

@@ -1,0 +1,152 @@
+"""``/v1/responses``: create, retrieve, delete, cancel, and the items of the input."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response as HttpResponse
+
+from pensieve.client import AsyncSession, Role, Turn, TurnState
+from pensieve.errors import NotFound
+from pensieve.http.bodies import read_json
+from pensieve.http.callers import Caller
+from pensieve.http.door import Door
+from pensieve.http.failures import HttpFailure
+from pensieve.http.requests import request_id_of
+from pensieve.http.responses.chain import Begun, Chain, answer_item
+from pensieve.http.responses.events import Events
+from pensieve.http.responses.ids import ResponseId, conversation_id
+from pensieve.http.responses.objects import Response, input_message
+from pensieve.http.responses.pages import page
+from pensieve.http.responses.requests import ResponseRequest
+from pensieve.http.streams import EventStream
+
+
+async def create(request: Request) -> HttpResponse:
+    """Answer the input."""
+    door = Door.of(request)
+    body = await read_json(request, ResponseRequest, door.settings.max_body_bytes)
+    body.check()
+    async with AsyncExitStack() as held:
+        caller = await held.enter_async_context(door.callers.of(request))
+        model = await door.model_of(caller, body.model)
+        chain = Chain(caller, body, request_id_of(request))
+        begun = await chain.begin(door.heads, door.settings.unstored_ttl_s)
+        if not body.stored:
+            held.push_async_callback(begun.session.delete, allow_missing=True)
+        held.callback(begun.stream.close)
+        response = Response(begun.id, model, int(time.time()), body, body.conversation_id)
+        if body.stream:
+            chunks = _remembered(Events(response).of(begun.stream), door, caller, begun)
+            return EventStream(chunks, held.pop_all(), door.headers(request))
+        if body.background:
+            return door.answer(response.begun(), request)
+        turn = await begun.stream.finish()
+        _remember(door, caller, begun, turn)
+        return door.answer(response.ended(turn), request)
+
+
+async def retrieve(request: Request) -> HttpResponse:
+    """A response as it stands."""
+    door = Door.of(request)
+    async with door.callers.of(request) as caller:
+        model = await door.model_of(caller, None)
+        found, _, turn = await _find(request, caller)
+    return door.answer(_later(found, model, turn), request)
+
+
+async def cancel(request: Request) -> HttpResponse:
+    """Stop a response; what was said so far stays."""
+    door = Door.of(request)
+    async with door.callers.of(request) as caller:
+        model = await door.model_of(caller, None)
+        found, session, turn = await _find(request, caller)
+        if turn.state is TurnState.RUNNING:
+            turn = await session.cancel(found.turn_id, keep="partial")
+    return door.answer(_later(found, model, turn), request)
+
+
+async def delete(request: Request) -> HttpResponse:
+    """Erase a response. Raises HttpFailure (409) when later ones build on it."""
+    door = Door.of(request)
+    async with door.callers.of(request) as caller:
+        found, session, turn = await _find(request, caller)
+        if turn.state is TurnState.RUNNING:
+            await session.cancel(found.turn_id, keep="nothing")
+        elif turn.items:
+            await _erase(session, turn)
+    return door.answer({"id": str(found), "object": "response", "deleted": True}, request)
+
+
+async def input_items(request: Request) -> HttpResponse:
+    """What was said in the turn of a response, newest first unless ``order=asc``."""
+    door = Door.of(request)
+    async with door.callers.of(request) as caller:
+        found, _, turn = await _find(request, caller)
+    items = [input_message(found.session_id, item) for item in turn.input]
+    return door.answer(page(items, request), request)
+
+
+async def _find(request: Request, caller: Caller) -> tuple[ResponseId, AsyncSession, Turn]:
+    """The turn that an id names. Raises HttpFailure (404)."""
+    text = request.path_params["response"]
+    found = ResponseId.parse(text)
+    if found is None:
+        raise _missing(text)
+    session = caller.client.session(found.session_id)
+    try:
+        turn = await session.get_turn(found.turn_id)
+        if turn.output is not None and await answer_item(session, turn) is None:
+            raise _missing(text)
+    except NotFound:
+        raise _missing(text) from None
+    return found, session, turn
+
+
+async def _erase(session: AsyncSession, turn: Turn) -> None:
+    revision = (await session.refresh()).revision
+    items = await session.items()
+    if items[-1].request_id != turn.request_id:
+        raise HttpFailure(
+            409,
+            "later responses build on this one: delete those first",
+            kind="conflict_error",
+            code="has_successors",
+        )
+    before = [one.item for one in items if one.request_id != turn.request_id and one.role is not Role.SYSTEM]
+    if before:
+        await session.rewind(to_item=before[-1], expected_revision=revision)
+    else:
+        await session.delete(expected_revision=revision, allow_missing=True)
+
+
+def _later(found: ResponseId, model: str, turn: Turn) -> dict[str, Any]:
+    """A response that is read after it was made."""
+    times = [item.create_time for item in turn.items if item.create_time is not None]
+    created = int(times[0].timestamp()) if times else int(time.time())
+    response = Response(found, model, created, conversation=conversation_id(found.session_id))
+    return response.begun() if turn.state is TurnState.RUNNING else response.ended(turn)
+
+
+def _missing(text: str) -> HttpFailure:
+    return HttpFailure(404, f"no such response: {text}", kind="not_found_error", param="response_id")
+
+
+def _remember(door: Door, caller: Caller, begun: Begun, turn: Turn) -> None:
+    if begun.talk is not None and begun.id.instructions == b"":
+        door.heads.ended(caller.scope, begun.talk, begun.session.id, turn)
+
+
+async def _remembered(
+    chunks: AsyncIterator[bytes], door: Door, caller: Caller, begun: Begun
+) -> AsyncIterator[bytes]:
+    known = False
+    async for chunk in chunks:
+        if begun.stream.done and not known:
+            known = True
+            _remember(door, caller, begun, begun.stream.turn)
+        yield chunk

@@ -1,0 +1,92 @@
+"""The events of a response's stream, in the order of the protocol, numbered from 0."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from pensieve.client import AsyncTurnStream, Piece, Turn
+from pensieve.errors import PensieveError
+from pensieve.http.answers import SentText
+from pensieve.http.failures import failure_of
+from pensieve.http.responses.objects import Response, status_of, text_part
+from pensieve.http.streams import DONE, event
+
+
+class Events:
+    """Makes the events of one response."""
+
+    def __init__(self, response: Response) -> None:
+        self._response = response
+        self._message = response.id.message
+        self._sequence = 0
+        self._sent = SentText()
+        self._text: list[str] = []
+
+    async def of(self, stream: AsyncTurnStream) -> AsyncIterator[bytes]:
+        """All of them; a failure is the last but one."""
+        yield self._whole("response.created", self._response.begun())
+        yield self._whole("response.in_progress", self._response.begun())
+        yield self._event("response.output_item.added", item=self._item("in_progress", []), output_index=0)
+        yield self._part("response.content_part.added", "")
+        try:
+            async for piece in stream:
+                if chunk := self._delta(piece):
+                    yield chunk
+        except PensieveError as error:
+            for chunk in self._failed(error):
+                yield chunk
+        else:
+            for chunk in self._ended(stream.turn):
+                yield chunk
+        yield DONE
+
+    def _delta(self, piece: Piece) -> bytes:
+        text = self._sent.new_text(piece)
+        if not text:
+            return b""
+        self._text.append(text)
+        return self._event("response.output_text.delta", **self._place, delta=text, logprobs=[])
+
+    def _ended(self, turn: Turn) -> list[bytes]:
+        status = status_of(turn)
+        done = "completed" if status == "completed" else "incomplete"
+        return [
+            self._event("response.output_text.done", **self._place, text=turn.text, logprobs=[]),
+            self._part("response.content_part.done", turn.text),
+            self._event(
+                "response.output_item.done", item=self._item(done, [text_part(turn.text)]), output_index=0
+            ),
+            self._whole(
+                "response.completed" if status == "completed" else "response.incomplete",
+                self._response.ended(turn),
+            ),
+        ]
+
+    def _failed(self, error: PensieveError) -> list[bytes]:
+        failure = failure_of(error)
+        code = failure.code or "server_error"
+        # Both forms: the specification has the parts under `error`, clients look for them at the top.
+        parts: dict[str, Any] = {"message": failure.message, "code": code, "param": failure.param}
+        return [
+            self._event("error", **parts, error={**parts, "type": failure.kind}),
+            self._whole("response.failed", self._response.failed("server_error", failure.message)),
+        ]
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._message, "output_index": 0, "content_index": 0}
+
+    def _item(self, status: str, content: list[Any]) -> dict[str, Any]:
+        return {**self._response.message("", status), "status": status, "content": content}
+
+    def _part(self, name: str, text: str) -> bytes:
+        return self._event(name, **self._place, part=text_part(text))
+
+    def _whole(self, name: str, snapshot: dict[str, Any]) -> bytes:
+        return self._event(name, response=snapshot)
+
+    def _event(self, name: str, **fields: Any) -> bytes:
+        numbered = {"type": name, "sequence_number": self._sequence, **fields}
+        self._sequence += 1
+        return event(numbered, name)

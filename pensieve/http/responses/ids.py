@@ -1,0 +1,107 @@
+"""Ids of responses, messages and conversations: each names the session, and what of it, so nobody has to remember.
+
+They give no access: whoever uses one is looked up with their own credential.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import struct
+import uuid
+from dataclasses import dataclass, replace
+from typing import Final
+
+_FORM: Final = struct.Struct(">BB16s16sI4s")
+_VERSION: Final = 1
+_ITEM: Final = struct.Struct(">B16sI")
+FAMILIES: Final = ("resp-", "conv-", "chat-")
+"""How names of sessions begin that the door makes; behind it come 32 hexadecimal digits."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseId:
+    """A turn of a session, and what the next one must know to go on without asking."""
+
+    session_id: str
+    turn_id: str
+    """The turn's request id."""
+    revision: int
+    """Of the session, right after the turn."""
+    instructions: bytes = b""
+    """``mark`` of the instructions in force; empty: there were none, or they are the conversation's."""
+    drops_oldest: bool = False
+    """Whether ``truncation`` was ``auto``."""
+
+    def __str__(self) -> str:
+        family, session = _split(self.session_id)
+        flags = FAMILIES.index(family) << 2 | self.drops_oldest << 1 | bool(self.instructions)
+        turn = uuid.UUID(self.turn_id).bytes
+        mark = self.instructions or bytes(4)
+        return f"resp_{_text(_FORM.pack(_VERSION, flags, session, turn, self.revision, mark))}"
+
+    @classmethod
+    def parse(cls, text: str) -> ResponseId | None:
+        """None for what is no id of ours."""
+        data = _bytes(text.removeprefix("resp_"))
+        if not text.startswith("resp_") or data is None or len(data) != _FORM.size or data[0] != _VERSION:
+            return None
+        _, flags, session, turn, revision, mark = _FORM.unpack(data)
+        if flags >> 2 >= len(FAMILIES):
+            return None
+        return cls(
+            f"{FAMILIES[flags >> 2]}{session.hex()}",
+            str(uuid.UUID(bytes=turn)),
+            revision,
+            mark if flags & 1 else b"",
+            bool(flags & 2),
+        )
+
+    @property
+    def message(self) -> str:
+        """Id of the answer's message. Of the turn, because the item's number is not known while it is made."""
+        return f"msg_{str(replace(self, revision=0)).removeprefix('resp_')}"
+
+
+def mark(instructions: str | None) -> bytes:
+    """Four bytes that tell instructions apart; empty for none."""
+    if instructions is None:
+        return b""
+    return hashlib.blake2b(instructions.encode("utf-8", "surrogatepass"), digest_size=4).digest()
+
+
+def item_id(session_id: str, item: int) -> str:
+    """Id of an item of a session."""
+    family, session = _split(session_id)
+    return f"msg_{_text(_ITEM.pack(FAMILIES.index(family), session, item))}"
+
+
+def conversation_id(session_id: str) -> str | None:
+    """The conversation that a session is; None when it is none."""
+    return session_id.replace("conv-", "conv_", 1) if session_id.startswith("conv-") else None
+
+
+def conversation_session(name: str) -> str | None:
+    """The session that a conversation is; None for what is no id of ours."""
+    digits = name.removeprefix("conv_")
+    sound = name.startswith("conv_") and len(digits) == 32 and set(digits) <= set("0123456789abcdef")
+    return f"conv-{digits}" if sound else None
+
+
+def _split(session_id: str) -> tuple[str, bytes]:
+    family, digits = session_id[:5], session_id[5:]
+    if family not in FAMILIES:
+        raise ValueError(f"{session_id!r} is not a session that the door made")
+    return family, bytes.fromhex(digits)
+
+
+def _text(data: bytes) -> str:
+    return base64.b32encode(data).decode().rstrip("=").lower()
+
+
+def _bytes(text: str) -> bytes | None:
+    try:
+        return base64.b32decode(text.upper() + "=" * (-len(text) % 8))
+    except (binascii.Error, ValueError):
+        return None

@@ -1,0 +1,151 @@
+"""Response objects: every snapshot has every field."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from pensieve.client import FinishReason, Item, Role, Turn, TurnState, Usage
+from pensieve.http.answers import cached_tokens, was_cut
+from pensieve.http.responses.ids import ResponseId, item_id
+from pensieve.http.responses.requests import ResponseRequest
+
+Document = dict[str, Any]
+
+_ROLES = {Role.SYSTEM: "system", Role.USER: "user", Role.ASSISTANT: "assistant", Role.TOOL: "user"}
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What all snapshots of one response say."""
+
+    id: ResponseId
+    model: str
+    created: int
+    asked: ResponseRequest = field(default_factory=ResponseRequest)
+    """The request; of a response that is read later, what is not kept is as if it had not been said."""
+    conversation: str | None = None
+
+    def begun(self) -> Document:
+        """While the answer is made."""
+        return self._snapshot("in_progress")
+
+    def ended(self, turn: Turn) -> Document:
+        """With the answer, however it ended."""
+        status = status_of(turn)
+        message = [self.message(turn.text, status)] if turn.output is not None else []
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            **self._snapshot(status),
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "incomplete_details": cut,
+            "output": message,
+            "usage": usage_of(turn.usage),
+        }
+
+    def failed(self, code: str, message: str) -> Document:
+        """When there is no answer."""
+        return {**self._snapshot("failed"), "error": {"code": code, "message": message}}
+
+    def message(self, text: str, status: str) -> Document:
+        """The answer as an item."""
+        return {
+            "id": self.id.message,
+            "type": "message",
+            "role": "assistant",
+            "status": "completed" if status == "completed" else "incomplete",
+            "content": [text_part(text)],
+        }
+
+    def _snapshot(self, status: str) -> Document:
+        asked = self.asked
+        return {
+            "id": str(self.id),
+            "object": "response",
+            "created_at": self.created,
+            "completed_at": None,
+            "status": status,
+            "background": bool(asked.background),
+            "conversation": {"id": self.conversation} if self.conversation else None,
+            "error": None,
+            "frequency_penalty": asked.frequency_penalty or 0.0,
+            "incomplete_details": None,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "max_tool_calls": asked.max_tool_calls,
+            "metadata": asked.metadata or {},
+            "model": self.model,
+            "output": [],
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "presence_penalty": asked.presence_penalty or 0.0,
+            "previous_response_id": asked.previous_response_id,
+            "prompt_cache_key": asked.prompt_cache_key,
+            "reasoning": None,
+            "safety_identifier": asked.safety_identifier,
+            "service_tier": "default",
+            "store": asked.stored,
+            "temperature": 1.0 if asked.temperature is None else asked.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "auto",
+            "tools": [],
+            "top_logprobs": 0,
+            "top_p": 1.0 if asked.top_p is None else asked.top_p,
+            "truncation": asked.truncation or "disabled",
+            "usage": None,
+        }
+
+
+def status_of(turn: Turn) -> str:
+    """The word for how a turn stands."""
+    if turn.state is TurnState.RUNNING:
+        return "in_progress"
+    if turn.finish_reason == FinishReason.CANCELLED or turn.discard_reason in (
+        "TURN_CANCELLED",
+        "CLIENT_DISCONNECTED",
+    ):
+        return "cancelled"
+    if turn.state is not TurnState.COMMITTED:
+        return "failed"
+    return "incomplete" if was_cut(turn.finish_reason) else "completed"
+
+
+def usage_of(usage: Usage) -> Document:
+    """Token counts over the whole history; ``cached_tokens``: what was not computed for this turn."""
+    return {
+        "input_tokens": usage.context_tokens,
+        "input_tokens_details": {"cached_tokens": cached_tokens(usage), "cache_write_tokens": 0},
+        "output_tokens": usage.output_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.context_tokens + usage.output_tokens,
+    }
+
+
+def text_part(text: str) -> Document:
+    """A part of an answer."""
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def input_message(session_id: str, item: Item) -> Document:
+    """An item of a history."""
+    role = item.role if isinstance(item.role, Role) else Role.USER
+    part = text_part(item.text) if role is Role.ASSISTANT else {"type": "input_text", "text": item.text}
+    return {
+        "id": item_id(session_id, item.item),
+        "type": "message",
+        "role": _ROLES[role],
+        "status": "completed",
+        "content": [part],
+    }
+
+
+def listing(items: list[Document], *, has_more: bool = False) -> Document:
+    """A page of objects."""
+    ids = [str(item["id"]) for item in items]
+    return {
+        "object": "list",
+        "data": items,
+        "first_id": ids[0] if ids else "",
+        "last_id": ids[-1] if ids else "",
+        "has_more": has_more,
+    }

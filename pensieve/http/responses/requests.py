@@ -1,0 +1,141 @@
+"""Bodies of ``POST /v1/responses``, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from pensieve.client import TurnOptions
+from pensieve.http.contents import Content, Said, said
+from pensieve.http.failures import bad, unsupported
+from pensieve.http.requests import Drawing, Positive
+
+MAX_METADATA: Final = 16
+MAX_METADATA_KEY: Final = 64
+MAX_METADATA_VALUE: Final = 512
+
+
+class InputItem(msgspec.Struct, frozen=True):
+    """A message of the input; the other types of items are refused by name."""
+
+    type: str = "message"
+    role: str | None = None
+    content: Content = None
+
+
+class Conversation(msgspec.Struct, frozen=True):
+    """The conversation that a response belongs to."""
+
+    id: str
+
+
+class TextFormat(msgspec.Struct, frozen=True):
+    """Form of the answer."""
+
+    type: str = "text"
+
+
+class TextOptions(msgspec.Struct, frozen=True):
+    """Options of the answer's text."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ResponseRequest(Drawing, kw_only=True):
+    """The request. Fields that are not here are ignored."""
+
+    model: str | None = None
+    input: str | list[InputItem] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    conversation: str | Conversation | None = None
+    stream: bool | None = False
+    store: bool | None = True
+    background: bool | None = False
+    max_output_tokens: Positive | None = None
+    metadata: dict[str, str] | None = None
+    truncation: str | None = None
+    parallel_tool_calls: bool | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    text: TextOptions | None = None
+    reasoning: Any = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    max_tool_calls: int | None = None
+    prompt: Any = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+
+    def check(self) -> None:
+        """Raises HttpFailure for contradictions, and for what is asked for and not done."""
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise bad("previous_response_id", "does not go together with conversation", "mutually_exclusive")
+        if self.background and not self.stored:
+            raise bad("background", "needs store: nobody could fetch the answer otherwise")
+        if self.truncation not in (None, "auto", "disabled"):
+            raise bad("truncation", "must be auto or disabled")
+        if self.tools and self.tool_choice != "none":
+            raise unsupported("tools", "tool calls are not supported")
+        if self.text is not None and self.text.format is not None and self.text.format.type != "text":
+            raise unsupported("text.format", "only text is supported")
+        if self.prompt is not None:
+            raise unsupported("prompt", "stored prompts are not supported")
+        if self.top_logprobs or "message.output_text.logprobs" in (self.include or ()):
+            raise unsupported("top_logprobs", "log-probabilities are not supported")
+        check_metadata(self.metadata or {})
+
+    @property
+    def stored(self) -> bool:
+        return self.store is not False
+
+    @property
+    def conversation_id(self) -> str | None:
+        found = self.conversation
+        return found.id if isinstance(found, Conversation) else found
+
+    @property
+    def messages(self) -> list[Said]:
+        """The input as messages."""
+        if isinstance(self.input, str):
+            return [said("user", self.input, "input")]
+        if not self.input:
+            raise bad("input", "must not be empty")
+        return messages_of(self.input, "input")
+
+    @property
+    def turn_options(self) -> TurnOptions:
+        """For the SDK."""
+        options = self.options()
+        if self.max_output_tokens is not None:
+            options["max_output_tokens"] = self.max_output_tokens
+        if self.background:
+            options["on_disconnect"] = "finish"
+        return options
+
+
+def messages_of(items: Sequence[InputItem], param: str) -> list[Said]:
+    """Items as messages. Raises HttpFailure for those that are none."""
+    found = []
+    for number, item in enumerate(items):
+        if item.type != "message":
+            raise unsupported(f"{param}[{number}]", f"items of type {item.type!r} are not supported")
+        if item.role is None:
+            raise bad(f"{param}[{number}].role", "is missing")
+        found.append(said(item.role, item.content, f"{param}[{number}]"))
+    return found
+
+
+def check_metadata(metadata: dict[str, str]) -> None:
+    """Raises HttpFailure when it is more than the protocol allows."""
+    if len(metadata) > MAX_METADATA:
+        raise bad("metadata", f"has more than {MAX_METADATA} pairs")
+    for key, value in metadata.items():
+        if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
+            raise bad(
+                "metadata", f"keys have at most {MAX_METADATA_KEY} characters, values {MAX_METADATA_VALUE}"
+            )

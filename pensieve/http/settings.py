@@ -1,0 +1,26 @@
+"""What an operator may set of the door. Frozen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DoorSettings:
+    """Bounds are checked before a body is parsed, times are seconds."""
+
+    target: str
+    """HOST:PORT of the conversation service."""
+    tls: bool = False
+    """TLS towards ``target``, with the system's root certificates."""
+    max_body_bytes: int = 4 * 1024 * 1024
+    chat_ttl_s: float = 24 * 3600.0
+    """Idle lifetime of a session that a chat completion made: its client keeps the history anyway."""
+    unstored_ttl_s: float = 600.0
+    """Of a session that is deleted with its answer, in case that fails."""
+    max_heads: int = 100_000
+    """Ends of conversations that are remembered, so that who resends a history is found to go on with it."""
+    max_callers: int = 256
+    """Connections to the service that are kept, one for each credential."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may call the door from a browser; none unless said."""

@@ -1,0 +1,66 @@
+"""Conversations through OpenAI's own client."""
+
+from __future__ import annotations
+
+import pytest
+from openai import BadRequestError, NotFoundError
+
+from support.http.http_rig import door
+from support.service.service_rig import ANSWER
+
+
+async def test_the_life_of_a_conversation() -> None:
+    async with door() as rig:
+        conversations = rig.client.conversations
+        made = await conversations.create(
+            items=[{"role": "user", "content": "before"}, {"role": "assistant", "content": "said"}],
+            metadata={"topic": "foxes"},
+        )
+        assert (made.object, made.metadata) == ("conversation", {"topic": "foxes"})
+        answer = await rig.client.responses.create(model="tiny", input="hi", conversation=made.id)
+        assert answer.output_text == ANSWER
+        assert answer.conversation is not None and answer.conversation.id == made.id
+        page = await conversations.items.list(made.id, order="asc")
+        texts = [item.content[0].text for item in page.data]  # type: ignore[union-attr]
+        assert texts == ["before", "said", "hi", ANSWER]
+        newest = await conversations.items.list(made.id, limit=1)
+        assert newest.has_more and newest.data[0].content[0].text == ANSWER  # type: ignore[union-attr]
+        rest = await conversations.items.list(made.id, after=newest.last_id)
+        assert len(rest.data) == 3
+        one = await conversations.items.retrieve(str(newest.data[0].id), conversation_id=made.id)
+        assert one == newest.data[0]
+        changed = await conversations.update(made.id, metadata={"topic": "hares"})
+        assert (await conversations.retrieve(made.id)).metadata == changed.metadata == {"topic": "hares"}
+        assert (await rig.client.responses.retrieve(answer.id)).output_text == ANSWER
+        gone = await conversations.delete(made.id)
+        assert gone.deleted and gone.object == "conversation.deleted"
+        with pytest.raises(NotFoundError):
+            await conversations.retrieve(made.id)
+
+
+async def test_instructions_change_and_responses_stay() -> None:
+    async with door() as rig:
+        made = await rig.client.conversations.create()
+        first = await rig.client.responses.create(model="tiny", input="hi", conversation=made.id)
+        await rig.client.responses.create(
+            model="tiny", input="more", conversation=made.id, instructions="Be brief."
+        )
+        assert (await rig.client.responses.retrieve(first.id)).output_text == ANSWER
+
+
+async def test_what_a_history_cannot_honour_is_refused() -> None:
+    async with door() as rig:
+        conversations = rig.client.conversations
+        made = await conversations.create()
+        with pytest.raises(BadRequestError):
+            await conversations.items.create(made.id, items=[{"role": "user", "content": "hi"}])
+        with pytest.raises(BadRequestError):
+            await conversations.items.delete("msg_x", conversation_id=made.id)
+        with pytest.raises(BadRequestError):
+            await conversations.create(items=[{"role": "user", "content": "hi"}] * 21)
+        for unknown in ("conv_x", f"conv_{'0' * 32}"):
+            with pytest.raises(NotFoundError):
+                await conversations.items.list(unknown)
+        other = rig.client.with_options(api_key="other")
+        with pytest.raises(NotFoundError):
+            await other.conversations.retrieve(made.id)
