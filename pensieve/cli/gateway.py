@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib
 import socket
 
@@ -29,9 +28,19 @@ import click
     help="Largest request.",
 )
 @click.option(
+    "--patience",
+    default=20.0,
+    show_default=True,
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="How long a call waits for a server that is away or busy, before it is answered 503 or 429.",
+)
+@click.option(
     "--cors-origin", multiple=True, metavar="ORIGIN", help="Let pages of this origin call; repeatable."
 )
-def gateway(target: str, listen: str, tls: bool, max_body: int, cors_origin: tuple[str, ...]) -> None:
+def gateway(
+    target: str, listen: str, tls: bool, max_body: int, patience: float, cors_origin: tuple[str, ...]
+) -> None:
     """Serve OpenAI's HTTP protocols from a Pensieve server.
 
     Holds no state: any number may stand in front of one server. Prints one line, `ready http=HOST:PORT`.
@@ -43,11 +52,13 @@ def gateway(target: str, listen: str, tls: bool, max_body: int, cors_origin: tup
     host, _, port = listen.rpartition(":")
     if not host or not port.isdecimal():
         raise click.UsageError(f"--listen: {listen!r} is not HOST:PORT")
-    settings = door.DoorSettings(target, tls, max_body_bytes=int(max_body) << 20, cors_origins=cors_origin)
+    settings = door.DoorSettings(
+        target, tls, max_body_bytes=int(max_body) << 20, patience_s=patience, cors_origins=cors_origin
+    )
     try:
         listener = socket.create_server((host.strip("[]"), int(port)), backlog=2048)
     except OSError as error:
         raise click.ClickException(f"cannot listen on {listen}: {error.strerror}") from error
-    with listener, contextlib.suppress(KeyboardInterrupt):
+    with listener:
         click.echo(f"ready http={host}:{listener.getsockname()[1]}")
         asyncio.run(door.serve(settings, listener))

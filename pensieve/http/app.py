@@ -17,11 +17,11 @@ from starlette.routing import Route
 from pensieve.errors import PensieveError
 from pensieve.http import models
 from pensieve.http.chat import endpoint as chat
+from pensieve.http.common.door import Door
+from pensieve.http.common.failures import HttpFailure, failure_of
+from pensieve.http.common.settings import DoorSettings
 from pensieve.http.conversations import endpoint as conversations
-from pensieve.http.door import Door
-from pensieve.http.failures import HttpFailure, failure_of
 from pensieve.http.responses import endpoint as responses
-from pensieve.http.settings import DoorSettings
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pensieve.http.door import Door
+from pensieve.http.common.door import Door
 
 
 async def listing(request: Request) -> Response:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+from types import FrameType
 
 import uvicorn
 
 from pensieve.http.app import make_app
-from pensieve.http.settings import DoorSettings
+from pensieve.http.common.settings import DoorSettings
 
 __all__ = ["DoorSettings", "serve"]
 
@@ -17,6 +19,10 @@ DRAIN_S = 30
 
 async def serve(settings: DoorSettings, listener: socket.socket) -> None:
     """Take calls until SIGTERM or SIGINT; then let running ones end."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # uvicorn takes both over, and when it has ended it raises them again: to the program that was asked to end and
+        # did, that is no failure.
+        signal.signal(number, _ended)
     config = uvicorn.Config(
         make_app(settings),
         log_level="warning",
@@ -26,3 +32,7 @@ async def serve(settings: DoorSettings, listener: socket.socket) -> None:
         h11_max_incomplete_event_size=64 * 1024,
     )
     await uvicorn.Server(config).serve(sockets=[listener])
+
+
+def _ended(_: int, __: FrameType | None) -> None:
+    return

@@ -9,13 +9,13 @@ from typing import Any
 
 from pensieve.client import AsyncTurnStream, FinishReason, Turn
 from pensieve.errors import PensieveError
-from pensieve.http.answers import SentText, cached_tokens, output_tokens, was_cut
-from pensieve.http.failures import failure_of
-from pensieve.http.streams import DONE, event
+from pensieve.http.common.answers import SentText, cached_tokens, output_tokens, was_cut
+from pensieve.http.common.failures import failure_of
+from pensieve.http.common.streams import DONE, event
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class ChatCompletion:
     """What all parts of one answer say."""
 
     turn_id: str
@@ -24,7 +24,7 @@ class Completion:
     created: int
 
     @classmethod
-    def of(cls, stream: AsyncTurnStream, model: str, session_id: str) -> Completion:
+    def of(cls, stream: AsyncTurnStream, model: str, session_id: str) -> ChatCompletion:
         return cls(stream.request_id, model, session_id, int(time.time()))
 
     def whole(self, turn: Turn) -> dict[str, Any]:

@@ -11,15 +11,15 @@ from starlette.responses import Response
 
 from pensieve.client import AsyncSession, AsyncTurnStream, TurnOptions
 from pensieve.errors import NotFound
-from pensieve.http.bodies import read_json
-from pensieve.http.callers import Caller
-from pensieve.http.chat.completions import Completion
+from pensieve.http.chat.completions import ChatCompletion
 from pensieve.http.chat.requests import ChatRequest
-from pensieve.http.contents import Talk
-from pensieve.http.door import Door
-from pensieve.http.heads import begin
-from pensieve.http.requests import request_id_of
-from pensieve.http.streams import EventStream
+from pensieve.http.common.bodies import read_json
+from pensieve.http.common.callers import Caller
+from pensieve.http.common.contents import Talk
+from pensieve.http.common.door import Door
+from pensieve.http.common.heads import begin
+from pensieve.http.common.requests import request_id_of
+from pensieve.http.common.streams import EventStream
 
 
 async def create(request: Request) -> Response:
@@ -38,7 +38,7 @@ async def create(request: Request) -> Response:
                 caller, door.heads, talk, turn_id, options, door.settings.chat_ttl_s
             )
         held.callback(stream.close)
-        completion = Completion.of(stream, model, session.id)
+        completion = ChatCompletion.of(stream, model, session.id)
         if not body.stream:
             turn = await stream.finish()
             door.heads.ended(caller.scope, talk, session.id, turn)

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 from pensieve.client import TurnOptions
-from pensieve.http.contents import Content, Talk, said, talk_of
-from pensieve.http.failures import bad, unsupported
-from pensieve.http.requests import Drawing, Positive
+from pensieve.http.common.contents import Content, Talk, said, talk_of
+from pensieve.http.common.failures import bad, unsupported
+from pensieve.http.common.requests import Drawing, Positive
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -21,7 +21,7 @@ class Message(msgspec.Struct, frozen=True):
     tool_calls: list[Any] | None = None
 
 
-class StreamOptions(msgspec.Struct, frozen=True):
+class ChunkOptions(msgspec.Struct, frozen=True):
     """Options of a stream."""
 
     include_usage: bool = False
@@ -39,7 +39,7 @@ class ChatRequest(Drawing, kw_only=True):
     messages: list[Message]
     model: str | None = None
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
+    stream_options: ChunkOptions | None = None
     n: Positive | None = None
     stop: str | list[str] | None = None
     max_tokens: Positive | None = None

@@ -10,12 +10,12 @@ from starlette.responses import Response
 
 from pensieve.client import AsyncSession, Role, SessionInfo
 from pensieve.errors import NotFound
-from pensieve.http.bodies import read_json
-from pensieve.http.callers import Caller
+from pensieve.http.common.bodies import read_json
+from pensieve.http.common.callers import Caller
+from pensieve.http.common.door import Door
+from pensieve.http.common.failures import HttpFailure
+from pensieve.http.common.requests import request_id_of
 from pensieve.http.conversations.requests import ConversationRequest, MetadataRequest
-from pensieve.http.door import Door
-from pensieve.http.failures import HttpFailure
-from pensieve.http.requests import request_id_of
 from pensieve.http.responses.ids import conversation_id, conversation_session
 from pensieve.http.responses.objects import input_message
 from pensieve.http.responses.pages import page

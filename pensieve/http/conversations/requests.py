@@ -6,8 +6,8 @@ from typing import Final
 
 import msgspec
 
-from pensieve.http.contents import Said
-from pensieve.http.failures import bad
+from pensieve.http.common.contents import Said
+from pensieve.http.common.failures import bad
 from pensieve.http.responses.requests import InputItem, check_metadata, messages_of
 
 MAX_ITEMS: Final = 20

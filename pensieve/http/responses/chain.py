@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 from pensieve.client import AsyncSession, AsyncTurnStream, Role, SessionChanges, Turn, TurnOptions
 from pensieve.errors import Aborted, NotFound
-from pensieve.http.callers import Caller
-from pensieve.http.contents import Talk, talk_of
-from pensieve.http.failures import HttpFailure
-from pensieve.http.heads import Heads, begin
+from pensieve.http.common.callers import Caller
+from pensieve.http.common.contents import Talk, talk_of
+from pensieve.http.common.failures import HttpFailure
+from pensieve.http.common.heads import Heads, begin
 from pensieve.http.responses.ids import ResponseId, conversation_session, mark
 from pensieve.http.responses.requests import ResponseRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class BegunResponse:
     """A turn that the service has accepted."""
 
     session: AsyncSession
@@ -34,7 +34,7 @@ class Chain:
     body: ResponseRequest
     turn_id: uuid.UUID
 
-    async def begin(self, heads: Heads, unstored_ttl_s: float) -> Begun:
+    async def begin(self, heads: Heads, unstored_ttl_s: float) -> BegunResponse:
         """Raises HttpFailure and PensieveError."""
         if self.body.previous_response_id is not None:
             return await self._after(self.body.previous_response_id, unstored_ttl_s)
@@ -42,7 +42,7 @@ class Chain:
             return await self._in_conversation(self.body.conversation_id)
         return await self._first(heads, unstored_ttl_s)
 
-    async def _first(self, heads: Heads, unstored_ttl_s: float) -> Begun:
+    async def _first(self, heads: Heads, unstored_ttl_s: float) -> BegunResponse:
         talk = talk_of(self.body.messages, "input")
         if self.body.instructions:
             parts = [self.body.instructions, talk.system]
@@ -59,9 +59,9 @@ class Chain:
             family="resp-",
             drops_oldest=self._drops_oldest,
         )
-        return Begun(session, stream, self._id(session, stream), talk)
+        return BegunResponse(session, stream, self._id(session, stream), talk)
 
-    async def _after(self, previous: str, unstored_ttl_s: float) -> Begun:
+    async def _after(self, previous: str, unstored_ttl_s: float) -> BegunResponse:
         head = ResponseId.parse(previous)
         if head is None:
             raise _unknown(previous)
@@ -94,7 +94,7 @@ class Chain:
         except NotFound:
             raise _unknown(previous) from None
 
-    async def _in_conversation(self, name: str) -> Begun:
+    async def _in_conversation(self, name: str) -> BegunResponse:
         session_id = conversation_session(name)
         missing = HttpFailure(
             404, f"no such conversation: {name}", kind="not_found_error", param="conversation"
@@ -110,11 +110,11 @@ class Chain:
             await session.update(system_prompt=self.body.instructions)
         return await self._turn(session, {})
 
-    async def _turn(self, session: AsyncSession, more: TurnOptions) -> Begun:
+    async def _turn(self, session: AsyncSession, more: TurnOptions) -> BegunResponse:
         options: TurnOptions = {**self.body.turn_options, "request_id": str(self.turn_id), **more}
         stream = session.stream(items=[(one.role, one.text) for one in self.body.messages], **options)
         await stream.accepted()
-        return Begun(session, stream, self._id(session, stream))
+        return BegunResponse(session, stream, self._id(session, stream))
 
     @property
     def _drops_oldest(self) -> bool:

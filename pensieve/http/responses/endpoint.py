@@ -12,18 +12,18 @@ from starlette.responses import Response as HttpResponse
 
 from pensieve.client import AsyncSession, Role, Turn, TurnState
 from pensieve.errors import NotFound
-from pensieve.http.bodies import read_json
-from pensieve.http.callers import Caller
-from pensieve.http.door import Door
-from pensieve.http.failures import HttpFailure
-from pensieve.http.requests import request_id_of
-from pensieve.http.responses.chain import Begun, Chain, answer_item
+from pensieve.http.common.bodies import read_json
+from pensieve.http.common.callers import Caller
+from pensieve.http.common.door import Door
+from pensieve.http.common.failures import HttpFailure
+from pensieve.http.common.requests import request_id_of
+from pensieve.http.common.streams import EventStream
+from pensieve.http.responses.chain import BegunResponse, Chain, answer_item
 from pensieve.http.responses.events import Events
 from pensieve.http.responses.ids import ResponseId, conversation_id
 from pensieve.http.responses.objects import Response, input_message
 from pensieve.http.responses.pages import page
 from pensieve.http.responses.requests import ResponseRequest
-from pensieve.http.streams import EventStream
 
 
 async def create(request: Request) -> HttpResponse:
@@ -136,13 +136,13 @@ def _missing(text: str) -> HttpFailure:
     return HttpFailure(404, f"no such response: {text}", kind="not_found_error", param="response_id")
 
 
-def _remember(door: Door, caller: Caller, begun: Begun, turn: Turn) -> None:
+def _remember(door: Door, caller: Caller, begun: BegunResponse, turn: Turn) -> None:
     if begun.talk is not None and begun.id.instructions == b"":
         door.heads.ended(caller.scope, begun.talk, begun.session.id, turn)
 
 
 async def _remembered(
-    chunks: AsyncIterator[bytes], door: Door, caller: Caller, begun: Begun
+    chunks: AsyncIterator[bytes], door: Door, caller: Caller, begun: BegunResponse
 ) -> AsyncIterator[bytes]:
     known = False
     async for chunk in chunks:

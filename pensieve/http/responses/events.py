@@ -7,10 +7,10 @@ from typing import Any
 
 from pensieve.client import AsyncTurnStream, Piece, Turn
 from pensieve.errors import PensieveError
-from pensieve.http.answers import SentText
-from pensieve.http.failures import failure_of
+from pensieve.http.common.answers import SentText
+from pensieve.http.common.failures import failure_of
+from pensieve.http.common.streams import DONE, event
 from pensieve.http.responses.objects import Response, status_of, text_part
-from pensieve.http.streams import DONE, event
 
 
 class Events:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pensieve.client import FinishReason, Item, Role, Turn, TurnState, Usage
-from pensieve.http.answers import cached_tokens, was_cut
+from pensieve.http.common.answers import cached_tokens, was_cut
 from pensieve.http.responses.ids import ResponseId, item_id
 from pensieve.http.responses.requests import ResponseRequest
 

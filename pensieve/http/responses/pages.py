@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from pensieve.http.failures import bad
+from pensieve.http.common.failures import bad
 from pensieve.http.responses.objects import listing
 
 

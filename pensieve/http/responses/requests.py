@@ -8,9 +8,9 @@ from typing import Any, Final
 import msgspec
 
 from pensieve.client import TurnOptions
-from pensieve.http.contents import Content, Said, said
-from pensieve.http.failures import bad, unsupported
-from pensieve.http.requests import Drawing, Positive
+from pensieve.http.common.contents import Content, Said, said
+from pensieve.http.common.failures import bad, unsupported
+from pensieve.http.common.requests import Drawing, Positive
 
 MAX_METADATA: Final = 16
 MAX_METADATA_KEY: Final = 64
@@ -25,7 +25,7 @@ class InputItem(msgspec.Struct, frozen=True):
     content: Content = None
 
 
-class Conversation(msgspec.Struct, frozen=True):
+class InConversation(msgspec.Struct, frozen=True):
     """The conversation that a response belongs to."""
 
     id: str
@@ -51,7 +51,7 @@ class ResponseRequest(Drawing, kw_only=True):
     input: str | list[InputItem] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    conversation: str | Conversation | None = None
+    conversation: str | InConversation | None = None
     stream: bool | None = False
     store: bool | None = True
     background: bool | None = False
@@ -96,7 +96,7 @@ class ResponseRequest(Drawing, kw_only=True):
     @property
     def conversation_id(self) -> str | None:
         found = self.conversation
-        return found.id if isinstance(found, Conversation) else found
+        return found.id if isinstance(found, InConversation) else found
 
     @property
     def messages(self) -> list[Said]:

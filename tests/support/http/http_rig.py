@@ -13,7 +13,7 @@ import uvicorn
 from openai import AsyncOpenAI
 
 from pensieve.http.app import make_app
-from pensieve.http.settings import DoorSettings
+from pensieve.http.common.settings import DoorSettings
 from pensieve.server.rpc.auth import ALL_SCOPES, Identity
 from support.service.service_rig import ANSWER, Rig, serving
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import msgspec
 
 from pensieve.client import Role
-from pensieve.http.failures import bad, unsupported
+from pensieve.http.common.failures import bad, unsupported
 
 ROLES = {"system": Role.SYSTEM, "developer": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
 
 
-class Part(msgspec.Struct, frozen=True):
+class ContentPart(msgspec.Struct, frozen=True):
     """A part of a message's content."""
 
     type: str
@@ -23,7 +23,7 @@ class Part(msgspec.Struct, frozen=True):
     refusal: str | None = None
 
 
-Content = str | list[Part] | None
+Content = str | list[ContentPart] | None
 
 
 @dataclass(frozen=True, slots=True)

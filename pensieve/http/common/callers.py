@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from pensieve.client import AsyncClient
-from pensieve.http.settings import DoorSettings
+from pensieve.client import AsyncClient, RetryPolicy
+from pensieve.http.common.settings import DoorSettings
 
 
 @dataclass(slots=True)
@@ -38,7 +38,12 @@ class Callers:
         key = key.strip() if kind.lower() == "bearer" else ""
         caller = self._callers.get(key)
         if caller is None:
-            client = AsyncClient(self._settings.target, api_key=key or None, tls=self._settings.tls)
+            client = AsyncClient(
+                self._settings.target,
+                api_key=key or None,
+                tls=self._settings.tls,
+                retry=RetryPolicy(max_wait_s=self._settings.patience_s),
+            )
             caller = self._callers[key] = Caller(client, hashlib.blake2b(key.encode()).digest())
         self._callers.move_to_end(key)
         caller.busy += 1

@@ -13,6 +13,8 @@ class DoorSettings:
     """HOST:PORT of the conversation service."""
     tls: bool = False
     """TLS towards ``target``, with the system's root certificates."""
+    patience_s: float = 20.0
+    """Sum of the waits for a service that is away or busy, before its caller is told."""
     max_body_bytes: int = 4 * 1024 * 1024
     chat_ttl_s: float = 24 * 3600.0
     """Idle lifetime of a session that a chat completion made: its client keeps the history anyway."""

@@ -11,10 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pensieve.client import ServerInfo
-from pensieve.http.callers import Caller, Callers
-from pensieve.http.failures import HttpFailure
-from pensieve.http.heads import Heads
-from pensieve.http.settings import DoorSettings
+from pensieve.http.common.callers import Caller, Callers
+from pensieve.http.common.failures import HttpFailure
+from pensieve.http.common.heads import Heads
+from pensieve.http.common.settings import DoorSettings
 
 _INFO_S: Final = 30.0
 """How long what a server said of itself is believed."""

@@ -21,7 +21,7 @@ class SentText:
         """Candidates whose answer began anew and is not yet as long as what was sent."""
 
     def new_text(self, piece: Piece) -> str:
-        """What of this piece has not been sent. Raises Internal (STREAM_RESTARTED) when the answer is another one."""
+        """What of this piece has not been sent. Raises Internal (STREAM_INCONSISTENT) for another answer."""
         if piece.restarted:
             self._again = dict.fromkeys(self._sent, "")
             return ""
@@ -34,7 +34,7 @@ class SentText:
         if not (sent.startswith(again) or again.startswith(sent)):
             raise Internal(
                 "the answer was lost while it was streamed, and the new one differs; send the request again",
-                reason="STREAM_RESTARTED",
+                reason="STREAM_INCONSISTENT",
             )
         if len(again) < len(sent):
             self._again[piece.candidate] = again

@@ -8,7 +8,7 @@ from typing import Final, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from pensieve.http.failures import HttpFailure
+from pensieve.http.common.failures import HttpFailure
 
 T = TypeVar("T", bound=msgspec.Struct)
 

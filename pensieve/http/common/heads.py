@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from pensieve.client import AsyncSession, AsyncTurnStream, Role, Turn, TurnOptions
 from pensieve.errors import Aborted, FailedPrecondition, NotFound
-from pensieve.http.callers import Caller
-from pensieve.http.contents import Said, Talk, digest
+from pensieve.http.common.callers import Caller
+from pensieve.http.common.contents import Said, Talk, digest
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,85 @@
+"""The door in front of a real server with the demo model, as processes of their own: what survives a power cut."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import APIStatusError, OpenAI
+
+from pensieve.spawn import ServerProcess
+from support.http.gateway import gateway
+
+pytestmark = pytest.mark.timeout(300)
+LENGTH = 20
+"""Responses of a chain."""
+CHUNK = 16
+"""Tokens: what is shared or kept is whole chunks."""
+
+
+def server(folder: Path, port: int) -> ServerProcess:
+    store = f"sqlite:///{folder / 'history.sqlite3'}"
+    small = ("--chunk-tokens", str(CHUNK), "--threads", "1", "--context-limit", "2048")
+    return ServerProcess("--model", "demo", "--store", store, *small, listen=f"127.0.0.1:{port}")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_a_chain_survives_a_power_cut(tmp_path: Path) -> None:
+    port = free_port()
+    with gateway(f"127.0.0.1:{port}") as url:
+        client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, _strict_response_validation=True)
+        with client, server(tmp_path, port) as first:
+            model = client.models.list().data[0].id
+
+            def respond(text: str, previous: Any, **options: Any) -> Any:
+                return client.responses.create(
+                    model=model,
+                    input=text,
+                    previous_response_id=previous.id if previous else None,
+                    max_output_tokens=12,
+                    **options,
+                )
+
+            chain = [respond("My name is Ada.", None)]
+            for number in range(1, LENGTH):
+                chain.append(respond(f"I like the number {number}.", chain[-1]))
+            for before, after in itertools.pairwise(chain):
+                history = before.usage.input_tokens + before.usage.output_tokens
+                assert after.usage.input_tokens_details.cached_tokens >= 0.8 * history
+            stream = respond("What is my name?", chain[-1], stream=True)
+            cut = next(event.response for event in stream if event.type == "response.created")
+            first.kill()
+            with server(tmp_path, port):
+                found = client.responses.retrieve(chain[-1].id)
+                assert found.output_text == chain[-1].output_text
+                assert found.usage == chain[-1].usage
+                # What was under way is in the history as a whole or not at all, and the door says which.
+                events = [
+                    event for event in stream if event.type in ("response.completed", "response.failed")
+                ]
+                last = chain[-1]
+                if events and events[-1].type == "response.completed":
+                    last = client.responses.retrieve(cut.id)
+                going_on = respond("What is my name?", last)
+                assert going_on.usage.input_tokens > chain[-1].usage.input_tokens
+                branch = respond("What is my name?", chain[0])
+                assert branch.usage.input_tokens < 100
+
+
+def test_a_service_that_is_away_is_a_503() -> None:
+    with (
+        gateway(f"127.0.0.1:{free_port()}", "--patience", "0.2") as url,
+        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        pytest.raises(APIStatusError) as caught,
+    ):
+        client.models.list()
+    assert caught.value.status_code == 503
