@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pensieve.cli.gateway import gateway
 from pensieve.options.table import OPTIONS
 from support import structure
 from support.sources import LINKS, ROOT, files, python_files, tree
@@ -91,10 +92,11 @@ def test_walks_name_what_is_defined(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_options_exist(page: Path) -> None:
     flags = {option.name for option in OPTIONS} | {"config", "print-config", "help"}
+    flags |= {flag.lstrip("-") for parameter in gateway.params for flag in parameter.opts}
     for span in spans(page):
         for flag in re.findall(r"(?<!\S)--(no-)?([a-z][a-z-]+)", span) if span.startswith("--") else []:
             assert flag[1] in flags or f"no-{flag[1]}" in flags, (
-                f"{page}: `pensieve serve` has no --{flag[1]}"
+                f"{page}: `pensieve serve` and `pensieve gateway` have no --{flag[1]}"
             )
 
 
