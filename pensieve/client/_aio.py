@@ -159,9 +159,12 @@ class AsyncSession(SessionView):
         options["replace_after_item"] = item - 1
         return await self.send(text, **options)
 
-    def attach(self, request_id: str, *, timeout: float | None = None) -> AsyncTurnStream:
+    def attach(
+        self, request_id: str, *, timeout: float | None = None, max_chunk_tokens: int | None = None
+    ) -> AsyncTurnStream:
         """Follow a turn that was started elsewhere, from its first token; leaving does not end it."""
-        return AsyncTurnStream(self._link, self._core, self._core.attach_machine(request_id, timeout), False)
+        machine = self._core.attach_machine(request_id, timeout, max_chunk_tokens)
+        return AsyncTurnStream(self._link, self._core, machine, False)
 
     async def get_turn(self, request_id: str) -> Turn:
         """State and result of a turn."""

@@ -160,10 +160,13 @@ class SessionCore:
         request = _requests.stream_turn(self.name, _requests.turn_input(text, tokens, items), options)
         return self._machine(request, timeout, wait_if_busy)
 
-    def attach_machine(self, request_id: str, timeout: float | None) -> TurnMachine:
+    def attach_machine(
+        self, request_id: str, timeout: float | None, max_chunk_tokens: int | None
+    ) -> TurnMachine:
         """An existing turn, from its first token."""
+        output = pb.OutputOptions(max_chunk_tokens=max_chunk_tokens)
         request = pb.StreamTurnRequest(
-            session=self.name, turn=pb.TurnSpec(request_id=request_id), attach_only=True
+            session=self.name, turn=pb.TurnSpec(request_id=request_id, output=output), attach_only=True
         )
         # Whoever started the turn decides what becomes of it; an onlooker that leaves must not end it.
         request.on_disconnect = pb.DISCONNECT_POLICY_FINISH

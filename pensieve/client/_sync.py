@@ -157,9 +157,12 @@ class Session(SessionView):
         options["replace_after_item"] = item - 1
         return self.send(text, **options)
 
-    def attach(self, request_id: str, *, timeout: float | None = None) -> TurnStream:
+    def attach(
+        self, request_id: str, *, timeout: float | None = None, max_chunk_tokens: int | None = None
+    ) -> TurnStream:
         """Follow a turn that was started elsewhere, from its first token; leaving does not end it."""
-        return TurnStream(self._link, self._core, self._core.attach_machine(request_id, timeout), False)
+        machine = self._core.attach_machine(request_id, timeout, max_chunk_tokens)
+        return TurnStream(self._link, self._core, machine, False)
 
     def get_turn(self, request_id: str) -> Turn:
         """State and result of a turn."""

@@ -149,6 +149,34 @@ async def test_in_the_background() -> None:
         assert cancelled.status == "cancelled"
 
 
+async def test_a_cut_stream_is_resumed_event_by_event() -> None:
+    async with door() as rig:
+        stream = await respond(rig, "hi", background=True, stream=True)
+        whole = [event async for event in stream]
+        response = whole[0].response.id
+        assert [event.sequence_number for event in whole] == list(range(len(whole)))
+        texts = [event.delta for event in whole if event.type == ORDER[4]]
+        assert "".join(texts) == ANSWER and len(texts) > 3
+        for after in (0, 3, 5, len(whole) - 2):
+            stream = await rig.client.responses.retrieve(response, stream=True, starting_after=after)
+            rest = [event async for event in stream]
+            assert [(event.type, event.sequence_number) for event in rest] == [
+                (event.type, event.sequence_number) for event in whole[after + 1 :]
+            ]
+            assert [event.delta for event in rest if event.type == ORDER[4]] == texts[max(0, after - 3) :]
+        usual = await respond(rig, "hi")
+        with pytest.raises(BadRequestError):
+            await rig.client.responses.retrieve(usual.id, stream=True)
+
+
+async def test_a_response_that_is_not_there_yet_is_not_gone_on_from() -> None:
+    async with door(answer=None) as rig:
+        begun = await respond(rig, "hi", background=True)
+        with pytest.raises(ConflictError) as caught:
+            await respond(rig, "again", previous_response_id=begun.id)
+        assert caught.value.code == "response_in_progress"
+
+
 async def test_a_repeated_key_is_one_turn() -> None:
     async with door() as rig:
         first = await respond(rig, "hi")

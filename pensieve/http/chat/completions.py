@@ -47,6 +47,8 @@ class ChatCompletion:
         try:
             async for piece in stream:
                 text = sent.new_text(piece)
+                if text is None:
+                    continue
                 if piece.candidate not in begun:
                     begun.add(piece.candidate)
                     yield self._chunk(piece.candidate, {"role": "assistant", "content": text})

@@ -20,11 +20,12 @@ class SentText:
         self._again: dict[int, str] = {}
         """Candidates whose answer began anew and is not yet as long as what was sent."""
 
-    def new_text(self, piece: Piece) -> str:
-        """What of this piece has not been sent. Raises Internal (STREAM_INCONSISTENT) for another answer."""
+    def new_text(self, piece: Piece) -> str | None:
+        """What of this piece has not been sent; None when all was. Raises Internal (STREAM_INCONSISTENT) for another
+        answer."""
         if piece.restarted:
             self._again = dict.fromkeys(self._sent, "")
-            return ""
+            return None
         again = self._again.get(piece.candidate)
         sent = self._sent[piece.candidate]
         if again is None:
@@ -38,10 +39,10 @@ class SentText:
             )
         if len(again) < len(sent):
             self._again[piece.candidate] = again
-            return ""
+            return None
         del self._again[piece.candidate]
         self._sent[piece.candidate] = again
-        return again[len(sent) :]
+        return again[len(sent) :] or None
 
 
 def was_cut(reason: FinishReason | int | None) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass
 
-from pensieve.client import AsyncSession, AsyncTurnStream, Role, SessionChanges, Turn, TurnOptions
+from pensieve.client import AsyncSession, AsyncTurnStream, Role, SessionChanges, Turn, TurnOptions, TurnState
 from pensieve.errors import Aborted, NotFound
 from pensieve.http.common.callers import Caller
 from pensieve.http.common.contents import Talk, talk_of
@@ -85,7 +85,16 @@ class Chain:
     async def _branch(self, session: AsyncSession, head: ResponseId, previous: str) -> AsyncSession:
         """A session with the history up to a response; the same one for every try of this request."""
         try:
-            item = await answer_item(session, await session.get_turn(head.turn_id))
+            turn = await session.get_turn(head.turn_id)
+            if turn.state is TurnState.RUNNING:
+                raise HttpFailure(
+                    409,
+                    "previous_response_id: that response is still being made",
+                    kind="conflict_error",
+                    param="previous_response_id",
+                    code="response_in_progress",
+                )
+            item = await answer_item(session, turn)
             if item is None:
                 raise _unknown(previous)
             return await session.fork(
@@ -137,6 +146,7 @@ class Chain:
             stream.base_revision + 1,
             mark(self.body.instructions),
             self._drops_oldest,
+            bool(self.body.background),
         )
 
 

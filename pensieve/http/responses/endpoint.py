@@ -15,7 +15,7 @@ from pensieve.errors import NotFound
 from pensieve.http.common.bodies import read_json
 from pensieve.http.common.callers import Caller
 from pensieve.http.common.door import Door
-from pensieve.http.common.failures import HttpFailure
+from pensieve.http.common.failures import HttpFailure, bad
 from pensieve.http.common.requests import request_id_of
 from pensieve.http.common.streams import EventStream
 from pensieve.http.responses.chain import BegunResponse, Chain, answer_item
@@ -51,12 +51,25 @@ async def create(request: Request) -> HttpResponse:
 
 
 async def retrieve(request: Request) -> HttpResponse:
-    """A response as it stands."""
+    """A response as it stands, or its stream from where a client lost it."""
     door = Door.of(request)
-    async with door.callers.of(request) as caller:
+    async with AsyncExitStack() as held:
+        caller = await held.enter_async_context(door.callers.of(request))
         model = await door.model_of(caller, None)
-        found, _, turn = await _find(request, caller)
-    return door.answer(_later(found, model, turn), request)
+        found, session, turn = await _find(request, caller)
+        if request.query_params.get("stream") != "true":
+            return door.answer(_later(found, model, turn), request)
+        if not found.background:
+            raise bad("stream", "only the streams of responses with background=true are resumed")
+        after = request.query_params.get("starting_after", "-1")
+        if not after.removeprefix("-").isdecimal():
+            raise bad("starting_after", "must be the number of an event")
+        stream = session.attach(found.turn_id, max_chunk_tokens=1)
+        held.callback(stream.close)
+        await stream.accepted()
+        response = Response(found, model, _created(turn), conversation=conversation_id(found.session_id))
+        events = Events(response, int(after)).of(stream)
+        return EventStream(events, held.pop_all(), door.headers(request))
 
 
 async def cancel(request: Request) -> HttpResponse:
@@ -126,10 +139,13 @@ async def _erase(session: AsyncSession, turn: Turn) -> None:
 
 def _later(found: ResponseId, model: str, turn: Turn) -> dict[str, Any]:
     """A response that is read after it was made."""
-    times = [item.create_time for item in turn.items if item.create_time is not None]
-    created = int(times[0].timestamp()) if times else int(time.time())
-    response = Response(found, model, created, conversation=conversation_id(found.session_id))
+    response = Response(found, model, _created(turn), conversation=conversation_id(found.session_id))
     return response.begun() if turn.state is TurnState.RUNNING else response.ended(turn)
+
+
+def _created(turn: Turn) -> int:
+    times = [item.create_time for item in turn.items if item.create_time is not None]
+    return int(times[0].timestamp()) if times else int(time.time())
 
 
 def _missing(text: str) -> HttpFailure:

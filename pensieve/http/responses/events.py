@@ -16,36 +16,40 @@ from pensieve.http.responses.objects import Response, status_of, text_part
 class Events:
     """Makes the events of one response."""
 
-    def __init__(self, response: Response) -> None:
+    def __init__(self, response: Response, after: int = -1) -> None:
+        """``after``: the number of the last event that the client has; only later ones are made."""
         self._response = response
+        self._after = after
         self._message = response.id.message
         self._sequence = 0
         self._sent = SentText()
-        self._text: list[str] = []
 
     async def of(self, stream: AsyncTurnStream) -> AsyncIterator[bytes]:
         """All of them; a failure is the last but one."""
+        async for chunk in self._all(stream):
+            if chunk:
+                yield chunk
+        yield DONE
+
+    async def _all(self, stream: AsyncTurnStream) -> AsyncIterator[bytes]:
         yield self._whole("response.created", self._response.begun())
         yield self._whole("response.in_progress", self._response.begun())
         yield self._event("response.output_item.added", item=self._item("in_progress", []), output_index=0)
         yield self._part("response.content_part.added", "")
         try:
             async for piece in stream:
-                if chunk := self._delta(piece):
-                    yield chunk
+                yield self._delta(piece)
         except PensieveError as error:
             for chunk in self._failed(error):
                 yield chunk
         else:
             for chunk in self._ended(stream.turn):
                 yield chunk
-        yield DONE
 
     def _delta(self, piece: Piece) -> bytes:
         text = self._sent.new_text(piece)
-        if not text:
+        if text is None or not (text or self._response.id.background):
             return b""
-        self._text.append(text)
         return self._event("response.output_text.delta", **self._place, delta=text, logprobs=[])
 
     def _ended(self, turn: Turn) -> list[bytes]:
@@ -87,6 +91,7 @@ class Events:
         return self._event(name, response=snapshot)
 
     def _event(self, name: str, **fields: Any) -> bytes:
+        """The next event; empty when the client has it."""
         numbered = {"type": name, "sequence_number": self._sequence, **fields}
         self._sequence += 1
-        return event(numbered, name)
+        return event(numbered, name) if self._sequence > self._after + 1 else b""

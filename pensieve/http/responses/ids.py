@@ -33,10 +33,17 @@ class ResponseId:
     """``mark`` of the instructions in force; empty: there were none, or they are the conversation's."""
     drops_oldest: bool = False
     """Whether ``truncation`` was ``auto``."""
+    background: bool = False
+    """Whether its stream can be resumed: each token of it is an event."""
 
     def __str__(self) -> str:
         family, session = _split(self.session_id)
-        flags = FAMILIES.index(family) << 2 | self.drops_oldest << 1 | bool(self.instructions)
+        flags = (
+            FAMILIES.index(family) << 3
+            | self.background << 2
+            | self.drops_oldest << 1
+            | bool(self.instructions)
+        )
         turn = uuid.UUID(self.turn_id).bytes
         mark = self.instructions or bytes(4)
         return f"resp_{_text(_FORM.pack(_VERSION, flags, session, turn, self.revision, mark))}"
@@ -48,14 +55,15 @@ class ResponseId:
         if not text.startswith("resp_") or data is None or len(data) != _FORM.size or data[0] != _VERSION:
             return None
         _, flags, session, turn, revision, mark = _FORM.unpack(data)
-        if flags >> 2 >= len(FAMILIES):
+        if flags >> 3 >= len(FAMILIES):
             return None
         return cls(
-            f"{FAMILIES[flags >> 2]}{session.hex()}",
+            f"{FAMILIES[flags >> 3]}{session.hex()}",
             str(uuid.UUID(bytes=turn)),
             revision,
             mark if flags & 1 else b"",
             bool(flags & 2),
+            bool(flags & 4),
         )
 
     @property

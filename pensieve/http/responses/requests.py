@@ -115,6 +115,7 @@ class ResponseRequest(Drawing, kw_only=True):
             options["max_output_tokens"] = self.max_output_tokens
         if self.background:
             options["on_disconnect"] = "finish"
+            options["max_chunk_tokens"] = 1  # for a number of each event that does not depend on the time
         return options
 
 
