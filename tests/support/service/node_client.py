@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -21,16 +22,28 @@ def missing_programs() -> list[str]:
 def install_node_client() -> None:
     """Fetch its dependencies, exactly those of the lock file; nothing when they are there already."""
     installed = FOLDER / "node_modules" / ".package-lock.json"
-    if installed.exists() and installed.stat().st_mtime >= (FOLDER / "package-lock.json").stat().st_mtime:
-        return
-    command = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
-    subprocess.run(command, cwd=FOLDER, check=True, capture_output=True, timeout=300)
+    # Several test processes may ask for it at once.
+    with (FOLDER / "package.json").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if installed.exists() and installed.stat().st_mtime >= (FOLDER / "package-lock.json").stat().st_mtime:
+            return
+        command = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
+        subprocess.run(command, cwd=FOLDER, check=True, capture_output=True, timeout=300)
 
 
 def run_node_client(target: str) -> dict[str, Any]:
     """Two streamed turns over gRPC from JavaScript; what the program saw. ``target`` is HOST:PORT."""
+    return _run("client.js", target, str(ROOT / "proto"))
+
+
+def run_openai_client(url: str, api_key: str) -> dict[str, Any]:
+    """What OpenAI's client sees at the HTTP door."""
+    return _run("openai.js", url, api_key)
+
+
+def _run(program: str, *arguments: str) -> dict[str, Any]:
     done = subprocess.run(
-        ["node", "client.js", target, str(ROOT / "proto")],
+        ["node", program, *arguments],
         cwd=FOLDER,
         capture_output=True,
         text=True,
