@@ -21,6 +21,7 @@ from pensieve.http.common.door import Door
 from pensieve.http.common.failures import HttpFailure, failure_of
 from pensieve.http.common.settings import DoorSettings
 from pensieve.http.conversations import endpoint as conversations
+from pensieve.http.metrics import HttpMetrics, Measured
 from pensieve.http.responses import endpoint as responses
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 
 def make_app(settings: DoorSettings) -> Starlette:
     """The door to one service."""
-    door = Door(settings)
+    door, metrics = Door(settings), HttpMetrics()
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -41,6 +42,7 @@ def make_app(settings: DoorSettings) -> Starlette:
     app = Starlette(
         routes=[
             Route("/health", models.health),
+            Route("/metrics", metrics.show),
             Route("/v1/models", models.listing),
             Route("/v1/models/{model:path}", models.retrieve),
             Route("/v1/chat/completions", chat.create, methods=["POST"]),
@@ -58,7 +60,7 @@ def make_app(settings: DoorSettings) -> Starlette:
             Route("/v1/conversations/{conversation}/items/{item}", conversations.item, methods=["GET"]),
             Route("/v1/conversations/{conversation}/items/{item}", conversations.fixed, methods=["DELETE"]),
         ],
-        middleware=[cors] if settings.cors_origins else [],
+        middleware=[Middleware(Measured, metrics), *([cors] if settings.cors_origins else [])],
         exception_handlers={
             HttpFailure: _failed,
             PensieveError: _refused,

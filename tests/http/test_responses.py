@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx2 as httpx
 import pytest
 from openai import APIStatusError, BadRequestError, ConflictError, NotFoundError
 
+from pensieve.http.common import bodies
 from pensieve.http.responses.ids import ResponseId
 from pensieve.v1 import pensieve_pb2 as pb
 from support.http.http_rig import HttpRig, door
@@ -253,6 +255,24 @@ async def test_every_refusal_has_the_same_form() -> None:
             assert answer.status_code == status
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
             assert answer.headers["x-request-id"]
+
+
+async def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "BODY_S", 0.1)
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.sleep(60)
+
+    async with door() as rig, httpx.AsyncClient(base_url=rig.url) as http:
+        calling = asyncio.create_task(http.post("/v1/responses", content=slowly()))
+        while (
+            "pensieve_http_calls_total" not in (page := (await http.get("/metrics")).text)
+            or "408" not in page
+        ):
+            await asyncio.sleep(0.02)
+        calling.cancel()
+        assert 'pensieve_http_calls_total{route="/v1/responses",status="408"} 1.0' in page
 
 
 async def test_another_tenants_response_is_not_there() -> None:

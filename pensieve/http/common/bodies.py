@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Final, TypeVar
 
@@ -12,6 +13,8 @@ from pensieve.http.common.failures import HttpFailure
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+BODY_S: Final = 30.0
+"""How long a body may take."""
 _PATH: Final = re.compile(r" - at `\$\.?(.*)`$")
 """Where msgspec says that a value is wrong."""
 
@@ -36,9 +39,13 @@ async def _read(request: Request, max_bytes: int) -> bytes:
         raise too_large
     parts: list[bytes] = []
     size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > max_bytes:
-            raise too_large
-        parts.append(part)
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                size += len(part)
+                if size > max_bytes:
+                    raise too_large
+                parts.append(part)
+    except TimeoutError:
+        raise HttpFailure(408, f"the body did not come within {BODY_S:g} s", code="request_timeout") from None
     return b"".join(parts)
