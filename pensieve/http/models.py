@@ -7,6 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pensieve.client import ServerInfo
 from pensieve.http.common.door import Door
 
 
@@ -14,16 +15,17 @@ async def listing(request: Request) -> Response:
     """All models."""
     door = Door.of(request)
     async with door.callers.of(request) as caller:
-        name = await door.model_of(caller, None)
-    return door.answer({"object": "list", "data": [_model(name)]}, request)
+        info = await door.info_of(caller)
+    return door.answer({"object": "list", "data": [_model(info)]}, request)
 
 
 async def retrieve(request: Request) -> Response:
     """One model."""
     door = Door.of(request)
     async with door.callers.of(request) as caller:
-        name = await door.model_of(caller, request.path_params["model"])
-    return door.answer(_model(name), request)
+        await door.model_of(caller, request.path_params["model"])
+        info = await door.info_of(caller)
+    return door.answer(_model(info), request)
 
 
 async def health(request: Request) -> Response:
@@ -31,5 +33,13 @@ async def health(request: Request) -> Response:
     return Door.of(request).answer({"status": "ok"}, request)
 
 
-def _model(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "pensieve"}
+def _model(info: ServerInfo) -> dict[str, Any]:
+    """The last two are not OpenAI's: the longest context and the vocabulary, in tokens."""
+    return {
+        "id": info.model,
+        "object": "model",
+        "created": 0,
+        "owned_by": "pensieve",
+        "max_model_len": info.context_limit,
+        "vocab_size": info.vocab_size,
+    }

@@ -17,7 +17,7 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Drawing(msgspec.Struct, kw_only=True):
-    """How tokens are drawn; the last four are not OpenAI's. The service checks ranges."""
+    """How tokens are drawn; the last five are not OpenAI's. The service checks ranges."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -28,6 +28,7 @@ class Drawing(msgspec.Struct, kw_only=True):
     min_p: float | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
+    min_tokens: int | None = None
 
     def options(self) -> TurnOptions:
         """Those that are set, for the SDK."""
@@ -50,6 +51,8 @@ class Drawing(msgspec.Struct, kw_only=True):
             given["repetition_penalty"] = self.repetition_penalty
         if self.ignore_eos is not None:
             given["ignore_eos"] = self.ignore_eos
+        if self.min_tokens is not None:
+            given["min_output_tokens"] = self.min_tokens
         return given
 
 

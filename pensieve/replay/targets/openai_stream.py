@@ -1,4 +1,4 @@
-"""The stream of one completion in the OpenAI protocol: bytes to tokens and times."""
+"""The stream of one completion or response in the OpenAI protocol: bytes to tokens and times."""
 
 from __future__ import annotations
 
@@ -20,12 +20,21 @@ class _Choice(msgspec.Struct):
     delta: _Delta | None = None
 
 
+class _Response(msgspec.Struct):
+    id: str = ""
+    usage: dict[str, Any] | None = None
+
+
 class _Event(msgspec.Struct):
     """What is read of a streamed event; the rest of it is passed over."""
 
     choices: list[_Choice] = []
     usage: dict[str, Any] | None = None
     error: Any = None
+    # Of the Responses protocol.
+    type: str = ""
+    delta: str | None = None
+    response: _Response | None = None
 
 
 _event_decoder = msgspec.json.Decoder(_Event)
@@ -40,6 +49,8 @@ class Completion:
     ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     usage: dict[str, Any] = field(default_factory=dict)
+    response_id: str = ""
+    """In the Responses protocol: what the next turn names to go on."""
     _rest: bytes = b""
     """The end of what has come: an event that is not whole yet."""
 
@@ -63,6 +74,12 @@ class Completion:
                 self.texts.append(text)
             if ids or text:
                 self.pieces.append((len(ids) or 1, at))
+        if event.type == "response.output_text.delta" and event.delta:
+            self.texts.append(event.delta)
+            self.pieces.append((1, at))
+        if event.response is not None:
+            self.response_id = event.response.id
+            self.usage = _as_of_completions(event.response.usage) or self.usage
 
     def settle(self) -> None:
         """Make the pieces' tokens add up to what the server counted; the last pieces give or take the difference."""
@@ -77,3 +94,14 @@ class Completion:
         if excess < 0:
             count, at = self.pieces[-1]
             self.pieces[-1] = count - excess, at
+
+
+def _as_of_completions(usage: dict[str, Any] | None) -> dict[str, Any]:
+    """Counts of the Responses protocol under the names of the other."""
+    if not usage:
+        return {}
+    return {
+        "prompt_tokens": usage.get("input_tokens"),
+        "completion_tokens": usage.get("output_tokens"),
+        "prompt_tokens_details": usage.get("input_tokens_details"),
+    }

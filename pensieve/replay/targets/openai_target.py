@@ -1,4 +1,5 @@
-"""Any server that speaks the OpenAI protocol, as a target without state: every turn sends the whole history."""
+"""Any server that speaks the OpenAI protocol. Every turn sends the whole history, but for responses: they name the
+one before."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ class Dialect:
     """What a server takes, found out by asking it once."""
 
     api: str
-    """``completions``, with token ids as the prompt; or ``chat``, with text."""
+    """``completions``, with token ids as the prompt; ``chat``, with text; ``responses``, with the new text alone."""
     forced: bool
     """The server takes ``ignore_eos`` and ``min_tokens``."""
     returns_ids: bool = False
@@ -52,9 +53,12 @@ class Dialect:
 
     @property
     def path(self) -> str:
-        return "/v1/completions" if self.api == "completions" else "/v1/chat/completions"
+        return _PATHS[self.api]
 
 
+RESPONSES_PATH = "/v1/responses"
+"""Behind the address of a target: the server keeps the history."""
+_PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "responses": RESPONSES_PATH}
 _DIALECTS = (
     Dialect("completions", True, True),
     Dialect("completions", True),
@@ -63,18 +67,21 @@ _DIALECTS = (
     Dialect("chat", False),
 )
 """The dialects that are tried, the best first."""
+_OF_RESPONSES = (Dialect("responses", True), Dialect("responses", False))
 
 
 @dataclass(slots=True)
 class _Session:
     ids: list[int] = field(default_factory=list)
     messages: list[dict[str, str]] = field(default_factory=list)
+    previous: str = ""
+    """Id of the response before."""
     context: int | None = 0
     """Tokens of prompt and answer of the turn before, as the server counts them; None: it does not."""
 
 
 class OpenAITarget:
-    """``http://HOST:PORT``. ``api_key`` goes out as a bearer token.
+    """``http://HOST:PORT``, or with ``/v1/responses`` behind it. ``api_key`` goes out as a bearer token.
 
     On aiohttp, whose parser is written in C: a streamed piece costs a third of the processor time that it does with
     httpx2 (30 to 35 µs against 88 to 93; ``python bench/replay_client.py openai --streams 100`` with either), and a
@@ -82,10 +89,12 @@ class OpenAITarget:
     """
 
     def __init__(self, base: str, *, name: str | None = None, api_key: str | None = None) -> None:
-        self._base, self._name, self._api_key = base, name or base, api_key
+        self._address, self._name, self._api_key = base, name or base, api_key
+        self._base = base.removesuffix(RESPONSES_PATH)
         self._http: aiohttp.ClientSession | None = None
         self._model = ""
-        self._dialect = _DIALECTS[0]
+        self._dialects = _OF_RESPONSES if base.endswith(RESPONSES_PATH) else _DIALECTS
+        self._dialect = self._dialects[0]
         self._sessions: dict[str, _Session] = {}
         self._opened = 0
 
@@ -94,7 +103,7 @@ class OpenAITarget:
         return self._name
 
     def address(self) -> Address:
-        return Address(self._base, self._api_key)
+        return Address(self._address, self._api_key)
 
     async def open(self) -> TargetInfo:
         self._http = aiohttp.ClientSession(
@@ -108,7 +117,7 @@ class OpenAITarget:
         listed["version"] = await self._version()
         self._model = str(listed["id"])
         refusals = []
-        for dialect in _DIALECTS:
+        for dialect in self._dialects:
             self._dialect = dialect
             probe = _Session()
             try:
@@ -226,7 +235,11 @@ def _body(model: str, dialect: Dialect, state: _Session, spec: AskedTurn) -> dic
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    if dialect.api == "completions":
+    if dialect.api == "responses":
+        del body["max_tokens"], body["stream_options"]
+        body |= {"input": text_of(spec.input_ids), "max_output_tokens": spec.output_tokens}
+        body |= {"previous_response_id": state.previous} if state.previous else {}
+    elif dialect.api == "completions":
         body["prompt"] = state.ids + spec.input_ids.tolist()
     else:
         body["messages"] = [*state.messages, {"role": "user", "content": text_of(spec.input_ids)}]
@@ -239,6 +252,9 @@ def _body(model: str, dialect: Dialect, state: _Session, spec: AskedTurn) -> dic
 
 def _keep(state: _Session, dialect: Dialect, spec: AskedTurn, answer: Completion, produced: int) -> None:
     """Add the turn to the history."""
+    if dialect.api == "responses":
+        state.previous = answer.response_id
+        return
     if dialect.api == "chat":
         question = {"role": "user", "content": text_of(spec.input_ids)}
         state.messages += [question, {"role": "assistant", "content": "".join(answer.texts)}]

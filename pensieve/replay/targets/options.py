@@ -14,12 +14,14 @@ from pensieve.replay.targets.started_target import StartedTarget
 
 
 def parse_target(value: str, api_key: str | None = None, *, name: str | None = None) -> Target:
-    """A target from ``pensieve://HOST:PORT`` or ``http://HOST:PORT``. Raises BadParameter."""
+    """A target from ``pensieve://HOST:PORT`` or ``http://HOST:PORT[/v1/responses]``. Raises BadParameter."""
     scheme, separator, address = value.partition("://")
+    if scheme == "http":
+        address = address.removesuffix("/v1/responses")
     host, colon, port = address.rpartition(":")
     if not (separator and host and colon and port.isdigit()) or scheme not in ("pensieve", "http"):
         raise click.BadParameter(
-            f"{value!r} is not pensieve://HOST:PORT or http://HOST:PORT", param_hint="--target"
+            f"{value!r} is not pensieve://HOST:PORT or http://HOST:PORT[/v1/responses]", param_hint="--target"
         )
     if scheme == "pensieve":
         from pensieve.replay.targets.grpc_target import PensieveTarget
@@ -55,9 +57,9 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "--target",
         "targets",
         multiple=True,
-        metavar="pensieve://HOST:PORT|http://HOST:PORT",
-        help="Pensieve, or a server with the OpenAI protocol, to replay against; give it again to compare "
-        "several, one after the other.",
+        metavar="pensieve://HOST:PORT|http://HOST:PORT[/v1/responses]",
+        help="Pensieve, or a server with the OpenAI protocol, to replay against; with the path its server keeps the "
+        "history. Give it again to compare several, one after the other.",
     )
     @click.option(
         "--start",
