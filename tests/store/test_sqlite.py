@@ -118,7 +118,7 @@ async def test_a_full_disk_refuses_writes_serves_reads_and_heals(tmp_path: Path)
         await store.create(row(KEY), first_record(), "fp")
         await whole_turn(store, KEY, 1)
         before = await store.load(KEY)
-        connection = store._file.connection()
+        connection = store._database.file.connection()
         pages = connection.execute("PRAGMA page_count").fetchone()[0]
         connection.execute(f"PRAGMA max_page_count = {pages + 2}")  # SQLITE_FULL as from a full disk
 
@@ -147,7 +147,7 @@ async def main():
     await store.open()
     await store.create(row(key()), first_record(), "fp")
     await store.begin(key(), request("r1", "t1"))
-    connection = store._file.connection()
+    connection = store._database.file.connection()
     size = Path(sys.argv[1] + "-wal").stat().st_size
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 6000, resource.RLIM_INFINITY))
     record = turn_record(1, "r1", "x" * 100_000)
@@ -157,7 +157,7 @@ async def main():
         print(error.reason, error.message)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert (await store.load(key())).revision == 1
-    assert store._file.connection() is not connection, "the file was not opened afresh"
+    assert store._database.file.connection() is not connection, "the file was not opened afresh"
     after = await store.commit(key(), "t1", "fp-r1", record, counts(2))
     assert after.revision == 2 and len(await store.read(key())) == 2
     await store.close()

@@ -8,7 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from support.faults.failing_disk import SCENES
 from support.faults.io_errors import IoErrors
+
+ROOT = Path(__file__).parents[2]
 
 SYNCS = """
 import os, sys
@@ -44,3 +49,19 @@ def test_the_preloaded_library_fails_what_it_is_told_to(tmp_path: Path) -> None:
     disk.heal()
     assert outcome() == ["ok"] * 6
     assert disk.met() == {"sync": 4, "write": 1}
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_a_failing_disk(tmp_path: Path, scene: str) -> None:
+    disk = IoErrors(tmp_path, tmp_path / "h.db")
+    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    done = subprocess.run(
+        [sys.executable, "-m", "support.faults.failing_disk", scene, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": path, **disk.environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "passed\n"

@@ -9,6 +9,11 @@
  * pass, the next TIMES (-1: all) wait DELAY_MS and then fail with ERRNO; with ERRNO 0 they succeed after the delay.
  * Each affected call adds a line to the file IO_ERRORS_ORDERS with `.log` behind its name.
  *
+ * IO_ERRORS_DISK, if set, is a folder for what would be found after a power cut: one file per file, named by its inode
+ * number. What is written gets there with the next successful flush of the file. With a failed flush it is forgotten:
+ * Linux counts pages as clean after it has reported once that they could not be written, so that a later flush succeeds
+ * and brings nothing to the disk.
+ *
  * `support.faults.io_errors` compiles this and writes the orders.
  */
 #define _GNU_SOURCE
@@ -118,6 +123,95 @@ static int verdict(const char *calls, int fd) {
     return error;
 }
 
+/* ---- what a power cut would leave */
+
+struct change {
+    off_t at;
+    off_t size; /* -1: the file was cut to `at` bytes */
+};
+
+struct file {
+    ino_t inode;
+    struct change *changes;
+    int count, room;
+    struct file *next;
+};
+
+static struct file *unflushed;
+
+static struct file *file_of(ino_t inode) {
+    struct file *one = unflushed;
+    while (one != NULL && one->inode != inode) one = one->next;
+    if (one == NULL) {
+        one = calloc(1, sizeof *one);
+        one->inode = inode;
+        one->next = unflushed;
+        unflushed = one;
+    }
+    return one;
+}
+
+static int watched(int fd, struct stat *found) {
+    return getenv("IO_ERRORS_DISK") != NULL && concerned(fd) && fstat(fd, found) == 0 && S_ISREG(found->st_mode);
+}
+
+static void changed(int fd, off_t at, off_t size) {
+    int kept = errno;
+    struct stat found;
+    if (watched(fd, &found)) {
+        pthread_mutex_lock(&lock);
+        struct file *one = file_of(found.st_ino);
+        if (one->count == one->room) {
+            one->room = one->room * 2 + 16;
+            one->changes = realloc(one->changes, one->room * sizeof *one->changes);
+        }
+        one->changes[one->count++] = (struct change){at, size};
+        pthread_mutex_unlock(&lock);
+    }
+    errno = kept;
+}
+
+static void copy(int from, int to, off_t at, off_t size) {
+    char data[65536];
+    while (size > 0) {
+        ssize_t length = syscall(SYS_pread64, from, data, size < (off_t)sizeof data ? size : (off_t)sizeof data, at);
+        if (length <= 0 || syscall(SYS_pwrite64, to, data, length, at) != length) return;
+        at += length;
+        size -= length;
+    }
+}
+
+static void flushed(int fd, int succeeded) {
+    int kept = errno;
+    struct stat found;
+    if (watched(fd, &found)) {
+        char name[4096], link[64];
+        snprintf(name, sizeof name, "%s/%lu", getenv("IO_ERRORS_DISK"), (unsigned long)found.st_ino);
+        snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+        pthread_mutex_lock(&lock);
+        struct file *one = file_of(found.st_ino);
+        if (succeeded && one->count > 0) {
+            int from = syscall(SYS_openat, AT_FDCWD, link, O_RDONLY | O_CLOEXEC);
+            int to = syscall(SYS_openat, AT_FDCWD, name, O_WRONLY | O_CREAT | O_CLOEXEC, 0600);
+            for (int i = 0; i < one->count; i++) {
+                struct change *each = &one->changes[i];
+                if (each->size >= 0) {
+                    copy(from, to, each->at, each->size);
+                } else if (syscall(SYS_ftruncate, to, each->at) != 0) {
+                    abort();
+                }
+            }
+            syscall(SYS_close, from);
+            syscall(SYS_close, to);
+        }
+        one->count = 0;
+        pthread_mutex_unlock(&lock);
+    }
+    errno = kept;
+}
+
+/* ---- the calls */
+
 #define REAL(type, name, ...)                                     \
     static type (*real)(__VA_ARGS__);                             \
     if (real == NULL) *(void **)&real = dlsym(RTLD_NEXT, #name)
@@ -133,38 +227,52 @@ static int verdict(const char *calls, int fd) {
 
 int fsync(int fd) {
     REAL(int, fsync, int);
-    FAIL("sync", fd);
-    return real(fd);
+    int error = verdict("sync", fd);
+    int result = error == 0 ? real(fd) : -1;
+    if (error != 0) errno = error;
+    flushed(fd, result == 0);
+    return result;
 }
 
 int fdatasync(int fd) {
     REAL(int, fdatasync, int);
-    FAIL("sync", fd);
-    return real(fd);
+    int error = verdict("sync", fd);
+    int result = error == 0 ? real(fd) : -1;
+    if (error != 0) errno = error;
+    flushed(fd, result == 0);
+    return result;
 }
 
 ssize_t write(int fd, const void *data, size_t size) {
     REAL(ssize_t, write, int, const void *, size_t);
     FAIL("write", fd);
-    return real(fd, data, size);
+    ssize_t done = real(fd, data, size);
+    if (done > 0) changed(fd, lseek(fd, 0, SEEK_CUR) - done, done);
+    return done;
 }
 
 ssize_t pwrite(int fd, const void *data, size_t size, off_t at) {
     REAL(ssize_t, pwrite, int, const void *, size_t, off_t);
     FAIL("write", fd);
-    return real(fd, data, size, at);
+    ssize_t done = real(fd, data, size, at);
+    if (done > 0) changed(fd, at, done);
+    return done;
 }
 
 ssize_t pwrite64(int fd, const void *data, size_t size, off64_t at) {
     REAL(ssize_t, pwrite64, int, const void *, size_t, off64_t);
     FAIL("write", fd);
-    return real(fd, data, size, at);
+    ssize_t done = real(fd, data, size, at);
+    if (done > 0) changed(fd, at, done);
+    return done;
 }
 
 ssize_t writev(int fd, const struct iovec *parts, int count) {
     REAL(ssize_t, writev, int, const struct iovec *, int);
     FAIL("write", fd);
-    return real(fd, parts, count);
+    ssize_t done = real(fd, parts, count);
+    if (done > 0) changed(fd, lseek(fd, 0, SEEK_CUR) - done, done);
+    return done;
 }
 
 ssize_t read(int fd, void *data, size_t size) {
@@ -188,11 +296,15 @@ ssize_t pread64(int fd, void *data, size_t size, off64_t at) {
 int ftruncate(int fd, off_t size) {
     REAL(int, ftruncate, int, off_t);
     FAIL("truncate", fd);
-    return real(fd, size);
+    int result = real(fd, size);
+    if (result == 0) changed(fd, size, -1);
+    return result;
 }
 
 int ftruncate64(int fd, off64_t size) {
     REAL(int, ftruncate64, int, off64_t);
     FAIL("truncate", fd);
-    return real(fd, size);
+    int result = real(fd, size);
+    if (result == 0) changed(fd, size, -1);
+    return result;
 }
