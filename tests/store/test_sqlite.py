@@ -209,16 +209,6 @@ async def test_other_files_are_refused(tmp_path: Path) -> None:
         await SqliteStore(tmp_path).open()
 
 
-async def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
-    async with opened(tmp_path / "h.db"):
-        pass
-    with contextlib.closing(sqlite3.connect(tmp_path / "h.db")) as connection:
-        connection.execute("PRAGMA user_version = 99")
-    with pytest.raises(FailedPrecondition) as caught:
-        await SqliteStore(tmp_path / "h.db").open()
-    assert caught.value.reason == "STORE_VERSION"
-
-
 async def test_a_file_taken_away_is_noticed(tmp_path: Path) -> None:
     async with opened(tmp_path / "h.db") as store:
         await store.ping()
