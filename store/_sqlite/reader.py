@@ -47,13 +47,18 @@ class SqliteReader:
 
     async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """``work`` in one read transaction. Raises InterruptedRead, Unavailable, and what ``work`` raises."""
-        if self._thread is None:
+        thread = self._thread
+        if thread is None:
             raise InterruptedRead
         if self._waiting >= MOST_WAITING:
             raise _refusals.unavailable("too many reads are waiting")
         self._waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._read, work)
+            try:
+                reading = asyncio.get_running_loop().run_in_executor(thread, self._read, work)
+            except RuntimeError as error:  # the thread was ended just now
+                raise InterruptedRead from error
+            return await reading
         finally:
             self._waiting -= 1
 
