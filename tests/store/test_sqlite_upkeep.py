@@ -15,6 +15,7 @@ from pensieve.errors import DataLoss, FailedPrecondition, PensieveError, Unavail
 from pensieve.store import TenantUsage
 from pensieve.store._sqlite import file as sqlite_file
 from pensieve.store._sqlite import rows as sqlite_rows
+from pensieve.store._sqlite.durable import content_digest, make_durable
 from pensieve.store._sqlite.rows import Rows
 from pensieve.store.records import State
 from pensieve.store.sqlite_store import SqliteStore
@@ -70,6 +71,26 @@ async def test_a_turn_is_not_kept_in_a_file_that_was_moved_away(store: SqliteSto
     moved.rename(path)
     assert (await store.commit(KEY, "t2", "fp-r2", record, counts(3))).revision == 3
     await store.ping()
+
+
+async def test_a_file_given_up_is_left_as_it_is(store: SqliteStore) -> None:
+    """Closing must not bring into the database what is perhaps not on the disk."""
+    database, log = store.path.read_bytes(), Path(f"{store.path}-wal").read_bytes()
+    assert log
+    given_up = store._database._in_thread(lambda: store._database.file.drop(Unavailable("a disk error")))
+    await given_up
+    assert (store.path.read_bytes(), Path(f"{store.path}-wal").read_bytes()) == (database, log)
+    assert (await store.load(KEY)).revision == 2
+
+
+async def test_a_log_that_changes_while_it_is_opened_is_not_written_again(store: SqliteStore) -> None:
+    connection = store._database.file.connection()
+    seen = content_digest(Path(f"{store.path}-wal"))
+    make_durable(connection, store.path, seen)
+    await whole_turn(store, KEY, 2)
+    with pytest.raises(Unavailable, match="changed while it was opened"):
+        make_durable(connection, store.path, seen)
+    await whole_turn(store, KEY, 3)
 
 
 # ---- whether it takes changes

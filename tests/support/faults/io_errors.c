@@ -3,10 +3,11 @@
  * IO_ERRORS_UNDER: only files whose path begins with this text are concerned.
  * IO_ERRORS_ORDERS: a file that may come, change and go while the process runs. Each line of it is
  *
- *     CALLS ERRNO SKIP TIMES DELAY_MS
+ *     CALLS ERRNO SKIP TIMES DELAY_MS NAME
  *
- * CALLS is `sync` (fsync, fdatasync), `write`, `read` or `truncate`. The first SKIP such calls since the file was made
- * pass, the next TIMES (-1: all) wait DELAY_MS and then fail with ERRNO; with ERRNO 0 they succeed after the delay.
+ * CALLS is `sync` (fsync, fdatasync), `write`, `read` or `truncate`, on files called NAME, without folder (*: on any).
+ * The first SKIP such calls since the file of orders was made pass, the next TIMES (-1: all) wait DELAY_MS and then fail
+ * with ERRNO; with ERRNO 0 they succeed after the delay.
  * Each affected call adds a line to the file IO_ERRORS_ORDERS with `.log` behind its name.
  *
  * IO_ERRORS_DISK, if set, is a folder for what would be found after a power cut: one file per file, named by its inode
@@ -33,7 +34,7 @@
 #define MOST_ORDERS 8
 
 struct order {
-    char calls[16];
+    char calls[16], name[256];
     int error;
     long skip, times, delay_ms;
     long seen;
@@ -44,7 +45,8 @@ static struct order orders[MOST_ORDERS];
 static int order_count;
 static struct stat loaded; /* the orders file as it was read last */
 
-static int concerned(int fd) {
+/* Whether orders may be about the file; its name without folder is written to `name`, unless that is NULL. */
+static int concerned(int fd, char *name) {
     const char *under = getenv("IO_ERRORS_UNDER");
     char link[64], path[4096];
     if (under == NULL || *under == 0) return 0;
@@ -52,7 +54,12 @@ static int concerned(int fd) {
     ssize_t length = syscall(SYS_readlinkat, AT_FDCWD, link, path, sizeof path - 1);
     if (length <= 0) return 0;
     path[length] = 0;
-    return strncmp(path, under, strlen(under)) == 0;
+    if (strncmp(path, under, strlen(under)) != 0) return 0;
+    if (name != NULL) {
+        const char *slash = strrchr(path, '/');
+        snprintf(name, 256, "%.255s", slash == NULL ? path : slash + 1);
+    }
+    return 1;
 }
 
 static void load_orders(const char *file) {
@@ -78,7 +85,8 @@ static void load_orders(const char *file) {
     for (char *line = strtok_r(text, "\n", &rest); line && order_count < MOST_ORDERS; line = strtok_r(NULL, "\n", &rest)) {
         struct order *one = &orders[order_count];
         memset(one, 0, sizeof *one);
-        if (sscanf(line, "%15s %d %ld %ld %ld", one->calls, &one->error, &one->skip, &one->times, &one->delay_ms) == 5)
+        if (sscanf(line, "%15s %d %ld %ld %ld %255s", one->calls, &one->error, &one->skip, &one->times, &one->delay_ms,
+                   one->name) == 6)
             order_count++;
     }
 }
@@ -98,7 +106,8 @@ static int verdict(const char *calls, int fd) {
     const char *file = getenv("IO_ERRORS_ORDERS");
     int kept = errno, error = 0;
     long delay_ms = 0;
-    if (file == NULL || !concerned(fd)) {
+    char name[256];
+    if (file == NULL || !concerned(fd, name)) {
         errno = kept;
         return 0;
     }
@@ -106,7 +115,7 @@ static int verdict(const char *calls, int fd) {
     load_orders(file);
     for (int i = 0; i < order_count; i++) {
         struct order *one = &orders[i];
-        if (strcmp(one->calls, calls) != 0) continue;
+        if (strcmp(one->calls, calls) != 0 || (strcmp(one->name, "*") != 0 && strcmp(one->name, name) != 0)) continue;
         long place = one->seen++;
         if (place < one->skip || (one->times >= 0 && place >= one->skip + one->times)) continue;
         error = one->error;
@@ -152,7 +161,7 @@ static struct file *file_of(ino_t inode) {
 }
 
 static int watched(int fd, struct stat *found) {
-    return getenv("IO_ERRORS_DISK") != NULL && concerned(fd) && fstat(fd, found) == 0 && S_ISREG(found->st_mode);
+    return getenv("IO_ERRORS_DISK") != NULL && concerned(fd, NULL) && fstat(fd, found) == 0 && S_ISREG(found->st_mode);
 }
 
 static void changed(int fd, off_t at, off_t size) {

@@ -49,15 +49,21 @@ class IoErrors:
         }
 
     def fail(
-        self, *calls: str, error: int = errno.EIO, skip: int = 0, times: int = ALL, delay_ms: int = 0
+        self,
+        *calls: str,
+        error: int = errno.EIO,
+        skip: int = 0,
+        times: int = ALL,
+        delay_ms: int = 0,
+        name: str = "*",
     ) -> None:
         """From now on let ``calls`` (``sync``, ``write``, ``read``, ``truncate``) fail with ``error``.
 
         The first ``skip`` of each kind pass, and after ``times`` failures the rest do. ``error=0`` with ``delay_ms`` is
-        a slow disk. Takes the place of earlier orders.
+        a slow disk. ``name``: of the one file that is concerned, without folder. Takes the place of earlier orders.
         """
         fresh = self._orders.with_suffix(".new")
-        fresh.write_text("".join(f"{name} {error} {skip} {times} {delay_ms}\n" for name in calls))
+        fresh.write_text("".join(f"{call} {error} {skip} {times} {delay_ms} {name}\n" for call in calls))
         os.replace(fresh, self._orders)
 
     def heal(self) -> None:
