@@ -13,7 +13,7 @@ import pytest
 from support.faults.failing_disk import SCENES
 from support.faults.io_errors import IoErrors
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 SYNCS = """
 import os, sys

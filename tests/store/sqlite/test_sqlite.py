@@ -21,7 +21,7 @@ from pensieve.store.sqlite_store import SqliteStore
 from support.store.store_bench import counts, first_record, key, request, row, turn_record, whole_turn
 
 KEY = key()
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
 KILLS = 4
 
