@@ -130,10 +130,14 @@ class RedisStore:
         args = [
             *(request.request_id, request.fingerprint, expected, request.token, request.owner),
             *(request.attempt, request.lease_ms, request.seed, request.start_ms),
+            *(request.known_revision, request.known_head, request.known_create_ms),
         ]
         outcome, *values = await self._link.call(self._begin, session_keys(key), args)
         if outcome not in (b"OK", b"REPLAY", b"ELSEWHERE"):
-            await self._refuse(key, outcome, values, request.request_id, request.expected_revision)
+            expected_revision = request.expected_revision
+            if outcome == b"BEHIND":
+                outcome, expected_revision = b"REVISION", request.known_revision
+            await self._refuse(key, outcome, values, request.request_id, expected_revision)
         now, fields = int(values[0]), as_fields(values[1])
         row = parse_row(key, fields, now)
         if outcome == b"OK":
@@ -262,6 +266,8 @@ class RedisStore:
                 raise _refusals.busy(values[0].decode(), int(values[1]))
             case b"REVISION":
                 raise _refusals.wrong_revision(int(values[0]), expected or 0)
+            case b"DIVERGED":
+                raise _refusals.diverged(int(values[0]))
             case b"NOT_NEXT":
                 raise _refusals.not_next(int(values[0]), offered)
             case b"FENCED":

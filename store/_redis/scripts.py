@@ -60,6 +60,12 @@ local function known(request_id)
   local entry = request_id ~= '' and redis.call('HGET', q, request_id)
   if entry then return string.match(entry, '^(%d+)|(.*)$') end
 end
+-- A field of a stream's entry, or nil.
+local function field(entry, name)
+  for i = 1, #entry[2], 2 do
+    if entry[2][i] == name then return entry[2][i + 1] end
+  end
+end
 local function wrong_revision(expected)
   if expected ~= '' and int(expected) ~= num('revision') then return {'REVISION', get('revision')} end
 end
@@ -133,19 +139,26 @@ return {'OK', digits(now), redis.call('HGETALL', m), redis.call('XRANGE', l, ARG
 """
 )
 
-# ARGV: request id, fingerprint, expected revision or "", token, owner, attempt, lease ms, seed, start ms.
+# ARGV: request id, fingerprint, expected revision or "", token, owner, attempt, lease ms, seed, start ms; revision that
+# the caller knows (0: none), its chain hash and the session's create_ms ("" and 0: not known).
 BEGIN: Final = (
     _PRELUDE
     + """
 local req, fp, expected, token = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local lease = int(ARGV[7])
 int(ARGV[8]); int(ARGV[9])
+local known_revision, known_head, known_create = int(ARGV[10]), ARGV[11], int(ARGV[12])
 local refused = absent() or damaged()
 if refused then return refused end
 local revision, known_fp = known(req)
 if revision then
   if known_fp ~= fp then return {'REUSED'} end
   return {'REPLAY', digits(now), redis.call('HGETALL', m), revision}
+end
+if known_revision > 0 and (known_create == 0 or known_create == num('create_ms')) then
+  if known_revision > num('revision') then return {'BEHIND', get('revision')} end
+  local there = redis.call('XRANGE', l, ARGV[10] .. '-0', ARGV[10] .. '-0')[1]
+  if known_head ~= '' and there and field(there, 'h') ~= known_head then return {'DIVERGED', ARGV[10]} end
 end
 if get('run_token') == token then return ok() end
 local left = num('run_until_ms') - now

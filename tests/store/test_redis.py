@@ -66,7 +66,9 @@ async def test_scripts_check_their_arguments_before_they_write(
         (store._commit, [*good[:10], "1.5", *good[11:]]),
         (store._commit, good[:-1]),
         (store._renew, ["t1", "soon"]),
-        (store._begin, ["r2", "f", "", "t2", "o", "a", "-", "1", "1"]),
+        (store._begin, ["r2", "f", "", "t2", "o", "a", "-", "1", "1", "0", "", "0"]),
+        (store._begin, ["r2", "f", "", "t2", "o", "a", "1", "1", "1", "x", "", "0"]),
+        (store._begin, ["r2", "f", "", "t2", "o", "a", "1", "1", "1"]),
         (store._delete, ["", "x"]),
     ]
     for script, args in bad_calls:

@@ -74,6 +74,7 @@ def request(
     seed: int = 1,
     expected_revision: int | None = None,
     lease_ms: int = LEASE_MS,
+    known: SessionRow | None = None,
 ) -> BeginRequest:
     return BeginRequest(
         request_id=request_id,
@@ -85,6 +86,9 @@ def request(
         seed=seed,
         expected_revision=expected_revision,
         start_ms=5,
+        known_revision=0 if known is None else known.revision,
+        known_head="" if known is None else known.head_hash,
+        known_create_ms=0 if known is None else known.create_ms,
     )
 
 
