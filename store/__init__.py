@@ -55,9 +55,9 @@ __all__ = [
 def open_store(url: str) -> HistoryStore:
     """The store that ``memory:``, ``sqlite:///PATH`` or ``redis://HOST:PORT/DB`` names; not yet opened.
 
-    Raises ValueError with the accepted forms on anything else.
+    ``redis+sentinel://`` and ``redis+cluster://`` too. Raises ValueError with the accepted forms on anything else.
     """
-    scheme = url.split(":", 1)[0]
+    scheme = url.split(":", 1)[0].partition("+")[0]
     if scheme == "memory":
         from pensieve.store.memory_store import MemoryStore
 

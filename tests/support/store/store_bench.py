@@ -15,7 +15,7 @@ import redis
 
 from pensieve.core import FinishReason, Role, pack_tokens
 from pensieve.store import BeginRequest, Counts, HistoryStore, Key
-from pensieve.store._redis.rows import session_keys
+from pensieve.store._redis.rows import session_keys, tenant_keys
 from pensieve.store.memory_store import MemoryStore
 from pensieve.store.records import Item, Record, RecordKind, SessionConfig, SessionRow, TurnResult
 from pensieve.store.redis_store import RedisStore
@@ -208,6 +208,9 @@ class RedisBench:
             if self._client.exists(name):
                 assert self._client.pttl(name) > 0, f"{name} has no expiry"
                 self._client.pexpireat(name, 1)
+        ends = tenant_keys(at.tenant)[2]
+        assert self._client.zscore(ends, at.session_id), "the listing knows no expiry"
+        self._client.zadd(ends, {at.session_id: 1})
 
     def damage(self, at: Key, revision: int) -> None:
         def change(number: int, fields: dict[bytes, bytes]) -> dict[bytes, bytes] | None:
