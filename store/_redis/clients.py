@@ -47,8 +47,8 @@ class RedisClient(Protocol):
         """One command to every server that holds keys."""
         ...
 
-    async def beat(self) -> None:
-        """A write that changes nothing, on every server that holds keys."""
+    async def beats(self) -> list[str]:
+        """Keys for a write that changes nothing: one on each server that holds keys, as they are now."""
         ...
 
     def names(self, pattern: str, kind: str) -> AsyncIterator[bytes]:
@@ -124,11 +124,11 @@ class ServerClient:
     async def everywhere(self, *words: Any) -> list[Any]:
         return [await self.run(*words)]
 
-    async def beat(self) -> None:
+    async def beats(self) -> list[str]:
         if self._sentinel is not None:
             # Drops idle connections to a primary that is none any more, also one that still takes writes.
             await self._client.connection_pool.get_master_address()
-        await self.run("SET", BEAT, "1")
+        return [BEAT]
 
     async def names(self, pattern: str, kind: str) -> AsyncIterator[bytes]:
         async for name in self._client.scan_iter(match=pattern, count=1000, _type=kind):
@@ -191,10 +191,10 @@ class ClusterClient:
             )
         )
 
-    async def beat(self) -> None:
+    async def beats(self) -> list[str]:
         await self._client.initialize()
         keys = [self._beat_key(node.name) for node in self._client.get_primaries()]
-        await asyncio.gather(*(self.run("SET", key, "1") for key in keys if key))
+        return [key for key in keys if key]
 
     async def names(self, pattern: str, kind: str) -> AsyncIterator[bytes]:
         await self._client.initialize()

@@ -15,7 +15,6 @@ is entered before it is created, so that a crash in between leaves a superfluous
 from __future__ import annotations
 
 from typing import Final, NamedTuple
-from urllib.parse import unquote
 
 from pensieve.errors import DataLoss
 from pensieve.store._listing import Position, decode_cursor, encode_cursor, has_labels, position
@@ -25,6 +24,7 @@ from pensieve.store._redis.rows import (
     as_fields,
     damaged_row,
     index_key,
+    indexed_tenant,
     is_sealed,
     log_bytes,
     parse_time,
@@ -146,7 +146,7 @@ class RedisIndex:
         return sum([await self._purge_one(name) for name in await self._link.names("pv1:i:*", "zset")])
 
     async def _purge_one(self, name: bytes) -> int:
-        tenant = unquote(name.decode().removeprefix("pv1:i:{").removesuffix("}"))
+        tenant = indexed_tenant(name)
         before = await self._link.command("ZCARD", name)
         place = decode_cursor("")
         while batch := await self._after(tenant, place):

@@ -89,20 +89,12 @@ class RedisLink:
         if not self.replicas:
             return await self.call(script, keys, args)
         rest = (len(keys), *keys, *args)
-        wait = ("WAIT", self.replicas, WAIT_MS)
         async with self._bounded():
-            reply, count = await self._client.pair(keys[0], (("EVALSHA", script.sha, *rest), wait))
-            if isinstance(reply, exceptions.NoScriptError):
-                reply, count = await self._client.pair(keys[0], (("EVAL", script.source, *rest), wait))
-            for answer in (reply, count):
-                if isinstance(answer, Exception):
-                    raise answer
-        if int(count) < self.replicas:
-            raise _refusals.unavailable(
-                f"Redis at {self.place}: {int(count)} of {self.replicas} replicas have the change: its outcome is open"
-            )
-        changed: list[Any] = reply
-        return changed
+            try:
+                reply: list[Any] = await self._replicated(keys[0], ("EVALSHA", script.sha, *rest))
+            except exceptions.NoScriptError:
+                reply = await self._replicated(keys[0], ("EVAL", script.source, *rest))
+            return reply
 
     async def command(self, *words: Any) -> Any:
         """The reply to one command."""
@@ -146,13 +138,30 @@ class RedisLink:
             raise _refusals.replaced(f"the Redis at {self.place} was emptied or replaced")
 
     async def ping(self) -> None:
-        """Raises Unavailable unless this is our store and it takes writes, on every server that holds keys."""
+        """Raises Unavailable unless this is our store and every server that holds keys takes writes as they are due."""
         await self.check_marker()
         async with self._bounded():
-            await self._client.beat()
+            keys = await self._client.beats()
+            await asyncio.gather(*(self._beat(key) for key in keys))
 
     async def close(self) -> None:
         await self._client.close()
+
+    async def _beat(self, key: str) -> None:
+        words = ("SET", key, "1")
+        await (self._replicated(key, words) if self.replicas else self._client.run(*words))
+
+    async def _replicated(self, key: str, words: Words) -> Any:
+        """The reply to a command on ``key`` once enough replicas have what it wrote."""
+        reply, count = await self._client.pair(key, (words, ("WAIT", self.replicas, WAIT_MS)))
+        for answer in (reply, count):
+            if isinstance(answer, Exception):
+                raise answer
+        if int(count) < self.replicas:
+            raise _refusals.unavailable(
+                f"Redis at {self.place}: {int(count)} of {self.replicas} replicas have the change: its outcome is open"
+            )
+        return reply
 
     async def _on_connect(self, connection: Any) -> None:
         """A new connection may be to a Redis that was restarted on nothing, or on something else."""

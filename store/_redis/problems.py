@@ -22,6 +22,7 @@ _PASSING_TYPES = (
     exceptions.ClusterError,
     exceptions.RedisClusterException,
     exceptions.AskError,
+    exceptions.TryAgainError,
 )
 
 

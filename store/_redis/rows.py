@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import msgspec
 
@@ -37,8 +37,15 @@ def index_key(tenant: str) -> str:
 
 
 def tenant_keys(tenant: str) -> list[str]:
-    """KEYS of the listing's scripts."""
-    return [f"pv1:{letter}:{{{quote(tenant, safe='')}}}" for letter in "iueb"]
+    """KEYS of the listing's scripts, in one hash slot. Empty braces would name none; quoting makes no lone ``%``."""
+    tag = quote(tenant, safe="") or "%"
+    return [f"pv1:{letter}:{{{tag}}}" for letter in "iueb"]
+
+
+def indexed_tenant(name: bytes) -> str:
+    """The tenant whose index that key is."""
+    tag = name.decode().removeprefix("pv1:i:{").removesuffix("}")
+    return unquote(tag) if tag != "%" else ""
 
 
 def create_fields(row: SessionRow) -> list[Any]:

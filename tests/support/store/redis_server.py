@@ -88,6 +88,15 @@ class RedisServer:
         """SIGTERM, and SIGKILL for a server that refuses (it does when it cannot save). Nothing if it does not run."""
         self._end(signal.SIGTERM)
 
+    def pause(self) -> None:
+        """SIGSTOP: connections stay, nobody answers."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGCONT)
+
     def _end(self, how: signal.Signals) -> None:
         if self._process is None:
             return
