@@ -7,6 +7,7 @@ when the log has another head. Time is the Redis server's.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any, NoReturn
 
@@ -19,6 +20,7 @@ from pensieve.store._redis import scripts
 from pensieve.store._redis.index import RedisIndex
 from pensieve.store._redis.link import RedisLink
 from pensieve.store._redis.rows import (
+    Fields,
     append_args,
     as_fields,
     check_requests,
@@ -139,6 +141,8 @@ class RedisStore:
             outcome == b"OK" and values[0] and self._link.replicas
         ):  # whoever hears of it takes it as acknowledged
             outcome, *values = await self._link.call_durably(self._find, keys, [request_id])
+        if outcome == b"OK" and values[0]:
+            await self._link.confirm(keys[0])
         if outcome != b"OK":
             await self._refuse(key, outcome, values)
         return int(values[0]) if values[0] else None
@@ -153,6 +157,8 @@ class RedisStore:
         outcome, *values = await self._link.call(self._begin, session_keys(key), args)
         if outcome == b"REPLAY" and self._link.replicas:
             outcome, *values = await self._link.call_durably(self._begin, session_keys(key), args)
+        if outcome == b"REPLAY":
+            await self._link.confirm(session_keys(key)[0])
         if outcome not in (b"OK", b"REPLAY", b"ELSEWHERE"):
             expected_revision = request.expected_revision
             if outcome == b"BEHIND":
@@ -208,6 +214,7 @@ class RedisStore:
             await self._link.check_marker()
         elif outcome not in (b"OK", b"DELETED"):
             await self._refuse(key, outcome, values, expected=expected_revision)
+        await self._link.confirm(session_keys(key)[0])
         await self._index.remove(key)
 
     async def mark_damaged(self, key: Key) -> None:
@@ -249,11 +256,14 @@ class RedisStore:
             await self._refuse(key, outcome, values, request_id, expected, offered)
         fields = as_fields(values[1])
         row = parse_row(key, fields, int(values[0]))
+        await asyncio.gather(self._link.confirm(session_keys(key)[0]), self._list(row, fields))
+        return row
+
+    async def _list(self, row: SessionRow, fields: Fields) -> None:
         try:
             await self._index.enter(row, fields)
         except Unavailable as error:  # the change itself is made; the listing is corrected when it is read
             log.warning("the listing of sessions was not updated: %s", error)
-        return row
 
     async def _refuse(
         self,

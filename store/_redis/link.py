@@ -96,6 +96,13 @@ class RedisLink:
                 reply = await self._replicated(keys[0], ("EVAL", script.source, *rest))
             return reply
 
+    async def confirm(self, key: str) -> None:
+        """Raises Unavailable (STORE_FULL) when what was written before may be in Redis' memory alone.
+
+        A write that meets a full disk is answered as if it were kept; the next one, even of nothing, is refused.
+        """
+        await self.command("DEL", f"{key}:none")
+
     async def command(self, *words: Any) -> Any:
         """The reply to one command."""
         async with self._bounded():

@@ -14,7 +14,7 @@ from pensieve.store._redis.prelude import SEALED
 from pensieve.store._refusals import corrupt
 from pensieve.store._rules import ttl_ms
 from pensieve.store.contract import Counts, Key, LoggedRecord
-from pensieve.store.records import Record, RunningTurn, SessionConfig, SessionRow, State
+from pensieve.store.records import Record, RecordKind, RunningTurn, SessionConfig, SessionRow, State
 
 Fields = Mapping[bytes, bytes]
 
@@ -130,10 +130,17 @@ def _seal_holds(fields: Fields) -> bool:
 
 
 def check_requests(key: Key, requests: Fields, logged: Iterable[LoggedRecord]) -> None:
-    """Raises DataLoss (HISTORY_CORRUPT) unless ``requests`` has all request ids of a whole log."""
+    """Raises DataLoss (HISTORY_CORRUPT) unless ``requests`` has all request ids of a whole log.
+
+    But for that of its creation, which is repeated by the session's id.
+    """
     for one in logged:
         name, revision = one.record.request_id, one.record.revision
-        if name and not requests.get(name.encode(), b"").startswith(b"%d|" % revision):
+        if (
+            name
+            and one.record.kind is not RecordKind.CREATE
+            and not requests.get(name.encode(), b"").startswith(b"%d|" % revision)
+        ):
             raise corrupt(key, revision, "has lost its request id")
 
 

@@ -103,7 +103,7 @@ async def test_all_keys_of_a_session_expire_together(store: RedisStore, client: 
 
 
 async def test_leases_and_lives_end_by_the_servers_clock(store: RedisStore) -> None:
-    await store.create(row(KEY, ttl_s=0.2), first_record(), "fp")
+    await store.create(row(KEY, ttl_s=1.0), first_record(), "fp")
     await store.begin(KEY, request("r1", "t1", lease_ms=100))
     for _ in range(1000):
         try:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import redis
+from msgspec.structs import replace
 
 from pensieve.errors import DataLoss, FailedPrecondition, TurnInProgress
 from pensieve.store import Began, RunningElsewhere, TenantUsage
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.redis
 
 KEY = key()
 META, REQUESTS, LOG = session_keys(KEY)
+FIRST = replace(first_record(), request_id="creation")
 
 Tamper = Callable[[Any], object]
 TAMPERINGS: dict[str, Tamper] = {
@@ -49,9 +51,10 @@ TAMPERINGS: dict[str, Tamper] = {
 
 @pytest.fixture
 async def session(store: RedisStore) -> None:
-    await store.create(row(KEY), first_record(), "fp")
+    await store.create(row(KEY), FIRST, "fp")
     await whole_turn(store, KEY, 1)
     await whole_turn(store, KEY, 2)
+    assert len(await store.read(KEY)) == 3
 
 
 def content(plain: Any) -> list[Any]:
@@ -136,7 +139,7 @@ async def test_a_program_that_does_not_seal_may_write_in_between(
     client.delete(f"pv1:u:{{{TENANT}}}", f"pv1:b:{{{TENANT}}}")
     assert (await store.load(KEY)).revision == 4
     await whole_turn(store, KEY, 4)
-    written = [first_record(), *(turn_record(base, f"r{base}") for base in range(1, 5))]
+    written = [FIRST, *(turn_record(base, f"r{base}") for base in range(1, 5))]
     assert await store.usage(TENANT) == TenantUsage(1, sum(len(encode_record(one)) for one in written))
     client.hdel(REQUESTS, "r1")
     with pytest.raises(DataLoss):

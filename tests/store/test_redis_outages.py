@@ -220,6 +220,52 @@ async def test_a_ping_notices_that_writes_are_refused(
         await whole_turn(store, KEY, 1)
 
 
+async def test_a_full_disk_acknowledges_nothing_that_is_in_memory_alone(own_redis: RedisServer) -> None:
+    """Append-only file, fsync every second: the first write that meets the full disk is answered as if it were kept."""
+    async with opened_redis(own_redis.url) as store:
+        await store.create(row(KEY), first_record(), "fp")
+        await whole_turn(store, KEY, 1)
+        await store.begin(KEY, request("r2", "t2"))
+        own_redis.fill_disk()
+        turn = turn_record(2, "r2")
+        for attempt in (
+            store.commit(KEY, "t2", "fp-r2", turn, counts(3)),
+            store.commit(KEY, "t2", "fp-r2", turn, counts(3)),
+            store.begin(KEY, request("r2", "t3")),
+            store.find_request(KEY, "r2"),
+            store.ping(),
+        ):
+            with pytest.raises(Unavailable, match="MISCONF") as caught:
+                await attempt
+            assert caught.value.reason == "STORE_FULL"
+        assert len(await store.read(KEY)) == 3, "it is there, and gone if Redis ends now"
+        own_redis.free_disk()
+        await until_served(lambda: store.commit(KEY, "t2", "fp-r2", turn, counts(3)))
+        own_redis.kill()
+        own_redis.start()
+        assert len(await store.read(KEY)) == 3
+
+
+async def test_a_full_disk_ends_a_redis_that_syncs_each_write() -> None:
+    with redis_server(appendfsync="always") as server:
+        async with opened_redis(server.url) as store:
+            assert store.durability == "fsync"
+            await store.create(row(KEY), first_record(), "fp")
+            await whole_turn(store, KEY, 1)
+            await store.begin(KEY, request("r2", "t2"))
+            server.fill_disk()
+            with pytest.raises(Unavailable) as caught:
+                await store.commit(KEY, "t2", "fp-r2", turn_record(2, "r2"), counts(3))
+            assert caught.value.reason == "STORE_UNAVAILABLE"
+            async with asyncio.timeout(LIMIT_S):
+                while not server.has_ended():
+                    await asyncio.sleep(0.02)
+            server.stop()
+            server.start()
+            assert len(await store.read(KEY)) == 2
+            await store.commit(KEY, "t2", "fp-r2", turn_record(2, "r2"), counts(3))
+
+
 async def test_a_redis_that_keeps_nothing_is_told_of(
     own_redis: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
