@@ -161,6 +161,11 @@ class RedisStore:
             await self._link.confirm(session_keys(key)[0])
         if outcome not in (b"OK", b"REPLAY", b"ELSEWHERE"):
             expected_revision = request.expected_revision
+            if outcome in (b"BEHIND", b"DIVERGED"):
+                at = "is behind" if outcome == b"BEHIND" else "has another record at"
+                log.error(
+                    "%s %s revision %d, which was seen there", self._link.place, at, request.known_revision
+                )
             if outcome == b"BEHIND":
                 outcome, expected_revision = b"REVISION", request.known_revision
             await self._refuse(key, outcome, values, request.request_id, expected_revision)

@@ -65,7 +65,9 @@ async def until_served(call: Callable[[], Awaitable[object]]) -> int:
 # ---- back in time
 
 
-async def test_a_redis_that_went_back_in_time_begins_no_turn(own_redis: RedisServer) -> None:
+async def test_a_redis_that_went_back_in_time_begins_no_turn(
+    own_redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
     """Restarted on the first part of its append-only file: a sound store, and not the one that acknowledged turns."""
     async with opened_redis(own_redis.url) as store:
         await store.create(row(KEY), first_record(), "fp")
@@ -93,6 +95,9 @@ async def test_a_redis_that_went_back_in_time_begins_no_turn(own_redis: RedisSer
         with pytest.raises(DataLoss) as diverged:
             await store.begin(KEY, request("r5", "t5", known=seen))
         assert diverged.value.reason == "HISTORY_REGRESSED"
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(told) == 2
+    assert "is behind revision 3" in told[0] and "has another record at revision 3" in told[1]
 
 
 async def test_an_emptied_redis_that_others_fill_again_is_noticed(own_redis: RedisServer) -> None:
