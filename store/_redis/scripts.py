@@ -157,7 +157,7 @@ if revision then
   again()
   return ok()
 end
-refused = damaged() or broken()
+refused = damaged() or broken(true)
 if refused then return refused end
 if token == '' or get('run_token') ~= token or num('revision') + 1 ~= int(a.revision)
     or get('head_hash') ~= a.base_hash then
