@@ -139,6 +139,7 @@ class App:
             settings,
             on_turn_ended=self._turn_ended,
             on_warmed=self._metrics.warm_ended,
+            on_store_regression=self._metrics.store_regression,
         )
         self._monitor = HealthMonitor(
             self._link,

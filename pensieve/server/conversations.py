@@ -11,6 +11,7 @@ from pensieve.engine.messages import ResidentTokens
 from pensieve.errors import PensieveError, Unavailable
 from pensieve.server import ids
 from pensieve.server.history.cache import Histories
+from pensieve.server.history.known import KnownRevisions
 from pensieve.server.history.rendering import Renderer, Stamp
 from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.sessions.sessions import Sessions
@@ -60,14 +61,19 @@ class Conversations:
         *,
         on_turn_ended: Callable[[TurnEnd], None] | None = None,
         on_warmed: Callable[[str], None] | None = None,
+        on_store_regression: Callable[[], None] | None = None,
     ) -> None:
-        """``store`` is open; ``link`` may still be starting. The callbacks: see ``Turns`` and ``SessionWarmer``."""
+        """``store`` is open; ``link`` may still be starting.
+
+        The callbacks: see ``Turns``, ``SessionWarmer`` and ``KnownRevisions``.
+        """
         self.settings = settings
         self._store = store
         self._link = link
         self._tokenizer = tokenizer
         self._renderer = renderer = Renderer(tokenizer)
-        self._histories = histories = Histories(store, settings.history_cache_bytes)
+        known = KnownRevisions(on_store_regression)
+        self._histories = histories = Histories(store, settings.history_cache_bytes, known)
         runner = TurnRunner(store, link, histories, renderer, tokenizer, settings)
         self.turns = Turns(store, runner, settings, on_turn_ended)
         self.candidates = CandidateChooser(store, link, histories, renderer, runner)

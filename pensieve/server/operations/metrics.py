@@ -213,6 +213,11 @@ class Metrics:
         self._store_errors = Counter(
             "pensieve_store_errors_total", "Calls the history store could not serve.", registry=self.registry
         )
+        self._store_regressions = Counter(
+            "pensieve_store_regressions_total",
+            "Times that the history store no longer had what this server had seen acknowledged.",
+            registry=self.registry,
+        )
         self._auth_failures = Counter(
             "pensieve_auth_failures_total", "Calls refused for their credential.", registry=self.registry
         )
@@ -244,6 +249,9 @@ class Metrics:
 
     def store_error(self) -> None:
         self._store_errors.inc()
+
+    def store_regression(self) -> None:
+        self._store_regressions.inc()
 
     def auth_failure(self) -> None:
         self._auth_failures.inc()

@@ -196,7 +196,7 @@ class Sessions:
             forked_from_item=source[1],
         )
         try:
-            return await self._store.create(row, record, mark)
+            created = await self._store.create(row, record, mark)
         except AlreadyExists as error:
             if derived:
                 raise AlreadyExists(
@@ -204,6 +204,8 @@ class Sessions:
                     metadata={"request_id": record.request_id},
                 ) from error
             raise
+        self._histories.known.note(key, created)
+        return created
 
     async def _apply(
         self,

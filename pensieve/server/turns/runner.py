@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from pensieve.core import Phase
 from pensieve.debug import async_failpoint
-from pensieve.errors import NotFound, PensieveError, TurnFenced, Unavailable
+from pensieve.errors import DataLoss, NotFound, PensieveError, TurnFenced, Unavailable
 from pensieve.server import ids
 from pensieve.server.clock import now_ms
 from pensieve.server.history.cache import Histories, kept, system_item
@@ -71,6 +71,7 @@ class TurnRunner:
             return await self._replay(run, run.committed_at)
         await async_failpoint("before_begin")
         seed = sampling.explicit_seed(run.spec.sampling)
+        known = self._histories.known.of(run.key)
         request = BeginRequest(
             request_id=run.spec.request_id,
             fingerprint=run.fingerprint,
@@ -81,9 +82,16 @@ class TurnRunner:
             seed=ids.new_seed() if seed is None else seed,
             expected_revision=run.spec.expected_revision,
             start_ms=now_ms(),
+            known_revision=known.revision,
+            known_head=known.head_hash,
+            known_create_ms=known.create_ms,
         )
         try:
             outcome = await self._store.begin(run.key, request)
+        except DataLoss as error:
+            if error.reason == "HISTORY_REGRESSED":
+                self._histories.known.found(run.key, error.metadata.get("current_revision", ""))
+            raise
         except Unavailable:
             await self._abort(run)  # the reply may be lost, not the request
             raise
