@@ -10,6 +10,7 @@ from pensieve.core import packed_length
 from pensieve.engine.messages import ResidentTokens
 from pensieve.errors import PensieveError, Unavailable
 from pensieve.server import ids
+from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.cache import Histories
 from pensieve.server.history.known import KnownRevisions
 from pensieve.server.history.rendering import Renderer, Stamp
@@ -42,6 +43,7 @@ class ServerFacts:
     version: str
     replica: str
     model: str
+    model_sha256: str
     tokenizer_sha256: str
     template_sha256: str
     vocab_size: int
@@ -74,11 +76,12 @@ class Conversations:
         self._renderer = renderer = Renderer(tokenizer)
         known = KnownRevisions(on_store_regression)
         self._histories = histories = Histories(store, settings.history_cache_bytes, known)
-        runner = TurnRunner(store, link, histories, renderer, tokenizer, settings)
+        self._served = served = ServedModel(settings.model, settings.model_sha256, tokenizer)
+        runner = TurnRunner(store, link, histories, renderer, tokenizer, served, settings)
         self.turns = Turns(store, runner, settings, on_turn_ended)
         self.candidates = CandidateChooser(store, link, histories, renderer, runner)
-        self.sessions = Sessions(store, link, histories, renderer, self.turns, settings)
-        self.warmer = SessionWarmer(store, link, histories, renderer, self.turns, settings, on_warmed)
+        self.sessions = Sessions(store, link, histories, renderer, self.turns, served, settings)
+        self.warmer = SessionWarmer(store, link, histories, renderer, self.turns, served, settings, on_warmed)
 
     @property
     def context_limit(self) -> int:
@@ -100,6 +103,7 @@ class Conversations:
             history = await self._histories.at(key, await self._store.load(key))
         limit = self.context_limit
         past = self._renderer.length(history)
+        self._served.check(history.config)
         if not entries:
             return ContextSize(0, past, limit)
         items, prompt = await self._renderer.items(
@@ -122,6 +126,7 @@ class Conversations:
             version=pensieve.__version__,
             replica=self.settings.replica,
             model=self.settings.model,
+            model_sha256=self.settings.model_sha256,
             tokenizer_sha256=self._tokenizer.sha256,
             template_sha256=self._tokenizer.template_sha256,
             vocab_size=self.vocab_size,

@@ -17,6 +17,7 @@ from pensieve.debug import async_failpoint
 from pensieve.errors import DataLoss, NotFound, PensieveError, TurnFenced, Unavailable
 from pensieve.server import ids
 from pensieve.server.clock import now_ms
+from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.cache import Histories, kept, system_item
 from pensieve.server.history.rendering import PreparedTurn, Renderer, Room, Stamp
 from pensieve.server.links.engine_link import EngineLink, context_limit
@@ -56,6 +57,7 @@ class TurnRunner:
         histories: Histories,
         renderer: Renderer,
         tokenizer: ChatTokenizer,
+        served: ServedModel,
         settings: TurnSettings,
     ) -> None:
         self._store = store
@@ -63,6 +65,7 @@ class TurnRunner:
         self._histories = histories
         self._renderer = renderer
         self._tokenizer = tokenizer
+        self._served = served
         self._settings = settings
 
     async def play(self, run: TurnRun) -> TurnView:
@@ -136,6 +139,7 @@ class TurnRunner:
         spec, defaults = run.spec, self._settings.defaults
         base = await self._histories.at(run.key, began.row)
         config = base.config
+        self._served.check(config)
         # A retry takes over the seed of the attempt before it, unless the turn or its session names one.
         seed = sampling.explicit_seed(spec.sampling, config.sampling, defaults)
         run.seed = began.seed if seed is None else seed
@@ -151,6 +155,7 @@ class TurnRunner:
             Stamp(base.head_item + 1, spec.request_id, now_ms()),
             Room(context_limit(self._link.info), config.overflow, values.max_output_tokens),
         )
+        self._served.check_tokens(prepared.context, self._link.info.vocab_size)
         run.new_tokens = prepared.num_new
         outputs = [
             OutputText(self._tokenizer, values.stop, values.min_output_tokens)
@@ -195,6 +200,7 @@ class TurnRunner:
             seed=run.seed,
             attempt=run.attempt,
             time_ms=now_ms(),
+            config=self._served.bound(base.config) if base.config.binding is None else None,
         )
         # The store writes the session's row together with the record, so what the row says is counted before.
         after = base.apply(record, "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
