@@ -171,6 +171,7 @@ class TurnRunner:
             spec.max_duration_s,
             scope=self._settings.sharing_scope(run.key, config),
             hints=hints,
+            origin=f"{ids.session_key(run.key)}/{spec.request_id}",
         )
         return await self._finish(run, base, keep, prepared, sampling.choice(*layers))
 
