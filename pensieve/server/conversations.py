@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import pensieve
 from pensieve.core import packed_length
@@ -25,6 +27,9 @@ from pensieve.server.values import InputEntry, TurnEnd
 from pensieve.store import HistoryStore, Key
 from pensieve.store.records import History
 from pensieve.tokenizer import ChatTokenizer
+
+STORE_PATIENCE_S: Final = 2.0
+"""How long an operator waits to hear how the store is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +152,10 @@ class Conversations:
     async def store_state(self) -> str:
         """``serving``, or the reason why not."""
         try:
-            await self._store.ping()
+            async with asyncio.timeout(STORE_PATIENCE_S):
+                await self._store.ping()
+        except TimeoutError:
+            return "does not answer"
         except Unavailable as error:
             return error.reason
         return "serving"

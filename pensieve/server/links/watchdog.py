@@ -20,7 +20,7 @@ STALLED_FLOOR_S: Final = 3.0
 """The least time for that. With the interval of health it is below 5 s."""
 HUNG_FACTOR: Final = 24.0
 """Times what a step should take, until the engine is replaced: its turns are lost then, so patience is longer."""
-HUNG_FLOOR_S: Final = 15.0
+HUNG_FLOOR_S: Final = 20.0
 _KEPT_STEPS: Final = 16
 
 
