@@ -210,7 +210,7 @@ async def test_a_stalled_engine_is_killed_and_replaced(tmp_path: Path) -> None:
 
 
 async def test_what_steps_take_is_learnt_and_a_hang_is_judged_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = Script(step_s=0, token_s=0.0001, poison=7, poison_hangs=True)
+    script = Script(step_s=0, token_s=0.0001, poison=7, poison_does="hang")
     async with running(script, stall_limit_s=1000.0) as link:
 
         def prompt(length: int, token: int = 0) -> Listened:

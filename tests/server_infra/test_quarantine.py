@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -94,15 +93,22 @@ async def test_two_poisonous_requests_are_both_found() -> None:
         assert ends == ["20 tokens"] * 6 + [QUARANTINED] * 2
 
 
-async def test_one_that_hangs_a_real_engine_process(tmp_path: Path) -> None:
-    script = options(Script(poison=POISON, poison_hangs=True))
-    link = ProcessLink(script, builder=BUILDER, stall_limit_s=0.5)
+@pytest.mark.parametrize("how", ["hang", "abort"])
+async def test_one_that_ends_real_engine_processes(how: str) -> None:
+    script = options(Script(poison=POISON, poison_does=how))
+    link = ProcessLink(script, builder=BUILDER, stall_limit_s=2.0)
     await link.start()
     try:
         bad, good = tried(link, "bad", [1, POISON]), tried(link, "good", [1, 2], output=8)
         assert await asyncio.gather(bad, good) == [QUARANTINED, "8 tokens"]
     finally:
         await link.stop()
+
+
+async def test_one_that_the_memory_does_not_suffice_for() -> None:
+    async with threaded(Script(poison=POISON, poison_does="exhaust memory", step_s=0.001)) as link:
+        bad, good = tried(link, "bad", [1, POISON]), tried(link, "good", [1, 2], output=20)
+        assert await asyncio.gather(bad, good) == [QUARANTINED, "20 tokens"]
 
 
 async def test_kills_from_outside_condemn_nobody() -> None:

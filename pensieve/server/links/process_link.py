@@ -187,7 +187,8 @@ class ProcessLink(BaseLink):
                 if not stopping:
                     self._enter(LinkState.RESTARTING)
                     outside = frozen or await process.was_killed(DEATH_PATIENCE_S)
-                    self._engine_lost(outside=outside)
+                    if self._state is LinkState.RESTARTING:  # not stopped meanwhile
+                        self._engine_lost(outside=outside)
             finally:
                 status = await process.wait(STOP_PATIENCE_S)
         if not stopping:

@@ -64,7 +64,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     poison: int = -1
     """A request whose context holds this token id ends the engine, once it has made ``poison_at`` tokens."""
     poison_at: int = 0
-    poison_hangs: bool = False
+    poison_does: str = "raise"
     sleep_to_start_s: float = 0.0
     chatter: str = ""
     """Written to stderr at start."""
@@ -160,8 +160,13 @@ class FakeEngine:
             if self.script.poison in unpack_tokens(request.submit.tokens) and (
                 request.made >= self.script.poison_at
             ):
-                if self.script.poison_hangs:
-                    time.sleep(1000)
+                match self.script.poison_does:
+                    case "hang":
+                        time.sleep(1000)
+                    case "exhaust memory":
+                        bytearray(1 << 62)
+                    case "abort":
+                        os.abort()
                 raise RuntimeError("poisoned")
 
     def _advance(self, request: _Request) -> list[Event]:
