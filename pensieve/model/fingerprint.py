@@ -1,9 +1,10 @@
 """A name for a model by its content, so that a history is never continued by another model unnoticed. No torch.
 
-Covered are config.json (but for the fields that only say which program wrote it) and, of every safetensors file: its
-name, its size, its header (names, types and shapes of all tensors) and ``SAMPLES`` blocks of 4 KiB spread evenly over
-its data. That takes well under a second for a model of any size. A change of single weights between the samples goes
-unseen; another checkpoint, another fine-tune or another training step does not: they change all weights.
+Covered are config.json (but for the fields that only say which program wrote it) and, of every safetensors file that
+the index names, or of the only one: its name, its size, its header (names, types and shapes of all tensors) and
+``SAMPLES`` blocks of 4 KiB spread evenly over its data. That takes well under a second for a model of any size. A
+change of single weights between the samples goes unseen; another checkpoint, another fine-tune or another training step
+does not: they change all weights.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ def model_fingerprint(folder: Path, *, weights: bool = True) -> str:
     """
     digest = hashlib.sha256()
     digest.update(_config(folder / "config.json"))
-    files = sorted(folder.glob("*.safetensors")) if weights else []
-    for file in files:
+    for file in _weights(folder) if weights else []:
         digest.update(f"\0{file.name}\0".encode())
         _add_file(digest, file)
     if not weights:
@@ -49,6 +49,18 @@ def _config(path: Path) -> bytes:
         raise ModelError(f"{path}: not a JSON object")
     kept = {name: value for name, value in config.items() if name not in _INCIDENTAL}
     return json.dumps(kept, sort_keys=True).encode()
+
+
+def _weights(folder: Path) -> list[Path]:
+    """The files of the weights, as far as they are there; whoever loads them complains of what is missing."""
+    index = folder / "model.safetensors.index.json"
+    names = {"model.safetensors"}
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{index}: cannot be read ({error!r})") from error
+    return [folder / name for name in sorted(names) if (folder / name).is_file()]
 
 
 def _add_file(digest: Any, path: Path) -> None:

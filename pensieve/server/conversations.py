@@ -68,7 +68,7 @@ class Conversations:
         *,
         on_turn_ended: Callable[[TurnEnd], None] | None = None,
         on_warmed: Callable[[str], None] | None = None,
-        on_store_regression: Callable[[], None] | None = None,
+        on_store_regression: Callable[[str], None] | None = None,
     ) -> None:
         """``store`` is open; ``link`` may still be starting.
 

@@ -25,11 +25,8 @@ class Counted:
     """Counts what the server found, as its metric does."""
 
     def __init__(self, rig: Rig) -> None:
-        self.times = 0
-        rig.conversations._histories.known._on_regression = self._count
-
-    def _count(self) -> None:
-        self.times += 1
+        self.seen_by: list[str] = []
+        rig.conversations._histories.known._on_regression = self.seen_by.append
 
 
 def forgetful(rig: Rig) -> None:
@@ -64,7 +61,7 @@ async def test_turns_and_readers_are_refused(
             error = await refusal(call)
             assert (error.code, error.reason) == REGRESSED
             assert error.metadata["current_revision"] == "2"
-        assert counted.times == 3
+        assert counted.seen_by == ["server"] * 3
         assert sum("went back in time" in record.message for record in caplog.records) == 3
         assert (await rig.session(name)).revision == 2, "nothing was added"
         assert (await rig.run(other, "hi")).revision == 2, "other sessions go on"
@@ -83,8 +80,19 @@ async def test_another_history_of_the_same_length_is_found(cache: Callable[[Rig]
             for number in range(1 + more):
                 await elsewhere.run(name, f"another {number}")
         cache(rig)
+        counted = Counted(rig)
         error = await refusal(rig.call(name, spec("second")))
-        assert (error.code, error.reason) == REGRESSED
+        assert (error.code, error.reason) == REGRESSED and counted.seen_by == ["server"]
+
+
+async def test_a_client_that_says_it_has_seen_more_is_counted_apart() -> None:
+    """It may be mistaken: nobody can raise the operator's alarm with a wrong number."""
+    async with serving() as rig:
+        name = await rig.create()
+        await rig.run(name, "first")
+        counted = Counted(rig)
+        error = await refusal(rig.call(name, spec("second", expected_revision=9)))
+        assert (error.code, error.reason) == REGRESSED and counted.seen_by == ["client"]
 
 
 @pytest.mark.redis
@@ -104,7 +112,7 @@ async def test_redis_restarted_on_an_earlier_prefix_of_its_log(tmp_path: Path) -
             counted = Counted(rig)
             error = await refusal(rig.call(name, spec("third")))
             assert (error.code, error.reason) == REGRESSED
-            assert counted.times == 1 and (await rig.session(name)).revision == 2
+            assert counted.seen_by == ["server"] and (await rig.session(name)).revision == 2
 
 
 async def test_a_row_that_was_just_overtaken_is_no_regression() -> None:
@@ -116,7 +124,7 @@ async def test_a_row_that_was_just_overtaken_is_no_regression() -> None:
         await rig.run(name, "first")
         counted = Counted(rig)
         history = await rig.conversations._histories.at(key, old)
-        assert history.revision == 2 and counted.times == 0
+        assert history.revision == 2 and not counted.seen_by
 
 
 async def test_a_session_made_anew_under_an_old_id_is_another_one() -> None:

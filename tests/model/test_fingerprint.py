@@ -26,6 +26,7 @@ def test_the_same_model_elsewhere_is_the_same(tmp_path: Path) -> None:
     first = model_fingerprint(write(tmp_path / "a", transformers_version="4.1"))
     other = write(tmp_path / "b", transformers_version="5.0", _name_or_path="b")
     (other / "README.md").write_text("words")
+    (other / "consolidated.safetensors").write_text("the same weights for another program")
     assert model_fingerprint(other) == first == model_fingerprint(other)
 
 
@@ -43,6 +44,8 @@ def test_configuration_weights_and_size_tell(tmp_path: Path) -> None:
 
 def test_a_large_file_is_sampled(tmp_path: Path) -> None:
     folder = write(tmp_path / "a")
+    names = {"weight_map": {"w": "model.safetensors", "v": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(names))
     with (folder / "model-2.safetensors").open("wb") as file:
         file.truncate(8 << 30)  # a hole: reading it whole would take many seconds
     sampled = model_fingerprint(folder)
@@ -55,4 +58,8 @@ def test_a_large_file_is_sampled(tmp_path: Path) -> None:
 def test_a_broken_configuration_is_told(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ModelError, match="not a JSON object"):
+        model_fingerprint(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(ModelError, match="cannot be read"):
         model_fingerprint(tmp_path)

@@ -89,7 +89,7 @@ async def test_two_poisonous_requests_are_both_found() -> None:
     async with threaded(Script(poison=POISON, step_s=0.001)) as link:
         good = [tried(link, f"good{n}", [1, 2, n], output=20) for n in range(6)]
         bad = [tried(link, f"bad{n}", [n, POISON]) for n in range(2)]
-        ends = await asyncio.gather(*good, *bad)
+        ends = list(await asyncio.gather(*good, *bad))
         assert ends == ["20 tokens"] * 6 + [QUARANTINED] * 2
 
 
@@ -100,7 +100,7 @@ async def test_one_that_ends_real_engine_processes(how: str) -> None:
     await link.start()
     try:
         bad, good = tried(link, "bad", [1, POISON]), tried(link, "good", [1, 2], output=8)
-        assert await asyncio.gather(bad, good) == [QUARANTINED, "8 tokens"]
+        assert list(await asyncio.gather(bad, good)) == [QUARANTINED, "8 tokens"]
     finally:
         await link.stop()
 
@@ -108,7 +108,7 @@ async def test_one_that_ends_real_engine_processes(how: str) -> None:
 async def test_one_that_the_memory_does_not_suffice_for() -> None:
     async with threaded(Script(poison=POISON, poison_does="exhaust memory", step_s=0.001)) as link:
         bad, good = tried(link, "bad", [1, POISON]), tried(link, "good", [1, 2], output=20)
-        assert await asyncio.gather(bad, good) == [QUARANTINED, "20 tokens"]
+        assert list(await asyncio.gather(bad, good)) == [QUARANTINED, "20 tokens"]
 
 
 async def test_kills_from_outside_condemn_nobody() -> None:

@@ -59,7 +59,7 @@ class Histories:
             except DataLoss as error:
                 self._drop(key)
                 if error.reason == "HISTORY_REGRESSED":
-                    self.known.found(key, error.metadata.get("current_revision", ""))
+                    self.known.found(key, "", seen)
                     raise
                 # Either side may be wrong: only a full read tells.
         records = await self._store.read(key)

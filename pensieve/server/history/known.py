@@ -40,9 +40,9 @@ class KnownRevisions:
     """Used on one event loop."""
 
     def __init__(
-        self, on_regression: Callable[[], None] | None = None, max_sessions: int = MAX_SESSIONS
+        self, on_regression: Callable[[str], None] | None = None, max_sessions: int = MAX_SESSIONS
     ) -> None:
-        """``on_regression`` hears of each time that the store was found to have gone back."""
+        """``on_regression`` hears, each time that the store seems to have gone back, who saw it: see ``found``."""
         self._on_regression = on_regression
         self._max_sessions = max_sessions
         self._seen: OrderedDict[Key, Seen] = OrderedDict()
@@ -81,15 +81,21 @@ class KnownRevisions:
         if seen.create_ms == row.create_ms and there and seen.head_hash not in there:
             raise self._regressed(key, row, seen)
 
-    def found(self, key: Key, current: str) -> None:
-        """Count and log that the store has gone back, whoever found it. ``current``: its revision, "" if not known."""
-        extra = {"session": key.session_id, "revision": current, "seen": self.of(key).revision}
+    def found(self, key: Key, current: str, seen: Seen) -> None:
+        """Count and log that the store refused something as behind what is known of a session.
+
+        ``current``: the store's revision, "" if it is not that which tells; ``seen``: what it was asked with. Where
+        that does not explain the refusal, a ``client`` said that it has seen more: maybe so, maybe it is mistaken. Else
+        the ``server`` has seen it.
+        """
+        by = "server" if seen.revision and (not current or int(current) < seen.revision) else "client"
+        extra = {"session": key.session_id, "revision": current, "seen": seen.revision, "seen_by": by}
         log.error("the store went back in time: a session has lost what was acknowledged", extra=extra)
         if self._on_regression is not None:
-            self._on_regression()
+            self._on_regression(by)
 
     def _regressed(self, key: Key, row: SessionRow, seen: Seen) -> DataLoss:
-        self.found(key, str(row.revision))
+        self.found(key, "" if row.revision >= seen.revision else str(row.revision), seen)
         return DataLoss(
             f"the store holds revision {row.revision} of the session, and not revision {seen.revision} as it was "
             "acknowledged: history went back in time",

@@ -215,7 +215,8 @@ class Metrics:
         )
         self._store_regressions = Counter(
             "pensieve_store_regressions_total",
-            "Times that the history store no longer had what this server had seen acknowledged.",
+            "Times that the history store no longer had what was acknowledged, by who had seen it.",
+            ["seen_by"],
             registry=self.registry,
         )
         self._auth_failures = Counter(
@@ -223,6 +224,8 @@ class Metrics:
         )
         for start in ("cold", "warm"):
             self._first_token.labels(start)
+        for seen_by in ("server", "client"):
+            self._store_regressions.labels(seen_by)
 
     def watch_engine(self, engine: EngineView) -> None:
         """Serve this engine's numbers from now on. Called once."""
@@ -250,8 +253,9 @@ class Metrics:
     def store_error(self) -> None:
         self._store_errors.inc()
 
-    def store_regression(self) -> None:
-        self._store_regressions.inc()
+    def store_regression(self, seen_by: str) -> None:
+        """``seen_by``: ``server``, or ``client`` for one that says so."""
+        self._store_regressions.labels(seen_by).inc()
 
     def auth_failure(self) -> None:
         self._auth_failures.inc()

@@ -93,7 +93,7 @@ class TurnRunner:
             outcome = await self._store.begin(run.key, request)
         except DataLoss as error:
             if error.reason == "HISTORY_REGRESSED":
-                self._histories.known.found(run.key, error.metadata.get("current_revision", ""))
+                self._histories.known.found(run.key, error.metadata.get("current_revision", ""), known)
             raise
         except Unavailable:
             await self._abort(run)  # the reply may be lost, not the request
