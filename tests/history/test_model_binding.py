@@ -8,6 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from pensieve.client import AsyncClient
+from pensieve.errors import FailedPrecondition
 from pensieve.server.history.binding import ServedModel
 from pensieve.store import Key
 from pensieve.store.memory_store import MemoryStore
@@ -122,6 +124,22 @@ async def test_a_session_with_token_ids_of_its_client_cannot_be_moved(permuted: 
         error = await refusal(rig.api.UpdateSession(request))
         assert (error.code, error.reason) == MISMATCH and error.metadata["item"] == "1"
         assert "import" in error.message and (await rig.session(name)).revision == 2
+
+
+async def test_the_sdk_says_what_is_wrong_and_moves_the_session(permuted: ChatTokenizer) -> None:
+    store = MemoryStore()
+    async with serving(store=store) as rig, AsyncClient(rig.target) as client:
+        session = await client.create_session(session_id="moving")
+        await session.send("hi")
+    moved = serving(store=store, speaks=permuted, model_sha256="ab" * 32)
+    async with moved as rig, AsyncClient(rig.target) as client:
+        assert (await client.server_info()).model_sha256 == "ab" * 32
+        session = client.session("moving")
+        with pytest.raises(FailedPrecondition) as caught:
+            await session.send("and now?")
+        assert caught.value.reason == "MODEL_MISMATCH" and "rebind" in caught.value.message
+        assert (await session.rebind()).revision == 3
+        assert (await session.send("and now?")).revision == 4
 
 
 async def test_a_view_that_hides_old_turns_survives_the_move(permuted: ChatTokenizer) -> None:

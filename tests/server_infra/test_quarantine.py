@@ -93,9 +93,8 @@ async def test_two_poisonous_requests_are_both_found() -> None:
         assert ends == ["20 tokens"] * 6 + [QUARANTINED] * 2
 
 
-@pytest.mark.parametrize("how", ["hang", "abort"])
-async def test_one_that_ends_real_engine_processes(how: str) -> None:
-    script = options(Script(poison=POISON, poison_does=how))
+async def test_one_that_hangs_real_engine_processes() -> None:
+    script = options(Script(poison=POISON, poison_does="hang"))
     link = ProcessLink(script, builder=BUILDER, stall_limit_s=2.0)
     await link.start()
     try:
@@ -117,7 +116,7 @@ async def test_kills_from_outside_condemn_nobody() -> None:
     await link.start()
     try:
         turn = asyncio.create_task(tried(link, "long", [1, 2], output=100))
-        for kills in range(1, 4):
+        for kills in (1, 2):
             async with asyncio.timeout(30):
                 while link.state is not LinkState.SERVING or not link.stats.running:
                     await asyncio.sleep(0.005)

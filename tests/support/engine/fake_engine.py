@@ -165,8 +165,6 @@ class FakeEngine:
                         time.sleep(1000)
                     case "exhaust memory":
                         bytearray(1 << 62)
-                    case "abort":
-                        os.abort()
                 raise RuntimeError("poisoned")
 
     def _advance(self, request: _Request) -> list[Event]:
