@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.core import RequestKey, Sampling
+from pensieve.core import RequestKey, Sampling, SessionKey
 from pensieve.engine.messages import Finished, FinishReason, Output, Submit, Usage
 from pensieve.errors import Internal, PensieveError, ResourceExhausted
 from pensieve.server.links.generations import Generations, OpenGeneration
@@ -104,6 +104,21 @@ async def test_who_was_not_in_the_step_is_no_suspect() -> None:
     assert not waiting.outputs
     one, two = gate.enter("waiting"), gate.enter("running")
     assert gate.sent == [one.request, two.request]
+
+
+async def test_a_session_whose_warming_an_engine_may_have_died_of_is_not_warmed_again() -> None:
+    now = 0.0
+    turnstile = Turnstile(lambda command: None, lambda generation, error: None, lambda: now)
+    long_ago, just_now = SessionKey("t/long ago"), SessionKey("t/just now")
+    assert turnstile.may_warm(long_ago)
+    now = 100.0
+    assert turnstile.may_warm(just_now)
+    turnstile.engine_died(outside=True)
+    assert turnstile.may_warm(just_now), "killed from outside"
+    turnstile.engine_died(outside=False)
+    assert turnstile.may_warm(long_ago) and not turnstile.may_warm(just_now)
+    now += 700.0
+    assert turnstile.may_warm(just_now)
 
 
 async def test_nothing_is_kept_of_what_is_over() -> None:

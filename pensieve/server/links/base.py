@@ -117,6 +117,9 @@ class BaseLink(abc.ABC):
         return await self._call(lambda call: GetResidency(call=call, session=session), ResidentTokens)
 
     async def warm(self, session: SessionKey, tokens: TokenArray, *, scope: str = "") -> Warmed:
+        if not self._turnstile.may_warm(session):
+            held = await self.residency(session)
+            return Warmed(held.call, "busy", held.device_tokens, held.host_tokens)
         packed = pack_tokens(tokens)
         return await self._call(
             lambda call: Warm(call=call, session=session, tokens=packed, scope=scope), Warmed

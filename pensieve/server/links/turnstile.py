@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Final
 
+from pensieve.core import SessionKey
 from pensieve.engine.messages import Submit
 from pensieve.errors import PensieveError
 from pensieve.server.links.generations import OpenGeneration
-from pensieve.server.links.quarantine import Quarantine
+from pensieve.server.links.quarantine import MEMORY_S, Quarantine
+
+WARM_SUSPICION_S: Final = 10.0
+"""An engine that dies sooner after a session was asked to be warmed may have died of it."""
 
 
 @dataclass(slots=True)
@@ -28,18 +34,31 @@ class Turnstile:
         self,
         send: Callable[[Submit], None],
         fail: Callable[[OpenGeneration, PensieveError], None],
-        quarantine: Quarantine | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``send`` hands a command to the engine; ``fail`` ends a generation that could not be handed over later."""
         self._send = send
         self._fail = fail
-        self._quarantine = quarantine or Quarantine()
+        self._clock = clock
+        self._quarantine = Quarantine(clock)
         self._inside: dict[int, _Passage] = {}
         self._held: OrderedDict[int, _Passage] = OrderedDict()
         self._lone: _Passage | None = None
         """The suspect that is let in."""
         self._batch: frozenset[int] | None = None
         """Requests of the step that was announced last."""
+        self._warmed: dict[SessionKey, float] = {}
+        self._cold: dict[SessionKey, float] = {}
+        """Sessions that are not warmed until then: an engine died soon after they had been."""
+
+    def may_warm(self, session: SessionKey) -> bool:
+        """Whether a session may be warmed; if so, it is taken as done. Nobody is told more than that now is no time."""
+        now = self._clock()
+        if self._cold.get(session, 0.0) > now:
+            return False
+        self._warmed = {one: at for one, at in self._warmed.items() if at > now - WARM_SUSPICION_S}
+        self._warmed[session] = now
+        return True
 
     def check(self, origin: str) -> None:
         """Raises Internal (REQUEST_QUARANTINED). ``origin``: name of a turn over all its tries, "" for none."""
@@ -96,6 +115,12 @@ class Turnstile:
             if passage.origin and (self._batch is None or number in self._batch)
         ]
         self.reset()
+        now = self._clock()
+        self._cold = {session: until for session, until in self._cold.items() if until > now}
+        if not outside:
+            fresh = [session for session, at in self._warmed.items() if at > now - WARM_SUSPICION_S]
+            self._cold |= dict.fromkeys(fresh, now + MEMORY_S)
+        self._warmed.clear()
         batch = {passage.origin: passage.generation.outputs for passage in accused}
         guilty = self._quarantine.died(batch, outside=outside) if batch else None
         return next((one.generation for one in accused if guilty is not None and one.origin == guilty), None)
