@@ -20,7 +20,6 @@ from pensieve.core import FinishReason, Sampling, SessionKey
 from pensieve.debug import child_environment
 from pensieve.engine.messages import Finished, Output, RequestProgress, Started
 from pensieve.errors import ContextLimitExceeded, Internal, ResourceExhausted, Unavailable
-from pensieve.server.links import watchdog
 from pensieve.server.links.engine_link import LinkState
 from pensieve.server.links.process import EngineProcess, HostCommand
 from pensieve.server.links.process_link import ProcessLink
@@ -207,32 +206,6 @@ async def test_a_stalled_engine_is_killed_and_replaced(tmp_path: Path) -> None:
         await until(lambda: link.state is LinkState.SERVING)
         assert link.restarts_total == 1
         assert [event async for event in submit(link)]
-
-
-async def test_what_steps_take_is_learnt_and_a_hang_is_judged_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = Script(step_s=0, token_s=0.0001, poison=7, poison_does="hang")
-    async with running(script, stall_limit_s=1000.0) as link:
-
-        def prompt(length: int, token: int = 0) -> Listened:
-            return Listened(
-                link, SESSION, np.full(length, token, dtype=np.int32), Sampling(max_output_tokens=2)
-            )
-
-        times = link._watchdog._times
-        assert times.expected(100) is None
-        assert [event async for event in prompt(100)]
-        short = times.expected(101)
-        assert short is not None and short >= 0.01 and times.expected(3001) is None
-        assert [event async for event in prompt(3000)]
-        long = times.expected(3001)
-        assert long is not None and long >= 0.3
-        assert link._watchdog._tokens == 1, "the last step that was announced made one token"
-        monkeypatch.setattr(watchdog, "HUNG_FLOOR_S", 0.5)
-        with pytest.raises(Unavailable, match="ENGINE_RESTARTING"):
-            async for _ in prompt(
-                100, token=7
-            ):  # far sooner than the limit of steps of which nothing is known
-                pass
 
 
 async def test_heartbeats_without_steps_are_a_stall_when_work_waits() -> None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from pensieve.core import Sampling, SessionKey
 from pensieve.engine.messages import Stats
+from pensieve.errors import Unavailable
+from pensieve.server.links import watchdog
+from pensieve.server.links.process_link import ProcessLink
 from pensieve.server.links.watchdog import HUNG_FLOOR_S, STALLED_FLOOR_S, StepTimes, Watchdog
 from pensieve.server.operations import health
+from support.engine.fake_engine import BUILDER, Script, options
+from support.service.listener import Listened
 
 
 class Watched:
@@ -148,3 +155,32 @@ def test_estimates() -> None:
     for _ in range(16):
         times.observe(64, 0.01)
     assert times.expected(64) == 0.01, "what was slow once is forgotten"
+
+
+async def test_an_engine_process_is_judged_by_what_its_steps_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = options(Script(step_s=0, token_s=0.0001, poison=7, poison_does="hang"))
+    link = ProcessLink(script, builder=BUILDER, stall_limit_s=1000.0)
+    await link.start()
+
+    def prompt(length: int, token: int = 0) -> Listened:
+        tokens = np.full(length, token, dtype=np.int32)
+        return Listened(link, SessionKey("t/s"), tokens, Sampling(max_output_tokens=2))
+
+    try:
+        times = link._watchdog._times
+        assert times.expected(100) is None
+        assert [event async for event in prompt(100)]
+        short = times.expected(101)
+        assert short is not None and short >= 0.01 and times.expected(3001) is None
+        assert [event async for event in prompt(3000)]
+        long = times.expected(3001)
+        assert long is not None and long >= 0.3
+        assert link._watchdog._tokens == 1, "the last step that was announced made one token"
+        monkeypatch.setattr(watchdog, "HUNG_FLOOR_S", 0.5)
+        with pytest.raises(Unavailable, match="ENGINE_RESTARTING"):
+            async for _ in prompt(
+                100, token=7
+            ):  # far sooner than the limit of steps of which nothing is known
+                pass
+    finally:
+        await link.stop()
