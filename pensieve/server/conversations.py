@@ -10,7 +10,7 @@ from typing import Final
 import pensieve
 from pensieve.core import packed_length
 from pensieve.engine.messages import ResidentTokens
-from pensieve.errors import PensieveError, Unavailable
+from pensieve.errors import PensieveError
 from pensieve.server import ids
 from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.cache import Histories
@@ -156,7 +156,7 @@ class Conversations:
                 await self._store.ping()
         except TimeoutError:
             return "does not answer"
-        except Unavailable as error:
+        except PensieveError as error:
             return error.reason
         return "serving"
 

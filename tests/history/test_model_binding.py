@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from pensieve.client import AsyncClient
 from pensieve.errors import FailedPrecondition
 from pensieve.server.history.binding import ServedModel
-from pensieve.store import Key
+from pensieve.store import HistoryStore, Key, open_store
 from pensieve.store.memory_store import MemoryStore
 from pensieve.store.records import SessionConfig
 from pensieve.tokenizer import ChatTokenizer
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service.service_rig import ANSWER, Rig, refusal, serving, spec, tokenizer, user
+from support.store.redis_server import redis_server
 from support.tokenizers_ import CHATML, byte_level, write_folder
 
 MISMATCH = ("FAILED_PRECONDITION", "MODEL_MISMATCH")
@@ -155,18 +157,22 @@ async def test_a_view_that_hides_old_turns_survives_the_move(permuted: ChatToken
         assert (await rebind(rig, name)).context_tokens == shown
 
 
-async def unbound(store: MemoryStore, name: str) -> None:
-    """The session as a server wrote it that knew of no binding."""
-    session = store._sessions[key(name)]
-    config = msgspec.structs.replace(session.meta.row.config, binding=None)
-    row = msgspec.structs.replace(session.meta.row, config=config)
-    session.meta = msgspec.structs.replace(session.meta, row=row)
+@pytest.fixture(params=["memory", "sqlite", pytest.param("redis", marks=pytest.mark.redis)])
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[HistoryStore]:
+    """Each kind: what a turn says of its session's configuration must be kept by all."""
+    with contextlib.ExitStack() as stack:
+        url = f"sqlite:///{tmp_path / 'history.sqlite3'}" if request.param == "sqlite" else "memory:"
+        if request.param == "redis":
+            url = stack.enter_context(redis_server()).url
+        opened = open_store(url)
+        await opened.open()
+        yield opened
+        await opened.close()
 
 
 async def test_an_old_session_is_bound_by_its_next_turn(
-    permuted: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+    store: HistoryStore, permuted: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = MemoryStore()
     with monkeypatch.context() as patch:
         patch.setattr(ServedModel, "bound", lambda _, config: config)  # as before
         async with serving(store=store) as rig:
