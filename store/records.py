@@ -71,6 +71,16 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
     candidate_choice: CandidateChoice | None = None
 
 
+class ModelBinding(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a session's token ids were made with: SHA-256 (hex) of each; "" where it is not known."""
+
+    name: str = ""
+    """What the server called the model; for people."""
+    model: str = ""
+    tokenizer: str = ""
+    template: str = ""
+
+
 class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a client may set of a session."""
 
@@ -81,6 +91,8 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     """Idle lifetime, extended by each commit; 0 = never expires."""
     overflow: Overflow = Overflow.REJECT
     prefix_sharing: PrefixSharing = PrefixSharing.TENANT
+    binding: ModelBinding | None = None
+    """Set by the server, never by a client; None: made before it was kept."""
 
 
 class Item(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -16,7 +16,7 @@ import click
 import numpy as np
 
 from pensieve.config import EngineOptions
-from pensieve.core import FinishReason, Phase, Usage, packed_length
+from pensieve.core import FinishReason, Phase, RequestKey, Usage, packed_length
 from pensieve.engine.messages import (
     Cancel,
     Command,
@@ -33,6 +33,7 @@ from pensieve.engine.messages import (
     Stats,
     Submit,
 )
+from pensieve.engine.process.announcing import Announcer
 from pensieve.options.serve import by_name, resolve, serve_flags
 from pensieve.server.app import run
 
@@ -58,6 +59,7 @@ class PacedEngine:
         self._next = 0.0
         self._draw = np.random.default_rng(0)
         self._steps = self._tokens = 0
+        self.announcer = Announcer()
 
     def ready(self) -> EngineReady:
         return EngineReady(CONTEXT_LIMIT, VOCABULARY, "none", "none", CONTEXT_LIMIT * 1000, 0, 32)
@@ -88,6 +90,7 @@ class PacedEngine:
 
     def step(self) -> list[Event]:
         """Wait for the end of the step; whoever was there at its begin gets a token."""
+        self.announcer.step(len(self._running), frozenset(map(RequestKey, self._running)))
         now = time.monotonic()
         self._next = max(self._next + self._step_s, now)
         time.sleep(self._next - now)

@@ -307,9 +307,12 @@ class SessionCore:
             ),
         )
         request = pb.UpdateSessionRequest(
-            name=self.name, session=session, expected_revision=expected_revision
+            name=self.name,
+            session=session,
+            expected_revision=expected_revision,
+            rebind=changes.get("rebind", False),
         )
-        request.update_mask.paths.extend(_requests.UPDATE_PATHS[key] for key in changes)
+        request.update_mask.paths.extend(filter(None, map(_requests.UPDATE_PATHS.__getitem__, changes)))
         # With an expected revision a replay of an update that had succeeded would be refused.
         response = yield from self.call("UpdateSession", request, replay=expected_revision is None)
         return self._learn(response.session)

@@ -98,6 +98,8 @@ class SessionChanges(TypedDict, total=False):
     overflow: Overflow
     share_prefixes: bool
     """Whether cached state of common beginnings is shared with other sessions of the tenant."""
+    rebind: bool
+    """Move the session to the model that is served: ``Session.rebind``."""
 
 
 UPDATE_PATHS = {
@@ -107,8 +109,9 @@ UPDATE_PATHS = {
     "ttl": "config.ttl",
     "overflow": "config.overflow_policy",
     "share_prefixes": "config.prefix_sharing",
+    "rebind": "",
 }
-"""Keywords of ``SessionChanges``, and the paths that an update mask has for them."""
+"""Keywords of ``SessionChanges``, and the paths that an update mask has for them; "": it is no field of a session."""
 SAMPLING_KEYS = frozenset(SamplingOptions.__annotations__)
 TURN_KEYS = frozenset(TurnOptions.__annotations__)
 DISCONNECT = {"cancel": "DISCONNECT_POLICY_CANCEL", "finish": "DISCONNECT_POLICY_FINISH"}

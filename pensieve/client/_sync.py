@@ -233,6 +233,14 @@ class Session(SessionView):
         _requests.check_names(changes, frozenset(_requests.UPDATE_PATHS))
         return self._link.run(self._core.update(changes, expected_revision))
 
+    def rebind(self, *, expected_revision: int | None = None) -> SessionInfo:
+        """Move the session to the model that is served, after a turn was refused with MODEL_MISMATCH.
+
+        Where the tokenizer is another, all items are made anew from their texts and renumbered. Raises
+        FailedPrecondition (MODEL_MISMATCH) when some were given as token ids.
+        """
+        return self.update(rebind=True, expected_revision=expected_revision)
+
     def delete(self, *, expected_revision: int | None = None, allow_missing: bool = False) -> None:
         """Erase the conversation at once."""
         self._link.run(self._core.delete(expected_revision, allow_missing))

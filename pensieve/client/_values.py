@@ -232,3 +232,5 @@ class ServerInfo:
     context_limit: int
     limits: Limits
     features: tuple[str, ...]
+    model_sha256: str = ""
+    """Of the model's configuration and weights. Sessions are bound to it, to the tokenizer and to the template."""

@@ -228,6 +228,7 @@ def server_info(message: pb.GetServerInfoResponse) -> ServerInfo:
         version=message.version,
         replica=message.replica,
         model=message.model,
+        model_sha256=message.model_sha256,
         tokenizer_sha256=message.tokenizer_sha256,
         chat_template_sha256=message.chat_template_sha256,
         vocab_size=message.vocab_size,

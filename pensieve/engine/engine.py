@@ -62,6 +62,7 @@ from pensieve.engine.messages import (
     Warmed,
 )
 from pensieve.engine.plan import PendingStep, Plan, StepResult, StepWorker
+from pensieve.engine.process.announcing import Announcer
 from pensieve.engine.request import Request
 from pensieve.engine.scheduler import Scheduler, Token
 
@@ -115,6 +116,7 @@ class Engine:
         self._clock = clock
         self._requests: dict[RequestKey, Request] = {}
         self._candidates = Candidates(scheduler, scheduler.cache)
+        self.announcer = Announcer(lambda key: self._candidates.of(key)[0])
         self._phases: dict[RequestKey, Phase] = {}
         """What was last reported of each request's progress."""
         self._totals = _Totals()
@@ -178,7 +180,8 @@ class Engine:
 
     def _launch(self, events: list[Event]) -> _Launch | None:
         started = self._clock()
-        plan = self._scheduler.plan(started)
+        with self.announcer.blaming(self._requests):
+            plan = self._scheduler.plan(started)
         planned = self._clock()
         self._totals.parts["plan"] += planned - started
         if plan.is_empty:
@@ -186,6 +189,7 @@ class Engine:
         for request in self._scheduler.admitted:
             events.append(self._started(request))
             self._candidates.started(request.key)
+        self.announcer.launching(plan, self._in_flight.plan if self._in_flight is not None else None)
         launch = _Launch(plan, self._worker.launch(plan), started)
         self._scheduler.launched(plan)
         self._totals.parts["launch"] += self._clock() - planned

@@ -169,6 +169,16 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     """Whether its cache does anything with ``Hints``."""
 
 
+class Stepping(msgspec.Struct, frozen=True, tag="stepping"):
+    """A step begins, and is unlike the one before. It comes alone in its report, whose ``stats`` are old.
+
+    ``tokens`` 0: something went wrong outside of a step, by one of ``requests``.
+    """
+
+    tokens: int
+    requests: tuple[int, ...]
+
+
 class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
     """Counters since start (``*_total``) and gauges of the engine. Tokens unless named otherwise."""
 
@@ -212,6 +222,7 @@ Event = (
     | ResidentTokens
     | Warmed
     | EngineReady
+    | Stepping
 )
 
 

@@ -299,8 +299,8 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "stall-limit",
         values.duration(1, 3600),
-        "An engine that has work and makes no step for this long is replaced.",
-        "longer than the longest step, first-use compilation included",
+        "An engine whose step takes this long is replaced, if nothing is known yet of steps of its size.",
+        "longer than a first step, compilation included; others are judged by what steps took lately",
         "TIME",
         unit="s",
     ),

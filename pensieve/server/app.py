@@ -33,6 +33,7 @@ from pensieve.engine.process.host import DEFAULT_BUILDER
 from pensieve.errors import PensieveError
 from pensieve.logs import configure_logging
 from pensieve.model.arch import ModelError
+from pensieve.model.fingerprint import model_fingerprint
 from pensieve.model.folder import load_generation
 from pensieve.model.resolve import display_name, resolve_model
 from pensieve.options.serve import ServeOptions
@@ -131,7 +132,10 @@ class App:
             log_json=options.log_json,
         )
         self._metrics.watch_engine(self._link)
-        settings = self._settings(await asyncio.to_thread(_sampling_defaults, folder), store.store_id)
+        weights = options.load_format != "dummy"
+        model_sha256 = await asyncio.to_thread(model_fingerprint, folder, weights=weights)
+        defaults = await asyncio.to_thread(_sampling_defaults, folder)
+        settings = self._settings(defaults, store.store_id, model_sha256)
         self._conversations = Conversations(
             store,
             self._link,
@@ -139,6 +143,7 @@ class App:
             settings,
             on_turn_ended=self._turn_ended,
             on_warmed=self._metrics.warm_ended,
+            on_store_regression=self._metrics.store_regression,
         )
         self._monitor = HealthMonitor(
             self._link,
@@ -175,11 +180,12 @@ class App:
         self._stack.push_async_callback(store.close)
         return store
 
-    def _settings(self, defaults: SamplingDefaults, store_id: str) -> TurnSettings:
+    def _settings(self, defaults: SamplingDefaults, store_id: str, model_sha256: str) -> TurnSettings:
         options = self._options
         return TurnSettings(
             replica=f"{socket.gethostname()}-{secrets.token_hex(4)}",
             model=display_name(options.model),
+            model_sha256=model_sha256,
             defaults=defaults,
             lease_s=options.lease_s,
             heartbeat_s=options.heartbeat_s,

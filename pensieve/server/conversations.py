@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import pensieve
 from pensieve.core import packed_length
 from pensieve.engine.messages import ResidentTokens
-from pensieve.errors import PensieveError, Unavailable
+from pensieve.errors import PensieveError
 from pensieve.server import ids
+from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.cache import Histories
+from pensieve.server.history.known import KnownRevisions
 from pensieve.server.history.rendering import Renderer, Stamp
 from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.sessions.sessions import Sessions
@@ -23,6 +27,9 @@ from pensieve.server.values import InputEntry, TurnEnd
 from pensieve.store import HistoryStore, Key
 from pensieve.store.records import History
 from pensieve.tokenizer import ChatTokenizer
+
+STORE_PATIENCE_S: Final = 2.0
+"""How long an operator waits to hear how the store is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,7 @@ class ServerFacts:
     version: str
     replica: str
     model: str
+    model_sha256: str
     tokenizer_sha256: str
     template_sha256: str
     vocab_size: int
@@ -60,19 +68,25 @@ class Conversations:
         *,
         on_turn_ended: Callable[[TurnEnd], None] | None = None,
         on_warmed: Callable[[str], None] | None = None,
+        on_store_regression: Callable[[str], None] | None = None,
     ) -> None:
-        """``store`` is open; ``link`` may still be starting. The callbacks: see ``Turns`` and ``SessionWarmer``."""
+        """``store`` is open; ``link`` may still be starting.
+
+        The callbacks: see ``Turns``, ``SessionWarmer`` and ``KnownRevisions``.
+        """
         self.settings = settings
         self._store = store
         self._link = link
         self._tokenizer = tokenizer
         self._renderer = renderer = Renderer(tokenizer)
-        self._histories = histories = Histories(store, settings.history_cache_bytes)
-        runner = TurnRunner(store, link, histories, renderer, tokenizer, settings)
+        known = KnownRevisions(on_store_regression)
+        self._histories = histories = Histories(store, settings.history_cache_bytes, known)
+        self._served = served = ServedModel(settings.model, settings.model_sha256, tokenizer)
+        runner = TurnRunner(store, link, histories, renderer, tokenizer, served, settings)
         self.turns = Turns(store, runner, settings, on_turn_ended)
         self.candidates = CandidateChooser(store, link, histories, renderer, runner)
-        self.sessions = Sessions(store, link, histories, renderer, self.turns, settings)
-        self.warmer = SessionWarmer(store, link, histories, renderer, self.turns, settings, on_warmed)
+        self.sessions = Sessions(store, link, histories, renderer, self.turns, served, settings)
+        self.warmer = SessionWarmer(store, link, histories, renderer, self.turns, served, settings, on_warmed)
 
     @property
     def context_limit(self) -> int:
@@ -94,6 +108,7 @@ class Conversations:
             history = await self._histories.at(key, await self._store.load(key))
         limit = self.context_limit
         past = self._renderer.length(history)
+        self._served.check(history.config)
         if not entries:
             return ContextSize(0, past, limit)
         items, prompt = await self._renderer.items(
@@ -116,6 +131,7 @@ class Conversations:
             version=pensieve.__version__,
             replica=self.settings.replica,
             model=self.settings.model,
+            model_sha256=self.settings.model_sha256,
             tokenizer_sha256=self._tokenizer.sha256,
             template_sha256=self._tokenizer.template_sha256,
             vocab_size=self.vocab_size,
@@ -136,8 +152,11 @@ class Conversations:
     async def store_state(self) -> str:
         """``serving``, or the reason why not."""
         try:
-            await self._store.ping()
-        except Unavailable as error:
+            async with asyncio.timeout(STORE_PATIENCE_S):
+                await self._store.ping()
+        except TimeoutError:
+            return "does not answer"
+        except PensieveError as error:
             return error.reason
         return "serving"
 

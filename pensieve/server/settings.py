@@ -45,6 +45,8 @@ class TurnSettings:
     """Names this front end in leases and answers."""
     model: str = ""
     """Name shown to clients; a session may name it or none."""
+    model_sha256: str = ""
+    """The model by its content (``model.fingerprint``); sessions are bound to it. "": not known, and not compared."""
     limits: RequestLimits = RequestLimits()
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     """Sampling values where neither turn nor session says otherwise; what is unset here too is ``core.Sampling``'s."""

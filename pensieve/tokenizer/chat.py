@@ -83,7 +83,7 @@ class ChatTokenizer:
         self.eos_token_ids: tuple[int, ...] = folder.eos_token_ids
         self.bos_token_id: int | None = folder.bos_token_id
         self.sha256: str = folder.sha256
-        """Hash over the tokenizer's files."""
+        """Hash over the tokenizer's files, its chat template excepted."""
         self.template_sha256: str = hashlib.sha256(template.source.encode()).hexdigest()
         self._longest_token = max(map(len, folder.backend.get_vocab()), default=1)
 

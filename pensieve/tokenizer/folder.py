@@ -128,9 +128,15 @@ def _eos_ids(generation: dict[str, Any], config: dict[str, Any], of_tokenizer: i
 
 
 def _hash_files(folder: Path) -> str:
+    """SHA-256 (hex) of the files, without the chat template that the settings may hold: it has a hash of its own."""
     digest = hashlib.sha256()
     for name in _FILES:
         path = folder / name
         if path.is_file():
-            digest.update(f"{name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+            data = path.read_bytes()
+            if name == "tokenizer_config.json":
+                settings = _read_json(path)
+                settings.pop("chat_template", None)
+                data = json.dumps(settings, sort_keys=True).encode()
+            digest.update(f"{name}\0".encode() + hashlib.sha256(data).digest())
     return digest.hexdigest()

@@ -240,16 +240,18 @@ class ListSessionsResponse(_message.Message):
     def __init__(self, sessions: _Optional[_Iterable[_Union[Session, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class UpdateSessionRequest(_message.Message):
-    __slots__ = ("name", "session", "update_mask", "expected_revision")
+    __slots__ = ("name", "session", "update_mask", "expected_revision", "rebind")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     UPDATE_MASK_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_REVISION_FIELD_NUMBER: _ClassVar[int]
+    REBIND_FIELD_NUMBER: _ClassVar[int]
     name: str
     session: Session
     update_mask: _field_mask_pb2.FieldMask
     expected_revision: int
-    def __init__(self, name: _Optional[str] = ..., session: _Optional[_Union[Session, _Mapping]] = ..., update_mask: _Optional[_Union[_field_mask_pb2.FieldMask, _Mapping]] = ..., expected_revision: _Optional[int] = ...) -> None: ...
+    rebind: bool
+    def __init__(self, name: _Optional[str] = ..., session: _Optional[_Union[Session, _Mapping]] = ..., update_mask: _Optional[_Union[_field_mask_pb2.FieldMask, _Mapping]] = ..., expected_revision: _Optional[int] = ..., rebind: bool = ...) -> None: ...
 
 class UpdateSessionResponse(_message.Message):
     __slots__ = ("session",)
@@ -783,7 +785,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "replica", "model", "tokenizer_sha256", "chat_template_sha256", "vocab_size", "context_limit", "limits", "features")
+    __slots__ = ("version", "replica", "model", "tokenizer_sha256", "chat_template_sha256", "vocab_size", "context_limit", "limits", "features", "model_sha256")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -793,6 +795,7 @@ class GetServerInfoResponse(_message.Message):
     CONTEXT_LIMIT_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
+    MODEL_SHA256_FIELD_NUMBER: _ClassVar[int]
     version: str
     replica: str
     model: str
@@ -802,7 +805,8 @@ class GetServerInfoResponse(_message.Message):
     context_limit: int
     limits: Limits
     features: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, version: _Optional[str] = ..., replica: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., chat_template_sha256: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_limit: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., features: _Optional[_Iterable[str]] = ...) -> None: ...
+    model_sha256: str
+    def __init__(self, version: _Optional[str] = ..., replica: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., chat_template_sha256: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_limit: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., features: _Optional[_Iterable[str]] = ..., model_sha256: _Optional[str] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("max_request_bytes", "max_input_chars", "max_stop_sequences", "max_top_logprobs", "max_ttl", "request_id_retention", "disconnect_grace", "max_candidates", "max_beam_width")

@@ -70,7 +70,7 @@ SDK = set(
 )
 CLIENT = "close create_session server_info session sessions"
 SESSION = """attach cancel choose count_tokens delete edit fork get_turn id info items last_turn last_user_item name
-refresh regenerate revision rewind send stream update warm"""
+rebind refresh regenerate revision rewind send stream update warm"""
 STREAM = (
     "accepted base_revision cancel close done finish progress request_id resumes seed text token_count turn"
 )

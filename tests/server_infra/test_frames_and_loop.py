@@ -18,6 +18,7 @@ from pensieve.engine.messages import (
     Cancel,
     Command,
     EngineReady,
+    Event,
     Evict,
     Evicted,
     Failed,
@@ -25,6 +26,7 @@ from pensieve.engine.messages import (
     Output,
     Report,
     Stats,
+    Stepping,
     Stop,
     Submit,
 )
@@ -123,13 +125,17 @@ class ScriptedChannel:
         self.batches = list(batches)
         self.reports: list[Report] = []
         self.timeouts: list[float] = []
+        self.announced: list[Stepping] = []
 
     def receive(self, timeout: float) -> list[Command]:
         self.timeouts.append(timeout)
         return self.batches.pop(0) if self.batches else [Stop()]
 
     def send(self, report: Report) -> None:
-        self.reports.append(report)
+        steps = [event for event in report.events if isinstance(event, Stepping)]
+        if not steps:
+            self.reports.append(report)
+        self.announced += steps
 
 
 def engine() -> FakeEngine:
@@ -167,6 +173,26 @@ def test_a_refusal_is_reported_even_when_there_is_nothing_to_step() -> None:
     channel = ScriptedChannel([submit(1, tokens=5000)])
     run_engine(engine(), channel)
     assert isinstance(channel.reports[1].events[0], Failed)
+
+
+def test_steps_are_announced_when_they_are_unlike_the_one_before() -> None:
+    channel = ScriptedChannel([submit(1, tokens=100)], [], [], [submit(2, tokens=5)], [], [], [], [])
+    run_engine(engine(), channel)
+    said = [(one.tokens, set(one.requests)) for one in channel.announced]
+    assert said == [(101, {1}), (1, {1}), (7, {1, 2}), (1, {2})]
+
+
+def test_what_cannot_even_be_taken_in_is_named() -> None:
+    class Fragile(FakeEngine):
+        def handle(self, command: Command) -> list[Event]:
+            if isinstance(command, Submit) and command.request == 2:
+                raise ValueError("what is this")
+            return super().handle(command)
+
+    channel = ScriptedChannel([submit(1)], [submit(2)])
+    with pytest.raises(ValueError, match="what is this"):
+        run_engine(Fragile(Script(step_s=0)), channel)
+    assert channel.announced[-1] == Stepping(0, (2,))
 
 
 def test_an_exception_leaves_the_loop() -> None:

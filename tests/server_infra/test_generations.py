@@ -17,10 +17,8 @@ from pensieve.engine.messages import (
     RequestProgress,
     ResidentTokens,
     Started,
-    Stats,
 )
 from pensieve.errors import ContextLimitExceeded, Internal, PensieveError, ResourceExhausted, Unavailable
-from pensieve.server.links.base import Watchdog
 from pensieve.server.links.generations import Generations
 from pensieve.server.unavailable import restarting
 from support.service.listener import Listener
@@ -260,29 +258,3 @@ async def test_observers_hear_of_arrival() -> None:
     generations.deal([Output(number, (2, 3))])
     generations.deal([Finished(number, FinishReason.STOP_TOKEN, Usage())])
     assert recorder.calls == [("first", 2.0, 64), ("next", 1.0, 2), ("ended", "stop_token")]
-
-
-def test_the_watchdog_counts_steps_not_heartbeats() -> None:
-    watchdog = Watchdog(10.0)
-    for step in range(100):
-        watchdog.tick(1.0, work_waits=True)
-        watchdog.reported(Stats(steps_total=step))
-    assert not watchdog.stalled
-    for _ in range(11):
-        watchdog.tick(1.0, work_waits=True)
-        watchdog.reported(Stats(steps_total=99))
-    assert watchdog.stalled
-
-
-def test_the_watchdog_wants_heartbeats_of_an_idle_engine() -> None:
-    watchdog = Watchdog(10.0)
-    for _ in range(11):
-        assert not watchdog.stalled
-        watchdog.tick(1.0, work_waits=False)
-    assert watchdog.stalled
-
-
-def test_a_frozen_front_end_does_not_blame_the_engine() -> None:
-    watchdog = Watchdog(10.0)
-    watchdog.tick(3600.0, work_waits=True)
-    assert not watchdog.stalled

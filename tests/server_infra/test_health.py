@@ -24,10 +24,18 @@ class Engine:
 class Store:
     error: Exception | None = None
     hangs = False
+    deaf = False
+    """Does not even end when it is told to."""
+    pings = 0
 
     async def ping(self) -> None:
-        if self.hangs:
-            await asyncio.sleep(1000)
+        self.pings += 1
+        while self.hangs:
+            try:
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                if not self.deaf:
+                    raise
         if self.error is not None:
             raise self.error
 
@@ -59,6 +67,7 @@ async def setup(monkeypatch: pytest.MonkeyPatch) -> Setup:
     monkeypatch.setattr(health, "CHECK_INTERVAL_S", 0.01)
     monkeypatch.setattr(health, "STORE_INTERVAL_S", 0.01)
     monkeypatch.setattr(health, "STORE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(health, "STORE_GIVE_UP_S", 0.2)
     return Setup()
 
 
@@ -99,6 +108,31 @@ async def test_each_cause_and_recovery(setup: Setup) -> None:
     await setup.becomes(SERVING)
     setup.draining = True
     await setup.becomes(NOT_SERVING)
+    await setup.monitor.stop()
+
+
+async def test_a_store_that_hangs_and_does_not_let_go_is_not_waited_for(setup: Setup) -> None:
+    setup.store.hangs = setup.store.deaf = True
+    await setup.monitor.start()
+    assert await setup.statuses() == {NOT_SERVING} and setup.monitor.problem == "store does not answer"
+    await setup.becomes(NOT_SERVING)
+    async with asyncio.timeout(10):
+        while setup.store.pings < 3:  # one is given up, and the next one asks anew
+            await asyncio.sleep(0.005)
+    setup.store.hangs = False
+    await setup.becomes(SERVING)
+    await setup.monitor.stop()
+
+
+async def test_a_slow_answer_counts_when_it_comes(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "STORE_GIVE_UP_S", 1000.0)
+    await setup.monitor.start()
+    setup.store.hangs = True
+    await setup.becomes(NOT_SERVING)
+    asked = setup.store.pings
+    setup.store.hangs = False
+    await setup.becomes(SERVING)
+    assert setup.store.pings >= asked
     await setup.monitor.stop()
 
 

@@ -220,10 +220,9 @@ async def test_heartbeats_without_steps_are_a_stall_when_work_waits() -> None:
 async def test_idling_is_no_stall() -> None:
     async with running(Script(), stall_limit_s=1.0) as link:
         pid = link.pid
-        watchdog = link._watchdog
         for _ in range(1000):
-            watchdog.tick(1.0, work_waits=False)
-            watchdog.reported(link.stats)
+            link._watchdog.tick(1.0, work_waits=False)
+            link._watchdog.reported(link.stats)
         assert not link.stalled
         assert link.pid == pid and link.restarts_total == 0
 

@@ -1,4 +1,4 @@
 """The engine's loop and the process around it: frames in, steps, frames out.
 
-May import: config, engine.messages, errors, frames, lifeline, logs.
+May import: config, core, engine.messages, engine.plan, errors, frames, lifeline, logs.
 """

@@ -2,7 +2,8 @@
 
 One iteration: take the commands that have arrived, make one step if there is work, report. With work, nothing is
 waited for; without, the loop sleeps until a command comes and reports every ``HEARTBEAT_S`` that it is alive. Each
-iteration sends at most one ``Report``, so the cost of talking does not grow with the batch.
+iteration sends at most one ``Report``, so the cost of talking does not grow with the batch, and one before a step that
+is unlike the step before (``announcing``).
 
 An exception out of the engine leaves the loop: what a step has half done is unknown (on a GPU the whole context may
 be poisoned), so nobody may carry on with this engine. Its owner starts another.
@@ -12,7 +13,8 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
-from pensieve.engine.messages import Command, EngineReady, Event, Report, Stats, Stop
+from pensieve.engine.messages import Command, EngineReady, Event, Report, Stats, Stepping, Stop, Submit
+from pensieve.engine.process.announcing import Announcer
 
 HEARTBEAT_S: Final = 0.5
 _BLOCKED_S: Final = 0.005
@@ -28,6 +30,11 @@ class HostedEngine(Protocol):
 
     def step(self) -> list[Event]:
         """Launch a step and commit one; [] when there is nothing to do."""
+        ...
+
+    @property
+    def announcer(self) -> Announcer:
+        """Through it the engine says what each step is about to do."""
         ...
 
     @property
@@ -55,6 +62,11 @@ def run_engine(engine: HostedEngine, channel: CommandChannel) -> None:
     stats = engine.stats()
     # So that whoever waits for the engine knows what it can do before it sends the first command.
     channel.send(Report(events=(engine.ready(),), stats=stats))
+
+    def announce(event: Stepping) -> None:
+        channel.send(Report(events=(event,), stats=stats))
+
+    engine.announcer.send = announce
     blocked = False
     while True:
         has_work = engine.has_work
@@ -63,7 +75,8 @@ def run_engine(engine: HostedEngine, channel: CommandChannel) -> None:
         for command in commands:
             if isinstance(command, Stop):
                 return
-            events += engine.handle(command)
+            with engine.announcer.blaming([command.request] if isinstance(command, Submit) else []):
+                events += engine.handle(command)
         waiting = engine.has_work
         if waiting:
             events += engine.step()

@@ -1,7 +1,8 @@
 """Folded histories of recently used sessions, so that a turn reads only the records that are new to this process.
 
 A cached history is a claim about one revision and its chain hash. The store's row decides: equal revision and hash,
-use it; smaller revision, read what follows and check that the chain continues; anything else, read all again.
+use it; smaller revision, read what follows and check that the chain continues. A store that is behind what this process
+has seen, or has another history there, has gone back in time and is refused (``known``).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import replace
 
 from pensieve.core import Role
 from pensieve.errors import DataLoss
+from pensieve.server.history.known import KnownRevisions, Seen
 from pensieve.store import HistoryStore, Key, LoggedRecord
 from pensieve.store.records import History, Record, SessionRow
 
@@ -20,29 +22,49 @@ _ITEM_OVERHEAD = 256
 class Histories:
     """The cache. Beyond ``max_bytes`` the least recently used histories are dropped. Used on one event loop."""
 
-    def __init__(self, store: HistoryStore, max_bytes: int) -> None:
+    def __init__(self, store: HistoryStore, max_bytes: int, known: KnownRevisions | None = None) -> None:
         self._store = store
         self._max_bytes = max_bytes
+        self.known = known or KnownRevisions()
         self._cached: OrderedDict[Key, tuple[History, int]] = OrderedDict()
         self._bytes = 0
 
     async def at(self, key: Key, row: SessionRow) -> History:
         """The session's history at ``row``, or later when a commit came in between.
 
-        Raises what ``HistoryStore.read`` does.
+        Raises what ``HistoryStore.read`` does, and DataLoss (HISTORY_REGRESSED) when the store has gone back.
         """
-        known = self._cached[key][0] if key in self._cached else History()
-        if known.revision == row.revision and known.head_hash == row.head_hash:
+        seen = self.known.of(key)
+        if not self.known.fits(row, seen):
+            # Only a row that was asked for after that was seen can tell: this one may just have been overtaken.
+            row = await self._store.load(key)
+            self.known.check(key, row, seen)
+        if seen.create_ms != row.create_ms:
+            self._drop(key)  # nothing is known of it, or of another session that had its id
+        history = await self._read(key, row, seen)
+        self.known.note(key, row)
+        return history
+
+    async def _read(self, key: Key, row: SessionRow, seen: Seen) -> History:
+        cached = self._cached[key][0] if key in self._cached else History()
+        if (cached.revision, cached.head_hash) == (row.revision, row.head_hash):
             self._cached.move_to_end(key)
-            return known
-        if 0 < known.revision < row.revision:
+            return cached
+        if 0 < cached.revision < row.revision:
             try:
-                newer = await self._store.read(key, after_revision=known.revision, head_hash=known.head_hash)
-                return self._keep(key, fold(known, newer))
-            except DataLoss:
+                newer = await self._store.read(
+                    key, after_revision=cached.revision, head_hash=cached.head_hash
+                )
+                return self._keep(key, fold(cached, newer))
+            except DataLoss as error:
+                self._drop(key)
+                if error.reason == "HISTORY_REGRESSED":
+                    self.known.found(key, "", seen)
+                    raise
                 # Either side may be wrong: only a full read tells.
-                self.forget(key)
-        return self._keep(key, fold(History(), await self._store.read(key)))
+        records = await self._store.read(key)
+        self.known.check_log(key, row, seen, records)
+        return self._keep(key, fold(History(), records))
 
     async def at_revision(self, key: Key, row: SessionRow, revision: int) -> History:
         """The history as it was at an earlier (or the current) revision."""
@@ -57,18 +79,24 @@ class Histories:
 
         ``base``: as cached, i.e. before truncation or any view was applied.
         """
+        self.known.note(key, row)
         if row.revision == record.revision and base.revision + 1 == record.revision:
             self._keep(key, base.apply(record, row.head_hash))
         else:
-            self.forget(key)
+            self._drop(key)
 
     def forget(self, key: Key) -> None:
+        """The session is gone, and what was known of it with it."""
+        self._drop(key)
+        self.known.forget(key)
+
+    def _drop(self, key: Key) -> None:
         dropped = self._cached.pop(key, None)
         if dropped is not None:
             self._bytes -= dropped[1]
 
     def _keep(self, key: Key, history: History) -> History:
-        self.forget(key)
+        self._drop(key)
         size = sum(len(item.tokens) + len(item.text) + _ITEM_OVERHEAD for item in history.items)
         self._cached[key] = (history, size)
         self._bytes += size

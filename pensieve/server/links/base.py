@@ -21,6 +21,7 @@ from pensieve.engine.messages import (
     Report,
     ResidentTokens,
     Stats,
+    Stepping,
     Submit,
     Warm,
     Warmed,
@@ -28,45 +29,17 @@ from pensieve.engine.messages import (
 from pensieve.errors import Internal, PensieveError
 from pensieve.server.links.engine_link import GenerationSink, LinkState
 from pensieve.server.links.generations import CallAnswer, GenerationObserver, Generations, OpenGeneration
+from pensieve.server.links.quarantine import quarantined
+from pensieve.server.links.turnstile import Turnstile
+from pensieve.server.links.watchdog import Watchdog
 from pensieve.server.unavailable import draining, restarting, starting
 
 log = logging.getLogger(__name__)
 
 DEFAULT_STALL_LIMIT_S: Final = 60.0
+QUIET_S: Final = 0.6
+"""An idle engine's heartbeat, and a little."""
 T = TypeVar("T", bound=CallAnswer)
-
-
-class Watchdog:
-    """Finds an engine that makes no progress.
-
-    Progress is a finished step, or having nothing to do; heartbeats show only that idle engines live. Quiet time is
-    summed tick by tick, each capped, so a front end that was itself frozen for minutes does not blame its engine.
-    """
-
-    def __init__(self, limit_s: float) -> None:
-        self.limit_s = limit_s
-        self.tick_s = min(1.0, limit_s / 8)
-        self._steps = -1
-        self._without_step_s = 0.0
-        self._silent_s = 0.0
-
-    @property
-    def stalled(self) -> bool:
-        return max(self._without_step_s, self._silent_s) > self.limit_s
-
-    def reset(self) -> None:
-        self._steps, self._without_step_s, self._silent_s = -1, 0.0, 0.0
-
-    def reported(self, stats: Stats) -> None:
-        self._silent_s = 0.0
-        if stats.steps_total != self._steps:
-            self._steps = stats.steps_total
-            self._without_step_s = 0.0
-
-    def tick(self, elapsed_s: float, *, work_waits: bool) -> None:
-        elapsed = min(elapsed_s, 2 * self.tick_s)
-        self._silent_s += elapsed
-        self._without_step_s = self._without_step_s + elapsed if work_waits else 0.0
 
 
 class BaseLink(abc.ABC):
@@ -75,6 +48,8 @@ class BaseLink(abc.ABC):
     def __init__(self, observer: GenerationObserver | None, stall_limit_s: float) -> None:
         self._generations = Generations(self._cancel, observer)
         self._watchdog = Watchdog(stall_limit_s)
+        self._turnstile = Turnstile(self._send, self._generations.fail)
+        self._generations.on_closed = lambda generation, well: self._turnstile.closed(generation, well=well)
         self._state = LinkState.STARTING
         self._ready: EngineReady | None = None
         self._stats = Stats()
@@ -111,8 +86,10 @@ class BaseLink(abc.ABC):
         *,
         scope: str = "",
         hints: Hints | None = None,
+        origin: str = "",
     ) -> OpenGeneration:
         self._check_serving()
+        self._turnstile.check(origin)
         generation = self._generations.open(sink)
         command = Submit(
             request=generation.request,
@@ -124,7 +101,7 @@ class BaseLink(abc.ABC):
             hints=hints,
         )
         try:
-            self._send(command)
+            self._turnstile.enter(generation, command, origin)
         except PensieveError:
             self._generations.drop(generation)
             raise
@@ -140,6 +117,9 @@ class BaseLink(abc.ABC):
         return await self._call(lambda call: GetResidency(call=call, session=session), ResidentTokens)
 
     async def warm(self, session: SessionKey, tokens: TokenArray, *, scope: str = "") -> Warmed:
+        if not self._turnstile.may_warm(session):
+            held = await self.residency(session)
+            return Warmed(held.call, "busy", held.device_tokens, held.host_tokens)
         packed = pack_tokens(tokens)
         return await self._call(
             lambda call: Warm(call=call, session=session, tokens=packed, scope=scope), Warmed
@@ -156,8 +136,12 @@ class BaseLink(abc.ABC):
         """Hand a command to the engine without waiting. Raises PensieveError when it cannot be taken."""
 
     @abc.abstractmethod
-    def _on_stall(self) -> None:
-        """Called each tick while the watchdog finds no progress."""
+    def _on_hang(self) -> None:
+        """Called each tick while the watchdog has no hope any more."""
+
+    def _is_frozen(self) -> bool:
+        """Whether the system says that the engine's process is stopped. Asked when it has been quiet for a while."""
+        return False
 
     def _enter(self, state: LinkState) -> None:
         self._state = state
@@ -166,11 +150,16 @@ class BaseLink(abc.ABC):
     def _receive(self, report: Report) -> None:
         """Take one report in: what the engine is, its counters, then the events of generations and calls."""
         for event in report.events:
+            if isinstance(event, Stepping):
+                self._watchdog.announced(event.tokens)
+                self._turnstile.announced(event.requests)
+                return
             if isinstance(event, EngineReady):
                 self._ready = event
         self._stats = report.stats
         self._watchdog.reported(report.stats)
         self._generations.deal(report.events)
+        self._turnstile.progressed()
 
     def _engine_up(self) -> None:
         self._watchdog.reset()
@@ -178,15 +167,21 @@ class BaseLink(abc.ABC):
         if self._watch_task is None:
             self._watch_task = asyncio.create_task(self._watch(), name="engine watchdog")
 
-    def _engine_lost(self) -> None:
+    def _engine_lost(self, *, outside: bool = False) -> None:
+        """``outside``: the engine was killed or stopped by somebody else."""
         # The state first: a caller that is told of the failure and tries again at once must be refused here.
         self._enter(LinkState.RESTARTING)
         self._stats = Stats()
+        guilty = self._turnstile.engine_died(outside=outside)
+        if guilty is not None:
+            log.error("a request has ended the engine twice and is refused from now on: its session is told")
+            self._generations.fail(guilty, quarantined())
         self._generations.fail_all(restarting)
 
     async def _end(self) -> None:
         """Serve nothing from here on; running generations fail with DRAINING."""
         self._enter(LinkState.STOPPED)
+        self._turnstile.reset()
         self._generations.fail_all(draining)
         if self._watch_task is not None:
             self._watch_task.cancel()
@@ -234,7 +229,8 @@ class BaseLink(abc.ABC):
             now = loop.time()
             if self._state is LinkState.SERVING:
                 work_waits = len(self._generations) > 0 or self._generations.has_calls
-                self._watchdog.tick(now - before, work_waits=work_waits)
-                if self._watchdog.stalled:
-                    self._on_stall()
+                frozen = self._watchdog.quiet_s >= QUIET_S and self._is_frozen()
+                self._watchdog.tick(now - before, work_waits=work_waits, frozen=frozen)
+                if self._watchdog.hung:
+                    self._on_hang()
             before = now

@@ -56,7 +56,8 @@ class GenerationSink(Protocol):
         """The generation ended without a result.
 
         Unavailable (ENGINE_RESTARTING) says that the engine died, Unavailable (DRAINING) that the link was stopped,
-        Internal (ENGINE_FAILED) that the engine could not serve this request, ContextLimitExceeded that the context can
+        Internal (ENGINE_FAILED) that the engine could not serve this request, Internal (REQUEST_QUARANTINED) that it
+        has ended the engine for the second time, ContextLimitExceeded that the context can
         never fit, ResourceExhausted that the engine's queue is full. Anything else was raised by this sink.
         """
         ...
@@ -95,7 +96,7 @@ class EngineLink(Protocol):
 
     @property
     def stalled(self) -> bool:
-        """Work is waiting and no step has ended for longer than the stall limit; heartbeats do not count as steps."""
+        """No step has ended for longer than a step of its size can take, while work is waiting (``watchdog``)."""
         ...
 
     async def start(self) -> None:
@@ -112,11 +113,13 @@ class EngineLink(Protocol):
         *,
         scope: str = "",
         hints: Hints | None = None,
+        origin: str = "",
     ) -> Generation:
         """Start a generation for ``tokens``, the whole context, whose last ``num_new`` were never computed before.
 
         Sessions with one ``scope`` share the KV of common beginnings; with "" a session shares with nobody.
-        ``hints`` speak of the time after the generation.
+        ``hints`` speak of the time after the generation. ``origin`` names the turn, the same for all its tries: one
+        that has ended the engine twice fails with Internal (REQUEST_QUARANTINED), and is refused with it.
 
         Raises Unavailable (STARTING, ENGINE_RESTARTING, DRAINING) when no engine takes work. Then
         ``sink`` is never called.

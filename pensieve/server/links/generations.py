@@ -24,6 +24,7 @@ from pensieve.engine.messages import (
     RequestProgress,
     ResidentTokens,
     Started,
+    Stepping,
     Warmed,
 )
 from pensieve.errors import (
@@ -73,7 +74,7 @@ class NullObserver:
 class OpenGeneration:
     """``engine_link.Generation``: the handle, beside the sink it was opened with and what its metrics need."""
 
-    __slots__ = ("_owner", "request", "sink", "submitted_at", "token_at", "usage")
+    __slots__ = ("_owner", "outputs", "request", "sink", "submitted_at", "token_at", "usage")
 
     def __init__(self, owner: Generations, request: RequestKey, sink: GenerationSink, now: float) -> None:
         self._owner = owner
@@ -82,6 +83,8 @@ class OpenGeneration:
         self.submitted_at = now
         self.token_at: float | None = None
         self.usage = Usage()
+        self.outputs = 0
+        """Output tokens so far; of several candidates those of candidate 0."""
 
     def cancel(self) -> None:
         self._owner.cancel(self)
@@ -106,6 +109,8 @@ class Generations:
         self._ids = itertools.count(1)
         self._open: dict[int, OpenGeneration] = {}
         self._calls: dict[int, asyncio.Future[CallAnswer]] = {}
+        self.on_closed: Callable[[OpenGeneration, bool], None] = lambda generation, well: None
+        """Hears of each generation that is over, and whether the engine finished it."""
 
     def __len__(self) -> int:
         """Number of generations that the engine still works on."""
@@ -130,6 +135,7 @@ class Generations:
         if self._open.pop(generation.request, None) is not None:
             self._observer.ended("cancelled")
             self._tell_engine(generation.request, None)
+            self.on_closed(generation, False)
 
     def cancel_candidate(self, generation: OpenGeneration, candidate: int) -> None:
         """Tell the engine that nobody wants this candidate any more. Does nothing when the generation has ended."""
@@ -140,6 +146,7 @@ class Generations:
         """End a generation with ``error``. Does nothing when it has ended."""
         if self._open.pop(generation.request, None) is not None:
             self._observer.ended(error.reason.lower())
+            self.on_closed(generation, False)
             generation.sink.failed(error)
 
     def fail_all(self, make_error: Callable[[], PensieveError]) -> None:
@@ -171,7 +178,7 @@ class Generations:
                     future = self._calls.get(event.call)
                     if future is not None and not future.done():
                         future.set_result(event)
-                case EngineReady():
+                case EngineReady() | Stepping():
                     """The link itself takes it."""
 
     def _deal_one(self, generation: OpenGeneration, event: GenerationEvent, now: float) -> None:
@@ -180,6 +187,7 @@ class Generations:
                 case Output():
                     # The others come in the same steps: they would count each gap again.
                     if event.candidate == 0:
+                        generation.outputs += len(event.token_ids)
                         self._observe_tokens(generation, len(event.token_ids), now)
                     generation.sink.tokens(event)
                 case RequestProgress():
@@ -192,6 +200,7 @@ class Generations:
                 case Finished():
                     del self._open[event.request]
                     self._observer.ended(FinishReason(event.reason).name.lower())
+                    self.on_closed(generation, True)
                     generation.sink.finished(event)
                 case Failed():
                     self.fail(generation, _failure(event))

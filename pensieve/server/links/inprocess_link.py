@@ -88,8 +88,8 @@ class InProcessLink(BaseLink):
         assert self._channel is not None
         self._channel.put(command)
 
-    def _on_stall(self) -> None:
-        log.error("the engine has made no progress for %.0f s", self._watchdog.limit_s)
+    def _on_hang(self) -> None:
+        log.error("the engine has made no progress for %.0f s", self._watchdog.quiet_s)
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         """The thread: one engine after another until ``stop``."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import sys
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -58,6 +60,7 @@ class EngineProcess:
         self._reader = reader
         self._writer = writer
         self._stderr_tail = b""
+        self._killed_here = False
         self._stderr_task = asyncio.create_task(self._forward_stderr(), name="engine stderr")
 
     @classmethod
@@ -105,8 +108,24 @@ class EngineProcess:
             return None
 
     def kill(self) -> None:
+        self._killed_here = True
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
+
+    def is_stopped(self) -> bool:
+        """Whether somebody has stopped the process, as SIGSTOP and debuggers do."""
+        try:
+            # The name in parentheses may hold anything; the state follows it.
+            status = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2]
+        except OSError:
+            return False
+        return status.split()[0] in ("T", "t")
+
+    async def was_killed(self, patience_s: float) -> bool:
+        """Whether somebody else killed the process. Waits up to ``patience_s`` for its status; False without one."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), patience_s)
+        return self._process.returncode == -signal.SIGKILL and not self._killed_here
 
     async def wait(self, patience_s: float) -> int:
         """The exit status; what has not ended after ``patience_s`` is killed."""

@@ -30,6 +30,8 @@ LONGEST_RESTART_DELAY_S: Final = 30.0
 GOOD_LIFE_S: Final = 60.0
 """An engine that served this long was fine: the next restart is prompt again."""
 STOP_PATIENCE_S: Final = 5.0
+DEATH_PATIENCE_S: Final = 0.5
+"""How long the callers of an engine that is gone wait for what it died of, which takes a dying process a moment."""
 
 
 class EngineStartError(Exception):
@@ -87,9 +89,14 @@ class ProcessLink(BaseLink):
             raise restarting()
         self._process.send(command)
 
-    def _on_stall(self) -> None:
-        log.error("the engine has made no progress for %.0f s: killing it", self._watchdog.limit_s)
+    def _on_hang(self) -> None:
+        log.error(
+            "the engine makes no progress, last heard of %.0f s ago: killing it", self._watchdog.quiet_s
+        )
         self._kill()
+
+    def _is_frozen(self) -> bool:
+        return self._process is not None and self._process.is_stopped()
 
     def _kill(self) -> None:
         if self._process is not None:
@@ -175,8 +182,14 @@ class ProcessLink(BaseLink):
             # Callers are told first: the process may take a while to be gone.
             self._process = None
             stopping = self._state is LinkState.STOPPED
-            if not stopping:
-                self._engine_lost()
-            status = await process.wait(STOP_PATIENCE_S)
+            frozen = self._watchdog.frozen
+            try:
+                if not stopping:
+                    self._enter(LinkState.RESTARTING)
+                    outside = frozen or await process.was_killed(DEATH_PATIENCE_S)
+                    if self._state is LinkState.RESTARTING:  # not stopped meanwhile
+                        self._engine_lost(outside=outside)
+            finally:
+                status = await process.wait(STOP_PATIENCE_S)
         if not stopping:
             log.error("the engine is gone: %s", process.last_words(status), extra={"status": status})

@@ -1,8 +1,9 @@
-"""Health, measured by progress: calls are served when the store answers and an engine serves and does not stall.
+"""Health, measured by progress: calls are served when the store takes writes and an engine serves and does not stall.
 
-A long prefill is no stall: the engine makes steps. The link calls ``wake`` when its state changes, so an engine's death
-is told at once; a stall is noticed within ``CHECK_INTERVAL_S``. All ``grpc.health.v1`` services of this server share
-one verdict.
+A long prefill is no stall: the link knows what a step of its size takes. The link calls ``wake`` when its state
+changes, so an engine's death is told at once; a stall is noticed within ``CHECK_INTERVAL_S``. A store that hangs is not
+waited for: its ping goes on in the background, and the store is well again when that ping, or one after it, is
+answered. All ``grpc.health.v1`` services of this server share one verdict.
 """
 
 from __future__ import annotations
@@ -23,8 +24,12 @@ log = logging.getLogger(__name__)
 
 SERVICES: Final = ("", "pensieve.v1.ConversationService", "pensieve.v1.AdminService")
 CHECK_INTERVAL_S: Final = 0.5
-STORE_INTERVAL_S: Final = 2.0
-STORE_TIMEOUT_S: Final = 2.0
+STORE_INTERVAL_S: Final = 1.0
+"""Between the answer to one ping of the store and the next ping."""
+STORE_TIMEOUT_S: Final = 1.5
+"""A ping that takes longer finds the store down."""
+STORE_GIVE_UP_S: Final = 10.0
+"""A ping that takes longer is given up for a new one: it may wait for a connection that is gone."""
 
 
 class EngineHealth(Protocol):
@@ -40,7 +45,9 @@ class EngineHealth(Protocol):
 class StoreHealth(Protocol):
     """The part of a store that health asks."""
 
-    async def ping(self) -> None: ...
+    async def ping(self) -> None:
+        """Raises Unavailable when the store cannot serve, or takes no writes."""
+        ...
 
 
 class HealthMonitor:
@@ -64,6 +71,9 @@ class HealthMonitor:
         self._told: str | None = None
         self._look = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._ping: asyncio.Task[None] | None = None
+        """The ping under way."""
+        self._given_up: set[asyncio.Task[None]] = set()
 
     @property
     def problem(self) -> str:
@@ -105,12 +115,15 @@ class HealthMonitor:
         await self.servicer.enter_graceful_shutdown()
 
     async def stop(self) -> None:
-        for task in self._tasks:
+        pings = [*self._given_up, *([self._ping] if self._ping is not None else [])]
+        for task in (*self._tasks, *pings):
             task.cancel()
         for task in self._tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        self._tasks = []
+        if pings:
+            await asyncio.wait(pings, timeout=STORE_TIMEOUT_S)
+        self._tasks, self._ping = [], None
 
     async def _watch_engine(self) -> None:
         while True:
@@ -125,18 +138,43 @@ class HealthMonitor:
             await self._check_store()
 
     async def _check_store(self) -> None:
+        """One ping from start to answer. The verdict falls after ``STORE_TIMEOUT_S``, and again at the answer."""
+        ping = self._ping = asyncio.create_task(self._store.ping(), name="store ping")
+        done, _ = await asyncio.wait({ping}, timeout=STORE_TIMEOUT_S)
+        if not done:
+            self._found("store does not answer")
+            if not self._tasks:  # At start: whoever waits for the first verdict is not kept.
+                self._give_up(ping)
+                return
+            done, _ = await asyncio.wait({ping}, timeout=STORE_GIVE_UP_S - STORE_TIMEOUT_S)
+        if not done:
+            self._give_up(ping)
+            return
+        self._ping = None
         try:
-            async with asyncio.timeout(STORE_TIMEOUT_S):
-                await self._store.ping()
-        except TimeoutError:
-            self._store_problem = "store does not answer"
-            self._on_store_error()
+            ping.result()
         except PensieveError as error:
-            self._store_problem = f"store: {error.reason}"
-            self._on_store_error()
+            self._found(f"store: {error.reason}")
         except Exception:
             log.exception("the store's ping failed in a way it should not")
-            self._store_problem = "store fails"
-            self._on_store_error()
+            self._found("store fails")
         else:
-            self._store_problem = ""
+            self._found("")
+
+    def _found(self, problem: str) -> None:
+        self._store_problem = problem
+        if problem:
+            self._on_store_error()
+        self.wake()
+
+    def _give_up(self, ping: asyncio.Task[None]) -> None:
+        """Forget a ping without waiting for it: what hangs may not even end when it is cancelled."""
+        self._ping = None
+        self._given_up.add(ping)
+        ping.add_done_callback(self._ended_late)
+        ping.cancel()
+
+    def _ended_late(self, ping: asyncio.Task[None]) -> None:
+        self._given_up.discard(ping)
+        if not ping.cancelled() and (error := ping.exception()) is not None:
+            log.info("a ping that was given up ended with %s", type(error).__name__)

@@ -213,11 +213,19 @@ class Metrics:
         self._store_errors = Counter(
             "pensieve_store_errors_total", "Calls the history store could not serve.", registry=self.registry
         )
+        self._store_regressions = Counter(
+            "pensieve_store_regressions_total",
+            "Times that the history store no longer had what was acknowledged, by who had seen it.",
+            ["seen_by"],
+            registry=self.registry,
+        )
         self._auth_failures = Counter(
             "pensieve_auth_failures_total", "Calls refused for their credential.", registry=self.registry
         )
         for start in ("cold", "warm"):
             self._first_token.labels(start)
+        for seen_by in ("server", "client"):
+            self._store_regressions.labels(seen_by)
 
     def watch_engine(self, engine: EngineView) -> None:
         """Serve this engine's numbers from now on. Called once."""
@@ -244,6 +252,10 @@ class Metrics:
 
     def store_error(self) -> None:
         self._store_errors.inc()
+
+    def store_regression(self, seen_by: str) -> None:
+        """``seen_by``: ``server``, or ``client`` for one that says so."""
+        self._store_regressions.labels(seen_by).inc()
 
     def auth_failure(self) -> None:
         self._auth_failures.inc()

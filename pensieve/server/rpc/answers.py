@@ -264,6 +264,7 @@ def server_info(facts: ServerFacts, settings: TurnSettings) -> pb.GetServerInfoR
         chat_template_sha256=facts.template_sha256,
         vocab_size=facts.vocab_size,
         context_limit=facts.context_limit,
+        model_sha256=facts.model_sha256,
         limits=pb.Limits(
             max_request_bytes=limits.max_request_bytes,
             max_input_chars=limits.max_input_chars,

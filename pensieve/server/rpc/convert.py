@@ -87,6 +87,7 @@ def session_change(request: pb.UpdateSessionRequest) -> SessionChange:
         ttl_s=new.ttl_s if "config.ttl" in paths else None,
         overflow=new.overflow if "config.overflow_policy" in paths else None,
         prefix_sharing=new.prefix_sharing if "config.prefix_sharing" in paths else None,
+        rebind=request.rebind,
     )
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from pensieve.core import Role
-from pensieve.errors import NotFound
+from pensieve.errors import FailedPrecondition, NotFound
 from pensieve.server.clock import now_ms
+from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.cache import kept, system_item
 from pensieve.server.history.rendering import Renderer, Stamp
 from pensieve.server.values import InputEntry
@@ -46,6 +47,8 @@ class SessionChange:
     ttl_s: float | None = None
     overflow: Overflow | None = None
     prefix_sharing: PrefixSharing | None = None
+    rebind: bool = False
+    """Move the session to the model that is served."""
 
     def applied(self, config: SessionConfig) -> SessionConfig:
         changes: dict[str, object] = {
@@ -64,7 +67,7 @@ def counts(renderer: Renderer, history: History) -> Counts:
     return Counts(history.head_item, len(history.items), renderer.length(history))
 
 
-async def create(renderer: Renderer, new: NewSession) -> Record:
+async def create(renderer: Renderer, new: NewSession, served: ServedModel) -> Record:
     """First record of a session: system prompt and imported items, rendered and numbered from 1."""
     prompt = (InputEntry(Role.SYSTEM, new.config.system_prompt),) if new.config.system_prompt else ()
     now = now_ms()
@@ -75,7 +78,7 @@ async def create(renderer: Renderer, new: NewSession) -> Record:
         time_ms=now,
         request_id=new.request_id,
         items=items,
-        config=new.config,
+        config=served.bound(new.config),
         labels=dict(new.labels),
     )
 
@@ -107,13 +110,20 @@ def rewind(base: History, item: int, request_id: str) -> Record:
     )
 
 
-async def update(renderer: Renderer, base: History, change: SessionChange) -> Record:
+async def update(renderer: Renderer, base: History, change: SessionChange, served: ServedModel) -> Record:
     """Set fields of the session.
 
     A changed system prompt changes what the model sees first, so every live item is superseded and appended again
-    under a new number. The items' tokens are reused.
+    under a new number. The items' tokens are reused. A session that is moved to a model with another tokenizer, or one
+    of which nothing is known, has all of them made anew from its texts.
     """
     config = change.applied(base.config)
+    anew = False
+    if change.rebind:
+        anew = config.binding is None or config.binding.tokenizer != served.binding.tokenizer
+        config = served.bound(config)
+    elif config.system_prompt != base.config.system_prompt:
+        served.check(config)
     record = Record(
         revision=base.revision + 1,
         kind=RecordKind.UPDATE,
@@ -121,9 +131,10 @@ async def update(renderer: Renderer, base: History, change: SessionChange) -> Re
         config=config if config != base.config else None,
         labels=change.labels,
     )
-    if config.system_prompt == base.config.system_prompt:
+    if config.system_prompt == base.config.system_prompt and not anew:
         return record
-    head, moved = await _behind_prompt(renderer, base, config.system_prompt, record.time_ms)
+    make = _from_texts if anew else _behind_prompt
+    head, moved = await make(renderer, base, config.system_prompt, record.time_ms)
     hidden = None
     if base.hidden_before:
         seen = [
@@ -167,6 +178,32 @@ async def _behind_prompt(
             (here,), _ = await renderer.items(replace(old, items=head), entry, stamp)
             moved[0] = msgspec.structs.replace(first, tokens=here.tokens)
     return head, moved
+
+
+async def _from_texts(
+    renderer: Renderer, base: History, prompt: str, time_ms: int
+) -> tuple[tuple[Item, ...], list[Item]]:
+    """The system prompt (nothing if "") and the other live items as a transcript of the same texts that is imported.
+
+    Raises FailedPrecondition (MODEL_MISMATCH) when a client gave an item as token ids: they have no text to go by.
+    """
+    rest = _without_prompt(base)
+    verbatim = next((item.number for item in rest if item.verbatim), None)
+    if verbatim is not None:
+        raise FailedPrecondition(
+            f"item {verbatim} was given as token ids, which mean nothing to another tokenizer: the session cannot be "
+            "moved; export its texts and import them into a new session",
+            reason="MODEL_MISMATCH",
+            metadata={"item": str(verbatim)},
+        )
+    head = (InputEntry(Role.SYSTEM, prompt),) if prompt else ()
+    entries = [*head, *(InputEntry(item.role, item.text) for item in rest)]
+    made, _ = await renderer.items(History(), entries, Stamp(base.head_item + 1, "", time_ms))
+    moved = [
+        msgspec.structs.replace(old, number=new.number, tokens=new.tokens, prefix_tokens=0)
+        for old, new in zip(rest, made[len(head) :], strict=True)
+    ]
+    return made[: len(head)], moved
 
 
 def _without_prompt(history: History) -> tuple[Item, ...]:

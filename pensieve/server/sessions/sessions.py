@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pensieve.core import Role
 from pensieve.errors import AlreadyExists, DataLoss, InvalidArgument, NotFound, RevisionMismatch, Unavailable
 from pensieve.server import ids
+from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.cache import Histories
 from pensieve.server.history.rendering import Renderer, too_long
 from pensieve.server.links.engine_link import EngineLink, context_limit
@@ -52,6 +53,7 @@ class Sessions:
         histories: Histories,
         renderer: Renderer,
         turns: Turns,
+        served: ServedModel,
         settings: TurnSettings,
     ) -> None:
         """``turns``: where the running turns of a deleted session are ended."""
@@ -60,6 +62,7 @@ class Sessions:
         self._histories = histories
         self._renderer = renderer
         self._turns = turns
+        self._served = served
         self._settings = settings
         self._pages = PageTokens(settings.page_secret, settings.page_token_s)
 
@@ -74,7 +77,7 @@ class Sessions:
         prompt = InputEntry(Role.SYSTEM, new.config.system_prompt)
         rejects = new.config.overflow is Overflow.REJECT
         self._renderer.check_size((prompt, *new.items) if rejects else (prompt,), limit)
-        record = await session_records.create(self._renderer, new)
+        record = await session_records.create(self._renderer, new, self._served)
         counts = self._fitting_counts(History().apply(record, ""), limit)
         mark = fingerprint("create", new.config, new.labels, new.items)
         return await self._create(key, record, counts, mark, derived=not new.session_id)
@@ -113,13 +116,17 @@ class Sessions:
         return ItemsPage(tuple(rest[:size]), token, revision)
 
     async def update(self, key: Key, change: SessionChange, expected_revision: int | None) -> SessionRow:
-        """Set fields; a changed system prompt renumbers all live items (``records.update``)."""
+        """Set fields; a changed system prompt renumbers all live items (``records.update``).
+
+        Raises FailedPrecondition (MODEL_MISMATCH) for a system prompt in a session of another model, and where the
+        session cannot be moved to the model that is served.
+        """
         if change.system_prompt is not None:
             prompt = InputEntry(Role.SYSTEM, change.system_prompt)
             self._renderer.check_size((prompt,), context_limit(self._link.info))
 
         async def record(base: History) -> Record:
-            return await session_records.update(self._renderer, base, change)
+            return await session_records.update(self._renderer, base, change, self._served)
 
         return await self._apply(key, record, "", expected_revision)
 
@@ -196,7 +203,7 @@ class Sessions:
             forked_from_item=source[1],
         )
         try:
-            return await self._store.create(row, record, mark)
+            created = await self._store.create(row, record, mark)
         except AlreadyExists as error:
             if derived:
                 raise AlreadyExists(
@@ -204,6 +211,8 @@ class Sessions:
                     metadata={"request_id": record.request_id},
                 ) from error
             raise
+        self._histories.known.note(key, created)
+        return created
 
     async def _apply(
         self,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pensieve.engine.messages import ResidentTokens
 from pensieve.errors import PensieveError
 from pensieve.server import ids
+from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.cache import Histories
 from pensieve.server.history.rendering import Renderer
 from pensieve.server.links.engine_link import EngineLink, context_limit
@@ -41,6 +42,7 @@ class SessionWarmer:
         histories: Histories,
         renderer: Renderer,
         turns: Turns,
+        served: ServedModel,
         settings: TurnSettings,
         on_warmed: Callable[[str], None] | None = None,
     ) -> None:
@@ -50,6 +52,7 @@ class SessionWarmer:
         self._histories = histories
         self._renderer = renderer
         self._turns = turns
+        self._served = served
         self._settings = settings
         self._on_warmed = on_warmed
         self._asking: dict[Key, asyncio.Task[WarmAnswer]] = {}
@@ -87,12 +90,14 @@ class SessionWarmer:
         if row.running is not None or self._turns.runs_in(key):
             return await self._refused("running", key, row)
         history = await self._histories.at(key, row)
+        self._served.check(history.config)
         length = self._renderer.length(history)
         if not length:
             return await self._refused("nothing_to_do", key, row)
         if length >= context_limit(self._link.info):
             return await self._refused("no_room", key, row)
         tokens = await asyncio.to_thread(self._renderer.context, history)
+        self._served.check_tokens(tokens, self._link.info.vocab_size)
         scope = self._settings.sharing_scope(key, history.config)
         found = await self._link.warm(ids.session_key(key), tokens, scope=scope)
         resident = ResidentTokens(found.call, found.device_tokens, found.host_tokens)

@@ -52,6 +52,7 @@ class TurnGeneration:
         *,
         scope: str = "",
         hints: Hints | None = None,
+        origin: str = "",
     ) -> None:
         """Returns when the turn has its last token. Raises what ``EngineLink.submit`` and ``failed`` tell."""
         if self._interrupted:
@@ -60,7 +61,14 @@ class TurnGeneration:
         self._submitted_at = loop.time()
         self._over = loop.create_future()
         self._generation = link.submit(
-            session, prepared.context, prepared.num_fresh, sampling, self, scope=scope, hints=hints
+            session,
+            prepared.context,
+            prepared.num_fresh,
+            sampling,
+            self,
+            scope=scope,
+            hints=hints,
+            origin=origin,
         )
         timer = loop.call_later(limit_s, self._time_is_over) if limit_s is not None else None
         try:

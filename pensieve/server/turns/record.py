@@ -28,6 +28,7 @@ from pensieve.store.records import (
     Item,
     Record,
     RecordKind,
+    SessionConfig,
     TurnResult,
 )
 
@@ -76,10 +77,12 @@ def build(
     seed: int,
     attempt: str,
     time_ms: int,
+    config: SessionConfig | None = None,
 ) -> Record:
     """The record that follows ``base`` (as stored, before truncation): input items and one answer item.
 
     The answer's tokens are the generation prompt and the output, so that history stays token-exact.
+    ``config``: the session's from here on; None: unchanged.
     """
     output = np.asarray(answer.tokens, dtype=np.int32)
     item = Item(
@@ -112,6 +115,7 @@ def build(
             chosen=answer.chosen,
             hints=answer.hints,
         ),
+        config=config,
         hidden_before=hidden if hidden != base.hidden_before else None,
     )
 

@@ -14,9 +14,10 @@ from dataclasses import replace
 
 from pensieve.core import Phase
 from pensieve.debug import async_failpoint
-from pensieve.errors import NotFound, PensieveError, TurnFenced, Unavailable
+from pensieve.errors import DataLoss, NotFound, PensieveError, TurnFenced, Unavailable
 from pensieve.server import ids
 from pensieve.server.clock import now_ms
+from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.cache import Histories, kept, system_item
 from pensieve.server.history.rendering import PreparedTurn, Renderer, Room, Stamp
 from pensieve.server.links.engine_link import EngineLink, context_limit
@@ -56,6 +57,7 @@ class TurnRunner:
         histories: Histories,
         renderer: Renderer,
         tokenizer: ChatTokenizer,
+        served: ServedModel,
         settings: TurnSettings,
     ) -> None:
         self._store = store
@@ -63,6 +65,7 @@ class TurnRunner:
         self._histories = histories
         self._renderer = renderer
         self._tokenizer = tokenizer
+        self._served = served
         self._settings = settings
 
     async def play(self, run: TurnRun) -> TurnView:
@@ -71,6 +74,7 @@ class TurnRunner:
             return await self._replay(run, run.committed_at)
         await async_failpoint("before_begin")
         seed = sampling.explicit_seed(run.spec.sampling)
+        known = self._histories.known.of(run.key)
         request = BeginRequest(
             request_id=run.spec.request_id,
             fingerprint=run.fingerprint,
@@ -81,9 +85,16 @@ class TurnRunner:
             seed=ids.new_seed() if seed is None else seed,
             expected_revision=run.spec.expected_revision,
             start_ms=now_ms(),
+            known_revision=known.revision,
+            known_head=known.head_hash,
+            known_create_ms=known.create_ms,
         )
         try:
             outcome = await self._store.begin(run.key, request)
+        except DataLoss as error:
+            if error.reason == "HISTORY_REGRESSED":
+                self._histories.known.found(run.key, error.metadata.get("current_revision", ""), known)
+            raise
         except Unavailable:
             await self._abort(run)  # the reply may be lost, not the request
             raise
@@ -128,6 +139,7 @@ class TurnRunner:
         spec, defaults = run.spec, self._settings.defaults
         base = await self._histories.at(run.key, began.row)
         config = base.config
+        self._served.check(config)
         # A retry takes over the seed of the attempt before it, unless the turn or its session names one.
         seed = sampling.explicit_seed(spec.sampling, config.sampling, defaults)
         run.seed = began.seed if seed is None else seed
@@ -143,6 +155,7 @@ class TurnRunner:
             Stamp(base.head_item + 1, spec.request_id, now_ms()),
             Room(context_limit(self._link.info), config.overflow, values.max_output_tokens),
         )
+        self._served.check_tokens(prepared.context, self._link.info.vocab_size)
         run.new_tokens = prepared.num_new
         outputs = [
             OutputText(self._tokenizer, values.stop, values.min_output_tokens)
@@ -158,6 +171,7 @@ class TurnRunner:
             spec.max_duration_s,
             scope=self._settings.sharing_scope(run.key, config),
             hints=hints,
+            origin=f"{ids.session_key(run.key)}/{spec.request_id}",
         )
         return await self._finish(run, base, keep, prepared, sampling.choice(*layers))
 
@@ -187,6 +201,7 @@ class TurnRunner:
             seed=run.seed,
             attempt=run.attempt,
             time_ms=now_ms(),
+            config=self._served.bound(base.config) if base.config.binding is None else None,
         )
         # The store writes the session's row together with the record, so what the row says is counted before.
         after = base.apply(record, "")

@@ -118,4 +118,9 @@ def replayed_text(tokenizer: ChatTokenizer, tokens: Iterable[int], text: str) ->
         output.push(token)
     output.finish()
     output.clip(len(text))
+    if output.tokens and "".join(output.pieces) != text:
+        # Another tokenizer made these tokens: the text is what was said, and shows with the last of them.
+        last = len(output.tokens) - 1
+        output.pieces = [""] * last + [text]
+        output.clean = [True, *[False] * last, True]
     return output

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from pensieve.config import EngineOptions
-from pensieve.core import FinishReason, Phase, Usage, packed_length
+from pensieve.core import FinishReason, Phase, RequestKey, Usage, packed_length, unpack_tokens
 from pensieve.debug import failpoint
 from pensieve.engine.messages import (
     Cancel,
@@ -36,6 +36,7 @@ from pensieve.engine.messages import (
     Warm,
     Warmed,
 )
+from pensieve.engine.process.announcing import Announcer
 from pensieve.errors import InvalidArgument
 
 SCRIPT_FILE = "fake_engine.json"
@@ -58,6 +59,12 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     never_steps: bool = False
     """Has work and makes no step: heartbeats only."""
     tokens_per_step: int = 1
+    token_s: float = 0.0
+    """What each input token of a step costs, seconds."""
+    poison: int = -1
+    """A request whose context holds this token id ends the engine, once it has made ``poison_at`` tokens."""
+    poison_at: int = 0
+    poison_does: str = "raise"
     sleep_to_start_s: float = 0.0
     chatter: str = ""
     """Written to stderr at start."""
@@ -82,6 +89,9 @@ class FakeEngine:
     requests: dict[int, _Request] = field(default_factory=dict)
     steps: int = 0
     outputs: int = 0
+    announcer: Announcer = field(default_factory=Announcer)
+    last_tokens: int = 0
+    last_s: float = 0.0
     closed: bool = False
     chosen: list[Choose] = field(default_factory=list)
 
@@ -123,7 +133,13 @@ class FakeEngine:
     def step(self) -> list[Event]:
         if self.script.never_steps:
             return []
+        began = time.monotonic()
+        new = [one for one in self.requests.values() if not one.started]
+        tokens = len(self.requests) + sum(packed_length(one.submit.tokens) for one in new)
+        self.announcer.step(tokens, frozenset(map(RequestKey, self.requests)))
         failpoint("engine_mid_step")
+        time.sleep(self.script.token_s * tokens)
+        self._strike()
         if self.steps + 1 == self.script.raise_at_step:
             raise RuntimeError("device-side assert triggered")
         if self.steps + 1 == self.script.exit_at_step:
@@ -132,10 +148,24 @@ class FakeEngine:
             time.sleep(1000)
         time.sleep(self.script.step_s)
         self.steps += 1
+        self.last_tokens, self.last_s = tokens, time.monotonic() - began
         events: list[Event] = []
         for request in list(self.requests.values()):
             events += self._advance(request)
         return events
+
+    def _strike(self) -> None:
+        """End as the script says if a request holds its poison."""
+        for request in self.requests.values():
+            if self.script.poison in unpack_tokens(request.submit.tokens) and (
+                request.made >= self.script.poison_at
+            ):
+                match self.script.poison_does:
+                    case "hang":
+                        time.sleep(1000)
+                    case "exhaust memory":
+                        bytearray(1 << 62)
+                raise RuntimeError("poisoned")
 
     def _advance(self, request: _Request) -> list[Event]:
         number = request.submit.request
@@ -165,7 +195,13 @@ class FakeEngine:
         return events
 
     def stats(self) -> Stats:
-        return Stats(steps_total=self.steps, running=len(self.requests), output_total=self.outputs)
+        return Stats(
+            steps_total=self.steps,
+            running=len(self.requests),
+            output_total=self.outputs,
+            last_batch_tokens=self.last_tokens,
+            last_step_seconds=self.last_s,
+        )
 
     def close(self) -> None:
         self.closed = True

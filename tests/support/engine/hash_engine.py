@@ -18,7 +18,7 @@ from support.engine.hash_worker import HashWorker, oracle_tokens
 
 BUILDER = "support.engine.hash_engine:build"
 CONTEXT_LIMIT = 2048
-VOCABULARY = 300
+VOCABULARY = 512
 
 
 def build(options: EngineOptions) -> Engine:

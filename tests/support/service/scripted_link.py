@@ -141,6 +141,7 @@ class ScriptedLink:
         *,
         scope: str = "",
         hints: Hints | None = None,
+        origin: str = "",
     ) -> ScriptedGeneration:
         if self.refuse is not None:
             raise self.refuse

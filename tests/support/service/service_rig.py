@@ -179,17 +179,21 @@ async def serving(
     context_limit: int = 256,
     authorizer: Any = None,
     max_in_flight: int = 1024,
+    speaks: ChatTokenizer | None = None,
+    vocab_size: int = 420,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
-    """``answer``: what the engine says to everything; None: the test plays the engine."""
+    """``answer``: what the engine says to everything; None: the test plays the engine. ``speaks``: its tokenizer."""
 
     def script(_: ScriptedGeneration) -> Sequence[int]:
         return says(answer or "")
 
-    link = ScriptedLink(script if answer is not None else None, context_limit=context_limit)
+    link = ScriptedLink(
+        script if answer is not None else None, context_limit=context_limit, vocab_size=vocab_size
+    )
     held = store or MemoryStore()
     options = {"replica": "r1", "model": "tiny", "heartbeat_s": 5.0, "disconnect_grace_s": 0.2, **settings}
-    conversations = Conversations(held, link, tokenizer(), TurnSettings(**options))
+    conversations = Conversations(held, link, speaks or tokenizer(), TurnSettings(**options))
     server = aio.server(
         interceptors=(Interceptor(authorizer or TenantHeader(), max_in_flight=max_in_flight),),
         options=(("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 4 * 1024 * 1024)),

@@ -1,0 +1,125 @@
+"""Finds the request that ends engines, and keeps it out.
+
+When an engine dies, the requests of the step that it was in are suspects. Who tries again is let in: suspects one at a
+time, beside everybody else, so that the next death tells which of them it was. A suspect that gets further than it was
+when the engine died waits for nobody any more, one that ends well is none. Found guilty is a request that was in two
+deaths, if it is the only one, or the only one of those that were let in one at a time. It is refused for a while; the
+others that died with it are cleared.
+
+A process killed from outside says little of its requests. Such a death counts for a quarter of one: enough to find a
+request whose appetite the system answers with a kill, and too little for an operator's kills to condemn anybody.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from pensieve.errors import Internal
+
+GUILTY: Final = 2.0
+"""Deaths."""
+ISOLATED: Final = 1.0
+"""Deaths after which a suspect is let in only when no other suspect is."""
+OUTSIDE: Final = 0.25
+"""What a death from outside counts for."""
+FRESH_TOKENS: Final = 8
+"""A request with fewer output tokens when the engine died had just begun. If there are such, they come first."""
+MEMORY_S: Final = 600.0
+"""How long a death is held against a request, and a guilty one is refused."""
+MAX_REMEMBERED: Final = 10_000
+
+
+@dataclass(slots=True)
+class _Suspect:
+    deaths: dict[int, float] = field(default_factory=dict)
+    """Number of the death -> what it counts for."""
+    isolated: bool = False
+    tokens: int = 0
+    """Output tokens that it had when the engine died."""
+    until: float = 0.0
+
+    @property
+    def count(self) -> float:
+        return sum(self.deaths.values())
+
+
+class Quarantine:
+    """Requests go by a name that is the same for all tries of one turn. Used on one event loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._suspects: OrderedDict[str, _Suspect] = OrderedDict()
+        self._guilty: OrderedDict[str, float] = OrderedDict()
+        self._deaths = 0
+
+    def check(self, name: str) -> None:
+        """Raises Internal (REQUEST_QUARANTINED) for a request that was found guilty."""
+        until = self._guilty.get(name)
+        if until is not None and self._clock() < until:
+            raise quarantined()
+
+    def must_wait(self, name: str) -> bool:
+        """Whether it may run only while no other suspect does."""
+        suspect = self._suspects.get(name)
+        return suspect is not None and suspect.isolated and self._clock() < suspect.until
+
+    def got_to(self, name: str, tokens: int) -> bool:
+        """It has so many output tokens. Returns whether that is further than it was when the engine died."""
+        suspect = self._suspects.get(name)
+        if suspect is None:
+            return True
+        suspect.isolated &= tokens <= suspect.tokens
+        return not suspect.isolated
+
+    def ended_well(self, name: str) -> None:
+        self._suspects.pop(name, None)
+
+    def died(self, batch: Mapping[str, int], *, outside: bool) -> str | None:
+        """An engine has died in a step of these requests: name -> output tokens so far. Returns who is guilty."""
+        now = self._clock()
+        self._forget(now)
+        self._deaths += 1
+        for name, tokens in batch.items():
+            suspect = self._suspects.setdefault(name, _Suspect())
+            suspect.deaths[self._deaths] = OUTSIDE if outside else 1.0
+            suspect.tokens, suspect.until = tokens, now + MEMORY_S
+            self._suspects.move_to_end(name)
+        often = [name for name in batch if self._suspects[name].count >= GUILTY]
+        alone = [name for name in often if self._suspects[name].isolated]
+        guilty = alone if len(alone) == 1 else often
+        if len(guilty) == 1:
+            self._condemn(guilty[0], now)
+            return guilty[0]
+        fresh = [name for name, tokens in batch.items() if tokens < FRESH_TOKENS]
+        for name in batch if often or not fresh else fresh:
+            self._suspects[name].isolated = self._suspects[name].count >= ISOLATED
+        return None
+
+    def _condemn(self, guilty: str, now: float) -> None:
+        explained = self._suspects.pop(guilty).deaths
+        self._guilty[guilty] = now + MEMORY_S
+        for name, suspect in list(self._suspects.items()):
+            for death in explained:
+                suspect.deaths.pop(death, None)
+            if not suspect.deaths:
+                del self._suspects[name]
+
+    def _forget(self, now: float) -> None:
+        for name in [name for name, suspect in self._suspects.items() if suspect.until <= now]:
+            del self._suspects[name]
+        while len(self._suspects) > MAX_REMEMBERED:
+            self._suspects.popitem(last=False)
+        for name in [name for name, until in self._guilty.items() if until <= now]:
+            del self._guilty[name]
+        while len(self._guilty) > MAX_REMEMBERED:
+            self._guilty.popitem(last=False)
+
+
+def quarantined() -> Internal:
+    return Internal(
+        "the engine has died twice of this request; it is not tried again", reason="REQUEST_QUARANTINED"
+    )

@@ -1,0 +1,142 @@
+"""The way of generations into an engine: who is quarantined is refused, suspects go in one at a time."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from pensieve.core import SessionKey
+from pensieve.engine.messages import Submit
+from pensieve.errors import PensieveError
+from pensieve.server.links.generations import OpenGeneration
+from pensieve.server.links.quarantine import MEMORY_S, Quarantine
+
+WARM_SUSPICION_S: Final = 10.0
+"""An engine that dies sooner after a session was asked to be warmed may have died of it."""
+
+
+@dataclass(slots=True)
+class _Passage:
+    generation: OpenGeneration
+    command: Submit
+    origin: str
+    closed: bool = False
+    """Nobody listens any more; the engine may be at work on it still."""
+
+
+class Turnstile:
+    """Used on one event loop."""
+
+    def __init__(
+        self,
+        send: Callable[[Submit], None],
+        fail: Callable[[OpenGeneration, PensieveError], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``send`` hands a command to the engine; ``fail`` ends a generation that could not be handed over later."""
+        self._send = send
+        self._fail = fail
+        self._clock = clock
+        self._quarantine = Quarantine(clock)
+        self._inside: dict[int, _Passage] = {}
+        self._held: OrderedDict[int, _Passage] = OrderedDict()
+        self._lone: _Passage | None = None
+        """The suspect that is let in."""
+        self._batch: frozenset[int] | None = None
+        """Requests of the step that was announced last."""
+        self._warmed: dict[SessionKey, float] = {}
+        self._cold: dict[SessionKey, float] = {}
+        """Sessions that are not warmed until then: an engine died soon after they had been."""
+
+    def may_warm(self, session: SessionKey) -> bool:
+        """Whether a session may be warmed; if so, it is taken as done. Nobody is told more than that now is no time."""
+        now = self._clock()
+        if self._cold.get(session, 0.0) > now:
+            return False
+        self._warmed = {one: at for one, at in self._warmed.items() if at > now - WARM_SUSPICION_S}
+        self._warmed[session] = now
+        return True
+
+    def check(self, origin: str) -> None:
+        """Raises Internal (REQUEST_QUARANTINED). ``origin``: name of a turn over all its tries, "" for none."""
+        if origin:
+            self._quarantine.check(origin)
+
+    def enter(self, generation: OpenGeneration, command: Submit, origin: str) -> None:
+        """Send the command, now or when it is this generation's turn. Raises what ``send`` does."""
+        passage = _Passage(generation, command, origin)
+        alone = bool(origin) and self._quarantine.must_wait(origin)
+        if alone and self._lone is not None:
+            self._held[generation.request] = passage
+            return
+        self._send(command)
+        self._inside[generation.request] = passage
+        if alone:
+            self._lone = passage
+
+    def closed(self, generation: OpenGeneration, *, well: bool) -> None:
+        """A generation is over for its listener; ``well``: the engine finished it."""
+        self._held.pop(generation.request, None)
+        passage = self._inside.get(generation.request)
+        if passage is None:
+            return
+        passage.closed = True
+        if self._batch is None or generation.request not in self._batch:
+            del self._inside[generation.request]
+        if well and passage.origin:
+            self._quarantine.ended_well(passage.origin)
+        if passage is self._lone:
+            self._next()
+
+    def announced(self, requests: Iterable[int]) -> None:
+        """A step of these requests begins."""
+        self._batch = frozenset(requests)
+        for number in [one for one, passage in self._inside.items() if passage.closed]:
+            if number not in self._batch:
+                del self._inside[number]
+
+    def progressed(self) -> None:
+        """Tokens have come: the suspect that is let in may have got further than it was when the engine died."""
+        lone = self._lone
+        if lone is not None and self._quarantine.got_to(lone.origin, lone.generation.outputs):
+            self._next()
+
+    def engine_died(self, *, outside: bool) -> OpenGeneration | None:
+        """All start anew with another engine. Returns the generation of the request that is found guilty, if any.
+
+        ``outside``: the process was killed or stopped by somebody else.
+        """
+        accused = [
+            passage
+            for number, passage in self._inside.items()
+            if passage.origin and (self._batch is None or number in self._batch)
+        ]
+        self.reset()
+        now = self._clock()
+        self._cold = {session: until for session, until in self._cold.items() if until > now}
+        if not outside:
+            fresh = [session for session, at in self._warmed.items() if at > now - WARM_SUSPICION_S]
+            self._cold |= dict.fromkeys(fresh, now + MEMORY_S)
+        self._warmed.clear()
+        batch = {passage.origin: passage.generation.outputs for passage in accused}
+        guilty = self._quarantine.died(batch, outside=outside) if batch else None
+        return next((one.generation for one in accused if guilty is not None and one.origin == guilty), None)
+
+    def reset(self) -> None:
+        """Nobody is inside, and nobody waits."""
+        self._inside.clear()
+        self._held.clear()
+        self._lone = self._batch = None
+
+    def _next(self) -> None:
+        """The suspect that was let in keeps nobody waiting any more."""
+        self._lone = None
+        while self._held and self._lone is None:
+            _, passage = self._held.popitem(last=False)
+            try:
+                self.enter(passage.generation, passage.command, passage.origin)
+            except PensieveError as error:
+                self._fail(passage.generation, error)

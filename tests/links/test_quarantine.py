@@ -1,0 +1,206 @@
+"""A request that ends engines is found, refused and told; whoever was there by chance goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from pensieve.core import Sampling, SessionKey
+from pensieve.errors import Internal, PensieveError, Unavailable
+from pensieve.server.links import quarantine
+from pensieve.server.links.base import BaseLink
+from pensieve.server.links.engine_link import LinkState
+from pensieve.server.links.inprocess_link import InProcessLink
+from pensieve.server.links.process_link import ProcessLink
+from pensieve.server.links.quarantine import Quarantine
+from support.engine.fake_engine import BUILDER, FakeEngine, Script, options
+from support.service.listener import Listener
+
+POISON = 500
+QUARANTINED = "REQUEST_QUARANTINED"
+
+
+async def tried(link: BaseLink, name: str, tokens: Sequence[int], *, output: int = 4, tries: int = 12) -> str:
+    """Send a request again as clients do, until it is answered or refused for good. How it ended."""
+    for _ in range(tries):
+        async with asyncio.timeout(30):
+            while link.state is not LinkState.SERVING:
+                await asyncio.sleep(0.002)
+        listener, sampling = Listener(), Sampling(max_output_tokens=output)
+        try:
+            array = np.asarray(tokens, dtype=np.int32)
+            link.submit(SessionKey(name), array, len(tokens), sampling, listener, origin=name)
+            async with asyncio.timeout(30):
+                async for _ in listener:
+                    pass
+        except Unavailable:
+            continue
+        except PensieveError as error:
+            return error.reason
+        return f"{len(listener.token_ids)} tokens"
+    return "never"
+
+
+@asynccontextmanager
+async def threaded(script: Script) -> AsyncIterator[InProcessLink]:
+    link = InProcessLink(lambda: FakeEngine(script), restart_delay_s=0.001)
+    await link.start()
+    try:
+        yield link
+    finally:
+        await link.stop()
+
+
+async def test_a_poisonous_request_ends_two_engines_and_nobody_else() -> None:
+    async with threaded(Script(poison=POISON, step_s=0.001)) as link:
+        assert await tried(link, "bad", [1, POISON]) == QUARANTINED
+        assert link.restarts_total in (1, 2)
+        deaths = link.restarts_total
+        assert await tried(link, "bad", [1, POISON]) == QUARANTINED, "refused at once"
+        assert await tried(link, "good", [1, 2]) == "4 tokens"
+        assert link.restarts_total - deaths <= 1, "the second one may still have been on its way up"
+
+
+async def test_innocents_of_the_same_batch_go_on() -> None:
+    async with threaded(Script(poison=POISON, step_s=0.001)) as link:
+        good = [tried(link, f"good{n}", [1, 2, n], output=20) for n in range(12)]
+        bad = tried(link, "bad", [1, POISON], output=20)
+        *ends, end = await asyncio.gather(*good, bad)
+        assert end == QUARANTINED and set(ends) == {"20 tokens"}
+        assert link.restarts_total == 2
+
+
+async def test_one_that_ends_engines_late_is_found_among_many() -> None:
+    """It dies at its thirtieth token, long after it has begun: the others must not be blamed."""
+    async with threaded(Script(poison=POISON, poison_at=30, step_s=0.001)) as link:
+        good = [tried(link, f"good{n}", [1, 2, n], output=60) for n in range(6)]
+        bad = tried(link, "bad", [1, POISON], output=60)
+        *ends, end = await asyncio.gather(*good, bad)
+        assert end == QUARANTINED and set(ends) == {"60 tokens"}
+
+
+async def test_two_poisonous_requests_are_both_found() -> None:
+    async with threaded(Script(poison=POISON, step_s=0.001)) as link:
+        good = [tried(link, f"good{n}", [1, 2, n], output=20) for n in range(6)]
+        bad = [tried(link, f"bad{n}", [n, POISON]) for n in range(2)]
+        ends = list(await asyncio.gather(*good, *bad))
+        assert ends == ["20 tokens"] * 6 + [QUARANTINED] * 2
+
+
+async def test_one_that_hangs_real_engine_processes() -> None:
+    script = options(Script(poison=POISON, poison_does="hang"))
+    link = ProcessLink(script, builder=BUILDER, stall_limit_s=2.0)
+    await link.start()
+    try:
+        bad, good = tried(link, "bad", [1, POISON]), tried(link, "good", [1, 2], output=8)
+        assert list(await asyncio.gather(bad, good)) == [QUARANTINED, "8 tokens"]
+    finally:
+        await link.stop()
+
+
+async def test_one_that_the_memory_does_not_suffice_for() -> None:
+    async with threaded(Script(poison=POISON, poison_does="exhaust memory", step_s=0.001)) as link:
+        bad, good = tried(link, "bad", [1, POISON]), tried(link, "good", [1, 2], output=20)
+        assert list(await asyncio.gather(bad, good)) == [QUARANTINED, "20 tokens"]
+
+
+async def test_kills_from_outside_condemn_nobody() -> None:
+    """An operator's kill, or two, says nothing of the requests that were running."""
+    link = ProcessLink(options(Script(step_s=0.01)), builder=BUILDER)
+    await link.start()
+    try:
+        turn = asyncio.create_task(tried(link, "long", [1, 2], output=100))
+        for kills in (1, 2):
+            async with asyncio.timeout(30):
+                while link.state is not LinkState.SERVING or not link.stats.running:
+                    await asyncio.sleep(0.005)
+            assert link.pid is not None
+            os.kill(link.pid, signal.SIGKILL)
+            async with asyncio.timeout(30):
+                while link.restarts_total < kills:
+                    await asyncio.sleep(0.005)
+        assert await turn == "100 tokens"
+    finally:
+        await link.stop()
+
+
+# ---- the rules by themselves
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def found(one: Quarantine, *batches: dict[str, int]) -> str | None:
+    guilty = None
+    for batch in batches:
+        assert guilty is None
+        guilty = one.died(batch, outside=False)
+    return guilty
+
+
+def test_one_death_condemns_nobody_and_two_of_one_request_do() -> None:
+    one = Quarantine()
+    assert found(one, {"a": 0}) is None
+    one.check("a")
+    assert found(one, {"a": 0}) == "a"
+    with pytest.raises(Internal, match=QUARANTINED):
+        one.check("a")
+
+
+def test_fresh_requests_wait_for_each_other_and_old_ones_do_not() -> None:
+    one = Quarantine()
+    found(one, {"fresh1": 0, "fresh2": 3, "old": 200})
+    assert [one.must_wait(name) for name in ("fresh1", "fresh2", "old", "new")] == [True, True, False, False]
+    assert not one.got_to("fresh2", 3) and one.must_wait("fresh2")
+    assert one.got_to("fresh2", 4) and not one.must_wait("fresh2")
+    one.ended_well("fresh1")
+    assert not one.must_wait("fresh1")
+
+
+def test_the_one_that_was_let_in_alone_is_guilty_and_the_others_are_cleared() -> None:
+    one = Quarantine()
+    assert found(one, {"bad": 0, "held": 0, "old": 200}, {"bad": 0, "old": 180, "new": 1}) == "bad"
+    assert not any(one.must_wait(name) for name in ("held", "old", "new"))
+    assert found(one, {"old": 10, "new": 1}) is None, "what the guilty one has done is not held against them"
+
+
+def test_when_it_cannot_be_told_nobody_is_condemned_and_all_wait_for_each_other() -> None:
+    one = Quarantine()
+    assert found(one, {"a": 100, "b": 100, "c": 100}) is None
+    for name in "abc":
+        assert one.got_to(name, 101)  # all got further than they were: nobody waits
+    assert found(one, {"a": 150, "b": 150, "c": 150}) is None
+    assert all(map(one.must_wait, "abc"))
+    assert found(one, {"b": 150, "new": 0}) == "b"
+    assert not one.must_wait("a") and not one.must_wait("c")
+
+
+def test_deaths_and_verdicts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    one = Quarantine(clock)
+    found(one, {"a": 0})
+    clock.now += quarantine.MEMORY_S + 1
+    assert found(one, {"a": 0}) is None, "the first is too long ago"
+    assert found(one, {"a": 0}) == "a"
+    clock.now += quarantine.MEMORY_S + 1
+    one.check("a")
+    monkeypatch.setattr(quarantine, "MAX_REMEMBERED", 3)
+    for number in range(10):
+        found(one, {f"x{number}": 0})
+    assert len(one._suspects) <= 4
+
+
+def test_deaths_from_outside_count_for_little() -> None:
+    one = Quarantine()
+    assert [one.died({"a": 0}, outside=True) for _ in range(7)] == [None] * 7
+    assert one.died({"a": 0}, outside=True) == "a", "what always gets the engine killed is guilty in the end"
