@@ -10,6 +10,8 @@ from typing import Annotated
 
 import msgspec
 
+from pensieve.errors import ResourceExhausted
+
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -60,3 +62,10 @@ class TenantTable:
 def _filled(limits: TenantLimits, default: TenantLimits) -> TenantLimits:
     given = {name: value for name in limits.__struct_fields__ if (value := getattr(limits, name)) is not None}
     return msgspec.structs.replace(default, **given)
+
+
+def quota_exceeded(limit: str, message: str, *, retry_after_s: float | None = None) -> ResourceExhausted:
+    """What a caller gets beyond a limit of its tenant. ``limit``: the field of ``TenantLimits``."""
+    return ResourceExhausted(
+        message, reason="QUOTA_EXCEEDED", metadata={"subject": limit}, retry_after_s=retry_after_s
+    )

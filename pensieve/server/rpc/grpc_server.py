@@ -58,12 +58,13 @@ def make_server(interceptors: Sequence[aio.ServerInterceptor]) -> aio.Server:
 
 
 def add_health_and_reflection(
-    server: aio.Server, servicer: health_aio.HealthServicer, services: Sequence[str]
+    server: aio.Server, servicer: health_aio.HealthServicer, services: Sequence[str], *, reflects: bool = True
 ) -> None:
-    """Serve ``grpc.health.v1`` and describe ``services``, health and reflection themselves."""
+    """Serve ``grpc.health.v1`` and, if it ``reflects``, describe ``services``, health and reflection themselves."""
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    names = (*services, "grpc.health.v1.Health", reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server)
+    if reflects:
+        names = (*services, "grpc.health.v1.Health", reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
 
 
 def bind(server: aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
@@ -102,14 +103,19 @@ def _check_free(address: str) -> None:
         raise BindError(f"cannot listen on {address}: {error.strerror or error}") from error
 
 
-def tls_credentials(cert: Path, key: Path) -> grpc.ServerCredentials:
-    """TLS with these PEM files; a renewed certificate is used from the next connection on. Raises OSError."""
+def tls_credentials(cert: Path, key: Path, client_ca: Path | None = None) -> grpc.ServerCredentials:
+    """TLS with these PEM files; renewed ones are used from the next connection on. Raises OSError.
 
-    def stamp() -> tuple[int, int]:
-        return cert.stat().st_mtime_ns, key.stat().st_mtime_ns
+    With ``client_ca`` every client has to show a certificate that one of these authorities signed.
+    """
+
+    def stamp() -> tuple[int, ...]:
+        return tuple(path.stat().st_mtime_ns for path in (cert, key, client_ca) if path is not None)
 
     def load() -> grpc.ServerCertificateConfiguration:
-        return grpc.ssl_server_certificate_configuration([(key.read_bytes(), cert.read_bytes())])
+        pairs = [(key.read_bytes(), cert.read_bytes())]
+        roots = None if client_ca is None else client_ca.read_bytes()
+        return grpc.ssl_server_certificate_configuration(pairs, root_certificates=roots)
 
     known = stamp()
 
@@ -126,4 +132,6 @@ def tls_credentials(cert: Path, key: Path) -> grpc.ServerCredentials:
         known = now
         return configuration
 
-    return grpc.dynamic_ssl_server_credentials(load(), renewed, require_client_authentication=False)
+    return grpc.dynamic_ssl_server_credentials(
+        load(), renewed, require_client_authentication=client_ca is not None
+    )

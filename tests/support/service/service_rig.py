@@ -20,6 +20,7 @@ from pensieve.errors import PensieveError
 from pensieve.server.conversations import Conversations
 from pensieve.server.rpc.admin_service import AdminService
 from pensieve.server.rpc.auth import ALL_SCOPES, Identity
+from pensieve.server.rpc.bodies import BodyGate
 from pensieve.server.rpc.interceptor import Interceptor
 from pensieve.server.rpc.service import ConversationService
 from pensieve.server.settings import TurnSettings
@@ -63,7 +64,7 @@ def says(text: str) -> list[int]:
 class TenantHeader:
     """Takes the tenant from a header: a stand-in for credentials."""
 
-    def check(self, method: str, metadata: Any) -> Identity:
+    def check(self, method: str, metadata: Any, _shown: Any = None) -> Identity:
         tenant = dict(metadata or ()).get("tenant", "acme")
         return Identity(tenant=str(tenant), key_id="", scopes=ALL_SCOPES)
 
@@ -179,6 +180,7 @@ async def serving(
     context_limit: int = 256,
     authorizer: Any = None,
     max_in_flight: int = 1024,
+    bodies: BodyGate | None = None,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
     """``answer``: what the engine says to everything; None: the test plays the engine."""
@@ -191,7 +193,7 @@ async def serving(
     options = {"replica": "r1", "model": "tiny", "heartbeat_s": 5.0, "disconnect_grace_s": 0.2, **settings}
     conversations = Conversations(held, link, tokenizer(), TurnSettings(**options))
     server = aio.server(
-        interceptors=(Interceptor(authorizer or TenantHeader(), max_in_flight=max_in_flight),),
+        interceptors=(Interceptor(authorizer or TenantHeader(), max_in_flight=max_in_flight, bodies=bodies),),
         options=(("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 4 * 1024 * 1024)),
     )
     pensieve_pb2_grpc.add_ConversationServiceServicer_to_server(ConversationService(conversations), server)
