@@ -28,8 +28,7 @@ def decode(parse: Callable[[bytes], Decoded], data: bytes) -> Decoded:
     """
     if len(data) > LARGE_BYTES:
         kind: Any = getattr(parse, "__self__", None)
-        counted = _Counter(data).count(0, len(data), None if kind is None else kind.DESCRIPTOR, 0)
-        if counted > MAX_FIELDS:
+        if count_fields(data, None if kind is None else kind.DESCRIPTOR) > MAX_FIELDS:
             raise InvalidArgument(
                 f"the request has more than {MAX_FIELDS} fields, nested ones included",
                 reason="REQUEST_MALFORMED",
@@ -40,6 +39,14 @@ def decode(parse: Callable[[bytes], Decoded], data: bytes) -> Decoded:
         raise InvalidArgument(
             "the request does not decode as the message that this method takes", reason="REQUEST_MALFORMED"
         ) from error
+
+
+def count_fields(data: bytes, descriptor: Any) -> int:
+    """Fields of a message on the wire, nested ones included; of very many, a number above ``MAX_FIELDS``.
+
+    ``descriptor`` (of the message; None: unknown) says which fields are messages themselves.
+    """
+    return _Counter(data).count(0, len(data), descriptor, 0)
 
 
 class _Counter:

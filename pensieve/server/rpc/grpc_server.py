@@ -4,8 +4,11 @@ Why the options of both servers are what they are, with what was measured where 
 
 * *One server per port.* By default a second server binds the same port without an error and takes half of the calls.
 * *Message size.* The largest request is an imported transcript; ``RequestLimits`` is checked after decoding, this
-  before. Hostile messages grow in memory: 4 MB of empty sub-messages decode to over 100 MB, which is why the
-  interceptor also bounds how many bodies are read at once.
+  before. Hostile messages grow in memory: 4 MB of empty sub-messages decode to over 100 MB, which is why fields are
+  counted before a large message is decoded, and the interceptor bounds how many bodies are read at once.
+* *No growing windows.* gRPC widens the window of a stream to what the connection carries, and buffers so much of each
+  message before anybody reads it: 100 refused requests of 4 MB left 500 MB behind. A message that is being read is
+  still taken as fast as it comes.
 * *Streams per connection.* One connection is one client. Calls beyond the limit wait inside that client, so it keeps
   one client from taking the whole server. The bound on calls of all clients is the interceptor's, which lets
   health checks through; gRPC's ``maximum_concurrent_rpcs`` knows no methods and would refuse them under load.
@@ -36,6 +39,7 @@ MAX_RECEIVE_BYTES: Final = 4 * 1024 * 1024
 SERVER_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
+    ("grpc.http2.bdp_probe", 0),
     ("grpc.max_concurrent_streams", 256),
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
