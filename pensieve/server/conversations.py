@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import pensieve
 from pensieve.core import packed_length
@@ -23,6 +24,10 @@ from pensieve.server.values import InputEntry, TurnEnd
 from pensieve.store import HistoryStore, Key
 from pensieve.store.records import History
 from pensieve.tokenizer import ChatTokenizer
+
+
+COUNTED_CONTEXTS: Final = 4
+"""Who asks whether an input fits wants to know by how much it does not, up to this many times the limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +89,13 @@ class Conversations:
         """Token ids of clients must be below this. Raises Unavailable (STARTING)."""
         return min(self._link.info.vocab_size, self._tokenizer.vocab_size)
 
-    async def count_tokens(self, key: Key | None, entries: Sequence[InputEntry]) -> ContextSize:
+    async def count_tokens(self, tenant: str, key: Key | None, entries: Sequence[InputEntry]) -> ContextSize:
         """Size of the context that a turn with this input would start from, its generation prompt included.
 
-        ``key`` None: the input alone, without any history.
+        ``key`` None: the input alone, without any history. Raises ContextLimitExceeded, without counting, for an input
+        that is ``COUNTED_CONTEXTS`` times too long whatever it tokenises to.
         """
+        self._renderer.check_size(entries, COUNTED_CONTEXTS * self.context_limit)
         history = History()
         if key is not None:
             history = await self._histories.at(key, await self._store.load(key))
@@ -97,7 +104,11 @@ class Conversations:
         if not entries:
             return ContextSize(0, past, limit)
         items, prompt = await self._renderer.items(
-            history, entries, Stamp(history.head_item + 1, "", 0), generation_prompt=True
+            history,
+            entries,
+            Stamp(history.head_item + 1, "", 0),
+            tenant=tenant,
+            generation_prompt=True,
         )
         new = sum(packed_length(item.tokens) for item in items) + len(prompt)
         return ContextSize(new, past + new, limit)
@@ -157,3 +168,4 @@ class Conversations:
     async def close(self) -> None:
         """Discard running turns and take no new ones."""
         await self.turns.drain(0.0)
+        self._renderer.close()

@@ -187,7 +187,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
     async def CountTokens(self, request: pb.CountTokensRequest, _context: Any) -> pb.CountTokensResponse:
         entries = convert.entries(self._valid(request).input)
         key = key_of(request.session) if request.session else None
-        count = await self._conversations.count_tokens(key, entries)
+        count = await self._conversations.count_tokens(caller().tenant, key, entries)
         return pb.CountTokensResponse(
             input_tokens=count.input_tokens,
             context_tokens=count.context_tokens,

@@ -72,9 +72,13 @@ class Sessions:
         key = Key(tenant, session_id)
         limit = context_limit(self._link.info)
         prompt = InputEntry(Role.SYSTEM, new.config.system_prompt)
-        rejects = new.config.overflow is Overflow.REJECT
-        self._renderer.check_size((prompt, *new.items) if rejects else (prompt,), limit)
-        record = await session_records.create(self._renderer, new)
+        if new.config.overflow is Overflow.REJECT:
+            self._renderer.check_size((prompt, *new.items), limit)
+        else:
+            # Together they may be too long, since the oldest turns are dropped. One alone must fit.
+            for entry in (prompt, *new.items):
+                self._renderer.check_size((entry,), limit)
+        record = await session_records.create(self._renderer, tenant, new)
         counts = self._fitting_counts(History().apply(record, ""), limit)
         mark = fingerprint("create", new.config, new.labels, new.items)
         return await self._create(key, record, counts, mark, derived=not new.session_id)
@@ -119,7 +123,7 @@ class Sessions:
             self._renderer.check_size((prompt,), context_limit(self._link.info))
 
         async def record(base: History) -> Record:
-            return await session_records.update(self._renderer, base, change)
+            return await session_records.update(self._renderer, key.tenant, base, change)
 
         return await self._apply(key, record, "", expected_revision)
 
