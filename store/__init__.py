@@ -32,6 +32,7 @@ from pensieve.store.contract import (
     Page,
     Replay,
     RunningElsewhere,
+    TenantUsage,
 )
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "Page",
     "Replay",
     "RunningElsewhere",
+    "TenantUsage",
     "head_hash_after",
     "open_store",
 ]

@@ -13,7 +13,7 @@ from pensieve.store._clock import wall_clock_ms
 from pensieve.store._codec import StoredRecord, marking_damage, read_log, store_record
 from pensieve.store._listing import decode_cursor, encode_cursor, has_labels, position
 from pensieve.store._rules import Known, Meta
-from pensieve.store.contract import BeginOutcome, BeginRequest, Counts, Key, LoggedRecord, Page
+from pensieve.store.contract import BeginOutcome, BeginRequest, Counts, Key, LoggedRecord, Page, TenantUsage
 from pensieve.store.records import Record, SessionRow, State
 
 
@@ -80,6 +80,17 @@ class MemoryStore:
         rows.sort(key=position, reverse=True)
         more = len(rows) > limit
         return Page(tuple(rows[:limit]), encode_cursor(position(rows[limit - 1])) if more else "")
+
+    async def usage(self, tenant: str) -> TenantUsage:
+        now = self._clock()
+        live = [
+            session
+            for key, session in self._sessions.items()
+            if key.tenant == tenant
+            and not _rules.is_gone(session.meta, now)
+            and session.meta.row.state is not State.DELETED
+        ]
+        return TenantUsage(len(live), sum(len(stored.data) for session in live for stored in session.log))
 
     async def read(self, key: Key, *, after_revision: int = 0, head_hash: str = "") -> list[LoggedRecord]:
         now = self._clock()

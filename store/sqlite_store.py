@@ -25,7 +25,7 @@ from pensieve.store._codec import marking_damage, read_log
 from pensieve.store._listing import decode_cursor, encode_cursor, has_labels, position
 from pensieve.store._sqlite.file import SqliteFile, is_full, translated
 from pensieve.store._sqlite.rows import Rows
-from pensieve.store.contract import BeginOutcome, BeginRequest, Counts, Key, LoggedRecord, Page
+from pensieve.store.contract import BeginOutcome, BeginRequest, Counts, Key, LoggedRecord, Page, TenantUsage
 from pensieve.store.records import Record, SessionRow
 
 T = TypeVar("T")
@@ -117,6 +117,9 @@ class SqliteStore:
             return Page(tuple(page), encode_cursor(position(page[-1])) if len(found) > limit else "")
 
         return await self._read(work)
+
+    async def usage(self, tenant: str) -> TenantUsage:
+        return await self._read(lambda rows: rows.usage(tenant, self._clock()))
 
     async def read(self, key: Key, *, after_revision: int = 0, head_hash: str = "") -> list[LoggedRecord]:
         def work(rows: Rows) -> list[LoggedRecord]:

@@ -11,7 +11,7 @@ import msgspec
 from pensieve.store._codec import StoredRecord, store_record
 from pensieve.store._listing import Position
 from pensieve.store._rules import Known, Meta, at_head
-from pensieve.store.contract import Key
+from pensieve.store.contract import Key, TenantUsage
 from pensieve.store.records import Record, State
 
 _ID = "(SELECT id FROM sessions WHERE tenant = ? AND session_id = ?)"
@@ -98,6 +98,17 @@ class Rows:
             (tenant, start.update_ms, start.session_id, now),
         )
         return (_meta_decoder.decode(row[0]) for row in cursor)
+
+    def usage(self, tenant: str, now: int) -> TenantUsage:
+        """What the tenant's live sessions take."""
+        live = "FROM sessions WHERE tenant = ? AND deleted = 0 AND (expire_ms = 0 OR expire_ms > ?)"
+        found = self._one(
+            f"SELECT (SELECT COUNT(*) {live}), (SELECT COALESCE(SUM(LENGTH(data)), 0) FROM records"
+            f" WHERE session IN (SELECT id {live}))",
+            *(tenant, now, tenant, now),
+        )
+        assert found is not None  # it is one row, whatever there is
+        return TenantUsage(*found)
 
     def end_leases(self) -> None:
         """Let every lease lapse; the pending turns' seeds stay."""
