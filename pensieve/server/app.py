@@ -144,6 +144,7 @@ class App:
             settings,
             on_turn_ended=self._turn_ended,
             on_warmed=self._metrics.warm_ended,
+            tenants=door.tenants,
         )
         self._monitor = HealthMonitor(
             self._link,

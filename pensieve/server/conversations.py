@@ -14,9 +14,11 @@ from pensieve.server import ids
 from pensieve.server.history.cache import Histories
 from pensieve.server.history.rendering import Renderer, Stamp
 from pensieve.server.links.engine_link import EngineLink, context_limit
+from pensieve.server.quotas import StorageQuotas
 from pensieve.server.sessions.sessions import Sessions
 from pensieve.server.sessions.warming import SessionWarmer
 from pensieve.server.settings import TurnSettings
+from pensieve.server.tenants import TenantTable
 from pensieve.server.turns.choosing import CandidateChooser
 from pensieve.server.turns.runner import TurnRunner
 from pensieve.server.turns.turns import Turns
@@ -24,7 +26,6 @@ from pensieve.server.values import InputEntry, TurnEnd
 from pensieve.store import HistoryStore, Key
 from pensieve.store.records import History
 from pensieve.tokenizer import ChatTokenizer
-
 
 COUNTED_CONTEXTS: Final = 4
 """Who asks whether an input fits wants to know by how much it does not, up to this many times the limit."""
@@ -65,6 +66,7 @@ class Conversations:
         *,
         on_turn_ended: Callable[[TurnEnd], None] | None = None,
         on_warmed: Callable[[str], None] | None = None,
+        tenants: TenantTable | None = None,
     ) -> None:
         """``store`` is open; ``link`` may still be starting. The callbacks: see ``Turns`` and ``SessionWarmer``."""
         self.settings = settings
@@ -76,7 +78,8 @@ class Conversations:
         runner = TurnRunner(store, link, histories, renderer, tokenizer, settings)
         self.turns = Turns(store, runner, settings, on_turn_ended)
         self.candidates = CandidateChooser(store, link, histories, renderer, runner)
-        self.sessions = Sessions(store, link, histories, renderer, self.turns, settings)
+        self.quotas = StorageQuotas(store, tenants or TenantTable())
+        self.sessions = Sessions(store, link, histories, renderer, self.turns, settings, self.quotas)
         self.warmer = SessionWarmer(store, link, histories, renderer, self.turns, settings, on_warmed)
 
     @property

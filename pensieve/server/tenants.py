@@ -64,8 +64,13 @@ def _filled(limits: TenantLimits, default: TenantLimits) -> TenantLimits:
     return msgspec.structs.replace(default, **given)
 
 
-def quota_exceeded(limit: str, message: str, *, retry_after_s: float | None = None) -> ResourceExhausted:
-    """What a caller gets beyond a limit of its tenant. ``limit``: the field of ``TenantLimits``."""
+def quota_exceeded(
+    tenant: str, limit: str, what: str, retry_after_s: float | None = None
+) -> ResourceExhausted:
+    """What a caller gets beyond a limit of its tenant. ``limit``: the field of ``TenantLimits``; ``what``: in words."""
     return ResourceExhausted(
-        message, reason="QUOTA_EXCEEDED", metadata={"subject": limit}, retry_after_s=retry_after_s
+        f"the limit is {what}",
+        reason="QUOTA_EXCEEDED",
+        metadata={"subject": tenant, "limit": limit},
+        retry_after_s=retry_after_s,
     )

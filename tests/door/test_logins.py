@@ -171,7 +171,7 @@ async def test_request_sizes_of_a_tenant(tmp_path: Path) -> None:
         request = pb.CreateSessionRequest(config=pb.SessionConfig(system_prompt="x" * 1100))
         error = await refusal(rig.api.CreateSession(request, metadata=GOOD))
         assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "QUOTA_EXCEEDED")
-        assert error.metadata == {"subject": "max_request_bytes"}
+        assert error.metadata == {"subject": "acme", "limit": "max_request_bytes"}
         theirs = await refusal(rig.api.CreateSession(request, metadata=login("big", "s3")))
         assert theirs.reason == "CONTEXT_LIMIT_EXCEEDED" or theirs.code == "OUT_OF_RANGE"
 

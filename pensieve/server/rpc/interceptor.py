@@ -146,7 +146,7 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
     def _check_size(self, tenant: str, size: int) -> None:
         most = self._tenants.limits(tenant).max_request_bytes
         if most is not None and size > most:
-            raise quota_exceeded("max_request_bytes", f"a request may have {most} bytes")
+            raise quota_exceeded(tenant, "max_request_bytes", f"{most} bytes a request")
 
 
 async def _relayed(inner: Callable[[Any, Any], Any], requests: Any, context: Any) -> None:

@@ -12,6 +12,7 @@ from pensieve.server import ids
 from pensieve.server.history.cache import Histories
 from pensieve.server.history.rendering import Renderer, too_long
 from pensieve.server.links.engine_link import EngineLink, context_limit
+from pensieve.server.quotas import StorageQuotas
 from pensieve.server.sessions import records as session_records
 from pensieve.server.sessions.paging import PageTokens
 from pensieve.server.sessions.records import NewSession, SessionChange
@@ -53,6 +54,7 @@ class Sessions:
         renderer: Renderer,
         turns: Turns,
         settings: TurnSettings,
+        quotas: StorageQuotas,
     ) -> None:
         """``turns``: where the running turns of a deleted session are ended."""
         self._store = store
@@ -61,6 +63,7 @@ class Sessions:
         self._renderer = renderer
         self._turns = turns
         self._settings = settings
+        self._quotas = quotas
         self._pages = PageTokens(settings.page_secret, settings.page_token_s)
 
     async def create(self, tenant: str, new: NewSession) -> SessionRow:
@@ -118,6 +121,7 @@ class Sessions:
 
     async def update(self, key: Key, change: SessionChange, expected_revision: int | None) -> SessionRow:
         """Set fields; a changed system prompt renumbers all live items (``records.update``)."""
+        await self._quotas.change(key.tenant)
         if change.system_prompt is not None:
             prompt = InputEntry(Role.SYSTEM, change.system_prompt)
             self._renderer.check_size((prompt,), context_limit(self._link.info))
@@ -200,7 +204,8 @@ class Sessions:
             forked_from_item=source[1],
         )
         try:
-            return await self._store.create(row, record, mark)
+            async with self._quotas.session(key.tenant, lambda: self._exists(key)):
+                return await self._store.create(row, record, mark)
         except AlreadyExists as error:
             if derived:
                 raise AlreadyExists(

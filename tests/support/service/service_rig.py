@@ -26,6 +26,7 @@ from pensieve.server.rpc.grpc_server import bind
 from pensieve.server.rpc.interceptor import Interceptor
 from pensieve.server.rpc.service import ConversationService
 from pensieve.server.settings import TurnSettings
+from pensieve.server.tenants import TenantTable
 from pensieve.store import HistoryStore
 from pensieve.store.memory_store import MemoryStore
 from pensieve.tokenizer import ChatTokenizer
@@ -182,6 +183,7 @@ async def serving(
     context_limit: int = 256,
     authorizer: Any = None,
     max_in_flight: int = 1024,
+    tenants: TenantTable | None = None,
     bodies: BodyGate | None = None,
     door: Door | None = None,
     credentials: grpc.ServerCredentials | None = None,
@@ -198,7 +200,7 @@ async def serving(
     link = ScriptedLink(script if answer is not None else None, context_limit=context_limit)
     held = store or MemoryStore()
     options = {"replica": "r1", "model": "tiny", "heartbeat_s": 5.0, "disconnect_grace_s": 0.2, **settings}
-    conversations = Conversations(held, link, tokenizer(), TurnSettings(**options))
+    conversations = Conversations(held, link, tokenizer(), TurnSettings(**options), tenants=tenants)
     if door is not None:
         server = door.server(max_in_flight)
     else:
