@@ -17,7 +17,7 @@ from starlette.routing import Route
 from pensieve.errors import PensieveError
 from pensieve.http import models
 from pensieve.http.chat import endpoint as chat
-from pensieve.http.common.door import Door
+from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import HttpFailure, failure_of
 from pensieve.http.common.settings import DoorSettings
 from pensieve.http.conversations import endpoint as conversations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 def make_app(settings: DoorSettings) -> Starlette:
     """The door to one service."""
-    door, metrics = Door(settings), HttpMetrics()
+    door, metrics = HttpDoor(settings), HttpMetrics()
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -75,12 +75,12 @@ def make_app(settings: DoorSettings) -> Starlette:
 
 async def _failed(request: Request, error: Exception) -> Response:
     assert isinstance(error, HttpFailure)
-    return Door.of(request).refusal(error, request)
+    return HttpDoor.of(request).refusal(error, request)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, PensieveError)
-    return Door.of(request).refusal(failure_of(error), request)
+    return HttpDoor.of(request).refusal(failure_of(error), request)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
@@ -89,10 +89,10 @@ async def _no_route(request: Request, error: Exception) -> Response:
     failure = HttpFailure(
         error.status_code, message.get(error.status_code, error.detail), code="unknown_route"
     )
-    return Door.of(request).refusal(failure, request)
+    return HttpDoor.of(request).refusal(failure, request)
 
 
 async def _bug(request: Request, error: Exception) -> Response:
     """A fault of ours: its text may hold what a user said, so it goes to no caller."""
     failure = HttpFailure(500, "the server failed", kind="server_error", code="bug")
-    return Door.of(request).refusal(failure, request)
+    return HttpDoor.of(request).refusal(failure, request)

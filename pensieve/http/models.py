@@ -8,12 +8,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pensieve.client import ServerInfo
-from pensieve.http.common.door import Door
+from pensieve.http.common.door import HttpDoor
 
 
 async def listing(request: Request) -> Response:
     """All models."""
-    door = Door.of(request)
+    door = HttpDoor.of(request)
     async with door.callers.of(request) as caller:
         info = await door.info_of(caller)
     return door.answer({"object": "list", "data": [_model(info)]}, request)
@@ -21,7 +21,7 @@ async def listing(request: Request) -> Response:
 
 async def retrieve(request: Request) -> Response:
     """One model."""
-    door = Door.of(request)
+    door = HttpDoor.of(request)
     async with door.callers.of(request) as caller:
         await door.model_of(caller, request.path_params["model"])
         info = await door.info_of(caller)
@@ -30,7 +30,7 @@ async def retrieve(request: Request) -> Response:
 
 async def health(request: Request) -> Response:
     """Whether this process answers; whether the service does, is told by its own port."""
-    return Door.of(request).answer({"status": "ok"}, request)
+    return HttpDoor.of(request).answer({"status": "ok"}, request)
 
 
 def _model(info: ServerInfo) -> dict[str, Any]:

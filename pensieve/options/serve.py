@@ -51,6 +51,7 @@ class ServeOptions(EngineTuning, frozen=True, kw_only=True):
     api_keys: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    tls_client_ca: Path | None = None
     insecure_i_know: bool = False
     disconnect_grace_s: float = DISCONNECT_GRACE_S
     drain_grace_s: float = 30.0
@@ -184,6 +185,8 @@ def _check_together(options: ServeOptions) -> None:
     if (options.tls_cert is None) != (options.tls_key is None):
         given, missing = ("cert", "key") if options.tls_cert else ("key", "cert")
         raise click.UsageError(f"--tls-{missing}: needed together with --tls-{given}")
+    if options.tls_client_ca is not None and options.tls_cert is None:
+        raise click.UsageError("--tls-client-ca: needed together with --tls-cert and --tls-key")
     if options.insecure_i_know:
         return
     if not is_loopback(options.admin):

@@ -253,10 +253,21 @@ OPTIONS: tuple[Option, ...] = (
         can_negate=False,
     ),
     Option(
-        "api-keys", values.existing_file, "TOML file of API keys; without: no login.", "loopback only", "FILE"
+        "api-keys",
+        values.existing_file,
+        "TOML file of API keys, client certificates and limits per tenant; without: no login.",
+        "loopback only",
+        "FILE",
     ),
     Option("tls-cert", values.existing_file, "PEM certificate chain.", "loopback only", "FILE"),
     Option("tls-key", values.existing_file, "PEM private key.", "loopback only", "FILE"),
+    Option(
+        "tls-client-ca",
+        values.existing_file,
+        "PEM certificates of who signs clients; every client must then show one.",
+        "API keys say who calls",
+        "FILE",
+    ),
     Option(
         "insecure-i-know",
         values.boolean,

@@ -45,16 +45,15 @@ from pensieve.server.operations.housekeeping import end_task, purge_forever
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.operations.recording import TraceRecorder, header, open_recorder
 from pensieve.server.rpc.admin_service import AdminService
-from pensieve.server.rpc.auth import Authenticator
+from pensieve.server.rpc.door import Door
 from pensieve.server.rpc.grpc_server import (
     BindError,
     add_health_and_reflection,
     bind,
-    make_server,
     split_address,
     tls_credentials,
 )
-from pensieve.server.rpc.interceptor import DEFAULT_IN_FLIGHT, Interceptor
+from pensieve.server.rpc.interceptor import DEFAULT_IN_FLIGHT
 from pensieve.server.rpc.service import ConversationService
 from pensieve.server.settings import TurnSettings
 from pensieve.server.values import TurnEnd
@@ -92,6 +91,7 @@ class App:
         self._stack = contextlib.AsyncExitStack()
         self._metrics = Metrics()
         self._recorder: TraceRecorder | None = None
+        self._door: Door | None = None
         self.grpc_address = ""
         self.admin_address = ""
 
@@ -114,9 +114,14 @@ class App:
     async def close(self) -> None:
         await self._stack.aclose()
 
+    def reload_keys(self) -> None:
+        """Read the key file now, changed or not."""
+        if self._door is not None:
+            self._door.look(always=True)
+
     async def _start(self) -> None:
         options = self._options
-        authenticator = Authenticator(options.api_keys, on_failure=self._metrics.auth_failure)
+        self._door = door = Door(options.api_keys, self._metrics)
         folder = await asyncio.to_thread(resolve_model, options.model)
         tokenizer = await asyncio.to_thread(_load_tokenizer, folder, options)
         store = await self._open_store()
@@ -144,6 +149,7 @@ class App:
             on_turn_ended=self._turn_ended,
             on_warmed=self._metrics.warm_ended,
             on_store_regression=self._metrics.store_regression,
+            tenants=door.tenants,
         )
         self._monitor = HealthMonitor(
             self._link,
@@ -155,11 +161,12 @@ class App:
         # Pushed before the ports are: calls end first, then turns, then the engine, then the store.
         self._stack.push_async_callback(self._link.stop)
         self._stack.push_async_callback(self._conversations.close)
-        self._data_server = self._make_data_server(authenticator)
+        self._data_server = self._make_data_server(door)
         await self._monitor.start()
         self._stack.push_async_callback(self._monitor.stop)
         self._stack.push_async_callback(end_task, asyncio.create_task(purge_forever(store), name="purge"))
-        await self._open_admin_port(authenticator)
+        await self._open_admin_port(door)
+        self._stack.push_async_callback(end_task, asyncio.create_task(door.watch(), name="keys"))
         await self._link.start()
         if self._recorder is not None:
             self._recorder.start(header(self._link.info, options))
@@ -195,29 +202,31 @@ class App:
             page_secret=hashlib.sha256(f"pages of {store_id}".encode()).digest(),
         )
 
-    def _make_data_server(self, authenticator: Authenticator) -> aio.Server:
+    def _make_data_server(self, door: Door) -> aio.Server:
         """The data server. Its port is bound at once, so that a taken one is told before a model is loaded."""
         options = self._options
         credentials = None
         if options.tls_cert is not None and options.tls_key is not None:
-            credentials = tls_credentials(options.tls_cert, options.tls_key)
+            credentials = tls_credentials(options.tls_cert, options.tls_key, options.tls_client_ca)
         # Whatever the engine would take or queue has to get this far; a full queue is told as such.
         in_flight = max(DEFAULT_IN_FLIGHT, 2 * options.max_queued)
-        server = make_server([Interceptor(authenticator, max_in_flight=in_flight)])
+        server = door.server(in_flight)
         pensieve_pb2_grpc.add_ConversationServiceServicer_to_server(
             ConversationService(self._conversations), server
         )
-        add_health_and_reflection(server, self._monitor.servicer, [DATA_SERVICE])
+        # Whoever has no key may not even learn what there is; operators ask on the admin port.
+        reflects = options.api_keys is None
+        add_health_and_reflection(server, self._monitor.servicer, [DATA_SERVICE], reflects=reflects)
         port = bind(server, options.listen, credentials)
         self._stack.push_async_callback(server.stop, None)
         self.grpc_address = _with_port(options.listen, port)
         return server
 
-    async def _open_admin_port(self, authenticator: Authenticator) -> None:
+    async def _open_admin_port(self, door: Door) -> None:
         folder = Path(tempfile.mkdtemp(prefix="pensieve-"))  # Mode 0700: the socket in it is ours alone.
         self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
         grpc_socket = folder / "admin"
-        server = make_server([Interceptor(authenticator)])
+        server = door.server()
         pensieve_pb2_grpc.add_AdminServiceServicer_to_server(
             AdminService(self._link, self._conversations), server
         )
@@ -285,6 +294,7 @@ async def _serve(options: ServeOptions, builder: str) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked.put_nowait, number)
     app = App(options, builder=builder)
+    loop.add_signal_handler(signal.SIGHUP, app.reload_keys)
     stopping = asyncio.create_task(asked.get(), name="signal")
     starting = asyncio.create_task(app.start(), name="start")
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)

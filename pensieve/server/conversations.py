@@ -17,9 +17,11 @@ from pensieve.server.history.cache import Histories
 from pensieve.server.history.known import KnownRevisions
 from pensieve.server.history.rendering import Renderer, Stamp
 from pensieve.server.links.engine_link import EngineLink, context_limit
+from pensieve.server.quotas import StorageQuotas
 from pensieve.server.sessions.sessions import Sessions
 from pensieve.server.sessions.warming import SessionWarmer
 from pensieve.server.settings import TurnSettings
+from pensieve.server.tenants import TenantTable
 from pensieve.server.turns.choosing import CandidateChooser
 from pensieve.server.turns.runner import TurnRunner
 from pensieve.server.turns.turns import Turns
@@ -30,6 +32,8 @@ from pensieve.tokenizer import ChatTokenizer
 
 STORE_PATIENCE_S: Final = 2.0
 """How long an operator waits to hear how the store is."""
+COUNTED_CONTEXTS: Final = 4
+"""Who asks whether an input fits wants to know by how much it does not, up to this many times the limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,7 @@ class Conversations:
         on_turn_ended: Callable[[TurnEnd], None] | None = None,
         on_warmed: Callable[[str], None] | None = None,
         on_store_regression: Callable[[str], None] | None = None,
+        tenants: TenantTable | None = None,
     ) -> None:
         """``store`` is open; ``link`` may still be starting.
 
@@ -85,7 +90,8 @@ class Conversations:
         runner = TurnRunner(store, link, histories, renderer, tokenizer, served, settings)
         self.turns = Turns(store, runner, settings, on_turn_ended)
         self.candidates = CandidateChooser(store, link, histories, renderer, runner)
-        self.sessions = Sessions(store, link, histories, renderer, self.turns, served, settings)
+        self.quotas = StorageQuotas(store, tenants or TenantTable())
+        self.sessions = Sessions(store, link, histories, renderer, self.turns, served, settings, self.quotas)
         self.warmer = SessionWarmer(store, link, histories, renderer, self.turns, served, settings, on_warmed)
 
     @property
@@ -98,11 +104,13 @@ class Conversations:
         """Token ids of clients must be below this. Raises Unavailable (STARTING)."""
         return min(self._link.info.vocab_size, self._tokenizer.vocab_size)
 
-    async def count_tokens(self, key: Key | None, entries: Sequence[InputEntry]) -> ContextSize:
+    async def count_tokens(self, tenant: str, key: Key | None, entries: Sequence[InputEntry]) -> ContextSize:
         """Size of the context that a turn with this input would start from, its generation prompt included.
 
-        ``key`` None: the input alone, without any history.
+        ``key`` None: the input alone, without any history. Raises ContextLimitExceeded, without counting, for an input
+        that is ``COUNTED_CONTEXTS`` times too long whatever it tokenises to.
         """
+        self._renderer.check_size(entries, COUNTED_CONTEXTS * self.context_limit)
         history = History()
         if key is not None:
             history = await self._histories.at(key, await self._store.load(key))
@@ -112,7 +120,11 @@ class Conversations:
         if not entries:
             return ContextSize(0, past, limit)
         items, prompt = await self._renderer.items(
-            history, entries, Stamp(history.head_item + 1, "", 0), generation_prompt=True
+            history,
+            entries,
+            Stamp(history.head_item + 1, "", 0),
+            tenant=tenant,
+            generation_prompt=True,
         )
         new = sum(packed_length(item.tokens) for item in items) + len(prompt)
         return ContextSize(new, past + new, limit)
@@ -176,3 +188,4 @@ class Conversations:
     async def close(self) -> None:
         """Discard running turns and take no new ones."""
         await self.turns.drain(0.0)
+        self._renderer.close()

@@ -121,6 +121,41 @@ async def test_heads_without_end_are_cut_off(setup: Setup, monkeypatch: pytest.M
     assert (await setup.get("/healthz"))[0] == 200
 
 
+async def test_silent_connections_keep_nobody_out(setup: Setup) -> None:
+    """Far more of them than there are places, of each kind, and no time limit that would free one."""
+    silent = []
+    for number in range(300):
+        _, writer = await asyncio.open_connection("127.0.0.1", setup.number)
+        if number % 2:
+            writer.write(b"GET /hea")
+        silent.append(writer)
+    for _ in range(20):
+        assert (await setup.get("/healthz"))[0] == 200
+        assert (await setup.get("/readyz"))[0] == 200
+    assert (await setup.get("/metrics"))[0] == 200
+    for writer in silent:
+        writer.close()
+
+
+async def test_silent_grpc_connections_keep_nobody_out(setup: Setup) -> None:
+    server = await serve_health(setup.socket)
+    silent = []
+    for _ in range(100):
+        reader, writer = await asyncio.open_connection("127.0.0.1", setup.number)
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00")
+        assert await asyncio.wait_for(reader.read(9), 20)
+        silent.append(writer)
+    async with aio.insecure_channel(f"127.0.0.1:{setup.number}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for _ in range(20):
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    assert (await setup.get("/healthz"))[0] == 200
+    for writer in silent:
+        writer.close()
+    await server.stop(None)
+
+
 async def test_metrics_names_labels_and_values(setup: Setup) -> None:
     setup.metrics.first_token(0.3, Usage())
     setup.metrics.first_token(0.1, Usage(swapped_in_tokens=32))

@@ -56,7 +56,9 @@ class Caller:
 
     async def services(self) -> set[str]:
         request = reflection_pb2.ServerReflectionRequest(list_services="")
-        answer = await self._reflection.ServerReflectionInfo(iter([request])).read()
+        call = self._reflection.ServerReflectionInfo(iter([request]), metadata=self.metadata, timeout=10)
+        answer = await call.read()
+        call.cancel()
         return {service.name for service in answer.list_services_response.service}
 
     async def session(self) -> str:
@@ -276,11 +278,16 @@ async def test_keys_guard_both_ports(tmp_path: Path) -> None:
             assert await nobody.health() == SERVING
             assert (await refused(nobody.session())).reason == "CREDENTIAL_MISSING"
             assert (await rest(caller.turn(await caller.session()))).completed.revision == 2
-        async with calling(server.admin) as admin:
+            with pytest.raises(aio.AioRpcError, match="UNIMPLEMENTED"):
+                await caller.services()
+        async with calling(server.admin) as admin, calling(server.admin, user) as known:
+            with pytest.raises(aio.AioRpcError, match="UNAUTHENTICATED"):
+                await admin.services()
+            assert "pensieve.v1.AdminService" in await known.services()
             drain = pb.DrainRequest(deadline=Duration(seconds=1))
             assert (await refused(admin.admin.Drain(drain))).code == "UNAUTHENTICATED"
             assert (await refused(admin.admin.Drain(drain, metadata=(user,)))).reason == "SCOPE_MISSING"
             await admin.admin.Drain(drain, metadata=(ops,), timeout=10)
             await admin.becomes(NOT_SERVING, 5)
         text = await asyncio.to_thread(http, server.admin, "/metrics")
-        assert "pensieve_auth_failures_total 3.0" in text
+        assert "pensieve_auth_failures_total 4.0" in text

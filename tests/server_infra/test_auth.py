@@ -11,17 +11,8 @@ import pytest
 from google.protobuf.descriptor import FileDescriptor
 
 from pensieve.errors import PermissionDenied, Unauthenticated
-from pensieve.server.rpc.auth import (
-    ADMIN,
-    ALL_SCOPES,
-    PUBLIC,
-    READ,
-    RELOAD_S,
-    SCOPE_OF_METHOD,
-    WRITE,
-    Authenticator,
-    load_keys,
-)
+from pensieve.server.keys import ADMIN, ALL_SCOPES, READ, WRITE, load_keys
+from pensieve.server.rpc.auth import ANY, PUBLIC, SCOPE_OF_METHOD, Authenticator, Peer
 from pensieve.v1 import pensieve_pb2
 
 DESCRIPTOR: FileDescriptor = pensieve_pb2.DESCRIPTOR
@@ -60,7 +51,9 @@ def test_every_method_of_the_descriptor_has_a_scope_and_no_other() -> None:
     assert ours == set(METHODS)
     assert all(SCOPE_OF_METHOD[method] in ALL_SCOPES for method in METHODS)
     public = {method for method, scope in SCOPE_OF_METHOD.items() if scope == PUBLIC}
-    assert all(method.startswith(("/grpc.health.", "/grpc.reflection.")) for method in public)
+    assert all(method.startswith("/grpc.health.") for method in public)
+    with_any_key = {method for method, scope in SCOPE_OF_METHOD.items() if scope == ANY}
+    assert all(method.startswith("/grpc.reflection.") for method in with_any_key)
 
 
 @pytest.mark.parametrize(("method", "key"), [*itertools.product(METHODS, ["reader", "writer", "root"])])
@@ -111,25 +104,110 @@ def test_without_a_file_everybody_is_the_default_tenant() -> None:
 
 
 def test_a_key_is_revoked_and_rotated_without_a_restart(keys: Path, caplog: pytest.LogCaptureFixture) -> None:
-    now = 0.0
-    auth = Authenticator(keys, monotonic=lambda: now)
-    auth.check(GET, bearer("writer"))
+    auth = Authenticator(keys)
+    identity = auth.check(GET, bearer("writer"))
+    assert auth.problem(identity) is None
     keys.write_text(entry("next", "new-secret"))
     os.utime(keys, ns=(1, 1))
-    now = RELOAD_S + 1
+    auth.reload()
     assert auth.check(GET, bearer("next", "new-secret")).tenant == "acme"
     with pytest.raises(Unauthenticated):
         auth.check(GET, bearer("writer"))
+    problem = auth.problem(identity)
+    assert problem is not None and problem.reason == "CREDENTIAL_INVALID"
     keys.write_text("not toml at all [")
-    now = 3 * RELOAD_S
+    for _ in range(3):
+        auth.reload()
     assert auth.check(GET, bearer("next", "new-secret")).tenant == "acme"
-    assert "keys in force stay" in caplog.text
+    assert caplog.text.count("keys in force stay") == 1
+
+
+def test_a_file_that_looks_unchanged_is_read_when_asked_for(keys: Path) -> None:
+    auth = Authenticator(keys)
+    status = keys.stat()
+    keys.write_text(keys.read_text().replace('"writer"', '"wroter"'))
+    os.utime(keys, ns=(status.st_atime_ns, status.st_mtime_ns))
+    auth.reload()
+    assert auth.check(GET, bearer("writer"))
+    auth.reload(always=True)
+    assert auth.check(GET, bearer("wroter"))
+
+
+@pytest.mark.parametrize(
+    ("after", "reason"),
+    [
+        (entry("k", "another-secret"), "CREDENTIAL_INVALID"),
+        (entry("k", tenant="other"), "CREDENTIAL_INVALID"),
+        (entry("k", extra=f'scopes = ["{READ}"]'), "CREDENTIAL_INVALID"),
+        (entry("k", extra="expires = 2020-01-01T00:00:00Z"), "CREDENTIAL_EXPIRED"),
+        (entry("k", extra=f'scopes = ["{READ}", "{WRITE}", "{ADMIN}"]'), ""),
+    ],
+)
+def test_who_was_let_in_is_judged_again(tmp_path: Path, after: str, reason: str) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(entry("k"))
+    auth = Authenticator(path)
+    identity = auth.check(GET, bearer("k"))
+    path.write_text(after)
+    auth.reload(always=True)
+    problem = auth.problem(identity)
+    assert (problem.reason if problem else "") == reason
+
+
+def test_a_key_that_expires_while_it_is_used(tmp_path: Path) -> None:
+    path, now = tmp_path / "keys.toml", 0.0
+    path.write_text(entry("k", extra="expires = 1970-01-01T00:01:00Z"))
+    auth = Authenticator(path, wall=lambda: now)
+    identity = auth.check(GET, bearer("k"))
+    now = 59.0
+    assert auth.problem(identity) is None
+    now = 60.0
+    problem = auth.problem(identity)
+    assert problem is not None and problem.reason == "CREDENTIAL_EXPIRED"
+
+
+def test_limits_of_tenants(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(
+        entry("a") + entry("b", tenant="b.c") + "[tenants.acme]\nweight = 2.0\nmax_sessions = 7\n"
+        "[limits]\nmax_sessions = 3\nturns_at_once = 5\n"
+    )
+    auth = Authenticator(path)
+    acme, other = auth.tenants.limits("acme"), auth.tenants.limits("b.c")
+    assert (acme.weight, acme.max_sessions, acme.turns_at_once) == (2.0, 7, 5)
+    assert (other.weight, other.max_sessions, other.turns_at_once) == (None, 3, 5)
+    path.write_text(entry("a"))
+    auth.reload(always=True)
+    assert auth.tenants.limits("acme").max_sessions is None
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        ("ipv4:127.0.0.1:5000", "127.0.0.1"),
+        ("ipv6:%5B2001:db8::1%5D:5000", "2001:db8::1"),
+        ("unix:/run/x", ""),
+        ("unix:", ""),
+    ],
+)
+def test_addresses_of_peers(peer: str, address: str) -> None:
+    class Context:
+        def peer(self) -> str:
+            return peer
+
+    assert Peer(Context()).address == address
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
         ("", "holds no"),
+        (entry("a") + "[tenants.acmee]\nmax_sessions = 1\n", "tenant 'acmee' has limits and no key"),
+        (entry("a") + "[tenants.acme]\nmax_session = 1\n", "unknown field"),
+        (entry("a") + "[tenants.acme]\nmax_sessions = 0\n", ">= 1"),
+        (entry("a") + "[limits]\nweight = 0\n", "> 0"),
+        ('[[certificate]]\nname = ""\ntenant = "a"', "name must not be empty"),
+        ('[[certificate]]\nname = "x"\ntenant = "a"\n' * 2, "occurs twice"),
         ("key = 3", "Expected"),
         (entry("a") + entry("a"), "occurs twice"),
         (entry("a_b"), "id must be"),

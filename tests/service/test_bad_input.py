@@ -134,6 +134,17 @@ async def test_bad_turn(case: str) -> None:
         assert not rig.link.generations
 
 
+async def test_an_attach_may_leave_its_spec_out_but_not_say_what_is_wrong() -> None:
+    async with serving() as rig:
+        name = await rig.create("Be brief.")
+        for case, (turn, expected) in BAD_TURNS.items():
+            if case != "no input" and expected == INVALID:
+                error = await refusal(rig.call(name, turn, attach_only=True))
+                assert (error.code, error.reason) == INVALID, case
+        error = await refusal(rig.call(name, BAD_TURNS["no input"][0], attach_only=True))
+        assert (error.code, error.reason) == ("NOT_FOUND", "TURN_NOT_FOUND")
+
+
 BAD_NAMES = ["", "x", "sessions/", "sessions/A", "sessions/../etc", "sessions/{a}", "sessions/a%20b", "sessions/äbc",
              "sessions/" + "a" * 64, "sessions/-ab", "sessions/ab", "tenants/x/sessions/abc", "a" * 10_000]  # fmt: skip
 BY_NAME: list[Callable[[Rig, str], Any]] = [

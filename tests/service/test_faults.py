@@ -12,7 +12,6 @@ import pytest
 
 from pensieve import debug
 from pensieve.errors import Unavailable
-from pensieve.server.rpc.interceptor import BodyGate
 from pensieve.store import Key
 from pensieve.store.memory_store import MemoryStore
 from pensieve.v1 import pensieve_pb2 as pb
@@ -231,21 +230,11 @@ async def test_calls_in_flight_are_bounded_and_health_is_not_counted() -> None:
         assert await rig.session(names[2])
 
 
-async def test_a_body_that_never_comes_gives_its_place_back() -> None:
-    gate = BodyGate(1, patience_s=0.01)
-    await gate.enter()
-    leave = await asyncio.wait_for(gate.enter(), 5)
-    leave()
-    leave()
-    again = await asyncio.wait_for(gate.enter(), 5)
-    again()
-
-
 async def test_unauthenticated_bodies_are_never_decoded() -> None:
     from pensieve.errors import Unauthenticated
 
     class Nobody:
-        def check(self, method: str, metadata: Any) -> Any:
+        def check(self, method: str, metadata: Any, shown: Any) -> Any:
             raise Unauthenticated("no credential")
 
     async with serving(authorizer=Nobody()) as rig:

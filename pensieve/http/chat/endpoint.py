@@ -16,7 +16,7 @@ from pensieve.http.chat.requests import ChatRequest
 from pensieve.http.common.bodies import read_json
 from pensieve.http.common.callers import Caller
 from pensieve.http.common.contents import Talk
-from pensieve.http.common.door import Door
+from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.heads import begin
 from pensieve.http.common.requests import request_id_of
 from pensieve.http.common.streams import EventStream
@@ -24,7 +24,7 @@ from pensieve.http.common.streams import EventStream
 
 async def create(request: Request) -> Response:
     """Answer the last messages; the history before them is found, not computed."""
-    door = Door.of(request)
+    door = HttpDoor.of(request)
     body = await read_json(request, ChatRequest, door.settings.max_body_bytes)
     body.check()
     talk, options, turn_id = body.talk, body.turn_options, request_id_of(request)
@@ -51,7 +51,7 @@ async def create(request: Request) -> Response:
 
 async def _remembered(
     chunks: AsyncIterator[bytes],
-    door: Door,
+    door: HttpDoor,
     caller: Caller,
     talk: Talk,
     session_id: str,

@@ -20,7 +20,7 @@ _INFO_S: Final = 30.0
 """How long what a server said of itself is believed."""
 
 
-class Door:
+class HttpDoor:
     """One for the application. One event loop."""
 
     def __init__(self, settings: DoorSettings) -> None:
@@ -30,9 +30,9 @@ class Door:
         self._infos: dict[bytes, tuple[float, ServerInfo]] = {}
 
     @staticmethod
-    def of(request: Request) -> Door:
+    def of(request: Request) -> HttpDoor:
         found = request.app.state.door
-        assert isinstance(found, Door)
+        assert isinstance(found, HttpDoor)
         return found
 
     async def info_of(self, caller: Caller) -> ServerInfo:

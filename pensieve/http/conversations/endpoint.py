@@ -12,7 +12,7 @@ from pensieve.client import AsyncSession, Role, SessionInfo
 from pensieve.errors import NotFound
 from pensieve.http.common.bodies import read_json
 from pensieve.http.common.callers import Caller
-from pensieve.http.common.door import Door
+from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import HttpFailure
 from pensieve.http.common.requests import request_id_of
 from pensieve.http.conversations.requests import ConversationRequest, MetadataRequest
@@ -23,7 +23,7 @@ from pensieve.http.responses.pages import page
 
 async def create(request: Request) -> Response:
     """A new conversation, with up to 20 items that were said elsewhere."""
-    door = Door.of(request)
+    door = HttpDoor.of(request)
     body = await read_json(request, ConversationRequest, door.settings.max_body_bytes)
     body.check()
     made_of = request_id_of(request)
@@ -43,7 +43,7 @@ async def create(request: Request) -> Response:
 
 async def retrieve(request: Request) -> Response:
     """A conversation; its items are a list of their own."""
-    door = Door.of(request)
+    door = HttpDoor.of(request)
     async with door.callers.of(request) as caller:
         info = await (await _session(request, caller)).refresh()
     return door.answer(_document(info), request)
@@ -51,7 +51,7 @@ async def retrieve(request: Request) -> Response:
 
 async def update(request: Request) -> Response:
     """Replace the metadata."""
-    door = Door.of(request)
+    door = HttpDoor.of(request)
     body = await read_json(request, MetadataRequest, door.settings.max_body_bytes)
     body.check()
     async with door.callers.of(request) as caller:
@@ -62,7 +62,7 @@ async def update(request: Request) -> Response:
 
 async def delete(request: Request) -> Response:
     """Erase a conversation, responses and all."""
-    door = Door.of(request)
+    door = HttpDoor.of(request)
     async with door.callers.of(request) as caller:
         session = await _session(request, caller)
         await session.delete()
@@ -72,7 +72,7 @@ async def delete(request: Request) -> Response:
 
 async def items(request: Request) -> Response:
     """A page of the items, newest first unless ``order=asc``."""
-    door = Door.of(request)
+    door = HttpDoor.of(request)
     async with door.callers.of(request) as caller:
         found = await _items(await _session(request, caller))
     return door.answer(page(found, request), request)
@@ -80,7 +80,7 @@ async def items(request: Request) -> Response:
 
 async def item(request: Request) -> Response:
     """One item."""
-    door = Door.of(request)
+    door = HttpDoor.of(request)
     wanted = request.path_params["item"]
     async with door.callers.of(request) as caller:
         found = await _items(await _session(request, caller))

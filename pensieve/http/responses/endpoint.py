@@ -14,7 +14,7 @@ from pensieve.client import AsyncSession, Role, Turn, TurnState
 from pensieve.errors import NotFound
 from pensieve.http.common.bodies import read_json
 from pensieve.http.common.callers import Caller
-from pensieve.http.common.door import Door
+from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import HttpFailure, bad
 from pensieve.http.common.requests import request_id_of
 from pensieve.http.common.streams import EventStream
@@ -28,7 +28,7 @@ from pensieve.http.responses.requests import ResponseRequest
 
 async def create(request: Request) -> HttpResponse:
     """Answer the input."""
-    door = Door.of(request)
+    door = HttpDoor.of(request)
     body = await read_json(request, ResponseRequest, door.settings.max_body_bytes)
     body.check()
     async with AsyncExitStack() as held:
@@ -52,7 +52,7 @@ async def create(request: Request) -> HttpResponse:
 
 async def retrieve(request: Request) -> HttpResponse:
     """A response as it stands, or its stream from where a client lost it."""
-    door = Door.of(request)
+    door = HttpDoor.of(request)
     async with AsyncExitStack() as held:
         caller = await held.enter_async_context(door.callers.of(request))
         model = await door.model_of(caller, None)
@@ -74,7 +74,7 @@ async def retrieve(request: Request) -> HttpResponse:
 
 async def cancel(request: Request) -> HttpResponse:
     """Stop a response; what was said so far stays."""
-    door = Door.of(request)
+    door = HttpDoor.of(request)
     async with door.callers.of(request) as caller:
         model = await door.model_of(caller, None)
         found, session, turn = await _find(request, caller)
@@ -85,7 +85,7 @@ async def cancel(request: Request) -> HttpResponse:
 
 async def delete(request: Request) -> HttpResponse:
     """Erase a response. Raises HttpFailure (409) when later ones build on it."""
-    door = Door.of(request)
+    door = HttpDoor.of(request)
     async with door.callers.of(request) as caller:
         found, session, turn = await _find(request, caller)
         if turn.state is TurnState.RUNNING:
@@ -97,7 +97,7 @@ async def delete(request: Request) -> HttpResponse:
 
 async def input_items(request: Request) -> HttpResponse:
     """What was said in the turn of a response, newest first unless ``order=asc``."""
-    door = Door.of(request)
+    door = HttpDoor.of(request)
     async with door.callers.of(request) as caller:
         found, _, turn = await _find(request, caller)
     items = [input_message(found.session_id, item) for item in turn.input]
@@ -152,13 +152,13 @@ def _missing(text: str) -> HttpFailure:
     return HttpFailure(404, f"no such response: {text}", kind="not_found_error", param="response_id")
 
 
-def _remember(door: Door, caller: Caller, begun: BegunResponse, turn: Turn) -> None:
+def _remember(door: HttpDoor, caller: Caller, begun: BegunResponse, turn: Turn) -> None:
     if begun.talk is not None and begun.id.instructions == b"":
         door.heads.ended(caller.scope, begun.talk, begun.session.id, turn)
 
 
 async def _remembered(
-    chunks: AsyncIterator[bytes], door: Door, caller: Caller, begun: BegunResponse
+    chunks: AsyncIterator[bytes], door: HttpDoor, caller: Caller, begun: BegunResponse
 ) -> AsyncIterator[bytes]:
     known = False
     async for chunk in chunks:

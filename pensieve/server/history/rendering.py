@@ -1,8 +1,8 @@
-"""New input to history items, and history to the model's context. Only what is new is tokenised, in a thread."""
+"""New input to history items, and history to the model's context. Only what is new is tokenised, in ``lanes``."""
 
 from __future__ import annotations
 
-import asyncio
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -11,6 +11,7 @@ import numpy as np
 
 from pensieve.core import Role, TokenArray, pack_tokens, packed_length, unpack_tokens
 from pensieve.errors import ContextLimitExceeded, InvalidArgument
+from pensieve.server.history.lanes import TextLanes
 from pensieve.server.values import InputEntry
 from pensieve.store.records import History, Item, Overflow
 from pensieve.tokenizer import ChatTokenizer, HistoryItem, TextMessage, TokenMessage
@@ -65,6 +66,11 @@ class Renderer:
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
+        self._lanes = TextLanes()
+
+    def close(self) -> None:
+        """Render nothing more."""
+        self._lanes.close()
 
     async def items(
         self,
@@ -72,13 +78,24 @@ class Renderer:
         entries: Sequence[InputEntry],
         stamp: Stamp,
         *,
+        tenant: str = "",
         generation_prompt: bool = False,
     ) -> tuple[tuple[Item, ...], TokenArray]:
-        """Items for ``entries`` behind ``history``, and the generation prompt behind them (int32 [n], maybe empty)."""
-        return await asyncio.to_thread(self._render, history, tuple(entries), stamp, generation_prompt)
+        """Items for ``entries`` behind ``history``, and the generation prompt behind them (int32 [n], maybe empty).
+
+        ``tenant``: who waits for them.
+        """
+        work = functools.partial(self._render, history, tuple(entries), stamp, generation_prompt)
+        return await self._lanes.run(tenant, _size(entries), work)
 
     async def prepare(
-        self, history: History, entries: Sequence[InputEntry], stamp: Stamp, room: Room
+        self,
+        history: History,
+        entries: Sequence[InputEntry],
+        stamp: Stamp,
+        room: Room,
+        *,
+        tenant: str = "",
     ) -> PreparedTurn:
         """Render a turn and see that it fits.
 
@@ -86,7 +103,8 @@ class Renderer:
         older turns were dropped; InvalidArgument when the template refuses the input or nothing is left to continue.
         """
         self.check_size(entries, room.limit)
-        return await asyncio.to_thread(self._prepare, history, tuple(entries), stamp, room)
+        work = functools.partial(self._prepare, history, tuple(entries), stamp, room)
+        return await self._lanes.run(tenant, _size(entries), work)
 
     def check_size(self, entries: Sequence[InputEntry], limit: int) -> None:
         """Raises ContextLimitExceeded for input that is too long whatever it tokenises to. Costs nothing."""
@@ -203,6 +221,11 @@ def too_long(context_tokens: int, limit: int) -> ContextLimitExceeded:
         f"the context would have {context_tokens} tokens or more; it must stay below {limit}",
         metadata={"context_tokens": str(context_tokens), "limit": str(limit)},
     )
+
+
+def _size(entries: Sequence[InputEntry]) -> int:
+    """Characters, and token ids, which are turned into text."""
+    return sum(len(entry.text) if entry.tokens is None else packed_length(entry.tokens) for entry in entries)
 
 
 def _message(entry: InputEntry) -> TextMessage | TokenMessage:

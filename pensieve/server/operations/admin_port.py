@@ -4,6 +4,10 @@ The first line of a connection tells which: HTTP/2 begins with ``PRI * HTTP/2.0`
 byte, to a gRPC server on a Unix socket that only this user can reach. Every other one is HTTP/1: ``/metrics``
 (Prometheus text), ``/healthz`` (this process answers) and ``/readyz`` (calls are served). HTTP is up before the gRPC
 server is, so a supervisor sees a server that is loading its model alive and not ready.
+
+Nobody is refused for want of room: who reaches the port may open as many connections as they like, and a supervisor has
+to get an answer all the same. Of one connection too many, the one that has been silent for longest is dropped. The two
+protocols have places of their own; a head comes at once or within ``_HEAD_TIMEOUT_S``.
 """
 
 from __future__ import annotations
@@ -23,9 +27,44 @@ log = logging.getLogger(__name__)
 
 _HTTP2_PREFACE: Final = b"PRI * HTTP/2.0\r\n"
 _MAX_HEAD: Final = 16 * 1024
-_HEAD_TIMEOUT_S: Final = 10.0
+_HEAD_TIMEOUT_S: Final = 5.0
 _PIPE_CHUNK: Final = 1 << 16
-_MAX_CONNECTIONS: Final = 256
+_MAX_HTTP: Final = 192
+_MAX_GRPC: Final = 64
+_BACKLOG: Final = 512
+
+
+class _Connection:
+    """One connection and the task that serves it."""
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.task = task
+        self.heard()
+
+    def heard(self) -> None:
+        """Something came or went."""
+        self.heard_at = asyncio.get_running_loop().time()
+
+
+class _Places:
+    """The connections of one protocol."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.connections: set[_Connection] = set()
+
+    def add(self, connection: _Connection) -> None:
+        """Take it in; the most silent one goes when it is one too many."""
+        if len(self.connections) >= self._most:
+            dropped = min(self.connections, key=lambda one: one.heard_at)
+            self.connections.discard(dropped)
+            dropped.task.cancel()
+        self.connections.add(connection)
+
+    def discard(self, connection: _Connection) -> None:
+        self.connections.discard(connection)
 
 
 class AdminPort:
@@ -37,11 +76,12 @@ class AdminPort:
         self._ready = ready
         self._grpc_socket = grpc_socket
         self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task[None]] = set()
+        self._http = _Places(_MAX_HTTP)
+        self._grpc = _Places(_MAX_GRPC)
 
     async def start(self, host: str, port: int) -> int:
         """Listen, and return the port (found by the system when it was 0). Raises OSError when it cannot."""
-        self._server = await asyncio.start_server(self._accept, host, port, limit=_MAX_HEAD)
+        self._server = await asyncio.start_server(self._accept, host, port, limit=_MAX_HEAD, backlog=_BACKLOG)
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
 
@@ -49,18 +89,16 @@ class AdminPort:
         """Stop listening and drop what is open."""
         if self._server is not None:
             self._server.close()
-        for task in list(self._connections):
+        tasks = [one.task for places in (self._http, self._grpc) for one in places.connections]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections.add(task)
+        connection = _Connection()
+        self._http.add(connection)
         try:
-            # One too many is closed without an answer: anybody who reaches the port may connect.
-            if len(self._connections) <= _MAX_CONNECTIONS:
-                await self._serve(reader, writer)
+            await self._serve(connection, reader, writer)
         except (
             ConnectionError,
             TimeoutError,
@@ -69,20 +107,25 @@ class AdminPort:
         ) as error:
             log.debug("admin connection ended: %s", error)
         except asyncio.CancelledError:
-            # Only ``close`` cancels. Asyncio's own callback would report the cancellation as an error.
+            # ``close`` or a newer connection. Asyncio's own callback would report the cancellation as an error.
             log.debug("admin connection closed")
         finally:
-            self._connections.discard(task)
+            self._http.discard(connection)
+            self._grpc.discard(connection)
             writer.close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(
+        self, connection: _Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         """One connection: forwarded, or one HTTP request answered."""
         # Two time limits, one each for the first line and the rest: a gRPC connection passes only the first and then
         # stays open, while a client that sends its head byte by byte must not hold its place.
         async with asyncio.timeout(_HEAD_TIMEOUT_S):
             first = await reader.readuntil(b"\r\n")
         if first == _HTTP2_PREFACE:
-            await self._forward(first, reader, writer)
+            self._http.discard(connection)
+            self._grpc.add(connection)
+            await self._forward(first, connection, reader, writer)
             return
         async with asyncio.timeout(_HEAD_TIMEOUT_S):
             accept = await _accept_header(reader)
@@ -113,7 +156,11 @@ class AdminPort:
         return HTTPStatus.NOT_FOUND, plain, b"there is /metrics, /healthz and /readyz\n"
 
     async def _forward(
-        self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        first: bytes,
+        connection: _Connection,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> None:
         try:
             far_reader, far_writer = await asyncio.open_unix_connection(str(self._grpc_socket))
@@ -121,8 +168,8 @@ class AdminPort:
             return  # Not up yet: the client sees a closed connection, which is UNAVAILABLE.
         far_writer.write(first)  # The gRPC server has to see the preface too.
         pipes = {
-            asyncio.create_task(_pipe(reader, far_writer)),
-            asyncio.create_task(_pipe(far_reader, writer)),
+            asyncio.create_task(_pipe(connection, reader, far_writer)),
+            asyncio.create_task(_pipe(connection, far_reader, writer)),
         }
         try:
             # When either side ends, the connection is over: HTTP/2 has no use for half of one.
@@ -148,8 +195,9 @@ async def _accept_header(reader: asyncio.StreamReader) -> str:
     return accept
 
 
-async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _pipe(connection: _Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     with contextlib.suppress(ConnectionError):
         while data := await reader.read(_PIPE_CHUNK):
+            connection.heard()
             writer.write(data)
             await writer.drain()

@@ -222,6 +222,11 @@ class Metrics:
         self._auth_failures = Counter(
             "pensieve_auth_failures_total", "Calls refused for their credential.", registry=self.registry
         )
+        self._auth_held_back = Counter(
+            "pensieve_auth_held_back_total",
+            "Refusals that were held back, because many logins from one address had failed.",
+            registry=self.registry,
+        )
         for start in ("cold", "warm"):
             self._first_token.labels(start)
         for seen_by in ("server", "client"):
@@ -259,3 +264,6 @@ class Metrics:
 
     def auth_failure(self) -> None:
         self._auth_failures.inc()
+
+    def auth_held_back(self) -> None:
+        self._auth_held_back.inc()

@@ -1,48 +1,47 @@
 """Who is calling and what they may do. Deny by default.
 
-A caller sends ``authorization: Bearer ck_<id>_<secret>``. The key file (TOML) keeps only the SHA-256 of each secret::
+A caller sends ``authorization: Bearer ck_<id>_<secret>``, or shows a client certificate; ``keys`` says what the key
+file knows of either. Who sends the header is judged by it alone. The file is looked at every ``RELOAD_S``; a change
+that cannot be read keeps the keys in force and is logged. Without a key file everybody is the tenant ``default`` with
+every scope: meant for loopback.
 
-    [[key]]
-    id = "web1"
-    sha256 = "<64 hex digits>"
-    tenant = "acme"
-    scopes = ["sessions.read", "sessions.write"]   # and/or "admin"
-    expires = 2027-01-01T00:00:00Z                  # optional
-
-Several keys may name one tenant, so a key can be rotated. The file is read again within ``RELOAD_S`` of a change; a
-change that cannot be read keeps the keys in force and is logged. Without a key file everybody is the tenant
-``default`` with every scope: meant for loopback.
-
-The tenant comes from the credential and from nowhere else. Needs no request body, so it runs before decoding.
+The tenant comes from the credential and from nowhere else. Needs no request body, so it runs before one is read.
 """
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import hmac
 import logging
 import re
 import time
-import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+from urllib.parse import unquote
 
-import msgspec
-
-from pensieve.errors import PermissionDenied, Unauthenticated
+from pensieve.errors import PensieveError, PermissionDenied, Unauthenticated
+from pensieve.server.keys import (
+    ADMIN,
+    ALL_SCOPES,
+    CERTIFICATE,
+    NO_KEYS,
+    READ,
+    WRITE,
+    ApiKey,
+    Credential,
+    load_keys,
+)
+from pensieve.server.tenants import TenantTable
 
 log = logging.getLogger(__name__)
 
-READ: Final = "sessions.read"
-WRITE: Final = "sessions.write"
-ADMIN: Final = "admin"
 PUBLIC: Final = ""
-"""Scope of methods that anyone may call: health and reflection."""
-ALL_SCOPES: Final = frozenset({READ, WRITE, ADMIN})
-RELOAD_S: Final = 5.0
+"""Scope of methods that anyone may call: health."""
+ANY: Final = "any"
+"""Scope of methods that take a credential, whatever its scopes: reflection."""
+RELOAD_S: Final = 1.0
 DEFAULT_TENANT: Final = "default"
 
 _CONVERSATION = "/pensieve.v1.ConversationService/"
@@ -70,10 +69,30 @@ SCOPE_OF_METHOD: Final[dict[str, str]] = {
     "/grpc.health.v1.Health/Check": PUBLIC,
     "/grpc.health.v1.Health/Watch": PUBLIC,
     "/grpc.health.v1.Health/List": PUBLIC,
-    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": PUBLIC,
-    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": PUBLIC,
+    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": ANY,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": ANY,
 }
 """Full gRPC method name → scope it takes. A method that is not in here is refused."""
+
+
+class Peer:
+    """What a call's connection says of the caller. Nothing is looked up before it is asked for."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    @property
+    def address(self) -> str:
+        """IP address, without the port; "" when there is none, as on a Unix socket."""
+        kind, _, rest = unquote(self._context.peer()).partition(":")
+        return rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Alternative names of the verified client certificate, or its common name if it has none; () without one."""
+        properties = self._context.auth_context()
+        found = properties.get("x509_subject_alternative_name") or properties.get("x509_common_name") or ()
+        return tuple(name.decode("utf-8", "replace") for name in found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,60 +101,14 @@ class Identity:
 
     tenant: str
     key_id: str
-    """Names the key in logs; "" when no key file is in force."""
+    """Names the credential in logs; "" when no key file is in force."""
     scopes: frozenset[str]
+    digest: str = ""
+    """The hash that the key's secret was compared with, so that a key whose secret changed is another one."""
 
 
 ANONYMOUS: Final = Identity(tenant=DEFAULT_TENANT, key_id="", scopes=ALL_SCOPES)
 _NOBODY: Final = Identity(tenant="", key_id="", scopes=frozenset())
-
-
-class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One entry of the key file."""
-
-    id: str
-    sha256: str
-    tenant: str
-    scopes: tuple[str, ...] = (READ, WRITE)
-    expires: datetime.datetime | None = None
-
-
-class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    key: tuple[ApiKey, ...] = ()
-
-
-def load_keys(path: Path) -> dict[str, ApiKey]:
-    """The key file, by key id. Raises ValueError (what is wrong, and in which key) or OSError."""
-    try:
-        entries = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), _KeyFile).key
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise ValueError(f"{path}: {error}") from error
-    keys: dict[str, ApiKey] = {}
-    for entry in entries:
-        problem = _problem(entry, keys)
-        if problem:
-            raise ValueError(f"{path}: key {entry.id!r}: {problem}")
-        keys[entry.id] = entry
-    if not keys:
-        raise ValueError(f"{path}: holds no [[key]]")
-    return keys
-
-
-def _problem(entry: ApiKey, others: dict[str, ApiKey]) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9-]{1,64}", entry.id):
-        return "id must be 1 to 64 letters, digits or '-'"
-    if entry.id in others:
-        return "id occurs twice"
-    if not re.fullmatch(r"[0-9a-f]{64}", entry.sha256):
-        return "sha256 must be 64 lower-case hex digits"
-    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", entry.tenant):
-        return "tenant must be 1 to 64 letters, digits, '.', '_' or '-'"
-    unknown = set(entry.scopes) - ALL_SCOPES
-    if unknown or not entry.scopes:
-        return f"scopes must be among {', '.join(sorted(ALL_SCOPES))}"
-    if entry.expires is not None and entry.expires.tzinfo is None:
-        return "expires must name its time zone, as in 2027-01-01T00:00:00Z"
-    return ""
 
 
 class Authenticator:
@@ -146,27 +119,59 @@ class Authenticator:
         path: Path | None = None,
         *,
         on_failure: Callable[[], None] = lambda: None,
-        monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         """Reads the file at once. Raises ValueError or OSError when it cannot be used."""
         self._path = path
         self._on_failure = on_failure
-        self._monotonic = monotonic
         self._wall = wall
-        self._keys = load_keys(path) if path is not None else {}
         self._stamp = self._file_stamp()
-        self._checked_at = monotonic()
+        self._file = load_keys(path) if path is not None else NO_KEYS
+        self._reported = ""
+        self.tenants = TenantTable(self._file.tenants, self._file.limits)
+        """The limits that the file sets; it changes with the file."""
 
-    def check(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Identity:
+    def check(
+        self, method: str, metadata: Iterable[tuple[str, str | bytes]], peer: Peer | None = None
+    ) -> Identity:
         """The caller of ``method``. Raises Unauthenticated or PermissionDenied, in constant words."""
         try:
-            return self._check(method, metadata)
+            return self._check(method, metadata, peer)
         except (Unauthenticated, PermissionDenied):
             self._on_failure()
             raise
 
-    def _check(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Identity:
+    def problem(self, identity: Identity) -> PensieveError | None:
+        """Why a caller who was let in before would not be now; None: it would."""
+        if self._path is None or not identity.key_id:
+            return None
+        entry = self._file.named(identity.key_id)
+        if entry is None or entry.tenant != identity.tenant or _digest(entry) != identity.digest:
+            return _invalid()
+        if identity.scopes - set(entry.scopes):
+            return _invalid()
+        return _expired() if self._is_over(entry) else None
+
+    def reload(self, *, always: bool = False) -> None:
+        """Read the file again if it has changed. Keeps what is in force when it cannot be used."""
+        if self._path is None:
+            return
+        try:
+            stamp = self._file_stamp()
+            if stamp == self._stamp and not always:
+                return
+            self._file = load_keys(self._path)
+        except (OSError, ValueError) as error:
+            # Told once: the same file is looked at again every second.
+            if str(error) != self._reported:
+                self._reported = str(error)
+                log.error("key file not read again, the keys in force stay: %s", error)
+            return
+        self._stamp, self._reported = stamp, ""
+        self.tenants.replace(self._file.tenants, self._file.limits)
+        log.info("key file read again: %d keys", len(self._file.keys) + len(self._file.certificates))
+
+    def _check(self, method: str, metadata: Iterable[tuple[str, str | bytes]], peer: Peer | None) -> Identity:
         scope = SCOPE_OF_METHOD.get(method)
         if scope is None:
             raise PermissionDenied("this method is not open to any credential")
@@ -174,28 +179,42 @@ class Authenticator:
             return ANONYMOUS
         if scope == PUBLIC:
             return _NOBODY
-        self._reload_if_changed()
-        identity = self._identify(metadata)
-        if scope not in identity.scopes:
+        identity = self._identify(metadata, peer)
+        if scope != ANY and scope not in identity.scopes:
             raise PermissionDenied(f"the credential lacks the scope {scope}", metadata={"scope": scope})
         return identity
 
-    def _identify(self, metadata: Iterable[tuple[str, str | bytes]]) -> Identity:
+    def _identify(self, metadata: Iterable[tuple[str, str | bytes]], peer: Peer | None) -> Identity:
         header = next((value for name, value in metadata if name.lower() == "authorization"), None)
         if header is None:
-            raise Unauthenticated("no credential: send 'authorization: Bearer ck_<id>_<secret>'")
+            return self._by_certificate(peer)
         text = header if isinstance(header, str) else header.decode("ascii", "replace")
         match = re.fullmatch(r"[Bb]earer ck_([A-Za-z0-9-]{1,64})_(\S{1,512})", text)
-        key = self._keys.get(match[1]) if match else None
+        key = self._file.keys.get(match[1]) if match else None
         secret = match[2] if match else ""
         # An unknown id is compared too, so that time does not tell which ids exist.
         digest = hashlib.sha256(secret.encode()).hexdigest()
         matches = hmac.compare_digest(digest, key.sha256 if key else "0" * 64)
         if key is None or not matches:
-            raise Unauthenticated("the credential is not valid", reason="CREDENTIAL_INVALID")
-        if key.expires is not None and key.expires.timestamp() <= self._wall():
-            raise Unauthenticated("the credential has expired", reason="CREDENTIAL_EXPIRED")
-        return Identity(tenant=key.tenant, key_id=key.id, scopes=frozenset(key.scopes))
+            raise _invalid()
+        return self._admitted(key, key.id)
+
+    def _by_certificate(self, peer: Peer | None) -> Identity:
+        """The caller by its certificate, which gRPC has verified."""
+        if peer is not None and self._file.certificates:
+            for name in peer.names:
+                entry = self._file.certificates.get(name)
+                if entry is not None:
+                    return self._admitted(entry, CERTIFICATE + name)
+        raise Unauthenticated("no credential: send 'authorization: Bearer ck_<id>_<secret>'")
+
+    def _admitted(self, entry: Credential, key_id: str) -> Identity:
+        if self._is_over(entry):
+            raise _expired()
+        return Identity(entry.tenant, key_id, frozenset(entry.scopes), _digest(entry))
+
+    def _is_over(self, entry: Credential) -> bool:
+        return entry.expires is not None and entry.expires.timestamp() <= self._wall()
 
     def _file_stamp(self) -> tuple[int, int, int]:
         if self._path is None:
@@ -203,18 +222,14 @@ class Authenticator:
         status = self._path.stat()
         return (status.st_mtime_ns, status.st_size, status.st_ino)
 
-    def _reload_if_changed(self) -> None:
-        assert self._path is not None
-        if self._monotonic() - self._checked_at < RELOAD_S:
-            return
-        self._checked_at = self._monotonic()
-        try:
-            stamp = self._file_stamp()
-            if stamp == self._stamp:
-                return
-            self._keys = load_keys(self._path)
-        except (OSError, ValueError) as error:
-            log.error("key file not read again, the keys in force stay: %s", error)
-            return
-        self._stamp = stamp
-        log.info("key file read again: %d keys", len(self._keys))
+
+def _digest(entry: Credential) -> str:
+    return entry.sha256 if isinstance(entry, ApiKey) else ""
+
+
+def _invalid() -> Unauthenticated:
+    return Unauthenticated("the credential is not valid", reason="CREDENTIAL_INVALID")
+
+
+def _expired() -> Unauthenticated:
+    return Unauthenticated("the credential has expired", reason="CREDENTIAL_EXPIRED")

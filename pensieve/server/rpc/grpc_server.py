@@ -4,8 +4,11 @@ Why the options of both servers are what they are, with what was measured where 
 
 * *One server per port.* By default a second server binds the same port without an error and takes half of the calls.
 * *Message size.* The largest request is an imported transcript; ``RequestLimits`` is checked after decoding, this
-  before. Hostile messages grow in memory: 4 MB of empty sub-messages decode to over 100 MB, which is why the
-  interceptor also bounds how many bodies are read at once.
+  before. Hostile messages grow in memory: 4 MB of empty sub-messages decode to over 100 MB, which is why fields are
+  counted before a large message is decoded, and the interceptor bounds how many bodies are read at once.
+* *No growing windows.* gRPC widens the window of a stream to what the connection carries, and buffers so much of each
+  message before anybody reads it: 100 refused requests of 4 MB left 500 MB behind. A message that is being read is
+  still taken as fast as it comes.
 * *Streams per connection.* One connection is one client. Calls beyond the limit wait inside that client, so it keeps
   one client from taking the whole server. The bound on calls of all clients is the interceptor's, which lets
   health checks through; gRPC's ``maximum_concurrent_rpcs`` knows no methods and would refuse them under load.
@@ -36,6 +39,7 @@ MAX_RECEIVE_BYTES: Final = 4 * 1024 * 1024
 SERVER_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
+    ("grpc.http2.bdp_probe", 0),
     ("grpc.max_concurrent_streams", 256),
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
@@ -58,12 +62,13 @@ def make_server(interceptors: Sequence[aio.ServerInterceptor]) -> aio.Server:
 
 
 def add_health_and_reflection(
-    server: aio.Server, servicer: health_aio.HealthServicer, services: Sequence[str]
+    server: aio.Server, servicer: health_aio.HealthServicer, services: Sequence[str], *, reflects: bool = True
 ) -> None:
-    """Serve ``grpc.health.v1`` and describe ``services``, health and reflection themselves."""
+    """Serve ``grpc.health.v1`` and, if it ``reflects``, describe ``services``, health and reflection themselves."""
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    names = (*services, "grpc.health.v1.Health", reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server)
+    if reflects:
+        names = (*services, "grpc.health.v1.Health", reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
 
 
 def bind(server: aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
@@ -102,14 +107,19 @@ def _check_free(address: str) -> None:
         raise BindError(f"cannot listen on {address}: {error.strerror or error}") from error
 
 
-def tls_credentials(cert: Path, key: Path) -> grpc.ServerCredentials:
-    """TLS with these PEM files; a renewed certificate is used from the next connection on. Raises OSError."""
+def tls_credentials(cert: Path, key: Path, client_ca: Path | None = None) -> grpc.ServerCredentials:
+    """TLS with these PEM files; renewed ones are used from the next connection on. Raises OSError.
 
-    def stamp() -> tuple[int, int]:
-        return cert.stat().st_mtime_ns, key.stat().st_mtime_ns
+    With ``client_ca`` every client has to show a certificate that one of these authorities signed.
+    """
+
+    def stamp() -> tuple[int, ...]:
+        return tuple(path.stat().st_mtime_ns for path in (cert, key, client_ca) if path is not None)
 
     def load() -> grpc.ServerCertificateConfiguration:
-        return grpc.ssl_server_certificate_configuration([(key.read_bytes(), cert.read_bytes())])
+        pairs = [(key.read_bytes(), cert.read_bytes())]
+        roots = None if client_ca is None else client_ca.read_bytes()
+        return grpc.ssl_server_certificate_configuration(pairs, root_certificates=roots)
 
     known = stamp()
 
@@ -126,4 +136,6 @@ def tls_credentials(cert: Path, key: Path) -> grpc.ServerCredentials:
         known = now
         return configuration
 
-    return grpc.dynamic_ssl_server_credentials(load(), renewed, require_client_authentication=False)
+    return grpc.dynamic_ssl_server_credentials(
+        load(), renewed, require_client_authentication=client_ca is not None
+    )

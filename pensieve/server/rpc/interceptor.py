@@ -1,11 +1,12 @@
 """The outermost layer of both gRPC servers: who may come in, how many, and what an error looks like from outside.
 
-In the order of a call: credential (before the body is read), number of calls in flight, number of bodies being read,
-decoding, handler, errors. Handlers are registered for raw bytes and decoded here: what fails inside grpc.aio's own
-decoding is UNKNOWN to the client. Whatever is raised leaves as a ``google.rpc.Status``: a ``PensieveError`` as
-itself, anything else as INTERNAL/BUG with an error id and nothing more; grpc.aio would send the exception's text.
+In the order of a call: credential, number of calls in flight, number of bodies being read, the body's size, decoding,
+handler, errors. Both numbers are divided among the callers: tenants, or addresses where there are no credentials.
+Handlers are registered for raw bytes and decoded here: what fails inside grpc.aio's own decoding is UNKNOWN to the
+client. Whatever is raised leaves as a ``google.rpc.Status``: a ``PensieveError`` as itself, anything else as
+INTERNAL/BUG with an error id and nothing more; grpc.aio would send the exception's text.
 
-Health checks and reflection take no place among the calls in flight: they must work under load.
+Health checks take no place among the calls in flight: they must work under load.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ import grpc
 from grpc import aio
 
 from pensieve import rpc_status
-from pensieve.errors import PensieveError, ResourceExhausted
+from pensieve.errors import InvalidArgument, PensieveError, Unauthenticated
 from pensieve.server.bugs import bug
-from pensieve.server.rpc.auth import Identity
+from pensieve.server.rpc.auth import ANONYMOUS, Identity, Peer
+from pensieve.server.rpc.bodies import BodyGate
+from pensieve.server.rpc.calls import Calls, RunningCall
 from pensieve.server.rpc.decode import decode
+from pensieve.server.rpc.logins import FailedLogins
+from pensieve.server.tenants import TenantTable, quota_exceeded
 
 _identity: contextvars.ContextVar[Identity] = contextvars.ContextVar("pensieve_identity")
 DEFAULT_IN_FLIGHT: Final = 1024
-_UNLIMITED = ("/grpc.health.", "/grpc.reflection.", "/grpc.channelz.")
+_HEALTH: Final = "/grpc.health."
 
 Handler = Callable[[Any, Any], Awaitable[Any]]
 
@@ -34,39 +39,14 @@ Handler = Callable[[Any, Any], Awaitable[Any]]
 class Authorizer(Protocol):
     """Checks the credential of a call. ``pensieve.server.rpc.auth.Authenticator`` is one."""
 
-    def check(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Identity: ...
+    def check(
+        self, method: str, metadata: Iterable[tuple[str, str | bytes]], peer: Peer | None
+    ) -> Identity: ...
 
 
 def caller() -> Identity:
     """Who makes the current call. Raises LookupError outside of a call that passed the interceptor."""
     return _identity.get()
-
-
-class BodyGate:
-    """Bounds how many request bodies are being received at once; a sender may hold a place for ``patience_s``.
-
-    Beyond it requests are decoded, validated and converted without yielding to the event loop, so that at most one
-    decoded message exists at any time.
-    """
-
-    def __init__(self, places: int, patience_s: float) -> None:
-        self._places = asyncio.Semaphore(places)
-        self._patience_s = patience_s
-
-    async def enter(self) -> Callable[[], None]:
-        """Wait for a place. Returns the function that leaves it, which may be called again without harm."""
-        await self._places.acquire()
-        held = True
-
-        def leave() -> None:
-            nonlocal held
-            if held:
-                held = False
-                timer.cancel()
-                self._places.release()
-
-        timer = asyncio.get_running_loop().call_later(self._patience_s, leave)
-        return leave
 
 
 class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
@@ -77,14 +57,19 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
         authorizer: Authorizer,
         *,
         max_in_flight: int = DEFAULT_IN_FLIGHT,
-        max_undecoded: int = 16,
-        body_patience_s: float = 2.0,
+        bodies: BodyGate | None = None,
+        tenants: TenantTable | None = None,
+        logins: FailedLogins | None = None,
     ) -> None:
         self._authorizer = authorizer
-        self._max_in_flight = max_in_flight
-        self._gate = BodyGate(max_undecoded, body_patience_s)
-        self.in_flight = 0
-        """Calls being handled, health checks and reflection aside."""
+        self._calls = Calls(max_in_flight)
+        self._bodies = bodies or BodyGate()
+        self._tenants = tenants or TenantTable()
+        self._logins = logins or FailedLogins()
+
+    def recheck(self, problem: Callable[[Identity], PensieveError | None]) -> int:
+        """End the calls whose credential has become a problem; returns how many. On the server's event loop."""
+        return self._calls.recheck(problem)
 
     async def intercept_service(
         self,
@@ -92,35 +77,33 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler | None:
         method = _text(handler_call_details.method)
+        metadata = handler_call_details.invocation_metadata or ()
         handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        try:
-            identity = self._authorizer.check(method, handler_call_details.invocation_metadata or ())
-            if method.startswith(_UNLIMITED):
-                return handler
-            if self.in_flight >= self._max_in_flight:
-                raise ResourceExhausted("too many calls at once", retry_after_s=1.0)
-        except PensieveError as error:
-            return _wrapped(handler, _refusal(error))
-        leave = await self._gate.enter()
-        parse = handler.request_deserializer
-        return _wrapped(handler, lambda inner: self._guard(method, inner, parse, identity, leave))
+        if handler is None or method.startswith(_HEALTH):
+            return handler
+        return _wrapped(handler, lambda inner: self._guard(method, metadata, inner, handler))
 
     def _guard(
         self,
         method: str,
+        metadata: Iterable[tuple[str, str | bytes]],
         inner: Handler,
-        parse: Callable[[bytes], Any],
-        identity: Identity,
-        leave: Callable[[], None],
+        handler: grpc.RpcMethodHandler,
     ) -> Handler:
-        async def guarded(data: bytes, context: Any) -> Any:
-            leave()
-            token = _identity.set(identity)
-            self.in_flight += 1
+        async def guarded(requests: Any, context: Any) -> Any:
+            held_back = 0.0
             try:
-                return await inner(decode(parse, data), context)
+                peer = Peer(context)
+                identity = self._authorizer.check(method, metadata, peer)
+                if handler.request_streaming:  # reflection
+                    return await _relayed(inner, requests, context)
+                # Callers without a credential are told apart by where they call from.
+                call = RunningCall(identity, f"@{peer.address}" if identity is ANONYMOUS else identity.tenant)
+                with self._calls.entered(call), call.interruptible():
+                    return await self._answer(call, inner, handler.request_deserializer, context)
+            except Unauthenticated as error:
+                refusal: PensieveError = error
+                held_back = self._logins.failed(peer.address)
             except PensieveError as error:
                 refusal = error
             except aio.AbortError:
@@ -130,32 +113,62 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
                 raise asyncio.CancelledError from None
             except Exception as error:
                 refusal = bug(error, method)
-            finally:
-                self.in_flight -= 1
-                _identity.reset(token)
+            # Its traceback holds the frames that hold the request; and this frame, which holds it: with that ring a
+            # refused request would stay in memory until the next full collection.
+            refusal.with_traceback(None).__cause__ = refusal.__context__ = None
+            if held_back:
+                await self._logins.hold_back(held_back)
             # Outside of the ``except``: else what was caught would be the context of the AbortError, which grpc logs
             # with its text.
             return await context.abort_with_status(rpc_status.to_grpc(refusal))
 
         return guarded
 
+    async def _answer(
+        self, call: RunningCall, inner: Handler, parse: Callable[[bytes], Any], context: Any
+    ) -> Any:
+        async with self._bodies.place(call):
+            data = await context.read()
+        if not isinstance(data, bytes):
+            # No message came before the end of the call: it was cancelled, or gRPC has refused it for its size.
+            raise InvalidArgument("the call ended without a request", reason="REQUEST_MALFORMED")
+        token = _identity.set(call.identity)
+        try:
+            self._check_size(call.identity.tenant, len(data))
+            request = decode(parse, data)
+            del data  # may be large, and the call may be long
+            answer = inner(request, context)
+            del request
+            return await answer
+        finally:
+            _identity.reset(token)
 
-def _refusal(error: PensieveError) -> Callable[[Handler], Handler]:
-    async def refuse(_request: Any, context: Any) -> None:
-        await context.abort_with_status(rpc_status.to_grpc(error))
+    def _check_size(self, tenant: str, size: int) -> None:
+        most = self._tenants.limits(tenant).max_request_bytes
+        if most is not None and size > most:
+            raise quota_exceeded(tenant, "max_request_bytes", f"{most} bytes a request")
 
-    return lambda _inner: refuse
+
+async def _relayed(inner: Callable[[Any, Any], Any], requests: Any, context: Any) -> None:
+    """A handler of streams, whose answers come from a generator."""
+    async for answer in inner(requests, context):
+        await context.write(answer)
 
 
 def _wrapped(handler: Any, wrap: Callable[[Handler], Handler]) -> grpc.RpcMethodHandler:
-    """The same kind of handler around the wrapped function, which gets the request as bytes."""
+    """The handler around the wrapped function, which is called when the headers have come.
+
+    On the wire one message is a stream of one. Taken as a stream, the request is read when the handler asks for it:
+    after the credential was checked, and as bytes.
+    """
     serializer = handler.response_serializer
+    if handler.stream_stream is not None:
+        parse = handler.request_deserializer
+        return grpc.stream_stream_rpc_method_handler(wrap(handler.stream_stream), parse, serializer)
     if handler.unary_unary is not None:
-        return grpc.unary_unary_rpc_method_handler(wrap(handler.unary_unary), None, serializer)
+        return grpc.stream_unary_rpc_method_handler(wrap(handler.unary_unary), None, serializer)
     if handler.unary_stream is not None:
-        return grpc.unary_stream_rpc_method_handler(wrap(handler.unary_stream), None, serializer)
-    if handler.stream_stream is not None:  # reflection, when it is refused
-        return grpc.stream_stream_rpc_method_handler(wrap(handler.stream_stream), None, serializer)
+        return grpc.stream_stream_rpc_method_handler(wrap(handler.unary_stream), None, serializer)
     raise TypeError("methods that take a stream and give one answer are not served")
 
 

@@ -130,16 +130,19 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
     async def StreamTurn(self, request: pb.StreamTurnRequest, context: Any) -> None:
         spec = convert.turn_spec(self._valid(request).turn)
         settings = self._conversations.settings
+        key, attach_only = key_of(request.session), request.attach_only
         attach = self._turns.attached(
-            key_of(request.session),
+            key,
             spec,
             policy=convert.on_disconnect(request.on_disconnect),
-            attach_only=request.attach_only,
+            attach_only=attach_only,
             deadline_s=context.time_remaining(),
         )
         offsets = (request.resume_token_offset, *request.resume_candidate_offsets)
         resume = (request.resume_attempt, offsets)
         del request  # may be large, and the stream may be long
+        if not attach_only:
+            await self._has_room(key, spec.request_id)
         async with attach as (run, joined):
             options = StreamOptions(spec.output, settings.heartbeat_s, *resume, joined)
             async with aclosing(events(run.buffer, options, self._pace)) as stream:
@@ -148,14 +151,16 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
 
     async def RunTurn(self, request: pb.RunTurnRequest, context: Any) -> pb.RunTurnResponse:
         spec = convert.turn_spec(self._valid(request).turn)
+        key = key_of(request.session)
         attach = self._turns.attached(
-            key_of(request.session),
+            key,
             spec,
             policy=OnDisconnect.CANCEL,
             attach_only=False,
             deadline_s=context.time_remaining(),
         )
         del request
+        await self._has_room(key, spec.request_id)
         async with attach as (run, _):
             view = await run.buffer.outcome()
         return pb.RunTurnResponse(turn=answers.turn(view, tokens=spec.output.token_ids))
@@ -187,7 +192,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
     async def CountTokens(self, request: pb.CountTokensRequest, _context: Any) -> pb.CountTokensResponse:
         entries = convert.entries(self._valid(request).input)
         key = key_of(request.session) if request.session else None
-        count = await self._conversations.count_tokens(key, entries)
+        count = await self._conversations.count_tokens(caller().tenant, key, entries)
         return pb.CountTokensResponse(
             input_tokens=count.input_tokens,
             context_tokens=count.context_tokens,
@@ -205,6 +210,11 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
     def _valid(self, request: Request) -> Request:
         validate(request, self._bounds)
         return request
+
+    async def _has_room(self, key: Key, request_id: str) -> None:
+        """Raises ResourceExhausted for a new turn of a tenant that stores too much; to join one is no new turn."""
+        if not self._turns.runs_in(key):
+            await self._conversations.quotas.turn(key, request_id)
 
     def _session(self, row: SessionRow) -> pb.Session:
         return answers.session(row, self._conversations.context_limit)

@@ -77,13 +77,12 @@ def _required(message: Any, field: str, path: str, problems: Problems) -> bool:
 
 
 def _has_turn(message: Any, bounds: Bounds, path: str, problems: Problems) -> None:
-    """The specification, or for a mere attach its request id."""
+    """The specification. For a mere attach its request id would do; what else it says has to be right all the same."""
     if not _required(message, "turn", path, problems):
         return
-    if getattr(message, "attach_only", False):
-        c.request_id(message.turn.request_id, bounds, "turn.request_id", problems)
-    else:
-        _check(message.turn, bounds, "turn", problems)
+    _check(message.turn, bounds, "turn", problems)
+    if not getattr(message, "attach_only", False):
+        _turn_has_input(message.turn, bounds, "turn", problems)
 
 
 def _entry_has_content(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
@@ -224,7 +223,7 @@ CROSS: dict[type[Any], tuple[Callable[[Any, Bounds, str, Problems], None], ...]]
     pb.StreamTurnRequest: (_has_turn,),
     pb.RunTurnRequest: (_has_turn,),
     pb.InputItem: (_entry_has_content,),
-    pb.TurnSpec: (_turn_has_input, _beams_without_logprobs),
+    pb.TurnSpec: (_beams_without_logprobs,),
     pb.SamplingParams: (_min_below_max, _beams_alone),
     pb.UpdateSessionRequest: (_same_name,),
 }

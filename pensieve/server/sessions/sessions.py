@@ -13,6 +13,7 @@ from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.cache import Histories
 from pensieve.server.history.rendering import Renderer, too_long
 from pensieve.server.links.engine_link import EngineLink, context_limit
+from pensieve.server.quotas import StorageQuotas
 from pensieve.server.sessions import records as session_records
 from pensieve.server.sessions.paging import PageTokens
 from pensieve.server.sessions.records import NewSession, SessionChange
@@ -55,6 +56,7 @@ class Sessions:
         turns: Turns,
         served: ServedModel,
         settings: TurnSettings,
+        quotas: StorageQuotas,
     ) -> None:
         """``turns``: where the running turns of a deleted session are ended."""
         self._store = store
@@ -64,6 +66,7 @@ class Sessions:
         self._turns = turns
         self._served = served
         self._settings = settings
+        self._quotas = quotas
         self._pages = PageTokens(settings.page_secret, settings.page_token_s)
 
     async def create(self, tenant: str, new: NewSession) -> SessionRow:
@@ -75,9 +78,13 @@ class Sessions:
         key = Key(tenant, session_id)
         limit = context_limit(self._link.info)
         prompt = InputEntry(Role.SYSTEM, new.config.system_prompt)
-        rejects = new.config.overflow is Overflow.REJECT
-        self._renderer.check_size((prompt, *new.items) if rejects else (prompt,), limit)
-        record = await session_records.create(self._renderer, new, self._served)
+        if new.config.overflow is Overflow.REJECT:
+            self._renderer.check_size((prompt, *new.items), limit)
+        else:
+            # Together they may be too long, since the oldest turns are dropped. One alone must fit.
+            for entry in (prompt, *new.items):
+                self._renderer.check_size((entry,), limit)
+        record = await session_records.create(self._renderer, tenant, new, self._served)
         counts = self._fitting_counts(History().apply(record, ""), limit)
         mark = fingerprint("create", new.config, new.labels, new.items)
         return await self._create(key, record, counts, mark, derived=not new.session_id)
@@ -121,12 +128,13 @@ class Sessions:
         Raises FailedPrecondition (MODEL_MISMATCH) for a system prompt in a session of another model, and where the
         session cannot be moved to the model that is served.
         """
+        await self._quotas.change(key.tenant)
         if change.system_prompt is not None:
             prompt = InputEntry(Role.SYSTEM, change.system_prompt)
             self._renderer.check_size((prompt,), context_limit(self._link.info))
 
         async def record(base: History) -> Record:
-            return await session_records.update(self._renderer, base, change, self._served)
+            return await session_records.update(self._renderer, key.tenant, base, change, self._served)
 
         return await self._apply(key, record, "", expected_revision)
 
@@ -203,7 +211,8 @@ class Sessions:
             forked_from_item=source[1],
         )
         try:
-            created = await self._store.create(row, record, mark)
+            async with self._quotas.session(key.tenant, lambda: self._exists(key)):
+                created = await self._store.create(row, record, mark)
         except AlreadyExists as error:
             if derived:
                 raise AlreadyExists(

@@ -154,6 +154,7 @@ class TurnRunner:
             spec.input,
             Stamp(base.head_item + 1, spec.request_id, now_ms()),
             Room(context_limit(self._link.info), config.overflow, values.max_output_tokens),
+            tenant=run.key.tenant,
         )
         self._served.check_tokens(prepared.context, self._link.info.vocab_size)
         run.new_tokens = prepared.num_new

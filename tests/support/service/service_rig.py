@@ -20,9 +20,13 @@ from pensieve.errors import PensieveError
 from pensieve.server.conversations import Conversations
 from pensieve.server.rpc.admin_service import AdminService
 from pensieve.server.rpc.auth import ALL_SCOPES, Identity
+from pensieve.server.rpc.bodies import BodyGate
+from pensieve.server.rpc.door import Door
+from pensieve.server.rpc.grpc_server import bind
 from pensieve.server.rpc.interceptor import Interceptor
 from pensieve.server.rpc.service import ConversationService
 from pensieve.server.settings import TurnSettings
+from pensieve.server.tenants import TenantTable
 from pensieve.store import HistoryStore
 from pensieve.store.memory_store import MemoryStore
 from pensieve.tokenizer import ChatTokenizer
@@ -63,7 +67,7 @@ def says(text: str) -> list[int]:
 class TenantHeader:
     """Takes the tenant from a header: a stand-in for credentials."""
 
-    def check(self, method: str, metadata: Any) -> Identity:
+    def check(self, method: str, metadata: Any, _shown: Any = None) -> Identity:
         tenant = dict(metadata or ()).get("tenant", "acme")
         return Identity(tenant=str(tenant), key_id="", scopes=ALL_SCOPES)
 
@@ -181,9 +185,16 @@ async def serving(
     max_in_flight: int = 1024,
     speaks: ChatTokenizer | None = None,
     vocab_size: int = 420,
+    tenants: TenantTable | None = None,
+    bodies: BodyGate | None = None,
+    door: Door | None = None,
+    credentials: grpc.ServerCredentials | None = None,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
-    """``answer``: what the engine says to everything; None: the test plays the engine. ``speaks``: its tokenizer."""
+    """``answer``: what the engine says to everything; None: the test plays the engine. ``speaks``: its tokenizer.
+
+    With a ``door``, that is who lets calls in. With ``credentials`` the rig's own channel is of no use.
+    """
 
     def script(_: ScriptedGeneration) -> Sequence[int]:
         return says(answer or "")
@@ -193,14 +204,19 @@ async def serving(
     )
     held = store or MemoryStore()
     options = {"replica": "r1", "model": "tiny", "heartbeat_s": 5.0, "disconnect_grace_s": 0.2, **settings}
-    conversations = Conversations(held, link, speaks or tokenizer(), TurnSettings(**options))
-    server = aio.server(
-        interceptors=(Interceptor(authorizer or TenantHeader(), max_in_flight=max_in_flight),),
-        options=(("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 4 * 1024 * 1024)),
-    )
+    conversations = Conversations(held, link, speaks or tokenizer(), TurnSettings(**options), tenants=tenants)
+    if door is not None:
+        server = door.server(max_in_flight)
+    else:
+        server = aio.server(
+            interceptors=(
+                Interceptor(authorizer or TenantHeader(), max_in_flight=max_in_flight, bodies=bodies),
+            ),
+            options=(("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 4 * 1024 * 1024)),
+        )
     pensieve_pb2_grpc.add_ConversationServiceServicer_to_server(ConversationService(conversations), server)
     pensieve_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(link, conversations), server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = bind(server, "127.0.0.1:0", credentials)
     await server.start()
     try:
         async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:

@@ -1,0 +1,144 @@
+"""Threads for tokenising, shared fairly: no tenant's long texts make another's short ones wait.
+
+Long and short texts have threads of their own. In each of the two lanes tenants take turns by what they have used: the
+next text is one of the tenant whose texts, so far, began earliest on a clock that counts characters (start-time fair
+queueing, Goyal, Vin and Cheng 1996). A tenant that was away starts where the clock stands, so it can neither save up
+its part nor is it made to wait for what it used before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeVar
+
+from pensieve.errors import ResourceExhausted
+
+Result = TypeVar("Result")
+
+SHORT_CHARS: Final = 16_384
+"""Texts up to this size are short: some milliseconds of work."""
+MOST_WAITING_CHARS: Final = 16_000_000
+"""Of one tenant, in either lane; more are refused."""
+_SHORT_THREADS: Final = 2
+_LONG_THREADS: Final = 1
+
+
+class TextLanes:
+    """Runs what works on texts in threads. Used on one event loop."""
+
+    def __init__(self) -> None:
+        self._short = _Lane("short texts", _SHORT_THREADS)
+        self._long = _Lane("long texts", _LONG_THREADS)
+
+    async def run(self, tenant: str, chars: int, work: Callable[[], Result]) -> Result:
+        """``work()`` in a thread, when it is the tenant's turn. ``chars``: the size of its texts.
+
+        Raises ResourceExhausted when the tenant has too much waiting already. Work that nobody waits for any more is
+        not begun.
+        """
+        return await (self._short if chars <= SHORT_CHARS else self._long).run(tenant, chars, work)
+
+    def close(self) -> None:
+        """Begin nothing more. What runs ends by itself."""
+        self._short.close()
+        self._long.close()
+
+
+class _Tenant:
+    """What waits of one tenant."""
+
+    def __init__(self, clock: float) -> None:
+        self.waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self.chars = 0
+        """Of what waits."""
+        self.start = clock
+        """Clock at which its next text begins."""
+
+    def append(self, chars: int, turn: asyncio.Future[None]) -> None:
+        self.waiting.append((chars, turn))
+        self.chars += chars
+
+    def popleft(self) -> tuple[int, asyncio.Future[None]]:
+        chars, turn = self.waiting.popleft()
+        self.chars -= chars
+        return chars, turn
+
+
+class _Lane:
+    def __init__(self, name: str, threads: int) -> None:
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._free = threads
+        self._tenants: dict[str, _Tenant] = {}
+        """Those that have work waiting or running."""
+        self._running: dict[str, int] = {}
+        self._clock = 0.0
+
+    async def run(self, tenant: str, chars: int, work: Callable[[], Result]) -> Result:
+        await self._turn(tenant, chars)
+        loop = asyncio.get_running_loop()
+        done = loop.run_in_executor(self._threads, work)
+        # The thread is free when the work has ended, whether or not somebody still waits for it.
+        done.add_done_callback(functools.partial(self._ended, tenant))
+        return await asyncio.shield(done)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False)
+
+    async def _turn(self, tenant: str, chars: int) -> None:
+        """Returns with a thread taken."""
+        queue = self._tenants.get(tenant)
+        if queue is None:
+            queue = self._tenants[tenant] = _Tenant(self._clock)
+        elif queue.chars + chars > MOST_WAITING_CHARS:
+            raise ResourceExhausted("too much text of this tenant waits to be read", retry_after_s=1.0)
+        turn = asyncio.get_running_loop().create_future()
+        queue.append(max(1, chars), turn)
+        self._next()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # it had come already
+                self._leave(tenant)
+            self._next()
+            raise
+
+    def _next(self) -> None:
+        """Give free threads to whose turn it is."""
+        while self._free:
+            for name in [name for name, queue in self._tenants.items() if self._is_idle(name, queue)]:
+                del self._tenants[name]
+            waiting = [name for name, queue in self._tenants.items() if queue.waiting]
+            if not waiting:
+                if not self._running:
+                    self._tenants.clear()
+                return
+            name = min(waiting, key=lambda one: self._tenants[one].start)
+            queue = self._tenants[name]
+            chars, turn = queue.popleft()
+            self._clock = queue.start
+            queue.start += chars
+            self._free -= 1
+            self._running[name] = self._running.get(name, 0) + 1
+            turn.set_result(None)
+
+    def _is_idle(self, name: str, queue: _Tenant) -> bool:
+        while queue.waiting and queue.waiting[0][1].cancelled():
+            queue.popleft()
+        # One that has nothing left, and whose part of the clock has passed.
+        return not queue.waiting and name not in self._running and queue.start <= self._clock
+
+    def _ended(self, tenant: str, done: asyncio.Future[object]) -> None:
+        if not done.cancelled():
+            done.exception()  # seen, also when nobody waits
+        self._leave(tenant)
+        self._next()
+
+    def _leave(self, tenant: str) -> None:
+        self._free += 1
+        self._running[tenant] -= 1
+        if not self._running[tenant]:
+            del self._running[tenant]

@@ -1,0 +1,66 @@
+"""The way into a server process: one set of keys in front of all of its ports, watched while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from grpc import aio
+
+from pensieve.server.rpc.auth import RELOAD_S, Authenticator
+from pensieve.server.rpc.grpc_server import make_server
+from pensieve.server.rpc.interceptor import DEFAULT_IN_FLIGHT, Interceptor
+from pensieve.server.rpc.logins import FailedLogins
+from pensieve.server.tenants import TenantTable
+
+log = logging.getLogger(__name__)
+
+
+class DoorObserver(Protocol):
+    """Who counts what happens at the door."""
+
+    def auth_failure(self) -> None: ...
+
+    def auth_held_back(self) -> None: ...
+
+
+class Door:
+    """One per process. Used on one event loop."""
+
+    def __init__(self, key_file: Path | None, observer: DoorObserver) -> None:
+        """Reads the key file. Raises ValueError or OSError when it cannot be used."""
+        self._authenticator = Authenticator(key_file, on_failure=observer.auth_failure)
+        self._held_back: Callable[[], None] = observer.auth_held_back
+        self._interceptors: list[Interceptor] = []
+
+    @property
+    def tenants(self) -> TenantTable:
+        """What each tenant may use, as the key file says at the time."""
+        return self._authenticator.tenants
+
+    def server(self, max_in_flight: int = DEFAULT_IN_FLIGHT) -> aio.Server:
+        """A gRPC server, not yet bound, whose calls all come through here."""
+        interceptor = Interceptor(
+            self._authenticator,
+            max_in_flight=max_in_flight,
+            tenants=self.tenants,
+            logins=FailedLogins(self._held_back),
+        )
+        self._interceptors.append(interceptor)
+        return make_server([interceptor])
+
+    def look(self, *, always: bool = False) -> None:
+        """Read the key file if it changed (or ``always``), and end the calls that it no longer lets in."""
+        self._authenticator.reload(always=always)
+        ended = sum(one.recheck(self._authenticator.problem) for one in self._interceptors)
+        if ended:
+            log.warning("calls ended because their credential is no longer valid: %d", ended)
+
+    async def watch(self, interval_s: float = RELOAD_S) -> None:
+        """``look`` every ``interval_s``, until cancelled."""
+        while True:
+            await asyncio.sleep(interval_s)
+            self.look()

@@ -1,0 +1,172 @@
+"""Long texts of one tenant do not make another wait: row 19 of the fault matrix."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from pensieve.errors import ResourceExhausted
+from pensieve.server.history.lanes import MOST_WAITING_CHARS, SHORT_CHARS, TextLanes
+from pensieve.v1 import pensieve_pb2 as pb
+from support.service.service_rig import refusal, serving, spec, user
+
+LONG = 10 * SHORT_CHARS
+
+
+class Bench:
+    """Work whose order is written down, and which waits until it is let go."""
+
+    def __init__(self) -> None:
+        self.lanes = TextLanes()
+        self.order: list[str] = []
+        self.go = threading.Event()
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def ask(self, tenant: str, chars: int = LONG, name: str = "") -> asyncio.Task[None]:
+        def work() -> None:
+            self.order.append(name or tenant)
+            assert self.go.wait(30)
+
+        task = asyncio.create_task(self.lanes.run(tenant, chars, work))
+        self.tasks.append(task)
+        return task
+
+    async def begun(self, count: int) -> None:
+        async with asyncio.timeout(30):
+            while len(self.order) < count:
+                await asyncio.sleep(0.005)
+
+    async def all_done(self) -> None:
+        self.go.set()
+        await asyncio.wait_for(asyncio.gather(*self.tasks, return_exceptions=True), 30)
+
+
+@pytest.fixture
+async def bench() -> Any:
+    made = Bench()
+    yield made
+    made.go.set()
+    made.lanes.close()
+
+
+async def test_tenants_take_turns(bench: Bench) -> None:
+    for _ in range(20):
+        bench.ask("flood")
+    await bench.begun(1)
+    for _ in range(3):
+        bench.ask("other")
+    await bench.all_done()
+    assert len(bench.order) == 23
+    places = [place for place, name in enumerate(bench.order) if name == "other"]
+    assert places[0] <= 2 and places[2] <= 6, bench.order
+
+
+async def test_turns_are_taken_by_characters(bench: Bench) -> None:
+    for _ in range(10):
+        bench.ask("long", 4 * LONG)
+    await bench.begun(1)
+    for _ in range(12):
+        bench.ask("shorter", LONG)
+    await bench.all_done()
+    before_third = bench.order[: [i for i, name in enumerate(bench.order) if name == "long"][3]]
+    assert before_third.count("shorter") >= 8, bench.order
+
+
+async def test_short_texts_wait_for_no_long_one(bench: Bench) -> None:
+    for _ in range(5):
+        bench.ask("flood")
+    await bench.begun(1)
+    bench.ask("flood", 100, "short")
+    bench.ask("other", 100, "short")
+    await bench.begun(3)
+    assert bench.order == ["flood", "short", "short"]
+
+
+async def test_who_leaves_is_skipped_and_takes_no_thread_along(bench: Bench) -> None:
+    tasks = [bench.ask("a", name=str(number)) for number in range(6)]
+    await bench.begun(1)
+    for task in tasks[:4]:  # the first is at work already
+        task.cancel()
+    await bench.all_done()
+    assert bench.order == ["0", "4", "5"]
+    await asyncio.wait_for(bench.lanes.run("a", LONG, lambda: None), 30)
+
+
+async def test_work_that_fails_tells_its_caller_and_frees_its_thread(bench: Bench) -> None:
+    def fails() -> None:
+        raise ValueError("no")
+
+    for _ in range(5):
+        with pytest.raises(ValueError, match="no"):
+            await asyncio.wait_for(bench.lanes.run("a", LONG, fails), 30)
+
+
+async def test_what_waits_is_bounded_per_tenant(bench: Bench) -> None:
+    for _ in range(MOST_WAITING_CHARS // 1_000_000 + 1):
+        bench.ask("flood", 1_000_000)
+    await bench.begun(1)
+    with pytest.raises(ResourceExhausted):
+        await bench.lanes.run("flood", 1_000_000, lambda: None)
+    assert not bench.ask("other", 1_000_000).done()
+    await bench.all_done()
+
+
+async def test_counting_a_flood_of_long_texts_leaves_others_their_turns() -> None:
+    """The real tokenizer; how long it takes for the flood does not matter, only that another tenant is served first."""
+    async with serving(context_limit=1 << 20) as rig:
+        name = await rig.create()
+        text = "the quick brown fox " * 2_000
+        request = pb.CountTokensRequest(input=[user(text)])
+        flood = [rig.api.CountTokens(request, metadata=(("tenant", "flood"),)) for _ in range(15)]
+        done = asyncio.gather(*flood)
+        await asyncio.wait([asyncio.ensure_future(flood[0])])
+        for _ in range(3):
+            assert (await rig.run(name, spec("hi"))).output.text
+        assert not done.done(), "the flood was over before the turns were"
+        assert {answer.input_tokens for answer in await done} == {(await flood[0]).input_tokens}
+
+
+TOO_LONG = ("OUT_OF_RANGE", "CONTEXT_LIMIT_EXCEEDED")
+
+
+async def test_what_can_never_fit_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving() as rig:
+
+        async def never(*_: Any) -> Any:
+            pytest.fail("tokenised")
+
+        name = await rig.create()
+        monkeypatch.setattr(TextLanes, "run", never)
+        huge = [user("x" * 900_000)]
+        dropping = pb.SessionConfig(overflow_policy=pb.OVERFLOW_POLICY_DROP_OLDEST_TURNS)
+        for call in (
+            rig.api.CountTokens(pb.CountTokensRequest(input=huge)),
+            rig.api.CountTokens(pb.CountTokensRequest(session=name, input=huge)),
+            rig.create(initial_items=huge),
+            rig.create(initial_items=huge, config=dropping),
+        ):
+            error = await refusal(call)
+            assert (error.code, error.reason) == TOO_LONG
+
+
+def words() -> Iterator[str]:
+    yield "x" * 200_000
+    yield " " * 200_000
+    yield "a\u0301" * 100_000
+    yield "🦊" * 50_000
+
+
+async def test_strange_texts_stop_nobody() -> None:
+    """One long word, nothing but spaces, combining marks: the loop goes on answering meanwhile."""
+    async with serving(context_limit=1 << 20) as rig:
+        for text in words():
+            count = asyncio.ensure_future(rig.api.CountTokens(pb.CountTokensRequest(input=[user(text)])))
+            answered = 0
+            while not count.done():
+                await rig.api.GetServerInfo(pb.GetServerInfoRequest(), timeout=20)
+                answered += 1
+            assert (await count).input_tokens > 0 and answered > 0

@@ -1,0 +1,137 @@
+"""What a tenant may keep: sessions and bytes. Others are not concerned, and what is there stays within reach."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from pensieve.errors import PensieveError
+from pensieve.server import quotas
+from pensieve.server.tenants import TenantLimits, TenantTable
+from pensieve.v1 import pensieve_pb2 as pb
+from support.service.service_rig import Rig, refusal, serving, spec, uid
+
+OTHER = (("tenant", "other"),)
+
+
+def table(**limits: Any) -> TenantTable:
+    return TenantTable({"acme": TenantLimits(**limits)})
+
+
+def assert_quota(error: PensieveError, limit: str) -> None:
+    assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "QUOTA_EXCEEDED")
+    assert error.metadata == {"subject": "acme", "limit": limit}
+    assert error.retry_after_s
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store is asked every time, unless a test says otherwise."""
+    monkeypatch.setattr(quotas, "FRESH_S", 0.0)
+
+
+async def test_sessions_are_counted_and_room_comes_back() -> None:
+    async with serving(tenants=table(max_sessions=3)) as rig:
+        names = [await rig.create() for _ in range(3)]
+        assert_quota(await refusal(rig.create()), "max_sessions")
+        fork = pb.ForkSessionRequest(name=names[0], request_id=uid())
+        assert_quota(await refusal(rig.api.ForkSession(fork)), "max_sessions")
+        for _ in range(5):
+            await rig.api.CreateSession(pb.CreateSessionRequest(), metadata=OTHER)
+        assert (await rig.run(names[0], "hi")).output.text
+        await rig.api.DeleteSession(pb.DeleteSessionRequest(name=names[1]))
+        assert await rig.session(await rig.create())
+
+
+async def test_a_session_that_exists_is_found_again_without_room() -> None:
+    async with serving(tenants=table(max_sessions=1)) as rig:
+        request = pb.CreateSessionRequest(request_id=uid())
+        first = await rig.api.CreateSession(request)
+        again = await rig.api.CreateSession(request)
+        assert again.session.name == first.session.name
+        taken = first.session.name.removeprefix("sessions/")
+        error = await refusal(rig.create("Another.", session_id=taken))
+        assert error.code == "ALREADY_EXISTS"
+
+
+async def test_of_many_at_once_no_more_get_through_than_there_is_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quotas, "FRESH_S", 3600.0)
+    async with serving(tenants=table(max_sessions=5)) as rig:
+        plain = rig.store.create
+
+        async def slow(*args: Any) -> Any:
+            await asyncio.sleep(0.02)
+            return await plain(*args)
+
+        rig.store.create = slow
+        made = await asyncio.gather(*(rig.create() for _ in range(30)), return_exceptions=True)
+        assert sum(isinstance(one, str) for one in made) == 5
+        assert (await rig.store.usage("acme")).sessions == 5
+
+
+async def fill(rig: Rig, name: str) -> pb.TurnSpec:
+    """Turns until one is refused; the last that was not."""
+    done = spec("x" * 40)
+    await rig.run(name, done)
+    async with asyncio.timeout(60):
+        while True:
+            turn = spec("x" * 40)
+            try:
+                await rig.run(name, turn)
+            except Exception:
+                assert_quota(await refusal(rig.call(name, turn)), "max_stored_bytes")
+                return done
+            done = turn
+
+
+async def test_stored_bytes() -> None:
+    async with serving(tenants=table(max_stored_bytes=1200), context_limit=4096) as rig:
+        name = await rig.create()
+        last = await fill(rig, name)
+        assert (await rig.store.usage("acme")).bytes >= 1200
+        assert_quota(await refusal(rig.create()), "max_stored_bytes")
+        update = pb.UpdateSessionRequest(name=name, session=pb.Session(labels={"a": "b"}))
+        assert_quota(await refusal(rig.api.UpdateSession(update)), "max_stored_bytes")
+        again = await rig.stream(name, last)
+        assert again.accepted.replayed, "a turn in history is replayed, however full the store is"
+        attached = await rig.stream(name, pb.TurnSpec(request_id=last.request_id), attach_only=True)
+        assert attached.completed.revision == again.completed.revision
+        assert await rig.items(name)
+        await rig.api.DeleteSession(pb.DeleteSessionRequest(name=name))
+        assert await rig.session(await rig.create())
+
+
+async def test_a_turn_that_runs_is_joined_without_room() -> None:
+    limits = table(max_stored_bytes=10_000)
+    async with serving(answer=None, tenants=limits) as rig:
+        name, turn = await rig.create(), spec("hi")
+        first = rig.call(name, turn)
+        generation = await rig.link.next_generation()
+        limits.replace({"acme": TenantLimits(max_stored_bytes=1)})
+        second = rig.call(name, turn)
+        assert (await anext(aiter(second))).HasField("accepted")
+        generation.finish()
+        for call in (first, second):
+            assert [event async for event in call][-1].completed.revision == 2
+        assert_quota(await refusal(rig.call(name, spec("more"))), "max_stored_bytes")
+
+
+async def test_the_store_is_not_asked_for_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quotas, "FRESH_S", 3600.0)
+    async with serving(tenants=table(max_sessions=100)) as rig:
+        asked = []
+        plain = rig.store.usage
+
+        async def usage(tenant: str) -> Any:
+            asked.append(tenant)
+            return await plain(tenant)
+
+        rig.store.usage = usage
+        for _ in range(10):
+            await rig.create()
+            await rig.api.CreateSession(pb.CreateSessionRequest(), metadata=OTHER)
+        assert asked == ["acme"], "once for who has limits, never for who has none"
