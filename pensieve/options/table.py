@@ -159,6 +159,27 @@ OPTIONS: tuple[Option, ...] = (
         "N",
     ),
     Option(
+        "max-queued-tokens",
+        values.integer(0),
+        "Input tokens that may wait; more are refused; 0: no limit.",
+        "bounds memory",
+        "N",
+    ),
+    Option(
+        "max-wait",
+        values.duration(0, 3600),
+        "A turn that would wait longer in the queue is refused, with the time to come back; 0: none is.",
+        "what readers wait for a first word",
+        "TIME",
+        unit="s",
+    ),
+    Option(
+        "tenant-metrics",
+        values.boolean,
+        "Metrics by tenant, named in a label.",
+        "labels tell who the tenants are",
+    ),
+    Option(
         "context-limit",
         values.integer(0),
         "Longest context in tokens; 0: the model's own limit.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,12 +11,14 @@ from pensieve.core import packed_length
 from pensieve.engine.messages import ResidentTokens
 from pensieve.errors import PensieveError, Unavailable
 from pensieve.server import ids
+from pensieve.server.admission.gate import Gate, GateLimits
 from pensieve.server.history.cache import Histories
 from pensieve.server.history.rendering import Renderer, Stamp
 from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.sessions.sessions import Sessions
 from pensieve.server.sessions.warming import SessionWarmer
 from pensieve.server.settings import TurnSettings
+from pensieve.server.tenants import TenantTable
 from pensieve.server.turns.choosing import CandidateChooser
 from pensieve.server.turns.runner import TurnRunner
 from pensieve.server.turns.turns import Turns
@@ -59,7 +62,9 @@ class Conversations:
         settings: TurnSettings,
         *,
         on_turn_ended: Callable[[TurnEnd], None] | None = None,
+        on_turn_refused: Callable[[str, str], None] | None = None,
         on_warmed: Callable[[str], None] | None = None,
+        tenants: TenantTable | None = None,
     ) -> None:
         """``store`` is open; ``link`` may still be starting. The callbacks: see ``Turns`` and ``SessionWarmer``."""
         self.settings = settings
@@ -69,7 +74,13 @@ class Conversations:
         self._renderer = renderer = Renderer(tokenizer)
         self._histories = histories = Histories(store, settings.history_cache_bytes)
         runner = TurnRunner(store, link, histories, renderer, tokenizer, settings)
-        self.turns = Turns(store, runner, settings, on_turn_ended)
+        self.gate = Gate(
+            GateLimits(settings.max_wait_s, settings.max_queued, settings.max_queued_tokens),
+            tenants or TenantTable(),
+            lambda: link.stats.queued,
+            time.monotonic,
+        )
+        self.turns = Turns(store, runner, settings, self.gate, on_turn_ended, on_turn_refused)
         self.candidates = CandidateChooser(store, link, histories, renderer, runner)
         self.sessions = Sessions(store, link, histories, renderer, self.turns, settings)
         self.warmer = SessionWarmer(store, link, histories, renderer, self.turns, settings, on_warmed)

@@ -16,6 +16,7 @@ from pensieve.core import Phase
 from pensieve.debug import async_failpoint
 from pensieve.errors import NotFound, PensieveError, TurnFenced, Unavailable
 from pensieve.server import ids
+from pensieve.server.admission.gate import text_length
 from pensieve.server.clock import now_ms
 from pensieve.server.history.cache import Histories, kept, system_item
 from pensieve.server.history.rendering import PreparedTurn, Renderer, Room, Stamp
@@ -144,6 +145,10 @@ class TurnRunner:
             Room(context_limit(self._link.info), config.overflow, values.max_output_tokens),
         )
         run.new_tokens = prepared.num_new
+        if run.ticket is not None:
+            chars = 0 if any(entry.tokens is not None for entry in spec.input) else text_length(spec)
+            history = len(prepared.context) - prepared.num_fresh
+            run.ticket.rendered(chars, prepared.num_new, prepared.num_fresh, history)
         outputs = [
             OutputText(self._tokenizer, values.stop, values.min_output_tokens)
             for _ in range(values.candidates)
@@ -158,6 +163,8 @@ class TurnRunner:
             spec.max_duration_s,
             scope=self._settings.sharing_scope(run.key, config),
             hints=hints,
+            standing=run.standing,
+            ticket=run.ticket,
         )
         return await self._finish(run, base, keep, prepared, sampling.choice(*layers))
 

@@ -127,20 +127,9 @@ class Driver:
         # A greedy draw has no seed: its candidates are all the same.
         turn.seed = sampling.seed if sampling.temperature > 0.0 else None
         turn.outputs = [[] for _ in range(sampling.candidates)]
-        self._take(
-            self.engine.handle(
-                Submit(
-                    key,
-                    session,
-                    pack_tokens(context),
-                    len(input_tokens),
-                    sampling,
-                    SCOPES.get(session, ""),
-                    hints,
-                    self._standing(session),
-                )
-            )
-        )
+        about = SCOPES.get(session, ""), hints, self._standing(session)
+        submit = Submit(key, session, pack_tokens(context), len(input_tokens), sampling, *about)
+        self._take(self.engine.handle(submit))
         return key
 
     def _standing(self, session: str) -> Standing:

@@ -23,6 +23,7 @@ from pensieve.server.rpc.auth import ALL_SCOPES, Identity
 from pensieve.server.rpc.interceptor import Interceptor
 from pensieve.server.rpc.service import ConversationService
 from pensieve.server.settings import TurnSettings
+from pensieve.server.tenants import TenantTable
 from pensieve.store import HistoryStore
 from pensieve.store.memory_store import MemoryStore
 from pensieve.tokenizer import ChatTokenizer
@@ -179,6 +180,7 @@ async def serving(
     context_limit: int = 256,
     authorizer: Any = None,
     max_in_flight: int = 1024,
+    tenants: TenantTable | None = None,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
     """``answer``: what the engine says to everything; None: the test plays the engine."""
@@ -189,7 +191,7 @@ async def serving(
     link = ScriptedLink(script if answer is not None else None, context_limit=context_limit)
     held = store or MemoryStore()
     options = {"replica": "r1", "model": "tiny", "heartbeat_s": 5.0, "disconnect_grace_s": 0.2, **settings}
-    conversations = Conversations(held, link, tokenizer(), TurnSettings(**options))
+    conversations = Conversations(held, link, tokenizer(), TurnSettings(**options), tenants=tenants)
     server = aio.server(
         interceptors=(Interceptor(authorizer or TenantHeader(), max_in_flight=max_in_flight),),
         options=(("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 4 * 1024 * 1024)),
