@@ -7,7 +7,7 @@ from typing import Final
 
 MEMORY_S: Final = 5.0
 """Time constant of forgetting, in seconds of loaded time: idle hours do not age what was measured before them."""
-ENOUGH_S: Final = 0.1
+ENOUGH_S: Final = 0.3
 """Loaded time before the first figure is believed."""
 
 

@@ -73,7 +73,9 @@ async def test_a_running_turn_can_be_joined_however_busy_the_server_is() -> None
         second = asyncio.create_task(rig.stream(name, turn))
         while len(rig.conversations.turns._runs) != 1 or not await _listeners(rig, 2):
             await asyncio.sleep(0.01)
+        assert rig.conversations.gate.waiting == 2
         generation.admit()
+        assert rig.conversations.gate.waiting == 1  # what begins waits no more
         generation.emit(*says("yes"))
         generation.finish()
         assert (await running).text == (await second).text == "yes"
