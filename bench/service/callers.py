@@ -99,7 +99,8 @@ async def _turn(api: Any, load: Load, free: deque[str], at: float, due: float, c
             if event.HasField("delta") and not first:
                 first = loop.time() - due
     except grpc.RpcError as error:
-        reason = rpc_status.from_rpc_error(error).reason
+        found = rpc_status.from_rpc_error(error)
+        reason = found.reason if found.reason != rpc_status.TRANSPORT else f"{found.code}: {found.message}"
     finally:
         call.cancel()
     calls.append(Call(at, reason, first, loop.time() - due))
@@ -108,8 +109,13 @@ async def _turn(api: Any, load: Load, free: deque[str], at: float, due: float, c
 
 async def _sessions(api: Any, load: Load, count: int) -> Sequence[str]:
     async def create() -> str:
-        answer = await api.CreateSession(pb.CreateSessionRequest(), metadata=_bearer(load.key))
-        return str(answer.session.name)
+        while True:
+            try:
+                answer = await api.CreateSession(pb.CreateSessionRequest(), metadata=_bearer(load.key))
+            except grpc.RpcError:  # of a server that is flooded with streams, gRPC refuses some by itself
+                await asyncio.sleep(0.1)
+            else:
+                return str(answer.session.name)
 
     names: list[str] = []
     while len(names) < count:

@@ -126,9 +126,11 @@ class Scheduler:
             # Generations first, one token each: whoever reads along must not wait for another's prefill. Then what was
             # begun, and with the rest of the budget whoever is next.
             budget -= self._plan_decodes(work, now)
-        budget -= self._plan_spans(work, budget, self._caps(budget))
+        capped = self._caps(budget)
+        budget -= self._plan_spans(work, budget, capped)
         budget -= self._admit(work, budget, now)
-        self._plan_spans(work, budget)
+        if capped:  # what one tenant has left of its part is another's
+            self._plan_spans(work, budget)
         if not self.config.unified_batch and not work:
             self._plan_decodes(work, now)
         self._warm_up(work, now)
@@ -222,7 +224,7 @@ class Scheduler:
         for request in self.batch.running:
             if used >= budget:
                 break
-            if not request.decoding and request.missing:
+            if not request.decoding and request.missing and not (request.warm and request in work):
                 most = min(budget - used, left.get(request.tenant, budget))
                 if most > 0:
                     taken = self._take(work, request, min(most, WARM_TOKENS) if request.warm else most)
