@@ -113,7 +113,9 @@ def serve_load(
     with tempfile.TemporaryDirectory(prefix="pensieve-bench-") as folder:
         store = f"sqlite:///{folder}/history.sqlite3"
         recording = ("--store", store, "--record", str(files.trace), "--cost-profile", str(files.cost))
-        with ServerProcess("--model", model, *recording, *arguments, start_timeout_s=600) as server:
+        with ServerProcess(
+            "--model", model, "--max-wait=0", *recording, *arguments, start_timeout_s=600
+        ) as server:
             inside = lone_turns(server.target)
             asyncio.run(play(server.target, found, options))
     _, rows = read_trace(files.trace)

@@ -121,6 +121,24 @@ class Hints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """No further turn is expected."""
 
 
+class Standing(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Whose a request is in the engine's queue, and how it stands there."""
+
+    tenant: str = ""
+    """Requests of one sharing scope are of one tenant."""
+    weight: float = 1.0
+    """The tenant's part of a loaded engine, in relation to the weights of the others; above 0."""
+    priority: int = 0
+    """Within the tenant only: each level counts as ``HEAD_START_S`` of waiting."""
+
+
+ALONE: Final = Standing()
+"""How a request stands where there are no tenants."""
+
+HEAD_START_S: Final = 10.0
+"""What one level of priority is worth in the queue, in seconds of waiting."""
+
+
 class HintReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The hints of a turn as they were taken: None or False where one was not given, or is in ``ignored``."""
 

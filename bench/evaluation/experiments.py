@@ -165,11 +165,13 @@ def pensieve(scale: Scale, name: str, *arguments: str) -> System:
     """``pensieve serve``; an option in ``arguments`` replaces the same one of all. History is on disk, as in use.
 
     Without a grace for callers who may come back: turns that the client drops must not run on in the next measurement.
+    Nobody is refused, however long the queue: a saturated system is measured by how long its callers wait.
     """
     command = (
         "{python}", "-P", "-m", "pensieve", "serve", "--model", "{model}", "--listen", "127.0.0.1:0",
         "--store", "sqlite:///{scratch}/history.sqlite3", "--load-format", "dummy", *scale.serve,
-        "--disconnect-grace", "0", "--device-cache", scale.device_tier, "--host-cache", scale.host_tier, *arguments,
+        "--disconnect-grace", "0", "--max-wait", "0", "--device-cache", scale.device_tier,
+        "--host-cache", scale.host_tier, *arguments,
     )  # fmt: skip
     host_bytes = 0 if command[-2:] == NO_HOST_TIER else scale.host_bytes
     return System(name, command, scale.start_up_s[0], host_bytes=host_bytes)

@@ -118,7 +118,7 @@ def second_act(
     tiers: list[str], sessions: int, turns: int, seed: int, console: Console, stage: Console, verbose: bool
 ) -> list[str]:
     """Many conversations on small tiers. What is wrong, line by line."""
-    options = ["--model", "demo", "--store", "memory:", *tiers]
+    options = ["--model", "demo", "--store", "memory:", "--max-wait", "0", *tiers]
     stage.print(f"[bold]2. {sessions} conversations at once, on memory far too small for them[/]")
     stage.print(serve_line(options), style="dim")
     act = crowd.serve_and_hold(options, conversations(sessions, turns, seed), stage)

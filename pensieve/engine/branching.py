@@ -1,4 +1,5 @@
-"""How the members of a group come into the batch and go on there: candidates at an admission, beams at each step."""
+"""How requests come into the batch, and the members of a group go on there: candidates at an admission, beams at each
+step."""
 
 from __future__ import annotations
 
@@ -63,6 +64,51 @@ class Branching:
 
     def _beam_pages(self, tokens: int, width: int, output: int) -> int:
         return pages_at_most(tokens, width, output, self._cache.config.chunk_tokens)
+
+    def fits(self, request: Request) -> bool:
+        """Whether there is a place in the batch and room on the device for a request that waits."""
+        if len(self._batch.running) + self._batch.places(request) > self._config.max_running:
+            return False
+        group = self._batch.groups.get(request.key)
+        others = group.to_branch if group is not None else []
+        # For a request that returns from suspension all it has is history, what it computed itself included.
+        num_new = request.num_new if request.receipt is None else 0
+        if request.path is None:
+            request.path = self._cache.path(request.session, request.scope, request.context)
+        further = group.further_pages(self._cache.config.chunk_tokens) if group is not None else 0
+        return not self.must_wait(request) and self._cache.can_admit(
+            request.session,
+            request.context,
+            num_new,
+            reserve=bool(self._batch.running),
+            path=request.path,
+            branches=len(others) + further,
+        )
+
+    def join(self, request: Request, now: float) -> list[Request]:
+        """A request that fits comes into the batch, with its group; returns all that do."""
+        group = self._batch.groups.get(request.key)
+        others = group.to_branch if group is not None else []
+        num_new = request.num_new if request.receipt is None else 0
+        restore = self._cache.admit(request.session, request.context, num_new, now, request.path)
+        request.admit(restore, now)
+        self._batch.join(request)
+        # Before any work is taken: what the leader has of its last chunk now can be copied, what it computes not.
+        joined = [request, *(self.branch(request, candidate, now) for candidate in others)]
+        if group is not None and group.beams is not None:
+            group.beams.rows.clear()  # of a step that was not complete when the search was parked
+            members = [member for member in group.beams.slots if member is not request]
+            joined += [self.unpark(group, member, now) for member in members]
+        return joined
+
+    def must_wait(self, request: Request) -> bool:
+        """Whether it takes the newest token to go on, and that is not known yet: because the sampling looks at its own
+        output, or because all beams of a search have to say."""
+        group = self._batch.groups.get(request.key)
+        if group is not None and group.beams is not None:
+            restores = group.leader.missing and not group.leader.decoding  # what the others share with it
+            return bool(group.beams.awaited or (request is not group.leader and restores))
+        return request.pending and request.sampling.needs_context
 
     def branch(self, leader: Request, candidate: int, now: float) -> Request:
         """Another candidate of a group whose first was just admitted, in the batch."""

@@ -265,15 +265,17 @@ class Engine:
         misfit = self._scheduler.branching.misfit(len(tokens), submit.sampling)
         if misfit is not None:
             return [Failed(submit.request, "CONTEXT_LIMIT_EXCEEDED", misfit)]
-        if len(self._scheduler.batch.waiting) >= self._scheduler.config.max_queued:
+        waiting = self._scheduler.batch.waiting
+        if waiting.is_full(submit.standing.tenant, self._scheduler.config.max_queued):
             return [Failed(submit.request, "SERVER_OVERLOADED", "the queue is full")]
         session, now = SessionKey(submit.session), self._clock()
         self._candidates.drop(session, now)  # of the turn before
+        about = submit.scope, submit.hints, submit.standing
         self._requests[key] = self._scheduler.submit(
-            key, session, tokens, submit.num_new, submit.sampling, now, submit.scope, submit.hints
+            key, session, tokens, submit.num_new, submit.sampling, now, *about
         )
         self._candidates.submitted(key)
-        position = len(self._scheduler.batch.waiting) - 1
+        position = waiting.position(self._requests[key])
         return [RequestProgress(submit.request, Phase.QUEUED, position, 0, len(tokens))]
 
     def _warm(self, warm: Warm) -> Warmed:

@@ -168,6 +168,7 @@ def member_of(leader: Request, candidate: int) -> Request:
         msgspec.structs.replace(leader.sampling, seed=seed),
         leader.submitted,
         scope=leader.scope,
+        standing=leader.standing,
         candidate=candidate,
     )
     member.admitted, member.receipt = leader.admitted, leader.receipt

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pensieve.core import FinishReason, Hints, Phase, Sampling, TokenLogprob, Usage
+from pensieve.core import ALONE, FinishReason, Hints, Phase, Sampling, Standing, TokenLogprob, Usage
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
@@ -29,6 +29,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     scope: str = ""
     """Sessions of one scope share the KV of common beginnings; "": this one shares with nobody."""
     hints: Hints | None = None
+    standing: Standing = ALONE
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

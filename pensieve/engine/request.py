@@ -9,7 +9,19 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from pensieve.core import FinishReason, Hints, Phase, RequestKey, Sampling, SessionKey, TokenArray, Usage
+from pensieve.core import (
+    ALONE,
+    HEAD_START_S,
+    FinishReason,
+    Hints,
+    Phase,
+    RequestKey,
+    Sampling,
+    SessionKey,
+    Standing,
+    TokenArray,
+    Usage,
+)
 from pensieve.engine.cache.chunk import Range, Restore, take_front, tokens_in
 from pensieve.engine.cache.digests import Path
 from pensieve.engine.plan import PENDING
@@ -39,6 +51,7 @@ class Request:
     """Within which its session shares KV."""
     hints: Hints | None = None
     """What its turn says of the next one."""
+    standing: Standing = ALONE
     warm: bool = False
     """It is no turn, but warms its session: see ``engine.warming``."""
     path: Path | None = None
@@ -62,6 +75,16 @@ class Request:
 
     def __post_init__(self) -> None:
         self.length = self.settled = len(self.tokens)
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self.standing.tenant
+
+    @property
+    def place(self) -> tuple[float, int]:
+        """Its place among the requests of its tenant, first come, first served."""
+        return self.submitted - HEAD_START_S * self.standing.priority, self.arrival
 
     @property
     def context(self) -> TokenArray:

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import bisect
+from collections import Counter
+from collections.abc import Mapping
 
 from pensieve.core import RequestKey, SessionKey, TokenArray
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.groups import Group
 from pensieve.engine.request import Request
+from pensieve.engine.shares import FairQueue
 from pensieve.engine.warm_ups import WarmUps
 
 
 class Roster:
-    """Not thread-safe: the engine's thread owns it. ``stateless``: nothing stays cached of a request that leaves."""
+    """Not thread-safe: the engine's thread owns it.
 
-    def __init__(self, cache: CacheManager, warming: WarmUps, *, stateless: bool) -> None:
+    ``places``: how many may run. ``stateless``: nothing stays cached of a request that leaves.
+    """
+
+    def __init__(self, cache: CacheManager, warming: WarmUps, *, places: int, stateless: bool) -> None:
         self._cache = cache
         self._warming = warming
+        self._places = places
         self._stateless = stateless
-        self.waiting: list[Request] = []
-        """In order of arrival."""
+        self.waiting = FairQueue(places)
         self.running: list[Request] = []
-        """In order of arrival."""
+        """In order of arrival, priority counted in (``Request.place``)."""
         self.groups: dict[RequestKey, Group] = {}
         """The group that each of its members belongs to."""
         self.suspensions = 0
@@ -34,17 +40,19 @@ class Roster:
 
     def add(self, request: Request, group: Group | None = None) -> None:
         """From now on the request is known, and a member of its group."""
+        if request.key not in self._by_key:
+            self.waiting.arrive(request)
         self._by_key[request.key] = request
         if group is not None:
             self.groups[request.key] = group
 
     def wait(self, request: Request) -> None:
-        """Into the queue, at its place by arrival."""
-        bisect.insort(self.waiting, request, key=lambda other: other.arrival)
+        """Into the queue, at its place."""
+        self.waiting.add(request)
 
     def join(self, request: Request) -> None:
         """Into the batch."""
-        bisect.insort(self.running, request, key=lambda other: other.arrival)
+        bisect.insort(self.running, request, key=lambda other: other.place)
         request.in_batch = True
 
     def leave(self, request: Request, now: float, *, forget: bool = False) -> None:
@@ -60,7 +68,8 @@ class Roster:
 
     def drop(self, request: Request) -> None:
         """The request is nobody's any more."""
-        self._by_key.pop(request.key, None)
+        if self._by_key.pop(request.key, None) is not None:
+            self.waiting.depart(request)
         self.groups.pop(request.key, None)
 
     def cancel(self, key: RequestKey, now: float) -> bool:
@@ -114,16 +123,67 @@ class Roster:
     def make_room(self, request: Request, now: float) -> None:
         """Make sure that a generation's newest token has a place in a page, unless it has to go itself.
 
-        The youngest go first, a group as a whole.
+        The youngest of the tenant that takes most of the device go first, a group as a whole.
         """
         while not self._cache.extend(request.session, request.length, now):
-            youngest = self.running[-1]
-            if youngest.finished is not None:
-                self.leave(youngest, now)
-            else:
-                self.suspend_group(youngest, now)
+            self._send_off(self._youngest(self._held()), now)
             if not request.in_batch:
                 return
+
+    def places(self, request: Request) -> int:
+        """How many places of the batch a request takes that is admitted now, with all of its group."""
+        group = self.groups.get(request.key)
+        if group is None:
+            return 1
+        return group.size if group.beams is not None else 1 + len(group.to_branch)
+
+    def make_place(self, now: float) -> None:
+        """Let the next tenant have its share of the places of the batch, where another has more than its own.
+
+        What is suspended for it stays cached as long as there is room, and comes back when a place is free.
+        """
+        heads = [] if self.waiting.is_for_one else self.waiting.heads()
+        if not heads:
+            return
+        mine, wanted = heads[0].tenant, 0
+        held = Counter(request.tenant for request in self.running if not request.warm)
+        for request in self.waiting.line(mine):
+            if held[mine] + wanted + self.places(request) > self.waiting.share(mine):
+                break
+            wanted += self.places(request)
+        while wanted and len(self.running) + wanted > self._places:
+            held = Counter(one.tenant for one in self.running if one.tenant != mine and not one.warm)
+            over = {one: held[one] / self.waiting.weight(one) for one in held}
+            most = max(over, key=lambda one: over[one], default=mine)
+            if most == mine or held[most] <= self.waiting.share(most):
+                return
+            self._send_off(self._youngest(over), now)
+
+    def _held(self) -> dict[str, float]:
+        """Tokens that each tenant's running requests have on the device, divided by its weight."""
+        held: dict[str, float] = {}
+        if self.waiting.is_for_one:
+            return held
+        for request in self.running:
+            if not request.warm:
+                held.setdefault(request.tenant, 0.0)
+                held[request.tenant] += request.length / self.waiting.weight(request.tenant)
+        return held
+
+    def _youngest(self, held: Mapping[str, float]) -> Request:
+        """The youngest request of the tenant that holds most; a warm-up, which is younger than any, before all."""
+        last = self.running[-1]
+        if last.warm or not held:
+            return last
+        most = max(held, key=lambda tenant: held[tenant])
+        return next(request for request in reversed(self.running) if request.tenant == most)
+
+    def _send_off(self, request: Request, now: float) -> None:
+        """Out of the batch with a request, and with its group."""
+        if request.finished is not None:
+            self.leave(request, now)
+        else:
+            self.suspend_group(request, now)
 
     def branching(self) -> list[Group]:
         """The searches in the batch some of whose beams are to take over the KV of others."""
@@ -135,11 +195,7 @@ class Roster:
             sum(not target.in_batch for group in self.branching() for _, target in group.branches)
             > self._cache.unpinned_pages
         ):
-            youngest = self.running[-1]
-            if youngest.finished is not None:
-                self.leave(youngest, now)
-            else:
-                self.suspend_group(youngest, now)
+            self._send_off(self._youngest(self._held()), now)
 
     def suspend_group(self, request: Request, now: float) -> None:
         """Suspend a request, and with it the others of its group as long as there is anybody else.
@@ -160,7 +216,7 @@ class Roster:
                     self._suspend(member, now)
 
     def _suspend(self, request: Request, now: float) -> None:
-        """Take a request out of the batch and back into the queue, at its place by arrival (EuroSys §4.3.5).
+        """Take a request out of the batch and back into the queue, at its place (EuroSys §4.3.5).
 
         Its chunks are unpinned; swap-out takes them like any others, and their recency keeps them for last.
         """

@@ -13,10 +13,22 @@ planned meanwhile, which it needs anyway; what that step sampled for it is throw
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 
 from pensieve.config import SchedulerConfig
-from pensieve.core import FinishReason, Hints, RequestKey, Sampling, SessionKey, TokenArray, TokenLogprob
+from pensieve.core import (
+    ALONE,
+    FinishReason,
+    Hints,
+    RequestKey,
+    Sampling,
+    SessionKey,
+    Standing,
+    TokenArray,
+    TokenLogprob,
+)
 from pensieve.engine.beams import Hypothesis
 from pensieve.engine.branching import Branching, finish_reason, limit_reason
 from pensieve.engine.cache.chunk import Range, tokens_in
@@ -24,12 +36,13 @@ from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.plan import PageTable, Plan, SampleSpec, Span, StepResult
 from pensieve.engine.request import Request
 from pensieve.engine.roster import Roster
+from pensieve.engine.shares import caps
 from pensieve.engine.warm_ups import WARM_TOKENS, WarmUps
 
 SWAP_OUT_QUANTUM = 32
 """Chunks copied out ahead of time per step at most: background work must not stretch a step."""
 
-_Work = list[tuple[Request, list[Range]]]
+_Work = dict[Request, list[Range]]
 """What a step computes: of each request in it, the ranges of tokens that lack KV."""
 
 
@@ -52,7 +65,7 @@ class Scheduler:
         self.context_limit = min(config.context_limit, cache.capacity_tokens)
         """No context grows beyond what model and device tier can hold."""
         self.warming = WarmUps(cache)
-        self.batch = Roster(cache, self.warming, stateless=config.stateless)
+        self.batch = Roster(cache, self.warming, places=config.max_running, stateless=config.stateless)
         self.branching = Branching(config, cache, self.batch, self.context_limit)
         self.admitted: list[Request] = []
         """Requests admitted for the first time by the latest ``plan``; of a group its first."""
@@ -73,12 +86,13 @@ class Scheduler:
         now: float,
         scope: str = "",
         hints: Hints | None = None,
+        standing: Standing = ALONE,
     ) -> Request:
         """Queue a request. The caller has seen that it is no misfit (``Branching.misfit``)."""
         if not 0 < len(tokens) < self.context_limit or not 0 <= num_new <= len(tokens):
             raise ValueError(f"{len(tokens)} tokens, {num_new} of them new, limit {self.context_limit}")
         request = Request(key, session, self._tickets, tokens.copy(), len(tokens), num_new, sampling, now)
-        request.scope, request.hints = scope, hints
+        request.scope, request.hints, request.standing = scope, hints, standing
         group = self.branching.group_of(request)
         self._tickets += 1 if group is None else group.size
         self.batch.end_warming(session, now)
@@ -105,19 +119,20 @@ class Scheduler:
     def plan(self, now: float) -> Plan:
         """Choose this step's tokens and copies, and reserve the pages that they need."""
         self.admitted = []
-        work: _Work = []
+        work: _Work = {}
         budget = self.config.max_batch_tokens
+        self.batch.make_place(now)
         if self.config.unified_batch:
             # Generations first, one token each: whoever reads along must not wait for another's prefill. Then what was
-            # begun, and with the rest of the budget whoever has waited longest.
+            # begun, and with the rest of the budget whoever is next.
             budget -= self._plan_decodes(work, now)
-            budget -= self._plan_spans(work, budget)
-            self._admit(work, budget, now)
-        else:
-            budget -= self._plan_spans(work, budget)
-            self._admit(work, budget, now)
-            if not work:
-                self._plan_decodes(work, now)
+        capped = self._caps(budget)
+        budget -= self._plan_spans(work, budget, capped)
+        budget -= self._admit(work, budget, now)
+        if capped:  # what one tenant has left of its part is another's
+            self._plan_spans(work, budget)
+        if not self.config.unified_batch and not work:
+            self._plan_decodes(work, now)
         self._warm_up(work, now)
         # A swap-in holds up its step and should have the link for itself; copying out ahead of time can wait.
         if not (self.config.swap_in_first and self.cache.swaps_in):
@@ -180,64 +195,70 @@ class Scheduler:
         self.branching.branch_beams(now)
         staying = [request for request in self.batch.running if self._decodes(request)]
         for request in staying:
-            work.append((request, self._take(request, 1)))
+            self._take(work, request, 1)
         return len(staying)
 
-    def _plan_spans(self, work: _Work, budget: int) -> int:
-        """Restores and prefills that have begun, oldest first, until the budget is used (chunked prefill)."""
-        used = 0
+    def _caps(self, budget: int) -> dict[str, int]:
+        """What each tenant may take of the budget for what it has begun, when several want some of it."""
+        if self.batch.waiting.is_for_one:
+            return {}
+        demands: Counter[str] = Counter()
+        for request in self.batch.running:
+            if self._is_begun(request):
+                demands[request.tenant] += request.num_missing
+        head = self._next(demands)
+        if head is not None and self.branching.fits(head):
+            demands[head.tenant] = head.length
+        if len(demands) < 2:
+            return {}
+        return caps(
+            max(budget, 0), demands, {tenant: self.batch.waiting.weight(tenant) for tenant in demands}
+        )
+
+    def _plan_spans(self, work: _Work, budget: int, capped: Mapping[str, int] | None = None) -> int:
+        """Restores and prefills that have begun, oldest first, until the budget is used (chunked prefill).
+
+        ``capped``: what each tenant may have of it at most.
+        """
+        used, left = 0, dict(capped or {})
         for request in self.batch.running:
             if used >= budget:
                 break
-            if not request.decoding and request.missing:
-                left = budget - used
-                ranges = self._take(request, min(left, WARM_TOKENS) if request.warm else left)
-                used += tokens_in(ranges)
-                work.append((request, ranges))
+            if not request.decoding and request.missing and not (request.warm and request in work):
+                most = min(budget - used, left.get(request.tenant, budget))
+                if most > 0:
+                    taken = self._take(work, request, min(most, WARM_TOKENS) if request.warm else most)
+                    used += taken
+                    if request.tenant in left:
+                        left[request.tenant] -= taken
         return used
 
-    def _admit(self, work: _Work, budget: int, now: float) -> None:
-        """First come, first served: the queue's head joins while pages and budget allow; nobody overtakes it."""
-        while self.batch.waiting and budget > 0:
-            request = self.batch.waiting[0]
-            group = self.batch.groups.get(request.key)
-            others = group.to_branch if group is not None else []
-            size = 1 if group is None else group.size if group.beams is not None else 1 + len(others)
-            if len(self.batch.running) + size > self.config.max_running:
-                return
-            # For a request that returns from suspension all it has is history, what it computed itself included.
-            num_new = request.num_new if request.receipt is None else 0
-            context, session = request.context, request.session
-            if request.path is None:
-                request.path = self.cache.path(session, request.scope, context)
-            further = group.further_pages(self.cache.config.chunk_tokens) if group is not None else 0
-            if self._must_wait(request) or not self.cache.can_admit(
-                session,
-                context,
-                num_new,
-                reserve=bool(self.batch.running),
-                path=request.path,
-                branches=len(others) + further,
-            ):
-                return
-            self.batch.waiting.pop(0)
-            if request.admit(self.cache.admit(session, context, num_new, now, request.path), now):
+    def _admit(self, work: _Work, budget: int, now: float) -> int:
+        """The next in the queue joins while pages and budget allow; nobody overtakes it. Returns what was used.
+
+        A tenant that has a restore or a prefill under way goes on with that first: whoever is admitted never waits
+        for shared KV that another has begun to compute and not finished.
+        """
+        left = budget
+        busy = {one.tenant for one in self.batch.running if self._is_begun(one)} if budget > 0 else set()
+        while left > 0:
+            request = self._next(busy)
+            if request is None or not self.branching.fits(request):
+                break
+            self.batch.waiting.remove(request)
+            if request.receipt is None:
                 self.admitted.append(request)
-            self.batch.join(request)
-            # Before any work is taken: what the leader has of its last chunk now can be copied, what it computes not.
-            joined = [request, *(self.branching.branch(request, candidate, now) for candidate in others)]
-            if group is not None and group.beams is not None:
-                group.beams.rows.clear()  # of a step that was not complete when the search was parked
-                joined += [
-                    self.branching.unpark(group, member, now)
-                    for member in group.beams.slots
-                    if member is not request
-                ]
-            for one in joined:
-                if budget > 0:
-                    ranges = self._take(one, budget)
-                    budget -= tokens_in(ranges)
-                    work.append((one, ranges))
+            for one in self.branching.join(request, now):
+                if left > 0:
+                    left -= self._take(work, one, left)
+        return budget - left
+
+    def _next(self, busy: Container[str]) -> Request | None:
+        """The next in the queue whose tenant is not busy with one before it."""
+        return next((request for request in self.batch.waiting.heads() if request.tenant not in busy), None)
+
+    def _is_begun(self, request: Request) -> bool:
+        return not (request.warm or request.decoding) and bool(request.missing)
 
     def _warm_up(self, work: _Work, now: float) -> None:
         """Let a warm-up begin, if nobody waits and whoever runs does not suffer."""
@@ -246,24 +267,32 @@ class Scheduler:
         request = self.warming.begin(now, self.batch.running)
         if request is not None:
             self.batch.join(request)
-            if ranges := self._take(request, min(self.config.max_batch_tokens, WARM_TOKENS)):
-                work.append((request, ranges))
+            self._take(work, request, min(self.config.max_batch_tokens, WARM_TOKENS))
 
-    def _take(self, request: Request, budget: int) -> list[Range]:
+    def _take(self, work: _Work, request: Request, budget: int) -> int:
         """Remove up to ``budget`` tokens from the front of what a request lacks; they are computed in this plan.
 
-        The cache hears of it at once. A restore that was begun goes on until it is complete before another begins, so
-        whoever is admitted after this never waits for KV that a third one has begun to compute and not finished.
+        The cache hears of it at once. A restore that was begun goes on until it is complete before another of its
+        tenant begins, so whoever is admitted after this never waits for KV that a third one has begun to compute and
+        not finished. Returns how many tokens those are.
         """
         ranges = request.take_missing(budget)
+        if not ranges:
+            return 0
         for start, end in ranges:
             self.cache.computed(request.session, start, end)
-        return ranges
+        taken = tokens_in(ranges)
+        self.batch.waiting.charge(request, taken)
+        before = work.setdefault(request, [])
+        if before and before[-1][1] == ranges[0][0]:
+            ranges[0] = before.pop()[0], ranges[0][1]
+        before += ranges
+        return taken
 
     def _spans(self, work: _Work) -> tuple[tuple[Span, ...], tuple[PageTable, ...]]:
         spans: list[Span] = []
         tables: list[PageTable] = []
-        for request, ranges in work:
+        for request, ranges in work.items():
             tables.append(self.cache.page_table(request.session, request.length))
             for start, end in ranges:
                 # A token is sampled after the newest one only, and not when that is known to be the last.
@@ -308,13 +337,4 @@ class Scheduler:
 
     def _decodes(self, request: Request) -> bool:
         """Whether a step can compute its newest token."""
-        return request.decoding and not self._must_wait(request)
-
-    def _must_wait(self, request: Request) -> bool:
-        """Whether it takes the newest token to go on, and that is not known yet: because the sampling looks at its own
-        output, or because all beams of a search have to say."""
-        group = self.batch.groups.get(request.key)
-        if group is not None and group.beams is not None:
-            restores = group.leader.missing and not group.leader.decoding  # what the others share with it
-            return bool(group.beams.awaited or (request is not group.leader and restores))
-        return request.pending and request.sampling.needs_context
+        return request.decoding and not self.branching.must_wait(request)

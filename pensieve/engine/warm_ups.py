@@ -14,7 +14,7 @@ session there by warming it again and again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from pensieve.core import FinishReason, Hints, RequestKey, Sampling, SessionKey, TokenArray
@@ -50,7 +50,7 @@ class WarmUps:
         scope: str,
         ticket: int,
         now: float,
-        waiting: Sequence[Request],
+        waiting: Iterable[Request],
         running: Sequence[Request],
     ) -> str:
         """Take in a wish; returns why it is refused, as ``Warmed`` has it, or ""."""

@@ -18,9 +18,18 @@ from typing import Any, Literal
 import click
 import msgspec
 
-from pensieve.config import DISCONNECT_GRACE_S, HEARTBEAT_S, LEASE_S, EngineOptions, EngineTuning
+from pensieve.config import (
+    DISCONNECT_GRACE_S,
+    HEARTBEAT_S,
+    LEASE_S,
+    MAX_QUEUED_TOKENS,
+    MAX_WAIT_S,
+    EngineOptions,
+    EngineTuning,
+)
 from pensieve.machine import user_directory
-from pensieve.options.table import OPTIONS, Option
+from pensieve.options.option import Option
+from pensieve.options.table import OPTIONS
 from pensieve.options.values import is_loopback
 
 Source = Literal["flag", "file", "default"]
@@ -53,6 +62,9 @@ class ServeOptions(EngineTuning, frozen=True, kw_only=True):
     tls_key: Path | None = None
     tls_client_ca: Path | None = None
     insecure_i_know: bool = False
+    max_wait_s: float = MAX_WAIT_S
+    max_queued_tokens: int = MAX_QUEUED_TOKENS
+    tenant_metrics: bool = False
     disconnect_grace_s: float = DISCONNECT_GRACE_S
     drain_grace_s: float = 30.0
     heartbeat_s: float = HEARTBEAT_S

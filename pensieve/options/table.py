@@ -1,51 +1,15 @@
-"""The table of ``pensieve serve`` options: name, parser, help, and why the default is what it is.
+"""The table of ``pensieve serve`` options.
 
 Types and defaults are those of ``pensieve.options.serve.ServeOptions``; a test checks that the two agree.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import get_args
 
 from pensieve.config import BATCH_LIMITS, DeviceName, DtypeName, LoadFormat, PolicyName, SwapMechanism
 from pensieve.options import values
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One option. ``name`` is the flag without dashes and the TOML key."""
-
-    name: str
-    parse: values.Parser
-    help: str
-    why: str
-    """Reason of the default, for ``--print-config``."""
-    metavar: str = ""
-    shown: str = ""
-    """The default in ``--help``, where the value itself would not do."""
-    can_negate: bool = True
-    """A switch has a ``--no-`` twin."""
-    unit: str = ""
-    """``s``: the value is in seconds, and so is called ``…_s`` in ``ServeOptions``."""
-    attribute: str = ""
-    """Its name in ``ServeOptions``, where that is longer."""
-    words: tuple[str, ...] = ()
-    """Values that are taken as they are where a file is asked for."""
-
-    @property
-    def field(self) -> str:
-        """Attribute of ``ServeOptions``."""
-        return self.attribute or self.name.replace("-", "_") + (f"_{self.unit}" if self.unit else "")
-
-    @property
-    def is_switch(self) -> bool:
-        return self.parse is values.boolean
-
-    @property
-    def is_file(self) -> bool:
-        return self.parse in (values.existing_file, values.file_to_write) or bool(self.words)
-
+from pensieve.options.option import Option
 
 _NO_FILE = "none needed"
 _OFF_TO_MEASURE = "off only to measure its worth"
@@ -157,6 +121,27 @@ OPTIONS: tuple[Option, ...] = (
         "Turns that may wait; more are refused.",
         "bounds memory and waiting",
         "N",
+    ),
+    Option(
+        "max-queued-tokens",
+        values.integer(0),
+        "Input tokens that may wait; more are refused; 0: no limit.",
+        "bounds memory",
+        "N",
+    ),
+    Option(
+        "max-wait",
+        values.duration(0, 3600),
+        "A turn that would wait longer in the queue is refused, with the time to come back; 0: none is.",
+        "what readers wait for a first word",
+        "TIME",
+        unit="s",
+    ),
+    Option(
+        "tenant-metrics",
+        values.boolean,
+        "Metrics by tenant, named in a label.",
+        "labels tell who the tenants are",
     ),
     Option(
         "context-limit",

@@ -1,8 +1,8 @@
 """The front end: conversations over gRPC, in front of an engine and a history store.
 
 ``app`` puts it together. ``rpc`` translates between messages and values. ``conversations`` is the service without gRPC:
-``turns`` and ``sessions`` over ``history``, with an engine behind ``links``. ``operations`` runs beside the service:
-metrics, health, the admin port, recordings.
+``turns``, which ``admission`` lets in, and ``sessions`` over ``history``, with an engine behind ``links``.
+``operations`` runs beside the service: metrics, health, the admin port, recordings.
 
 May import: config, core, debug, engine.messages, engine.process, errors, frames, logs, model, options, pensieve,
 rpc_status, store, tokenizer, v1.

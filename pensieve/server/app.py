@@ -89,7 +89,7 @@ class App:
         self._options = options
         self._builder = builder
         self._stack = contextlib.AsyncExitStack()
-        self._metrics = Metrics()
+        self._metrics = Metrics(by_tenant=options.tenant_metrics)
         self._recorder: TraceRecorder | None = None
         self._door: Door | None = None
         self.grpc_address = ""
@@ -147,6 +147,7 @@ class App:
             tokenizer,
             settings,
             on_turn_ended=self._turn_ended,
+            on_turn_refused=self._metrics.turn_refused,
             on_warmed=self._metrics.warm_ended,
             on_store_regression=self._metrics.store_regression,
             tenants=door.tenants,
@@ -158,6 +159,7 @@ class App:
             draining=lambda: self._conversations.turns.draining,
         )
         self._link.on_state_change = self._monitor.wake
+        self._metrics.watch_queue(self._conversations.gate)
         # Pushed before the ports are: calls end first, then turns, then the engine, then the store.
         self._stack.push_async_callback(self._link.stop)
         self._stack.push_async_callback(self._conversations.close)
@@ -174,7 +176,7 @@ class App:
         await self._data_server.start()
 
     def _turn_ended(self, end: TurnEnd) -> None:
-        self._metrics.turn_ended(end.outcome)
+        self._metrics.turn_ended(end.outcome, end.key.tenant, end.usage)
         if self._recorder is not None:
             self._recorder.turn_ended(end)
 
@@ -196,6 +198,9 @@ class App:
             defaults=defaults,
             lease_s=options.lease_s,
             heartbeat_s=options.heartbeat_s,
+            max_wait_s=options.max_wait_s,
+            max_queued=options.max_queued,
+            max_queued_tokens=options.max_queued_tokens,
             disconnect_grace_s=options.disconnect_grace_s,
             prefix_sharing=options.prefix_sharing,
             # One listing may be served by several replicas, and by what follows a restart.

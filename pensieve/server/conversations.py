@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -12,6 +13,7 @@ from pensieve.core import packed_length
 from pensieve.engine.messages import ResidentTokens
 from pensieve.errors import PensieveError
 from pensieve.server import ids
+from pensieve.server.admission.gate import Gate, GateLimits
 from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.cache import Histories
 from pensieve.server.history.known import KnownRevisions
@@ -71,6 +73,7 @@ class Conversations:
         settings: TurnSettings,
         *,
         on_turn_ended: Callable[[TurnEnd], None] | None = None,
+        on_turn_refused: Callable[[str, str], None] | None = None,
         on_warmed: Callable[[str], None] | None = None,
         on_store_regression: Callable[[str], None] | None = None,
         tenants: TenantTable | None = None,
@@ -88,7 +91,13 @@ class Conversations:
         self._histories = histories = Histories(store, settings.history_cache_bytes, known)
         self._served = served = ServedModel(settings.model, settings.model_sha256, tokenizer)
         runner = TurnRunner(store, link, histories, renderer, tokenizer, served, settings)
-        self.turns = Turns(store, runner, settings, on_turn_ended)
+        self.gate = Gate(
+            GateLimits(settings.max_wait_s, settings.max_queued, settings.max_queued_tokens),
+            tenants or TenantTable(),
+            lambda: link.stats.queued,
+            time.monotonic,
+        )
+        self.turns = Turns(store, runner, settings, self.gate, on_turn_ended, on_turn_refused)
         self.candidates = CandidateChooser(store, link, histories, renderer, runner)
         self.quotas = StorageQuotas(store, tenants or TenantTable())
         self.sessions = Sessions(store, link, histories, renderer, self.turns, served, settings, self.quotas)

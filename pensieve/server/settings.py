@@ -5,7 +5,15 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field
 
-from pensieve.config import DISCONNECT_GRACE_S, HEARTBEAT_S, LEASE_S, EngineTuning
+from pensieve.config import (
+    DISCONNECT_GRACE_S,
+    HEARTBEAT_S,
+    LEASE_S,
+    MAX_QUEUED_TOKENS,
+    MAX_WAIT_S,
+    EngineTuning,
+    SchedulerConfig,
+)
 from pensieve.core import MAX_CANDIDATES
 from pensieve.store import Key
 from pensieve.store.records import PrefixSharing, SamplingDefaults, SessionConfig
@@ -56,6 +64,12 @@ class TurnSettings:
     """A stream is never silent for longer."""
     messages_per_s: float = 4000.0
     """With many streams, output is merged to stay below this rate (``turns.pace``): about half of one core."""
+    max_wait_s: float = MAX_WAIT_S
+    """A turn that would wait longer in the queue is refused; 0: none is for that."""
+    max_queued: int = SchedulerConfig.max_queued
+    """Turns that may wait."""
+    max_queued_tokens: int = MAX_QUEUED_TOKENS
+    """Input tokens that may wait; 0: no limit."""
     disconnect_grace_s: float = DISCONNECT_GRACE_S
     """How long a turn that nobody listens to waits for a re-attach."""
     commit_retry_s: float = 30.0

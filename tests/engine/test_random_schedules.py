@@ -52,6 +52,7 @@ def test_answers_equal_a_stateless_run(block: int, overlapped: bool) -> None:
         limit = min(scheduler.context_limit, cache.device_chunks * cache.chunk_tokens)
         driver = Driver(engine, clock, rng, verify_tokens, VOCABULARY, limit)
         driver.verify_beams = verify_beams
+        driver.tenants = seed % 2 == 1
         for _ in range(120):
             driver.act()
             for _ in range(rng.randrange(4)):

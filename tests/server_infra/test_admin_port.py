@@ -10,6 +10,7 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pensieve.core import Usage
@@ -161,7 +162,7 @@ async def test_metrics_names_labels_and_values(setup: Setup) -> None:
     setup.metrics.first_token(0.1, Usage(swapped_in_tokens=32))
     setup.metrics.next_tokens(0.2, 4)
     setup.metrics.ended("length")
-    setup.metrics.turn_ended("committed")
+    setup.metrics.turn_ended("committed", "acme", Usage())
     setup.metrics.store_error()
     status, text = await setup.get("/metrics")
     assert status == 200
@@ -205,3 +206,18 @@ async def test_close_drops_open_connections(setup: Setup) -> None:
     await setup.port.close()
     assert await asyncio.wait_for(reader.read(), 10) == b""
     writer.close()
+
+
+def test_tenants_are_named_only_when_asked_to() -> None:
+    usage = Usage(context_tokens=12, new_tokens=3, recomputed_tokens=4, gpu_cached_tokens=5, output_tokens=6)
+    for named in (False, True):
+        metrics = Metrics(by_tenant=named)
+        metrics.turn_ended("eos", "acme", usage)
+        metrics.turn_refused("acme", "QUOTA_EXCEEDED")
+        text = generate_latest(metrics.registry).decode()
+        assert 'pensieve_refusals_total{reason="quota_exceeded"} 1.0' in text
+        assert ("acme" in text) is named
+        for kind, count in (("computed", 7.0), ("cached", 5.0), ("output", 6.0)):
+            line = f'pensieve_tenant_tokens_total{{kind="{kind}",tenant="acme"}} {count}'
+            assert (line in text) is named
+        assert ('pensieve_tenant_refusals_total{reason="quota_exceeded",tenant="acme"} 1.0' in text) is named

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from pensieve.core import Hints, RequestKey, Sampling, SessionKey, TokenArray, pack_tokens
+from pensieve.core import ALONE, Hints, RequestKey, Sampling, SessionKey, Standing, TokenArray, pack_tokens
 from pensieve.engine.messages import (
     Cancel,
     Choose,
@@ -87,6 +87,7 @@ class BaseLink(abc.ABC):
         scope: str = "",
         hints: Hints | None = None,
         origin: str = "",
+        standing: Standing = ALONE,
     ) -> OpenGeneration:
         self._check_serving()
         self._turnstile.check(origin)
@@ -99,6 +100,7 @@ class BaseLink(abc.ABC):
             sampling=sampling,
             scope=scope,
             hints=hints,
+            standing=standing,
         )
         try:
             self._turnstile.enter(generation, command, origin)

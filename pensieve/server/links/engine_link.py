@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from typing import Protocol
 
-from pensieve.core import Hints, RequestKey, Sampling, SessionKey, TokenArray
+from pensieve.core import ALONE, Hints, RequestKey, Sampling, SessionKey, Standing, TokenArray
 from pensieve.engine.messages import (
     CandidateFinished,
     EngineReady,
@@ -114,12 +114,14 @@ class EngineLink(Protocol):
         scope: str = "",
         hints: Hints | None = None,
         origin: str = "",
+        standing: Standing = ALONE,
     ) -> Generation:
         """Start a generation for ``tokens``, the whole context, whose last ``num_new`` were never computed before.
 
         Sessions with one ``scope`` share the KV of common beginnings; with "" a session shares with nobody.
-        ``hints`` speak of the time after the generation. ``origin`` names the turn, the same for all its tries: one
-        that has ended the engine twice fails with Internal (REQUEST_QUARANTINED), and is refused with it.
+        ``hints`` speak of the time after the generation, ``standing`` says how it waits. ``origin`` names the turn, the
+        same for all its tries: one that has ended the engine twice fails with Internal (REQUEST_QUARANTINED), and is
+        refused with it.
 
         Raises Unavailable (STARTING, ENGINE_RESTARTING, DRAINING) when no engine takes work. Then
         ``sink`` is never called.

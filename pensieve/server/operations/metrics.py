@@ -1,4 +1,4 @@
-"""Prometheus metrics: every name in one table. Labels never name a tenant or a session.
+"""Prometheus metrics: every name in one table. Labels never name a session, and a tenant only when asked to.
 
 What the engine counts is read from its latest ``Stats`` when somebody scrapes. Its counters start again at zero with a
 new engine process, which Prometheus takes for what it is, a reset. What only the front end sees is counted here.
@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pensieve.core import Usage
 from pensieve.engine.messages import Stats
 from pensieve.server.links.engine_link import LinkState
+from pensieve.server.operations.tenant_metrics import TenantMetrics
 
 _SECONDS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _TOKEN_SECONDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -156,6 +157,16 @@ class EngineView(Protocol):
     def restarts_total(self) -> int: ...
 
 
+class QueueView(Protocol):
+    """The part of the gate that is shown."""
+
+    @property
+    def waiting(self) -> int: ...
+
+    @property
+    def expected_wait_s(self) -> float: ...
+
+
 class _EngineCollector(Collector):
     def __init__(self, engine: EngineView) -> None:
         self._engine = engine
@@ -177,8 +188,16 @@ class _EngineCollector(Collector):
 class Metrics:
     """One server's metrics. Also a ``GenerationObserver``."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_tenant: bool = False) -> None:
+        """``by_tenant``: also what each tenant uses, under its name."""
         self.registry = CollectorRegistry()
+        self._tenants = TenantMetrics(self.registry) if by_tenant else None
+        self._refusals = Counter(
+            "pensieve_refusals_total",
+            "Turns that were refused before they began, by reason; lower case.",
+            ["reason"],
+            registry=self.registry,
+        )
         self._generations = Counter(
             "pensieve_generations_total",
             "Generations ended, by finish reason (lower case), cancelled, or the reason of the failure.",
@@ -247,9 +266,30 @@ class Metrics:
     def ended(self, outcome: str) -> None:
         self._generations.labels(outcome).inc()
 
-    def turn_ended(self, outcome: str) -> None:
+    def turn_ended(self, outcome: str, tenant: str, usage: Usage) -> None:
         """``outcome``: finish reason, or reason of the error that discarded the turn; lower case."""
         self._turns.labels(outcome).inc()
+        if self._tenants is not None:
+            self._tenants.turn_ended(tenant, outcome, usage)
+
+    def turn_refused(self, tenant: str, reason: str) -> None:
+        """A turn did not begin."""
+        self._refusals.labels(reason.lower()).inc()
+        if self._tenants is not None:
+            self._tenants.turn_refused(tenant, reason.lower())
+
+    def watch_queue(self, gate: QueueView) -> None:
+        """Show what waits at this gate from now on. Called once."""
+        waiting = Gauge(
+            "pensieve_waiting_turns", "Turns admitted and not yet computed.", registry=self.registry
+        )
+        waiting.set_function(lambda: gate.waiting)
+        wait = Gauge(
+            "pensieve_expected_wait_seconds",
+            "How long it takes to begin all that waits, at the speed measured.",
+            registry=self.registry,
+        )
+        wait.set_function(lambda: gate.expected_wait_s)
 
     def warm_ended(self, outcome: str) -> None:
         """``outcome``: see ``SessionWarmer``."""

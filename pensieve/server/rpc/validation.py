@@ -188,6 +188,7 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
         _may("sampling", _nested),
         _may("output", _nested),
         _may("max_duration", c.duration(0.001, lambda b: b.limits.max_turn_s)),
+        _may("priority", c.between(-10, 10)),
         _may("hints", _nested),
     ),
     pb.TurnHints: (

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from pensieve.core import FinishReason, Hints, Sampling, SessionKey, Usage
+from pensieve.core import ALONE, FinishReason, Hints, Sampling, SessionKey, Standing, Usage
 from pensieve.debug import failpoint
 from pensieve.engine.messages import CandidateFinished, Finished, Output, RequestProgress, Started
+from pensieve.server.admission.gate import Ticket
 from pensieve.server.history.rendering import PreparedTurn
 from pensieve.server.links.engine_link import EngineLink, Generation
 from pensieve.server.turns import record as turn_record
@@ -24,6 +25,7 @@ class TurnGeneration:
     def __init__(self, buffer: TurnBuffer) -> None:
         self._buffer = buffer
         self._generation: Generation | None = None
+        self._ticket: Ticket | None = None
         self._over: asyncio.Future[None] | None = None
         """What ``run`` waits for. No token resolves it, so a turn's task sleeps from its submission to its end."""
         self._started: Started | None = None
@@ -53,11 +55,14 @@ class TurnGeneration:
         scope: str = "",
         hints: Hints | None = None,
         origin: str = "",
+        standing: Standing = ALONE,
+        ticket: Ticket | None = None,
     ) -> None:
         """Returns when the turn has its last token. Raises what ``EngineLink.submit`` and ``failed`` tell."""
         if self._interrupted:
             return
         loop = asyncio.get_running_loop()
+        self._ticket = ticket
         self._submitted_at = loop.time()
         self._over = loop.create_future()
         self._generation = link.submit(
@@ -69,6 +74,7 @@ class TurnGeneration:
             scope=scope,
             hints=hints,
             origin=origin,
+            standing=standing,
         )
         timer = loop.call_later(limit_s, self._time_is_over) if limit_s is not None else None
         try:
@@ -84,6 +90,9 @@ class TurnGeneration:
 
     def started(self, event: Started) -> None:
         self._started, self._started_at = event, asyncio.get_running_loop().time()
+        if self._ticket is not None:
+            usage = event.usage
+            self._ticket.started(usage.recomputed_tokens, usage.context_tokens - usage.new_tokens)
 
     def progress(self, event: RequestProgress) -> None:
         self._buffer.report(

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from pensieve.core import HintReceipt
+from pensieve.core import HintReceipt, Standing
 from pensieve.errors import PensieveError
 from pensieve.server import ids
+from pensieve.server.admission.gate import Ticket
 from pensieve.server.turns.buffer import TurnBuffer
 from pensieve.server.turns.generation import TurnGeneration
 from pensieve.server.turns.text import OutputText
@@ -49,12 +50,20 @@ class TurnRun:
         """On the event loop's clock."""
         self.new_tokens = 0
         """Input tokens of this turn, known once it is rendered."""
+        self.ticket: Ticket | None = None
+        """Of the gate; a turn that is only replayed has none."""
         self.hints: HintReceipt | None = None
         """What was made of the turn's hints; None: it gave none."""
         self.task: asyncio.Task[None] | None = None
         """Does the work; kept here because the event loop itself holds tasks only weakly."""
         self._order: Order | None = None
         self._committing = False
+
+    @property
+    def standing(self) -> Standing:
+        """How it stands in the engine's queue."""
+        weight = self.ticket.weight if self.ticket is not None else 1.0
+        return Standing(self.key.tenant, weight, self.spec.priority)
 
     @property
     def view(self) -> TurnView:

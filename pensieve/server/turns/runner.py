@@ -16,6 +16,7 @@ from pensieve.core import Phase
 from pensieve.debug import async_failpoint
 from pensieve.errors import DataLoss, NotFound, PensieveError, TurnFenced, Unavailable
 from pensieve.server import ids
+from pensieve.server.admission.gate import text_length
 from pensieve.server.clock import now_ms
 from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.cache import Histories, kept, system_item
@@ -158,6 +159,10 @@ class TurnRunner:
         )
         self._served.check_tokens(prepared.context, self._link.info.vocab_size)
         run.new_tokens = prepared.num_new
+        if run.ticket is not None:
+            chars = 0 if any(entry.tokens is not None for entry in spec.input) else text_length(spec)
+            history = len(prepared.context) - prepared.num_fresh
+            run.ticket.rendered(chars, prepared.num_new, prepared.num_fresh, history)
         outputs = [
             OutputText(self._tokenizer, values.stop, values.min_output_tokens)
             for _ in range(values.candidates)
@@ -173,6 +178,8 @@ class TurnRunner:
             scope=self._settings.sharing_scope(run.key, config),
             hints=hints,
             origin=f"{ids.session_key(run.key)}/{spec.request_id}",
+            standing=run.standing,
+            ticket=run.ticket,
         )
         return await self._finish(run, base, keep, prepared, sampling.choice(*layers))
 

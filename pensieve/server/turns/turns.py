@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from pensieve.errors import AlreadyExists, Cancelled, NotFound, PensieveError, Unavailable
+from pensieve.server.admission.gate import Gate
 from pensieve.server.bugs import bug
 from pensieve.server.settings import TurnSettings
 from pensieve.server.turns import record as turn_record
@@ -71,13 +72,18 @@ class Turns:
         store: HistoryStore,
         runner: TurnRunner,
         settings: TurnSettings,
+        gate: Gate,
         on_ended: Callable[[TurnEnd], None] | None = None,
+        on_refused: Callable[[str, str], None] | None = None,
     ) -> None:
-        """``on_ended`` hears how each turn ended, before any caller does."""
+        """``on_ended`` hears how each turn ended, before any caller does; ``on_refused`` whose turn did not begin, and
+        the reason."""
         self._store = store
         self._runner = runner
         self._settings = settings
+        self._gate = gate
         self._on_ended = on_ended
+        self._on_refused = on_refused
         self._runs: dict[TurnKey, _Held] = {}
         self._discarded: OrderedDict[TurnKey, str] = OrderedDict()
         self._draining = False
@@ -112,7 +118,7 @@ class Turns:
         """
         loop = asyncio.get_running_loop()
         deadline = None if deadline_s is None else loop.time() + deadline_s
-        (run, audience), joined = await self._find_or_start(key, spec, attach_only)
+        (run, audience), joined = await self._find_or_start(key, spec, attach_only, deadline_s)
         audience.join(policy)
         try:
             yield run, joined
@@ -188,26 +194,35 @@ class Turns:
 
     # ---- parts
 
-    async def _find_or_start(self, key: Key, spec: NewTurn, attach_only: bool) -> tuple[_Held, bool]:
+    async def _find_or_start(
+        self, key: Key, spec: NewTurn, attach_only: bool, deadline_s: float | None
+    ) -> tuple[_Held, bool]:
         """The registered run of this turn and True, or a new one and False.
 
         Between the last look into the registry and the registration of a new run there is no await: two calls with
-        one request id cannot both start it.
+        one request id cannot both start it. What is refused has cost one look into the store: a turn that is in
+        history is replayed, however busy the server is.
         """
         turn = (key, spec.request_id)
         while (held := self._runs.get(turn)) is not None and held[1].abandoned:
             # Who comes back too late starts again: the end of the old attempt is not theirs to hear.
             await held[0].buffer.wait_for_end()
-        if held is None and (attach_only or self._draining):
+        refusal = None
+        if held is None and not attach_only:
+            refusal = draining() if self._draining else self._gate.refusal(key.tenant, spec, deadline_s)
+        if held is None and (attach_only or refusal is not None):
             revision = await self._store.find_request(key, spec.request_id)
             held = self._runs.get(turn)  # somebody may have started it during the look-up
             if held is None and attach_only:
                 return await self._replay(key, spec, revision), True
-            if held is None and revision is None:
-                raise draining()
+            if held is None and revision is None and refusal is not None:
+                if self._on_refused is not None:
+                    self._on_refused(key.tenant, refusal.reason)
+                raise refusal
         fingerprint = spec.fingerprint()
         if held is None:
             run = TurnRun(key, spec, fingerprint)
+            run.ticket = self._gate.enter(key.tenant, spec) if refusal is None else None
             held = self._runs[turn] = (run, _Audience(run))
             self._start(run)
             return held, False
@@ -256,6 +271,10 @@ class Turns:
         del self._runs[turn]
         held[1].stop_timer()
         self._one_ended.set()
+        end = _end(run, outcome)
+        if run.ticket is not None:
+            used = end.usage.new_tokens + end.usage.recomputed_tokens + end.usage.output_tokens
+            run.ticket.ended(used if run.began else 0, end.usage.output_tokens if run.began else 0)
         if not run.began:
             return
         discarded = outcome.reason if isinstance(outcome, PensieveError) else ""
@@ -265,7 +284,7 @@ class Turns:
             while len(self._discarded) > self._settings.discarded_turns:
                 self._discarded.popitem(last=False)
         if self._on_ended is not None:
-            self._on_ended(_end(run, outcome))
+            self._on_ended(end)
 
     async def _committed(self, key: Key, request_id: str) -> TurnView | None:
         revision = await self._store.find_request(key, request_id)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pensieve.config import CacheConfig, SchedulerConfig
-from pensieve.core import Hints, Sampling, Usage, pack_tokens
+from pensieve.core import Hints, Sampling, Standing, Usage, pack_tokens
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost.model import CostModel
 from pensieve.engine.engine import Engine
@@ -92,6 +92,8 @@ class Driver:
         self.finished: list[Turn] = []
         self.verify_beams: Callable[[Sequence[int], Sequence[int], Sampling], None] | None = None
         """As ``verify``, of a beam search; none are started without."""
+        self.tenants = False
+        """Several tenants, with weights and priorities, or none."""
         self.groups = 0.1
         """Share of turns that have several candidates, or are a beam search."""
         self.prompts = [[rng.randrange(vocabulary) for _ in range(count)] for count in (3, 33, 70)]
@@ -125,20 +127,16 @@ class Driver:
         # A greedy draw has no seed: its candidates are all the same.
         turn.seed = sampling.seed if sampling.temperature > 0.0 else None
         turn.outputs = [[] for _ in range(sampling.candidates)]
-        self._take(
-            self.engine.handle(
-                Submit(
-                    key,
-                    session,
-                    pack_tokens(context),
-                    len(input_tokens),
-                    sampling,
-                    SCOPES.get(session, ""),
-                    hints,
-                )
-            )
-        )
+        about = SCOPES.get(session, ""), hints, self._standing(session)
+        submit = Submit(key, session, pack_tokens(context), len(input_tokens), sampling, *about)
+        self._take(self.engine.handle(submit))
         return key
+
+    def _standing(self, session: str) -> Standing:
+        """One tenant or several; those who share KV are of one."""
+        tenant = (SCOPES.get(session) or session) if self.tenants else ""
+        weight = {"a": 1.0, "b": 2.5}.get(tenant, 0.5)
+        return Standing(tenant, weight, len(self.turns) % 3 if self.tenants else 0)
 
     def _hints(self) -> Hints | None:
         """Mostly none; else anything that a client may say, true or not."""

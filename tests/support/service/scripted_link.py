@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from pensieve.core import (
+    ALONE,
     FinishReason,
     Hints,
     Phase,
     RequestKey,
     Sampling,
     SessionKey,
+    Standing,
     TokenArray,
     TokenLogprob,
     Usage,
@@ -55,6 +57,7 @@ class ScriptedGeneration:
         self.sampling = sampling
         self.scope = scope
         self.hints = hints
+        self.standing = ALONE
         self.cancelled = False
         """The engine was told to stop."""
         self.cancelled_candidates: list[int] = []
@@ -142,10 +145,12 @@ class ScriptedLink:
         scope: str = "",
         hints: Hints | None = None,
         origin: str = "",
+        standing: Standing = ALONE,
     ) -> ScriptedGeneration:
         if self.refuse is not None:
             raise self.refuse
         generation = ScriptedGeneration(self._dealer, sink, session, tokens, num_new, sampling, scope, hints)
+        generation.standing = standing
         self.generations.append(generation)
         self.submitted.set()
         if self.answer is not None:
