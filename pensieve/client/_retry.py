@@ -110,7 +110,7 @@ class Backoff:
 
     def poll(self, wait: float) -> float | None:
         """A wait for somebody else to finish: not a failure, but it costs waiting time."""
-        return self._spend(wait, 0.0)
+        return self._spend(0.0, wait)
 
     def _spend(self, least: float, jitter: float) -> float | None:
         now = self._clock()

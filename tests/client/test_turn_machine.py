@@ -42,18 +42,17 @@ def machine(
     wait_if_busy: bool = False,
     abandoned: tuple[str, ...] = (),
     clock: Callable[[], float] | None = None,
-    policy: RetryPolicy = POLICY,
 ) -> TurnMachine:
-    clock = clock or Clock()
     request = pb.StreamTurnRequest(session="sessions/s", turn=pb.TurnSpec(request_id="r"))
+    clock = clock or Clock()
     return TurnMachine(
         request,
-        policy=policy,
+        policy=POLICY,
         timeout=timeout,
         wait_if_busy=wait_if_busy,
         abandoned=abandoned,
         clock=clock,
-        backoff=Backoff(policy, uniform=lambda low, high: high, clock=clock),
+        backoff=Backoff(POLICY, uniform=lambda low, high: high, clock=clock),
     )
 
 
@@ -306,47 +305,6 @@ def test_retry_info_is_the_least_wait_and_counts_against_the_budget() -> None:
     assert turn.failed(overloaded) == pytest.approx(4.2)
     with pytest.raises(ResourceExhausted):
         turn.failed(overloaded)
-
-
-def _down_for(turn: TurnMachine, clock: Clock, seconds: float, error: PensieveError) -> int:
-    """The server says ``error`` to every try for so long; the number of tries. Raises what the client would see."""
-    until, tries = clock.now + seconds, 0
-    while clock.now < until:
-        turn.next_request()
-        clock.now += turn.failed(error)
-        tries += 1
-    return tries
-
-
-def test_the_default_budget_is_time() -> None:
-    """A server that is killed and started again is away for many tries and not for a minute."""
-    for error in (BROKEN, Unavailable("x", reason="STARTING", retry_after_s=1.0)):
-        clock = Clock()
-        turn = machine(clock=clock, policy=RetryPolicy())
-        assert _down_for(turn, clock, 55.0, error) > 8
-        turn.received(delta("a", 0))
-        turn.next_request()
-        assert _down_for(turn, clock, 55.0, error) > 8, "new output renews the budget"
-        with pytest.raises(Unavailable):
-            _down_for(turn, clock, 10.0, error)
-        assert clock.now - 100.0 == pytest.approx(55.0 + 60.0, abs=5.1), "the last try comes at the very end"
-
-
-def test_a_silent_server_costs_time_and_a_talking_one_does_not() -> None:
-    clock = Clock()
-    turn = machine(clock=clock, policy=RetryPolicy())
-    turn.next_request()
-    for _ in range(10):
-        clock.now += 30.0
-        turn.received(pb.StreamTurnResponse(progress=pb.TurnProgress()))
-    clock.now += turn.failed(BROKEN)
-    turn.next_request()
-    clock.now += 30.0
-    clock.now += turn.failed(turn.silent())
-    turn.next_request()
-    clock.now += 30.0
-    with pytest.raises(Unavailable):
-        turn.failed(turn.silent())
 
 
 def test_busy_because_of_our_own_abandoned_turn_is_waited_for() -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from pensieve.errors import InvalidArgument
+from pensieve.server.pace import Pace
 from pensieve.server.turns.buffer import TurnBuffer
-from pensieve.server.turns.pace import Pace
 from pensieve.server.values import OutputChoice, StreamEvent
 
 UNANNOUNCED_HEARTBEAT_S: Final = 10.0
