@@ -13,7 +13,7 @@ from pensieve.client import AsyncClient, AsyncSession, RetryPolicy, Turn
 from support.faults.fault_client import Caller, Talk, calling, check_history, get_turn
 from support.faults.fault_server import FaultServer, fault_server
 from support.replicas.haproxy import HaproxyProcess, haproxy
-from support.store.redis_server import RedisServer, free_port, redis_server
+from support.store.redis_server import free_port, redis_server
 
 OUTPUTS = 12
 PATIENT = RetryPolicy(max_wait_s=90.0)
@@ -22,9 +22,8 @@ PATIENT = RetryPolicy(max_wait_s=90.0)
 
 @dataclass
 class Service:
-    """The whole of it."""
+    """The servers, and what is before them."""
 
-    redis: RedisServer
     servers: list[FaultServer]
     proxy: HaproxyProcess
 
@@ -53,15 +52,18 @@ class Service:
 
 
 @asynccontextmanager
-async def service(folder: Path, *, pace_s: float = 0.0, **options: object) -> AsyncIterator[Service]:
-    """Running, and seen as running by the proxy."""
+async def service(
+    folder: Path, store: str | None = None, *, pace_s: float = 0.0, **options: object
+) -> AsyncIterator[Service]:
+    """Running, and seen as running by the proxy. ``store``: URL of one to use; else a Redis of its own is started."""
     async with AsyncExitStack() as stack:
-        redis = stack.enter_context(redis_server())
+        if store is None:
+            store = stack.enter_context(redis_server()).url
         servers = [
             stack.enter_context(
                 fault_server(
                     folder / name,
-                    redis.url,
+                    store,
                     pace_s=pace_s,
                     listen=f"127.0.0.1:{free_port()}",
                     admin=f"127.0.0.1:{free_port()}",
@@ -73,7 +75,7 @@ async def service(folder: Path, *, pace_s: float = 0.0, **options: object) -> As
         await asyncio.gather(*(asyncio.to_thread(server.start) for server in servers))
         proxy = stack.enter_context(haproxy(folder, [(server.grpc, server.admin) for server in servers]))
         await asyncio.to_thread(proxy.wait_for, a="UP L7OK", b="UP L7OK")
-        yield Service(redis, servers, proxy)
+        yield Service(servers, proxy)
 
 
 @dataclass
