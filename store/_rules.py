@@ -17,7 +17,18 @@ import msgspec
 
 from pensieve.store import _refusals
 from pensieve.store._clock import Moment
-from pensieve.store.contract import Began, BeginOutcome, BeginRequest, Counts, Key, Replay, RunningElsewhere
+from pensieve.store.contract import (
+    Began,
+    BeginOutcome,
+    BeginRequest,
+    CalledOff,
+    Counts,
+    EndOrder,
+    Key,
+    Renewed,
+    Replay,
+    RunningElsewhere,
+)
 from pensieve.store.records import Record, RecordKind, RunningTurn, SessionConfig, SessionRow, State
 
 TOMBSTONE_MS = 30 * 24 * 3600 * 1000
@@ -36,6 +47,12 @@ class Lease(msgspec.Struct, frozen=True):
     start_ms: int
     until_ms: int
     """On the monotonic clock of the process that owns the store; 0: it has lapsed."""
+    order: EndOrder | None = None
+    """Left for the holder by another server."""
+    followed: bool = False
+    """Somebody waits for the turn at another server, which the holder has not heard yet."""
+    called_off: bool = False
+    """The turn was discarded because somebody asked for that; the lease has lapsed."""
 
 
 class Meta(msgspec.Struct, frozen=True):
@@ -155,7 +172,13 @@ def begin(
         if lease.token == request.token:  # this very call, sent again
             return Begun(Began(view(meta, now), lease.seed), None)
         if lease.until_ms > now.steady_ms:
-            return Begun(_met_running(meta, lease, request, now), None)
+            met = _met_running(meta, lease, request, now)
+            if not request.follows or lease.followed:
+                return Begun(met, None)
+            heard_of = msgspec.structs.replace(lease, followed=True)
+            return Begun(met, msgspec.structs.replace(meta, lease=heard_of))
+        if request.follows and lease.called_off and lease.request_id == request.request_id:
+            return Begun(CalledOff(view(meta, now)), None)
     check_revision(meta, request.expected_revision)
     seed = request.seed
     if lease is not None and (lease.request_id, lease.fingerprint) == (
@@ -186,14 +209,33 @@ def _met_running(meta: Meta, lease: Lease, request: BeginRequest, now: Moment) -
     return RunningElsewhere(view(meta, now), lease.owner, lease.attempt, left)
 
 
-def renew(meta: Meta | None, token: str, lease_ms: int, now: Moment) -> Meta:
-    """Metadata with a longer lease. Raises TurnFenced when the token no longer holds it."""
+def renew(meta: Meta | None, token: str, lease_ms: int, now: Moment) -> tuple[Renewed, Meta]:
+    """The news for the holder, and metadata with a longer lease. Raises TurnFenced when the token lost it."""
     meta = present(meta, now)
     lease = meta.lease
     if lease is None or lease.token != token:
         raise _refusals.fenced()
-    longer = msgspec.structs.replace(lease, until_ms=now.steady_ms + lease_ms)
-    return Meta(_kept_until(meta.row, now.wall_ms + lease_ms), meta.create_fingerprint, longer)
+    after = msgspec.structs.replace(lease, until_ms=now.steady_ms + lease_ms, followed=False)
+    news = Renewed(lease.order, lease.followed)
+    return news, Meta(_kept_until(meta.row, now.wall_ms + lease_ms), meta.create_fingerprint, after)
+
+
+def ask_to_end(meta: Meta | None, request_id: str, order: EndOrder, now: Moment) -> Meta | None:
+    """Metadata with the order, or with the one that came before it; None when no such turn runs."""
+    meta = present(meta, now)
+    lease = meta.lease
+    if lease is None or lease.request_id != request_id or lease.until_ms <= now.steady_ms:
+        return None
+    return msgspec.structs.replace(meta, lease=msgspec.structs.replace(lease, order=lease.order or order))
+
+
+def abort(meta: Meta | None, token: str, called_off: bool) -> Meta | None:
+    """Metadata without the lease, or with its mark; None when the token does not hold it."""
+    lease = None if meta is None else meta.lease
+    if meta is None or lease is None or lease.token != token:
+        return None
+    mark = msgspec.structs.replace(lease, token="", until_ms=0, called_off=True) if called_off else None
+    return msgspec.structs.replace(meta, lease=mark)
 
 
 def commit(
@@ -212,7 +254,12 @@ def commit(
         return None
     if meta.row.state is State.DAMAGED:
         raise _refusals.damaged()
-    if meta.lease is None or meta.lease.token != token or record.revision != meta.row.revision + 1:
+    if (
+        not token
+        or meta.lease is None
+        or meta.lease.token != token
+        or record.revision != meta.row.revision + 1
+    ):
         raise _refusals.fenced()
     return _appended(meta, record, counts, now)
 

@@ -75,6 +75,28 @@ class BeginRequest:
     known_create_ms: int = 0
     """``create_ms`` of the session that was known; 0 if not known. A session that was made anew under the id of one
     that has expired has gone nowhere: what was known of the old one is not held against it."""
+    follows: bool = False
+    """The caller waits for this very turn, begun under another token. While that runs its holder hears that somebody
+    does; if it was called off, it is not begun again."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndOrder:
+    """How a running turn is to end early: left in the store by any server, for the one that holds the lease."""
+
+    keep: bool
+    """Commit what there is; else discard it."""
+    keep_tokens: int | None = None
+    """Only so many tokens of the output; None: all there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """The lease holds, and what was left for its holder meanwhile."""
+
+    order: EndOrder | None = None
+    followed: bool = False
+    """Somebody has begun to wait for this turn at another server, or still does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +125,14 @@ class RunningElsewhere:
     lease_ms_left: int
 
 
-BeginOutcome = Began | Replay | RunningElsewhere
+@dataclass(frozen=True, slots=True)
+class CalledOff:
+    """The turn that the caller follows was discarded because somebody asked for that; nothing was begun."""
+
+    row: SessionRow
+
+
+BeginOutcome = Began | Replay | RunningElsewhere | CalledOff
 
 
 class HistoryStore(Protocol):
@@ -170,8 +199,15 @@ class HistoryStore(Protocol):
         """
         ...
 
-    async def renew(self, key: Key, token: str, lease_ms: int) -> None:
-        """Raises TurnFenced when the token no longer holds the lease."""
+    async def renew(self, key: Key, token: str, lease_ms: int) -> Renewed:
+        """Hold the lease for longer. Raises TurnFenced when the token lost it."""
+        ...
+
+    async def ask_to_end(self, key: Key, request_id: str, order: EndOrder) -> bool:
+        """Leave an order for whoever holds the lease of this turn; it learns of it when it renews. The first counts.
+
+        False: no such turn holds a lease that has not lapsed, and nothing was left.
+        """
         ...
 
     async def commit(
@@ -183,8 +219,11 @@ class HistoryStore(Protocol):
         """
         ...
 
-    async def abort(self, key: Key, token: str) -> None:
-        """Release the lease without a trace. A token that no longer holds it is not an error."""
+    async def abort(self, key: Key, token: str, *, called_off: bool = False) -> None:
+        """Release the lease; nothing of the turn is in history. A token that no longer holds it is not an error.
+
+        ``called_off``: somebody wanted it discarded, so ``begin`` by those who only follow it answers CalledOff.
+        """
         ...
 
     async def apply(

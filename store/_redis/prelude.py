@@ -113,7 +113,7 @@ local function wrong_revision(expected)
 end
 
 local RUN = {'run_req', 'run_fp', 'run_token', 'run_owner', 'run_attempt', 'run_seed', 'run_start_ms',
-  'run_lease_ms', 'run_until_ms'}
+  'run_lease_ms', 'run_until_ms', 'run_order', 'run_followed', 'run_off'}
 local function end_turn() redis.call('HDEL', m, unpack(RUN)) end
 
 -- The arguments of a record, by name, from ARGV[first] on; errors before anything is written.

@@ -5,7 +5,8 @@ KEYS of every script, all in one hash slot (``k`` = ``pv1:{<tenant>/<session id>
     1  k:m  HASH    state, revision, head_item, head_hash, item_count, context_tokens, config, labels (both JSON),
                     ttl_ms, create_ms, update_ms, expire_ms, forked_from, forked_from_item, create_fp, bytes (of all
                     records), seal; while a turn is pending also run_req, run_fp, run_token, run_owner, run_attempt,
-                    run_seed, run_start_ms, run_lease_ms and run_until_ms
+                    run_seed, run_start_ms, run_lease_ms and run_until_ms, and where they apply run_order (JSON: how to
+                    end), run_followed (somebody waits for it elsewhere) and run_off (it was called off)
     2  k:q  HASH    request id → "<revision>|<fingerprint>"
     3  k:l  STREAM  id <revision>-0; d = record bytes, c = crc32 (decimal), h = chain hash (hex)
 
@@ -90,7 +91,8 @@ return {'OK', digits(now), redis.call('HGETALL', m), redis.call('XRANGE', l, ARG
 )
 
 # ARGV: request id, fingerprint, expected revision or "", token, owner, attempt, lease ms, seed, start ms; revision that
-# the caller knows (0: none), its chain hash and the session's create_ms ("" and 0: not known).
+# the caller knows (0: none), its chain hash and the session's create_ms ("" and 0: not known); "1" for one that only
+# follows the turn.
 BEGIN: Final = (
     PRELUDE
     + """
@@ -116,7 +118,11 @@ local left = lease_left()
 if left > 0 then
   if get('run_req') ~= req then return {'BUSY', get('run_req'), digits(left)} end
   if get('run_fp') ~= fp then return {'REUSED'} end
+  if ARGV[13] == '1' then redis.call('HSET', m, 'run_followed', '1') end
   return {'ELSEWHERE', digits(now), redis.call('HGETALL', m)}
+end
+if ARGV[13] == '1' and get('run_off') == '1' and get('run_req') == req then
+  return {'CALLED_OFF', digits(now), redis.call('HGETALL', m)}
 end
 refused = wrong_revision(expected)
 if refused then return refused end
@@ -124,6 +130,7 @@ local seed = ARGV[8]
 if get('run_req') == req and get('run_fp') == fp then seed = get('run_seed') end
 redis.call('HSET', m, 'run_req', req, 'run_fp', fp, 'run_token', token, 'run_owner', ARGV[5], 'run_attempt', ARGV[6],
   'run_seed', seed, 'run_start_ms', ARGV[9], 'run_lease_ms', digits(lease), 'run_until_ms', digits(now + lease))
+redis.call('HDEL', m, 'run_order', 'run_followed', 'run_off')
 keep_until(now + lease)
 return ok()
 """
@@ -139,7 +146,21 @@ if refused then return refused end
 if get('run_token') ~= ARGV[1] then return {'FENCED'} end
 redis.call('HSET', m, 'run_lease_ms', digits(lease), 'run_until_ms', digits(now + lease))
 keep_until(now + lease)
-return {'OK'}
+local followed = get('run_followed')
+if followed ~= '' then redis.call('HDEL', m, 'run_followed') end
+return {'OK', get('run_order'), followed}
+"""
+)
+
+# ARGV: request id, order (JSON). Replies "1" when the order, or one before it, waits for the holder.
+ASK_TO_END: Final = (
+    PRELUDE
+    + """
+local refused = absent()
+if refused then return refused end
+if num('run_until_ms') <= now or get('run_req') ~= ARGV[1] then return {'OK', '0'} end
+if get('run_order') == '' then redis.call('HSET', m, 'run_order', ARGV[2]) end
+return {'OK', '1'}
 """
 )
 
@@ -193,11 +214,17 @@ return ok()
 """
 )
 
-# ARGV: token.
+# ARGV: token, "1" when the turn was called off.
 ABORT: Final = (
     PRELUDE
     + """
-if ARGV[1] ~= '' and get('run_token') == ARGV[1] then end_turn() end
+if ARGV[1] ~= '' and get('run_token') == ARGV[1] then
+  if ARGV[2] == '1' then
+    redis.call('HSET', m, 'run_token', '', 'run_until_ms', '0', 'run_off', '1')
+  else
+    end_turn()
+  end
+end
 return {'OK'}
 """
 )

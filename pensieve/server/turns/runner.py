@@ -25,12 +25,12 @@ from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.settings import TurnSettings
 from pensieve.server.turns import candidates, sampling
 from pensieve.server.turns import record as turn_record
+from pensieve.server.turns.following import committed_elsewhere, follow, hear
 from pensieve.server.turns.hints import take as take_hints
 from pensieve.server.turns.lease import LeaseKeeper
 from pensieve.server.turns.record import CommittedTurn
 from pensieve.server.turns.run import Order, TurnRun
 from pensieve.server.turns.text import OutputText
-from pensieve.server.unavailable import running_elsewhere
 from pensieve.server.values import ProgressView, TurnView
 from pensieve.store import (
     Began,
@@ -39,7 +39,6 @@ from pensieve.store import (
     HistoryStore,
     Key,
     Replay,
-    RunningElsewhere,
     head_hash_after,
 )
 from pensieve.store.records import CandidateChoice, History, Record, SessionRow
@@ -73,6 +72,8 @@ class TurnRunner:
         """The whole turn, or its replay when it was committed before. Raises what it is discarded with."""
         if run.committed_at is not None:
             return await self._replay(run, run.committed_at)
+        if run.onlooker:
+            return await self._replay(run, await committed_elsewhere(self._store, run))
         await async_failpoint("before_begin")
         seed = sampling.explicit_seed(run.spec.sampling)
         known = self._histories.known.of(run.key)
@@ -92,6 +93,8 @@ class TurnRunner:
         )
         try:
             outcome = await self._store.begin(run.key, request)
+            if not isinstance(outcome, Began | Replay):
+                outcome = await follow(self._store, run, request)
         except DataLoss as error:
             if error.reason == "HISTORY_REGRESSED":
                 self._histories.known.found(run.key, error.metadata.get("current_revision", ""), known)
@@ -99,13 +102,9 @@ class TurnRunner:
         except Unavailable:
             await self._abort(run)  # the reply may be lost, not the request
             raise
-        match outcome:
-            case Replay():
-                return await self._replay(run, outcome.revision)
-            case RunningElsewhere():
-                raise running_elsewhere()
-            case Began():
-                return await self._hold_lease(run, outcome)
+        if isinstance(outcome, Replay):
+            return await self._replay(run, outcome.revision)
+        return await self._hold_lease(run, outcome)
 
     async def committed_turn(self, key: Key, revision: int) -> CommittedTurn | None:
         """The turn with this revision, verified, and what became of it; None when it is not a turn's."""
@@ -119,8 +118,16 @@ class TurnRunner:
         def lost() -> None:
             run.end_early(Order(error=TurnFenced("the turn lost its lease")))
 
-        lease = LeaseKeeper(self._store, run.key, run.lease_token, self._settings.lease_s, lost)
+        lease = LeaseKeeper(
+            self._store,
+            run.key,
+            run.lease_token,
+            self._settings.lease_s,
+            on_lost=lost,
+            on_news=lambda news: hear(run, news),
+        )
         try:
+            _check_known(run, began)
             await async_failpoint("after_begin")
             return await self._generate(run, began)
         except BaseException:
@@ -132,7 +139,7 @@ class TurnRunner:
 
     async def _abort(self, run: TurnRun) -> None:
         try:
-            await self._store.abort(run.key, run.lease_token)
+            await self._store.abort(run.key, run.lease_token, called_off=run.called_off)
         except PensieveError as error:
             log.warning("lease not released (%s): it lapses by itself", error.reason)
 
@@ -262,6 +269,22 @@ class TurnRunner:
         outputs = candidates.replayed(view, self._tokenizer)
         run.accept(result.usage.context_tokens, *outputs, replayed=True)
         return view
+
+
+def _check_known(run: TurnRun, began: Began) -> None:
+    """Raises DataLoss when the client has seen a newer revision than the store has. Others may be ahead of a client."""
+    known, current = run.spec.known_revision, began.row.revision
+    if known is None or known <= current:
+        return
+    log.error(
+        "the store lost acknowledged changes: a client has seen a newer revision",
+        extra={"session": run.key.session_id, "known_revision": known, "current_revision": current},
+    )
+    raise DataLoss(
+        f"the store holds revision {current}, the caller has seen {known}: history went back in time",
+        reason="HISTORY_REGRESSED",
+        metadata={"current_revision": str(current)},
+    )
 
 
 def _keep_items(run: TurnRun, base: History) -> int | None:
