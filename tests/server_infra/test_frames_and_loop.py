@@ -169,6 +169,7 @@ def test_a_refusal_is_reported_even_when_there_is_nothing_to_step() -> None:
     assert isinstance(channel.reports[1].events[0], Failed)
 
 
+@pytest.mark.fault(29)
 def test_an_exception_leaves_the_loop() -> None:
     channel = ScriptedChannel([submit(1)], [], [])
     with pytest.raises(RuntimeError, match="device-side assert"):
