@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shlex
 import sys
 import tempfile
 import time
@@ -42,7 +41,8 @@ def main(
 ) -> None:
     """Faults drawn from a seeded stream, on SQLite and on Redis with two servers; then the checker."""
     outcomes: list[Outcome] = []
-    command = f"python tests/robustness/run.py {shlex.join(sys.argv[1:])}".strip()
+    command = f"python tests/robustness/run.py --minutes {minutes:g} --seed {seed} --part {part:g}"
+    command += "".join(f" --store {name}" for name in store)
 
     def told(nemeses: list[Nemesis], legs: list[Leg]) -> None:
         acknowledged = sum(leg.floor.acknowledged for leg in legs)

@@ -189,7 +189,6 @@ ROWS: Final[dict[int, tuple[str, str]]] = {
 }
 
 UNTESTED: Final[dict[int, str]] = {
-    17: "No test yet.",
     36: "No test yet.",
     45: "No test yet.",
     48: "No test yet.",
