@@ -14,12 +14,11 @@ from random import SystemRandom
 
 import click
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
-from support.robustness.fuzzed_server import FuzzedServer  # noqa: E402
-from support.robustness.fuzzing import drawn  # noqa: E402
+from support.robustness.fuzzed_server import FuzzedServer
+from support.robustness.fuzzing import drawn
 
 
 @click.command()

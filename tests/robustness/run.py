@@ -14,12 +14,11 @@ from pathlib import Path
 
 import click
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.robustness import report  # noqa: E402
-from support.robustness.arena import Leg, Outcome, Plan, ground, run  # noqa: E402
-from support.robustness.nemesis import Nemesis  # noqa: E402
+from support.robustness import report
+from support.robustness.arena import Leg, Outcome, Plan, ground, run
+from support.robustness.nemesis import Nemesis
 
 
 @click.command()
