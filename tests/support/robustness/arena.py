@@ -119,6 +119,8 @@ class Plan:
     bug: str = ""
     script: tuple[str, ...] = tuple(FAULTS)
     """Faults; what a leg cannot have is left out."""
+    between: int = 3
+    """Turns between two faults of the script."""
     record: bool = False
     """Write each leg's operations down, as ``history.jsonl`` in its folder."""
 
@@ -210,7 +212,7 @@ async def _storm(plan: Plan, legs: list[Leg], nemeses: list[Nemesis], progress: 
         else:
             scripts = [[name for name in plan.script if name in one.targets.faults()] for one in nemeses[::2]]
             await asyncio.gather(
-                *(one.follow(script) for one, script in zip(nemeses[::2], scripts, strict=True))
+                *(one.follow(script, plan.between) for one, script in zip(nemeses[::2], scripts, strict=True))
             )
         over.set()
 

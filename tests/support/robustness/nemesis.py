@@ -91,14 +91,14 @@ class Nemesis:
         self.tally[name] += hits
         return hits
 
-    async def follow(self, script: Sequence[str], tries: int = 400) -> None:
+    async def follow(self, script: Sequence[str], between: int, tries: int = 400) -> None:
         """These faults, each again until it has hit, with some turns between."""
         for name in script:
             for _ in range(tries):
                 if await self.strike(name):
                     break
                 await asyncio.sleep(0.05)
-            await self.calm(3, lambda: True)
+            await self.calm(between, lambda: True)
 
     async def calm(self, turns: int, going: Callable[[], bool]) -> None:
         """Until so many turns more are acknowledged."""

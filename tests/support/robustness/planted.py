@@ -150,7 +150,7 @@ def _stale_context() -> None:
         self: Renderer, history: History, entries: Sequence[InputEntry], stamp: Stamp, room: Room
     ) -> PreparedTurn:
         prepared = await prepare(self, history, entries, stamp, room)
-        if len(history.items) < 3 or random.random() < 0.7:
+        if len(history.items) < 3 or random.random() < 0.5:
             return prepared
         before = dataclasses.replace(history, items=history.items[:-2])
         older = await prepare(self, before, entries, stamp, room)
