@@ -44,6 +44,7 @@ def check_one_turn(fake: FakeConversations, chat: Any) -> None:
     assert len({one.turn.request_id for one in fake.stream_requests}) == 1
 
 
+@pytest.mark.fault(2)
 @pytest.mark.parametrize("code", BREAKS, ids=lambda code: code.name)
 def test_resume_at_every_border(client: Any, fake: FakeConversations, code: grpc.StatusCode) -> None:
     for after in range(MESSAGES):
@@ -127,6 +128,7 @@ def test_a_slow_reader_is_not_a_silent_server(client: Any, fake: FakeConversatio
     assert stream.resumes == 0
 
 
+@pytest.mark.fault(14)
 def test_errors_that_call_for_the_same_turn_again(client: Any, fake: FakeConversations) -> None:
     fake.script.append(Fault(error=Unavailable("x", reason="ENGINE_RESTARTING")))
     fake.script.append(Fault(error=ResourceExhausted("x", retry_after_s=0.001)))

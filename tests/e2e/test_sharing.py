@@ -97,6 +97,7 @@ def test_forks_and_prompts_are_found_and_answers_are_those_of_a_stateless_server
         assert "Mimi" in branches[-1].send("What is my cat called?", max_output_tokens=24).text
 
 
+@pytest.mark.fault(57)
 def test_another_tenant_finds_nothing(server: ServerProcess) -> None:
     with (
         Client(server.target, api_key=key("ada")) as client,

@@ -131,6 +131,7 @@ def test_a_session_that_returns_before_its_page_was_taken_hits_for_free() -> Non
     assert restore.missing == ((16, 20),)
 
 
+@pytest.mark.fault(31)
 def test_a_full_host_drops_leading_tokens_of_the_longest_idle() -> None:
     cache = make(4, 3)
     serve(cache, "a", 16, now=0.0)

@@ -38,6 +38,7 @@ def random_setup(rng: random.Random) -> tuple[CacheConfig, SchedulerConfig]:
     return cache, scheduler
 
 
+@pytest.mark.fault(12, 31)
 @pytest.mark.parametrize("overlapped", [False, True], ids=["in_turn", "overlapped"])
 @pytest.mark.parametrize("block", range(6))
 def test_answers_equal_a_stateless_run(block: int, overlapped: bool) -> None:

@@ -275,6 +275,7 @@ def test_a_generation_suspended_in_its_last_step_ends_without_coming_back() -> N
     assert sum(span.request == young for plan in rig.worker.plans for span in plan.spans) == 1
 
 
+@pytest.mark.fault(24)
 @pytest.mark.parametrize(("count", "refused"), [(63, False), (64, True), (1000, True)])
 def test_a_context_that_can_never_fit_is_refused_at_once(count: int, refused: bool) -> None:
     rig = Rig()
@@ -285,6 +286,7 @@ def test_a_context_that_can_never_fit_is_refused_at_once(count: int, refused: bo
         assert not rig.engine.has_work
 
 
+@pytest.mark.fault(20)
 @pytest.mark.parametrize(("count", "num_new"), [(0, 0), (3, 4)])
 def test_nonsense_from_the_front_end_fails_the_request_not_the_engine(count: int, num_new: int) -> None:
     rig = Rig()
@@ -293,6 +295,7 @@ def test_nonsense_from_the_front_end_fails_the_request_not_the_engine(count: int
     assert not rig.engine.has_work
 
 
+@pytest.mark.fault(35)
 def test_a_full_queue_refuses() -> None:
     rig = Rig(scheduler=replace(SCHEDULER, max_queued=2))
     events = [rig.engine.handle(Submit(n, f"s{n}", pack_tokens([1]), 1, Sampling()))[0] for n in range(3)]

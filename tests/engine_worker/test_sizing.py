@@ -91,6 +91,7 @@ def test_explicit_sizes() -> None:
     assert (tiers.device_chunks, tiers.host_chunks) == (3, 0)
 
 
+@pytest.mark.fault(30)
 @pytest.mark.parametrize(
     ("place", "free", "values", "said"),
     [

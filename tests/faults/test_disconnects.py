@@ -158,6 +158,7 @@ async def _idle(inside: Inside) -> tuple[set[str], int, int]:
     return tasks, len(os.listdir("/proc/self/fd")), pages * resource.getpagesize()
 
 
+@pytest.mark.fault(1)
 @pytest.mark.parametrize(("grace_s", "pace_s", "rounds"), [(0.0, 0.0, 800), (0.02, 0.002, 200)])
 async def test_leave_and_come_back(tmp_path: Path, grace_s: float, pace_s: float, rounds: int) -> None:
     async with serving(tmp_path, grace_s, pace_s) as inside:

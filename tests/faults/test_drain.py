@@ -12,6 +12,7 @@ from support.faults.fault_client import NOT_SERVING, Refused, audit, calling
 from support.faults.fault_server import fault_server
 
 
+@pytest.mark.fault(32)
 async def test_running_turns_finish(tmp_path: Path) -> None:
     store = f"sqlite:///{tmp_path / 'history.sqlite3'}"
     with fault_server(tmp_path / "server", store, pace_s=0.01) as server:

@@ -30,6 +30,7 @@ async def served(tmp_path: Path) -> AsyncIterator[tuple[Caller, CuttingProxy]]:
             yield caller, proxy
 
 
+@pytest.mark.fault(2, 8, 9)
 async def test_one_turn_whatever_is_sent_again(served: tuple[Caller, CuttingProxy]) -> None:
     caller, proxy = served
     talks = [await _fifty_at_once(caller), await _late(caller)]

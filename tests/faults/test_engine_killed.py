@@ -46,6 +46,7 @@ async def _runs(caller: Caller, talk: Talk, spec: pb.TurnSpec) -> None:
             await asyncio.sleep(0.005)
 
 
+@pytest.mark.fault(27)
 async def test_in_each_phase(store: str, tmp_path: Path) -> None:
     with fault_server(tmp_path / "server", store, pace_s=0.003, max_running=1) as server:
         await asyncio.to_thread(server.start, "engine_mid_step@30=crash")

@@ -22,6 +22,7 @@ PHASES = {
 """Failpoint in the third turn of a process, and by how much the revision has grown when it strikes."""
 
 
+@pytest.mark.fault(13, 25)
 async def test_in_each_phase(store: str, tmp_path: Path) -> None:
     with fault_server(tmp_path / "server", store, pace_s=0.003, device_cache="1024tokens") as server:
         talk, victim, revision = None, None, 1
@@ -57,6 +58,7 @@ async def _talk_until_broken(caller: Caller, talk: Talk) -> None:
             return
 
 
+@pytest.mark.fault(25)
 async def test_at_random_moments(store: str, tmp_path: Path) -> None:
     random = Random(7)
     talks: list[Talk] = []

@@ -54,6 +54,7 @@ async def _settle(caller: Caller, talks: list[Talk]) -> None:
             await caller.until_done(talk, spec)
 
 
+@pytest.mark.fault(47)
 async def test_commits_wait_for_the_store(tmp_path: Path) -> None:
     """The lease outlasts the outage: every turn that ran is committed by its first call."""
     with redis_server() as redis, fault_server(tmp_path, redis.url, pace_s=0.005, lease_s=60.0) as server:
@@ -83,6 +84,7 @@ async def test_a_lease_that_cannot_be_renewed(tmp_path: Path) -> None:
             await audit(caller, [talk])
 
 
+@pytest.mark.fault(47)
 async def test_an_outage_longer_than_the_lease(tmp_path: Path) -> None:
     """Turns end without their lease, or with an unknown outcome; the retry finds out which."""
     with redis_server() as redis, fault_server(tmp_path, redis.url, pace_s=0.005, lease_s=1.0) as server:

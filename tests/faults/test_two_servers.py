@@ -94,6 +94,7 @@ async def _races(callers: list[Caller], talks: list[Talk], rounds: int) -> None:
         await check_history(caller, talk)
 
 
+@pytest.mark.fault(8, 52)
 async def test_races(tmp_path: Path) -> None:
     """300 of them. Each server meets sessions whose last turns ran on the other one."""
     async with pair(tmp_path) as both:
@@ -138,6 +139,7 @@ DEAF = "in_renew=stall(30)"
 """A server that hears from its lease too late: only the store stands between its answer and the history."""
 
 
+@pytest.mark.fault(26)
 @pytest.mark.parametrize("wakes", ["in mid-decode", "with an answer", "with an answer while the other runs"])
 async def test_a_paused_server_is_fenced(tmp_path: Path, wakes: str) -> None:
     """SIGSTOP past the lease: another turn runs elsewhere; the paused one may not append when it wakes up."""
@@ -169,6 +171,7 @@ async def test_a_paused_server_is_fenced(tmp_path: Path, wakes: str) -> None:
             await audit(caller, [talk])
 
 
+@pytest.mark.fault(26)
 async def test_a_paused_server_tells_the_turn_that_was_committed_elsewhere(tmp_path: Path) -> None:
     """The *same* request taken over and committed by another server: its record counts, not the paused one's."""
     async with pair(tmp_path, DEAF) as ((paused, slow), (_, other)):

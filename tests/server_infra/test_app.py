@@ -129,6 +129,7 @@ async def test_one_line_two_ports_and_a_clean_end(tmp_path: Path) -> None:
         assert "Traceback" not in server.stderr
 
 
+@pytest.mark.fault(27)
 async def test_kill_9_of_the_engine(tmp_path: Path) -> None:
     with launched(tmp_path, SLOW) as server:
         async with calling(server.grpc) as caller:
@@ -161,6 +162,7 @@ async def test_an_engine_that_crashes_at_a_failpoint_comes_back_without_it(tmp_p
             assert (await rest(caller.turn(session, tokens=50))).completed.usage.output_tokens == 50
 
 
+@pytest.mark.fault(28)
 async def test_a_stalled_engine_is_replaced(tmp_path: Path) -> None:
     script = Script(hang_at_step=3, only_in_life=str(tmp_path / "life"))
     with launched(tmp_path, script, stall_limit_s=1.0) as server:
@@ -173,6 +175,7 @@ async def test_a_stalled_engine_is_replaced(tmp_path: Path) -> None:
             assert (await rest(caller.turn(session))).completed.revision == 2
 
 
+@pytest.mark.fault(32)
 async def test_sigterm_lets_the_running_turn_finish_and_refuses_new_ones(tmp_path: Path) -> None:
     with launched(tmp_path, SLOW) as server:
         async with calling(server.grpc) as caller, calling(server.admin) as admin:
@@ -226,6 +229,7 @@ def refused_start(server: ServerProcess) -> tuple[int, str]:
     return status, server.stderr.strip().splitlines()[-1]
 
 
+@pytest.mark.fault(33)
 def test_a_second_server_on_the_same_port_is_refused(tmp_path: Path) -> None:
     with launched(tmp_path / "one") as one:
         for option, address in (("listen", one.grpc), ("admin", one.admin)):
@@ -235,6 +239,7 @@ def test_a_second_server_on_the_same_port_is_refused(tmp_path: Path) -> None:
                 assert line == f"pensieve serve: cannot listen on {address}: Address already in use"
 
 
+@pytest.mark.fault(33)
 def test_a_second_server_on_the_same_file_is_refused(tmp_path: Path) -> None:
     store = f"sqlite:///{tmp_path / 'history.sqlite3'}"
     with launched(tmp_path / "one", store=store), launched(tmp_path / "two", ready=False, store=store) as two:

@@ -46,6 +46,7 @@ def keys(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.fault(55)
 def test_every_method_of_the_descriptor_has_a_scope_and_no_other() -> None:
     ours = {method for method in SCOPE_OF_METHOD if method.startswith("/pensieve.")}
     assert ours == set(METHODS)
@@ -56,6 +57,7 @@ def test_every_method_of_the_descriptor_has_a_scope_and_no_other() -> None:
     assert all(method.startswith("/grpc.reflection.") for method in with_any_key)
 
 
+@pytest.mark.fault(55)
 @pytest.mark.parametrize(("method", "key"), [*itertools.product(METHODS, ["reader", "writer", "root"])])
 def test_each_method_takes_exactly_its_scope(keys: Path, method: str, key: str) -> None:
     auth = Authenticator(keys)
@@ -70,6 +72,7 @@ def test_each_method_takes_exactly_its_scope(keys: Path, method: str, key: str) 
         assert caught.value.reason == "SCOPE_MISSING"
 
 
+@pytest.mark.fault(55)
 @pytest.mark.parametrize("method", METHODS)
 def test_each_method_refuses_who_shows_nothing_or_something_wrong(keys: Path, method: str) -> None:
     failures: list[str] = []

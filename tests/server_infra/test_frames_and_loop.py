@@ -195,6 +195,7 @@ def test_what_cannot_even_be_taken_in_is_named() -> None:
     assert channel.announced[-1] == Stepping(0, (2,))
 
 
+@pytest.mark.fault(29)
 def test_an_exception_leaves_the_loop() -> None:
     channel = ScriptedChannel([submit(1)], [], [])
     with pytest.raises(RuntimeError, match="device-side assert"):

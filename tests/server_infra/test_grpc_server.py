@@ -56,6 +56,7 @@ def test_addresses() -> None:
     assert split_address("[::1]:80") == ("::1", 80)
 
 
+@pytest.mark.fault(4)
 def test_dead_peers_and_double_binds_are_in_the_options() -> None:
     options = dict(SERVER_OPTIONS)
     assert options["grpc.so_reuseport"] == 0

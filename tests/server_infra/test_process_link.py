@@ -159,6 +159,7 @@ async def test_a_context_that_can_never_fit_is_the_callers_error() -> None:
         assert [event async for event in submit(link)]
 
 
+@pytest.mark.fault(27)
 async def test_kill_9_ends_running_generations_and_a_new_engine_serves() -> None:
     async with running(Script()) as link:
         generation, call = submit(link, LONG), asyncio.ensure_future(link.residency(SESSION))
@@ -181,6 +182,7 @@ async def test_kill_9_ends_running_generations_and_a_new_engine_serves() -> None
         assert [event async for event in submit(link)]
 
 
+@pytest.mark.fault(29, 30)
 async def test_an_exception_in_a_step_ends_the_engine_it_never_carries_on(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,6 +199,7 @@ async def test_an_exception_in_a_step_ends_the_engine_it_never_carries_on(
     assert "Traceback" in errors and "device-side assert triggered" in errors
 
 
+@pytest.mark.fault(28)
 async def test_a_stalled_engine_is_killed_and_replaced(tmp_path: Path) -> None:
     script = Script(hang_at_step=3, only_in_life=str(tmp_path / "life"))
     async with running(script, stall_limit_s=0.4) as link:

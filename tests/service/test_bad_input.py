@@ -115,6 +115,7 @@ BAD_TURNS: dict[str, tuple[pb.TurnSpec, tuple[str, str]]] = {
 }
 
 
+@pytest.mark.fault(20, 21)
 @pytest.mark.parametrize("case", BAD_TURNS)
 async def test_bad_turn(case: str) -> None:
     turn, expected = BAD_TURNS[case]
@@ -167,6 +168,7 @@ BY_NAME: list[Callable[[Rig, str], Any]] = [
 ]
 
 
+@pytest.mark.fault(22)
 async def test_bad_names_everywhere() -> None:
     async with serving() as rig:
         for name in BAD_NAMES:
@@ -175,6 +177,7 @@ async def test_bad_names_everywhere() -> None:
                 assert (error.code, error.reason) == INVALID, name
 
 
+@pytest.mark.fault(22, 58)
 async def test_unknown_and_foreign_sessions_look_the_same() -> None:
     async with serving() as rig:
         foreign = pb.CreateSessionRequest(session_id="theirs")
@@ -249,6 +252,7 @@ MALFORMED_BYTES = {
 }
 
 
+@pytest.mark.fault(16)
 @pytest.mark.parametrize("case", MALFORMED_BYTES)
 async def test_malformed_bytes(case: str) -> None:
     async with serving() as rig:
@@ -266,6 +270,7 @@ async def test_unknown_fields_are_accepted() -> None:
         assert await rig.channel.unary_unary(SERVICE + "GetSession")(data)
 
 
+@pytest.mark.fault(23)
 async def test_page_tokens_are_bound_to_tenant_and_query() -> None:
     async with serving() as rig:
         for _ in range(3):
@@ -282,6 +287,7 @@ async def test_page_tokens_are_bound_to_tenant_and_query() -> None:
 BOUNDS = Bounds(RequestLimits(), lambda: tokenizer().vocab_size)
 
 
+@pytest.mark.fault(16)
 @given(st.sampled_from([kind for kind in RULES if kind.__name__.endswith("Request")]), st.binary(max_size=64))
 @settings(max_examples=300)
 def test_decode_and_validate_take_any_bytes(kind: Any, data: bytes) -> None:
@@ -291,6 +297,7 @@ def test_decode_and_validate_take_any_bytes(kind: Any, data: bytes) -> None:
         assert error.reason in ("FIELD_INVALID", "REQUEST_MALFORMED")
 
 
+@pytest.mark.fault(21)
 @given(st.floats(width=32), st.floats(width=32), st.floats(width=32))
 @settings(max_examples=300)
 def test_no_strange_number_reaches_the_sampler(temperature: float, top_p: float, penalty: float) -> None:

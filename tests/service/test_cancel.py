@@ -78,6 +78,7 @@ async def test_cancel_keeping_the_first_tokens(keep: int) -> None:
         assert (replay.text, replay.tokens) == (stored.text, min(keep, len(tokens)))
 
 
+@pytest.mark.fault(12)
 async def test_cancel_keeping_nothing() -> None:
     async with serving(answer=None) as rig:
         name, turn = await rig.create(), spec("hi")
@@ -91,6 +92,7 @@ async def test_cancel_keeping_nothing() -> None:
         assert (await rig.run(name, turn)).output.text == "again"
 
 
+@pytest.mark.fault(12)
 async def test_cancel_in_the_queue_keeps_the_input() -> None:
     async with serving(answer=None) as rig:
         name, turn = await rig.create(), spec("hi")
@@ -112,6 +114,7 @@ async def test_cancel_of_an_ended_or_unknown_turn() -> None:
         assert (await refusal(rig.api.CancelTurn(request))).reason == "TURN_NOT_FOUND"
 
 
+@pytest.mark.fault(1)
 async def test_disconnect_discards_after_the_grace_time() -> None:
     async with serving(answer=None, disconnect_grace_s=0.05) as rig:
         name, turn = await rig.create(), spec("hi")
@@ -127,6 +130,7 @@ async def test_disconnect_discards_after_the_grace_time() -> None:
         assert rig.link.generations[-1].tokens == before
 
 
+@pytest.mark.fault(2)
 async def test_reattach_in_the_grace_time_goes_on() -> None:
     async with serving(answer=None, disconnect_grace_s=30.0) as rig:
         name, turn = await rig.create(), spec("hi")
@@ -150,6 +154,7 @@ async def test_disconnect_with_finish_runs_to_the_end() -> None:
         assert view.state == pb.Turn.STATE_COMMITTED and view.output.text == "the fox jumps"
 
 
+@pytest.mark.fault(11)
 async def test_deadline_discards_without_grace() -> None:
     async with serving(answer=None, disconnect_grace_s=3600.0) as rig:
         name, turn = await rig.create(), spec("hi")

@@ -152,6 +152,7 @@ async def test_a_silent_engine_gets_heartbeats() -> None:
         assert beats >= 4
 
 
+@pytest.mark.fault(56)
 async def test_an_exception_of_ours_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     store = BrokenStore()
     async with serving(store=store) as rig:
@@ -183,6 +184,7 @@ async def test_a_bug_inside_a_turn_says_nothing(caplog: pytest.LogCaptureFixture
         assert "CANARY" not in caplog.text and error.metadata["error_id"] in caplog.text
 
 
+@pytest.mark.fault(3, 7)
 async def test_a_storm_of_disconnects_leaks_nothing() -> None:
     """Hundreds of streams cut at every phase; afterwards no task, turn, timer or generation is left."""
     async with serving(answer=None, disconnect_grace_s=0.01, heartbeat_s=0.01) as rig:
@@ -214,6 +216,7 @@ async def test_a_storm_of_disconnects_leaks_nothing() -> None:
         assert (await rig.run(names[0], "hi")).output.text == "fine"
 
 
+@pytest.mark.fault(35)
 async def test_calls_in_flight_are_bounded_and_health_is_not_counted() -> None:
     async with serving(answer=None, max_in_flight=2) as rig:
         names = [await rig.create() for _ in range(3)]
@@ -231,6 +234,7 @@ async def test_calls_in_flight_are_bounded_and_health_is_not_counted() -> None:
         assert await rig.session(names[2])
 
 
+@pytest.mark.fault(55)
 async def test_unauthenticated_bodies_are_never_decoded() -> None:
     from pensieve.errors import Unauthenticated
 

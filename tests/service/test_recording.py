@@ -191,6 +191,7 @@ async def test_a_replay_of_concurrent_sessions_has_the_same_counts(tmp_path: Pat
     assert sorted(counts(second, COUNTS)) == sorted(counts(first, COUNTS))
 
 
+@pytest.mark.fault(56)
 async def test_nothing_of_text_tokens_and_names(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     async with serving(tmp_path, trace) as address, AsyncClient(address) as client:

@@ -17,6 +17,7 @@ from pensieve.v1 import pensieve_pb2 as pb
 from support.service.service_rig import ANSWER, Streamed, encode, refusal, says, serving, spec, tokenizer, uid
 
 
+@pytest.mark.fault(8)
 async def test_fifty_concurrent_duplicates_are_one_turn() -> None:
     async with serving() as rig:
         name = await rig.create()
@@ -29,6 +30,7 @@ async def test_fifty_concurrent_duplicates_are_one_turn() -> None:
         assert len(await rig.items(name)) == 2
 
 
+@pytest.mark.fault(9)
 async def test_late_duplicate_replays_its_own_turn() -> None:
     async with serving() as rig:
         name = await rig.create()
@@ -44,6 +46,7 @@ async def test_late_duplicate_replays_its_own_turn() -> None:
         assert len(rig.link.generations) == 9
 
 
+@pytest.mark.fault(10)
 async def test_reused_id_with_other_text_is_refused() -> None:
     async with serving() as rig:
         name = await rig.create()
@@ -93,6 +96,7 @@ async def test_parallel_turn_is_refused_with_the_active_id() -> None:
 WHOLE = "a😀b the quick fox"
 
 
+@pytest.mark.fault(2)
 @pytest.mark.parametrize("border", range(len(says(WHOLE)) + 1))
 @pytest.mark.parametrize("committed", [False, True], ids=["running", "committed"])
 async def test_resume_at_every_token_border(border: int, committed: bool) -> None:
@@ -218,6 +222,7 @@ async def test_attach_only_never_starts() -> None:
         assert got.text == ANSWER and got.accepted.replayed
 
 
+@pytest.mark.fault(13)
 async def test_answer_lost_after_commit_is_replayed() -> None:
     async with serving() as rig:
         name = await rig.create()
@@ -264,6 +269,7 @@ async def test_seed_of_an_earlier_attempt_is_kept() -> None:
         assert (await rig.run(name, turn)).seed == 77
 
 
+@pytest.mark.fault(6)
 async def test_slow_reader_gets_few_large_deltas_and_holds_nobody_up() -> None:
     async with serving(answer=None) as rig:
         name = await rig.create()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service.service_rig import ANSWER, encode, eos, says, serving, spec, uid
 
@@ -99,6 +101,7 @@ async def test_half_a_stop_string_is_shown_only_once_it_is_none() -> None:
         assert seen == "the food"
 
 
+@pytest.mark.fault(18)
 async def test_deltas_hold_whole_code_points() -> None:
     async with serving(answer="a😀b€") as rig:
         name = await rig.create()
@@ -111,6 +114,7 @@ async def test_deltas_hold_whole_code_points() -> None:
         assert offsets == [sum(d.token_count for d in got.deltas[:i]) for i in range(len(offsets))]
 
 
+@pytest.mark.fault(18)
 async def test_special_token_text_of_a_user_is_text() -> None:
     async with serving() as rig:
         name = await rig.create()

@@ -27,6 +27,7 @@ async def create_of(rig: Rig, tenant: str) -> str:
     return rig.link.generations[-1].scope
 
 
+@pytest.mark.fault(57)
 async def test_sessions_of_a_tenant_have_one_scope_and_no_other_tenant_has_it() -> None:
     async with serving() as rig:
         ours = {await scope(rig, await rig.create()) for _ in range(3)}

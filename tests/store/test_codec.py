@@ -46,6 +46,7 @@ def test_a_cut_record_is_refused(data: st.DataObject) -> None:
         _codec.decode_record(whole[:cut])
 
 
+@pytest.mark.fault(53)
 def test_a_newer_format_is_told_apart_from_damage() -> None:
     with pytest.raises(FailedPrecondition) as caught:
         _codec.decode_record(bytes((_codec.FORMAT + 1,)) + _codec.encode_record(first_record())[1:])
@@ -134,6 +135,7 @@ def test_a_sound_log_is_read() -> None:
     assert read(sound_log()) == 3
 
 
+@pytest.mark.fault(43)
 @pytest.mark.parametrize(
     ("fault", "problem"),
     [

@@ -31,6 +31,7 @@ KEY = key()
 META, REQUESTS, LOG = session_keys(KEY)
 
 
+@pytest.mark.fault(50)
 async def test_forgotten_scripts_are_loaded_again(store: RedisStore, client: redis.Redis) -> None:
     await store.create(row(KEY), first_record(), "fp")
     for base in (1, 2):
@@ -102,6 +103,7 @@ async def test_all_keys_of_a_session_expire_together(store: RedisStore, client: 
     assert {client.pexpiretime(name) for name in (META, REQUESTS, LOG)} == {expire_ms}
 
 
+@pytest.mark.fault(51)
 async def test_leases_and_lives_end_by_the_servers_clock(store: RedisStore) -> None:
     await store.create(row(KEY, ttl_s=1.0), first_record(), "fp")
     await store.begin(KEY, request("r1", "t1", lease_ms=100))

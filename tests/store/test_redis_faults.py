@@ -50,6 +50,7 @@ def reason(caught: pytest.ExceptionInfo[Unavailable] | pytest.ExceptionInfo[Fail
 # ---- death and return
 
 
+@pytest.mark.fault(41)
 async def test_no_acknowledged_commit_is_lost_when_redis_is_killed(own_redis: RedisServer) -> None:
     """Append-only file, fsync every second: what was acknowledged is in the kernel, which outlives the process."""
     async with opened_redis(own_redis.url) as store:
@@ -74,6 +75,7 @@ async def test_no_acknowledged_commit_is_lost_when_redis_is_killed(own_redis: Re
         assert revision > 20
 
 
+@pytest.mark.fault(47)
 async def test_an_emptied_redis_is_not_a_store_without_sessions(own_redis: RedisServer) -> None:
     async with opened_redis(own_redis.url) as store:
         await store.create(row(KEY), first_record(), "fp")
@@ -100,6 +102,7 @@ async def test_an_emptied_redis_is_not_a_store_without_sessions(own_redis: Redis
             await anew.load(KEY)
 
 
+@pytest.mark.fault(43)
 async def test_a_flipped_byte_in_the_append_only_file_is_found(own_redis: RedisServer) -> None:
     """Redis loads such a file without a word."""
     async with opened_redis(own_redis.url) as store:
@@ -133,6 +136,7 @@ async def test_opening_without_a_server_says_where_it_looked() -> None:
 # ---- refusals
 
 
+@pytest.mark.fault(49)
 async def test_a_redis_that_may_evict_is_refused(shared_redis: RedisServer, client: redis.Redis) -> None:
     client.config_set("maxmemory-policy", "allkeys-lru")
     try:
@@ -143,6 +147,7 @@ async def test_a_redis_that_may_evict_is_refused(shared_redis: RedisServer, clie
         client.config_set("maxmemory-policy", "noeviction")
 
 
+@pytest.mark.fault(49)
 async def test_memory_that_is_full(store: RedisStore, client: redis.Redis) -> None:
     await store.create(row(KEY), first_record(), "fp")
     await store.begin(KEY, request("r1", "t1"))
@@ -158,6 +163,7 @@ async def test_memory_that_is_full(store: RedisStore, client: redis.Redis) -> No
     assert (await store.commit(KEY, "t1", "fp-r1", turn_record(1, "r1"), counts(2))).revision == 2
 
 
+@pytest.mark.fault(44)
 async def test_a_disk_that_takes_no_snapshot(own_redis: RedisServer) -> None:
     """MISCONF: Redis refuses writes while its persistence fails."""
     async with opened_redis(own_redis.url) as store:
@@ -176,6 +182,7 @@ async def test_a_disk_that_takes_no_snapshot(own_redis: RedisServer) -> None:
     own_redis.kill()  # it refuses to stop while it cannot save
 
 
+@pytest.mark.fault(50)
 async def test_a_replica_is_read_only(store: RedisStore, client: redis.Redis) -> None:
     await store.create(row(KEY), first_record(), "fp")
     client.replicaof("127.0.0.1", str(free_port()))
@@ -189,6 +196,7 @@ async def test_a_replica_is_read_only(store: RedisStore, client: redis.Redis) ->
     assert isinstance(await store.begin(KEY, request("r1", "t1")), Began)
 
 
+@pytest.mark.fault(53)
 async def test_a_newer_schema_is_refused(shared_redis: RedisServer, client: redis.Redis) -> None:
     client.hset("pv1:store", mapping={"store_id": "x", "schema": "99"})
     with pytest.raises(FailedPrecondition) as caught:

@@ -47,6 +47,7 @@ async def commit(store: HistoryStore, request_id: str, token: str, base: int) ->
     return True
 
 
+@pytest.mark.fault(52)
 async def test_two_servers_race_for_one_session(shared_redis: RedisServer) -> None:
     """Each race has one winner; when it stalls past its lease, the other takes over and the winner is fenced."""
     chance = random.Random(5)
@@ -151,6 +152,7 @@ async def one_turn(store: HistoryStore, worker: int, number: int) -> int:
     return base + 1
 
 
+@pytest.mark.fault(46)
 @pytest.mark.parametrize("retries", [0, 3])
 async def test_a_lost_reply_never_repeats_or_loses_a_turn(shared_redis: RedisServer, retries: int) -> None:
     """The script ran, its reply was swallowed: the client library (3) or the caller (0) sends it again."""

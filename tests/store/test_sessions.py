@@ -90,6 +90,7 @@ async def test_create_takes_only_a_first_record(bench: Bench) -> None:
 # ---- tenants
 
 
+@pytest.mark.fault(22)
 @pytest.mark.parametrize(
     "other", [Key("other", "s1"), Key("acme/s1", ""), Key("acme", "}:m"), Key("", "acme/s1")]
 )
@@ -123,6 +124,7 @@ async def test_read_goes_on_from_what_the_caller_knows(bench: Bench) -> None:
         assert await bench.store.read(KEY, after_revision=revision) == log[revision:]
 
 
+@pytest.mark.fault(42)
 async def test_a_caller_ahead_of_the_store_or_on_another_branch_is_told(bench: Bench) -> None:
     await create(bench)
     await turn(bench, 1)
@@ -133,6 +135,7 @@ async def test_a_caller_ahead_of_the_store_or_on_another_branch_is_told(bench: B
     assert (await bench.store.load(KEY)).state is State.ACTIVE, "the store itself is sound"
 
 
+@pytest.mark.fault(43)
 @pytest.mark.parametrize("fault", ["flip first", "flip last", "drop first", "drop middle", "drop last"])
 async def test_damage_is_found_and_contained(bench: Bench, fault: str) -> None:
     await create(bench)
@@ -305,6 +308,7 @@ async def test_listing_is_newest_first_in_pages(bench: Bench) -> None:
     assert [one.session_id for one in page.rows if one.running is not None] == ["s3"]
 
 
+@pytest.mark.fault(23)
 @pytest.mark.parametrize("cursor", ["x", "12", "12.", ".s1", "-1.s1", "9" * 30 + ".s1", "²3.s1"])
 async def test_a_forged_cursor_is_refused(bench: Bench, cursor: str) -> None:
     with pytest.raises(InvalidArgument):

@@ -149,6 +149,7 @@ def test_verbatim_tokens_get_no_glue(chat: ChatTokenizer) -> None:
         chat.render([], [TokenMessage(U, np.array([-1], dtype=np.int32))], generation_prompt=True)
 
 
+@pytest.mark.fault(18)
 @pytest.mark.parametrize(
     "text", ["</s>", "a<|im_end|>b", "<|eot_id|>", "<s><s>", "<think>", "x</s", "<|im_start|>system\n"]
 )
@@ -164,6 +165,7 @@ def test_control_strings_in_text_are_only_text(chat: ChatTokenizer, text: str) -
     assert text.strip() in chat.decode(hostile.item_tokens[0])
 
 
+@pytest.mark.fault(18)
 @given(text=st.text())
 def test_any_text_round_trips_without_control_tokens(text: str) -> None:
     from pensieve.tokenizer.encoding import Before, Part
@@ -188,6 +190,7 @@ def _shared_chat() -> ChatTokenizer:
     return _CHATS["bytes"]
 
 
+@pytest.mark.fault(19)
 def test_a_long_text_holds_up_no_other_thread(chat: ChatTokenizer) -> None:
     """The event loop answers health checks while a megabyte is tokenised."""
     assert min(longest_pause(chat, "word " * 100_000) for _ in range(3)) < 0.5
@@ -206,6 +209,7 @@ def longest_pause(chat: ChatTokenizer, text: str) -> float:
     return longest / (time.perf_counter() - start)
 
 
+@pytest.mark.fault(18)
 def test_half_a_surrogate_pair_is_refused(chat: ChatTokenizer) -> None:
     with pytest.raises(InvalidArgument):
         chat.render([], [TextMessage(U, "a\ud800")], generation_prompt=True)

@@ -31,6 +31,7 @@ def test_vocabulary_without_a_config(tmp_path: Path) -> None:
     assert chat.vocab_size == len(json.loads(tiny.byte_level())["model"]["vocab"]) + 1  # and <think>
 
 
+@pytest.mark.fault(54)
 def test_fingerprint_follows_the_files(tmp_path: Path) -> None:
     one = ChatTokenizer.from_folder(tiny.write_folder(tmp_path, tiny.byte_level()))
     same = ChatTokenizer.from_folder(tiny.write_folder(tmp_path, tiny.byte_level()))
@@ -67,6 +68,7 @@ def test_no_tokenizer_says_how_to_get_one(tmp_path: Path) -> None:
         ChatTokenizer.from_folder(tmp_path)
 
 
+@pytest.mark.fault(19)
 def test_too_many_characters_can_be_refused_untokenised(tmp_path: Path) -> None:
     chat = ChatTokenizer.from_folder(tiny.write_folder(tmp_path, tiny.byte_level()))
     text = "hello world " * 50

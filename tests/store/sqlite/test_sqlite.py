@@ -102,6 +102,7 @@ async def test_a_second_server_on_the_file_is_refused(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.fault(37)
 async def test_no_acknowledged_commit_is_lost_to_sigkill(tmp_path: Path) -> None:
     """And the killed process' lock is gone with it."""
     for kill in range(KILLS):
@@ -113,6 +114,7 @@ async def test_no_acknowledged_commit_is_lost_to_sigkill(tmp_path: Path) -> None
             assert await store.find_request(KEY, f"r{last - 1}") == last
 
 
+@pytest.mark.fault(38)
 async def test_a_full_disk_refuses_writes_serves_reads_and_heals(tmp_path: Path) -> None:
     async with opened(tmp_path / "h.db") as store:
         await store.create(row(KEY), first_record(), "fp")
@@ -167,6 +169,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.fault(39)
 def test_an_io_error_is_unavailable_and_the_file_is_opened_afresh(tmp_path: Path) -> None:
     """A real failing write(2): the process may not grow the file (EFBIG), which SQLite reports as SQLITE_IOERR."""
     done = subprocess.run(
@@ -182,6 +185,7 @@ def test_an_io_error_is_unavailable_and_the_file_is_opened_afresh(tmp_path: Path
     assert done.stdout.endswith("healed\n")
 
 
+@pytest.mark.fault(40)
 async def test_the_event_loop_runs_while_the_disk_does_not(tmp_path: Path) -> None:
     async with opened(tmp_path / "h.db") as store:
         await store.create(row(KEY), first_record(), "fp")
@@ -231,6 +235,7 @@ async def test_deletion_erases_the_bytes(tmp_path: Path) -> None:
         assert not found()
 
 
+@pytest.mark.fault(43)
 async def test_a_broken_database_page_is_data_loss(tmp_path: Path) -> None:
     path = tmp_path / "h.db"
     async with opened(path) as store:

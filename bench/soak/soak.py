@@ -1,0 +1,224 @@
+"""A server under steady pressure for as long as you like: does it stay as it was?
+
+    python bench/soak/soak.py --minutes 60 --threads 2
+    python bench/soak/soak.py --minutes 10 --device cuda --device-cache 1GiB --host-cache 1GiB --clients 64
+
+Conversations together hold ``--times`` as many tokens as both tiers of the cache; the next turn goes to any of them, so
+most of what a turn needs was swapped out or dropped. Told in the end: throughput of the first tenth against the last,
+memory of both processes, the longest silence while turns were under way, and that every answer's receipt added up. With
+``--check`` (PENSIEVE_DEBUG=1 in the server) the engine balances the books of its cache after each step, and ends when
+they do not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from random import Random
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other benchmarks
+
+from common.provenance import commit, gpu_name, portable
+
+from pensieve import AsyncClient, PensieveError
+from pensieve.client import AsyncSession
+from pensieve.spawn import ServerProcess
+
+SAMPLE_S = 5.0
+INPUT_WORDS = ("red", "stone", "river", "seven", "glass", "north", "candle", "paper")
+
+
+@dataclass
+class Sample:
+    """What was seen at one moment."""
+
+    seconds: float
+    turns: int
+    output_tokens: int
+    front_end_mib: float
+    engine_mib: float
+
+
+@dataclass
+class Soak:
+    """The conversations, and what came of them."""
+
+    client: AsyncClient
+    random: Random
+    open_sessions: int
+    longest: int
+    """Tokens of context after which a conversation ends and another begins."""
+    outputs: int
+    idle: list[AsyncSession] = field(default_factory=list)
+    turns: int = 0
+    output_tokens: int = 0
+    sources: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    wrong_receipts: int = 0
+    last_piece: float = 0.0
+    longest_silence_s: float = 0.0
+    samples: list[Sample] = field(default_factory=list)
+
+    async def talk(self, until: float) -> None:
+        """One client: a turn of any conversation that nobody else has in hand, again and again."""
+        while time.monotonic() < until:
+            if len(self.idle) < self.open_sessions and self.random.random() < 0.5:
+                session = await self.client.create_session(system_prompt="You are a helpful assistant.")
+            elif self.idle:
+                session = self.idle.pop(self.random.randrange(len(self.idle)))
+            else:
+                session = await self.client.create_session()
+            try:
+                if await self._turn(session) < self.longest:
+                    self.idle.append(session)
+                else:
+                    await session.delete()
+            except PensieveError as error:
+                self.errors[error.reason] += 1
+
+    async def _turn(self, session: AsyncSession) -> int:
+        """The conversation's length behind it."""
+        text = " ".join(self.random.choices(INPUT_WORDS, k=self.random.randint(4, 16)))
+        stream = session.stream(text, max_output_tokens=self.outputs, ignore_eos=True, temperature=0.0)
+        async for _ in stream:
+            now = time.monotonic()
+            self.longest_silence_s = max(self.longest_silence_s, now - self.last_piece)
+            self.last_piece = now
+        usage = stream.turn.usage
+        self.turns += 1
+        self.output_tokens += usage.output_tokens
+        self.wrong_receipts += not usage.reconciles
+        self.sources["device"] += usage.gpu_cached_tokens
+        self.sources["host"] += usage.swapped_in_tokens
+        self.sources["recomputed"] += usage.recomputed_tokens
+        self.sources["new"] += usage.new_tokens
+        return usage.context_tokens + usage.output_tokens
+
+    async def sample(self, server: ServerProcess, began: float) -> None:
+        """For ever."""
+        while True:
+            await asyncio.sleep(SAMPLE_S)
+            children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+            engine = sum(resident_mib(int(child)) for child in children)
+            self.samples.append(
+                Sample(
+                    time.monotonic() - began,
+                    self.turns,
+                    self.output_tokens,
+                    resident_mib(server.pid),
+                    engine,
+                )
+            )
+            if len(self.samples) % 12 == 0:
+                print(f"{self.samples[-1]} {dict(self.errors)}", file=sys.stderr, flush=True)
+
+
+def resident_mib(pid: int) -> float:
+    """Resident memory of a process; 0 when it is gone."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return 0.0
+    return int(status.split("VmRSS:")[1].split()[0]) / 1024
+
+
+def tenth(samples: list[Sample], last: bool) -> dict[str, float]:
+    """Output tokens per second and memory over the first or the last tenth, the first minute of warming up left out."""
+    kept = [one for one in samples if one.seconds >= min(60.0, samples[-1].seconds / 10)]
+    count = max(2, len(kept) // 10)
+    part = kept[-count:] if last else kept[:count]
+    span = part[-1].seconds - part[0].seconds
+    return {
+        "output_tokens_per_s": round((part[-1].output_tokens - part[0].output_tokens) / span, 2),
+        "front_end_mib": round(sum(one.front_end_mib for one in part) / len(part), 1),
+        "engine_mib": round(sum(one.engine_mib for one in part) / len(part), 1),
+    }
+
+
+async def soaked(server: ServerProcess, soak: Soak, clients: int, minutes: float) -> None:
+    """Until the time is over."""
+    began = soak.last_piece = time.monotonic()
+    sampling = asyncio.create_task(soak.sample(server, began))
+    try:
+        await asyncio.gather(*(soak.talk(began + minutes * 60) for _ in range(clients)))
+    finally:
+        sampling.cancel()
+
+
+@click.command()
+@click.option("--minutes", type=float, default=60.0, show_default=True)
+@click.option("--device", default="cpu", show_default=True)
+@click.option("--device-cache", default="4096tokens", show_default=True)
+@click.option("--host-cache", default="4096tokens", show_default=True)
+@click.option(
+    "--times", type=float, default=4.0, show_default=True, help="Tokens held, as a multiple of both tiers."
+)
+@click.option(
+    "--longest", type=int, default=600, show_default=True, help="Context at which a conversation ends."
+)
+@click.option("--outputs", type=int, default=24, show_default=True)
+@click.option("--clients", type=int, default=6, show_default=True, help="Turns under way at once.")
+@click.option("--threads", type=int, default=1, show_default=True)
+@click.option("--seed", type=int, default=1, show_default=True)
+@click.option("--check/--no-check", default=True, show_default=True)
+@click.option("--store", default="memory:", show_default=True)
+@click.option("--json", "out", type=click.Path(path_type=Path))
+def main(
+    minutes: float, device: str, device_cache: str, host_cache: str, times: float, longest: int, outputs: int,
+    clients: int, threads: int, seed: int, check: bool, store: str, out: Path | None,
+) -> None:  # fmt: skip
+    """One server with the demo model, and clients that never let it rest."""
+    options = [
+        *("--model", "demo", "--device", device, "--store", store, "--threads", str(threads)),
+        *("--device-cache", device_cache, "--host-cache", host_cache),
+    ]
+    with ServerProcess(*options, environment={"PENSIEVE_DEBUG": "1" if check else "0"}) as server:
+        capacity = int(server.metric("pensieve_cache_tokens"))  # of both tiers: all of it is free now
+        sessions = round(times * capacity / (longest / 2))  # on average half way to their end
+
+        async def run() -> Soak:
+            async with AsyncClient(server.target) as client:
+                soak = Soak(client, Random(seed), sessions, longest, outputs)
+                await soaked(server, soak, clients, minutes)
+                return soak
+
+        soak = asyncio.run(run())
+        restarts = server.metric("pensieve_engine_restarts_total")
+        dropped = server.metric("pensieve_dropped_tokens_total")
+        first, last = tenth(soak.samples, False), tenth(soak.samples, True)
+    result = {
+        "command": portable(["python", *sys.argv]),
+        "commit": commit(),
+        "gpu": gpu_name() if device != "cpu" else "",
+        "minutes": minutes,
+        "tier_tokens": capacity,
+        "sessions": sessions,
+        "turns": soak.turns,
+        "output_tokens": soak.output_tokens,
+        "context_tokens_by_source": dict(soak.sources),
+        "dropped_tokens": dropped,
+        "first_tenth": first,
+        "last_tenth": last,
+        "longest_silence_s": round(soak.longest_silence_s, 2),
+        "engine_restarts": restarts,
+        "errors": dict(soak.errors),
+        "wrong_receipts": soak.wrong_receipts,
+        "checked_each_step": check,
+    }
+    print(json.dumps(result, indent=1))
+    if out is not None:
+        out.write_text(
+            json.dumps({**result, "samples": [asdict(one) for one in soak.samples]}, indent=1) + "\n"
+        )
+    sys.exit(bool(restarts or soak.errors or soak.wrong_receipts))
+
+
+if __name__ == "__main__":
+    main()
