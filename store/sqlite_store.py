@@ -23,6 +23,7 @@ from pensieve.store import _refusals, _rules
 from pensieve.store._clock import wall_clock_ms
 from pensieve.store._codec import marking_damage, read_log
 from pensieve.store._listing import decode_cursor, encode_cursor, has_labels, position
+from pensieve.store._sqlite.dump import SqliteDump
 from pensieve.store._sqlite.file import SqliteFile, is_full, translated
 from pensieve.store._sqlite.rows import Rows
 from pensieve.store.contract import BeginOutcome, BeginRequest, Counts, Key, LoggedRecord, Page
@@ -49,6 +50,10 @@ class SqliteStore:
         if path == url or not path or path.endswith("/"):
             raise ValueError(f"bad store {url!r}: use sqlite:///relative/file or sqlite:////absolute/file")
         return cls(Path(path))
+
+    def dump(self) -> SqliteDump:
+        """Access to all that is stored, for maintenance; in place of ``open``, not beside it."""
+        return SqliteDump(self._file.path)
 
     @property
     def path(self) -> Path:

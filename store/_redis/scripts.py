@@ -60,6 +60,8 @@ local function known(request_id)
   local entry = request_id ~= '' and redis.call('HGET', q, request_id)
   if entry then return string.match(entry, '^(%d+)|(.*)$') end
 end
+-- An id that a repair has found again has no fingerprint: what was committed under it is the answer.
+local function reused(known_fp, fp) return known_fp ~= '' and known_fp ~= fp end
 local function wrong_revision(expected)
   if expected ~= '' and int(expected) ~= num('revision') then return {'REVISION', get('revision')} end
 end
@@ -144,7 +146,7 @@ local refused = absent() or damaged()
 if refused then return refused end
 local revision, known_fp = known(req)
 if revision then
-  if known_fp ~= fp then return {'REUSED'} end
+  if reused(known_fp, fp) then return {'REUSED'} end
   return {'REPLAY', digits(now), redis.call('HGETALL', m), revision}
 end
 if get('run_token') == token then return ok() end
@@ -189,7 +191,7 @@ local refused = absent()
 if refused then return refused end
 local revision, known_fp = known(a.request_id)
 if revision then
-  if known_fp ~= a.fp then return {'REUSED'} end
+  if reused(known_fp, a.fp) then return {'REUSED'} end
   return ok()
 end
 refused = damaged()
@@ -212,7 +214,7 @@ local refused = absent() or damaged()
 if refused then return refused end
 local revision, known_fp = known(a.request_id)
 if revision then
-  if known_fp ~= a.fp then return {'REUSED'} end
+  if reused(known_fp, a.fp) then return {'REUSED'} end
   return ok()
 end
 local left = num('run_until_ms') - now
