@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import sqlite3
 from collections.abc import AsyncIterator, Callable
@@ -15,12 +14,13 @@ import redis
 from pensieve.errors import DataLoss, FailedPrecondition
 from pensieve.store import HistoryStore, Replay, open_store
 from pensieve.store._redis.rows import index_key, session_keys
+from pensieve.store._sqlite.dump import SqliteDump
 from pensieve.store.maintenance import Mode, Problem, Repaired, Survey, check, open_raw, repair
 from pensieve.store.maintenance.archive import read_sessions
 from pensieve.store.records import State
 from support.store.population import Made, populate
 from support.store.redis_server import RedisServer
-from support.store.store_bench import Bench, RedisBench, SqliteBench, key, request
+from support.store.store_bench import Bench, RedisBench, SqliteBench, counts, key, request, turn_record
 
 KEY = key()
 MADE = Made(KEY, ("turn", "rewind", "turn", "update", "turn"))
@@ -232,6 +232,13 @@ def redis_set(part: int, name: str, value: str) -> Callable[[Any], None]:
     return change
 
 
+def expires_elsewhen(client: Any) -> None:
+    """The row says the year 2100, the keys an hour."""
+    client.hset(session_keys(KEY)[0], "expire_ms", "4102444800000")
+    for name in session_keys(KEY):
+        client.pexpire(name, 3_600_000)
+
+
 REDIS_DAMAGE: list[tuple[str, Callable[[Any], None], Problem]] = [
     ("row gone", redis_drop(0), Problem.ROW),
     ("request ids gone", redis_drop(1), Problem.REQUESTS),
@@ -242,6 +249,7 @@ REDIS_DAMAGE: list[tuple[str, Callable[[Any], None], Problem]] = [
     ("counts wrong", redis_set(0, "item_count", "99"), Problem.COUNTS),
     ("not listed", lambda c: c.zrem(index_key(KEY.tenant), KEY.session_id), Problem.LISTING),
     ("expires", lambda c: c.pexpire(session_keys(KEY)[1], 3_600_000), Problem.EXPIRY),
+    ("expires at another time", expires_elsewhen, Problem.EXPIRY),
     ("entry that is no record", lambda c: c.xadd(session_keys(KEY)[2], {"x": "y"}, id="6-1"), Problem.LOG),
 ]
 
@@ -331,17 +339,43 @@ async def test_a_served_file_can_be_checked_and_not_repaired(patient: Patient) -
 
 
 @pytest.mark.parametrize("patient", ["sqlite"], indirect=True)
-async def test_a_check_beside_a_busy_server_finds_nothing(patient: Patient) -> None:
-    """A session is read at one moment, so a commit never looks like a row that is ahead of its log."""
-    async with patient.served() as store:
+async def test_a_session_in_a_file_is_read_at_one_moment(patient: Patient) -> None:
+    """It is deleted between the reading of its row and that of its records, and still seen whole."""
+    store = open_raw(patient.url)
+    assert isinstance(store, SqliteDump)
+    await store.open(Mode.READ)
+    deleted = []
 
-        async def commits() -> None:
-            for number in range(30):
-                await populate(store, [Made(key(f"n{number}"), ("turn",))])
+    def delete(statement: str) -> None:
+        if "FROM records" in statement and not deleted:
+            deleted.append(statement)
+            execute(patient, "DELETE FROM records")
+            execute(patient, "DELETE FROM sessions")
 
-        async def checks() -> None:
-            for _ in range(10):
-                assert (await patient.check()).findings == []
-                await asyncio.sleep(0)
+    store._sql.set_trace_callback(delete)
+    session = await store.session(KEY)
+    assert deleted and session is not None and len(session.log) == 6
+    assert await store.session(KEY) is None
+    await store.close()
 
-        await asyncio.gather(commits(), checks())
+
+async def test_a_session_that_went_on_is_not_overwritten(patient: Patient) -> None:
+    """What was read before a turn was committed must not take the place of what is there after it."""
+    store = open_raw(patient.url)
+    await store.open(Mode.READ)
+    old = await store.session(KEY)
+    await store.close()
+    assert old is not None
+    async with patient.served() as server:
+        await server.begin(KEY, request("q9", "t9"))
+        await server.commit(KEY, "t9", "fp-q9", turn_record(6, "q9"), counts(7))
+    store = open_raw(patient.url)
+    await store.open(Mode.ALONE)
+    assert await store.put(old, over=old.stamp) is False
+    assert await store.put(old, over=None) is False
+    await store.flush()
+    await store.close()
+    async with patient.served() as server:
+        assert (await server.load(KEY)).revision == 7
+        assert len(await server.read(KEY)) == 7
+    assert {one.session for one in (await patient.check()).findings} <= {KEY.session_id}
