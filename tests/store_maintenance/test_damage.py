@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,79 +12,14 @@ import pytest
 import redis
 
 from pensieve.errors import DataLoss, FailedPrecondition
-from pensieve.store import HistoryStore, Replay, open_store
+from pensieve.store import Replay
 from pensieve.store._redis.rows import index_key, session_keys
 from pensieve.store._sqlite.dump import SqliteDump
-from pensieve.store.maintenance import Mode, Problem, Repaired, Survey, check, open_raw, repair
+from pensieve.store.maintenance import Mode, Problem, open_raw
 from pensieve.store.maintenance.archive import read_sessions
 from pensieve.store.records import State
-from support.store.population import Made, populate
-from support.store.redis_server import RedisServer
-from support.store.store_bench import Bench, RedisBench, SqliteBench, counts, key, request, turn_record
-
-KEY = key()
-MADE = Made(KEY, ("turn", "rewind", "turn", "update", "turn"))
-OTHER = Made(key("s2"), ("turn",))
-
-
-class Patient:
-    """A store that holds two sessions, and hands that reach behind it."""
-
-    def __init__(self, url: str, bench: Bench) -> None:
-        self.url = url
-        self.bench = bench
-
-    async def check(self) -> Survey:
-        store = open_raw(self.url)
-        await store.open(Mode.READ)
-        try:
-            return await check(store)
-        finally:
-            await store.close()
-
-    async def problems(self) -> set[Problem]:
-        found = (await self.check()).findings
-        assert all(one.session in ("", KEY.session_id) for one in found), found
-        return {one.problem for one in found}
-
-    async def repair(self, *, apply: bool = True, cut_to: Path | None = None) -> Repaired:
-        store = open_raw(self.url)
-        await store.open(Mode.ALONE if apply else Mode.READ)
-        try:
-            return await repair(store, apply=apply, cut_to=cut_to)
-        finally:
-            await store.close()
-
-    @contextlib.asynccontextmanager
-    async def served(self) -> AsyncIterator[HistoryStore]:
-        store = open_store(self.url)
-        await store.open()
-        try:
-            yield store
-        finally:
-            await store.close()
-
-
-@pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.redis)])
-async def patient(request: pytest.FixtureRequest, tmp_path: Path) -> Patient:
-    bench: Bench
-    if request.param == "sqlite":
-        url, bench = f"sqlite:///{tmp_path}/h.db", SqliteBench(tmp_path / "h.db")
-    else:
-        server: RedisServer = request.getfixturevalue("shared_redis")
-        url, bench = server.url, RedisBench(server.url, request.getfixturevalue("client"))
-    made = Patient(url, bench)
-    async with made.served() as store:
-        await populate(store, [MADE, OTHER])
-    assert await made.problems() == set()
-    return made
-
-
-def execute(patient: Patient, statement: str, *values: object) -> None:
-    assert isinstance(patient.bench, SqliteBench)
-    with contextlib.closing(sqlite3.connect(patient.bench.path)) as connection, connection:
-        connection.execute(statement, values)
-
+from support.store.patient import KEY, MADE, Patient, execute
+from support.store.store_bench import SqliteBench, counts, request, turn_record
 
 # ---- damage to both kinds
 
