@@ -168,6 +168,11 @@ def at_rest(meta: Meta) -> Meta:
     return Meta(row, meta.create_fingerprint, rest)
 
 
+def is_over(meta: Meta | None, now: int) -> bool:
+    """Whether the session's, or its tombstone's, time has passed."""
+    return meta is not None and 0 < meta.row.expire_ms <= now
+
+
 def is_running(meta: Meta | None, now: int) -> bool:
     """Whether a turn holds the session's lease."""
     return meta is not None and meta.lease is not None and meta.lease.until_ms > now

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import msgspec
 
-from pensieve.store._raw import RawSession, RawStore, at_rest, is_running
-from pensieve.store._rules import Meta, is_gone
+from pensieve.store._raw import RawSession, RawStore, at_rest, is_over, is_running
+from pensieve.store._rules import Meta
 from pensieve.store.contract import Key
 from pensieve.store.maintenance.archive import ArchiveWriter, Totals, read_sessions
 from pensieve.store.maintenance.merge import MergeChoice, choose
@@ -218,7 +218,7 @@ async def _choice(session: RawSession, target: RawStore, here: set[Key], now: in
 async def _verify(session: RawSession, target: RawStore, since: int) -> None:
     """The target has what the origin has, also if that is read only now. ``since``: when the copying began."""
     wanted, found = as_restored(session, since), await target.session(session.key)
-    if found is None and wanted is not None and is_gone(wanted.meta, await target.now()):
+    if found is None and wanted is not None and is_over(wanted.meta, await target.now()):
         return
     if wanted is None or found is None or content(wanted) != content(found):
         raise CopyRefused(

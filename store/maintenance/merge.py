@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from pensieve.store._raw import RawSession, is_running
-from pensieve.store._rules import is_gone
+from pensieve.store._raw import RawSession, is_over, is_running
 from pensieve.store.maintenance.verify import Examined
 from pensieve.store.records import State
 
@@ -28,9 +27,9 @@ def choose(theirs: Examined, ours: Examined | None, *, now: int, alone: bool) ->
     it deleted. A damaged session gives way to a sound one that has at least what its row names.
     """
     meta = theirs.session.meta
-    if is_gone(meta, now) and meta is not None:
+    if is_over(meta, now):
         return MergeChoice.EXPIRED, ""
-    if ours is None or (ours.session.meta is not None and is_gone(ours.session.meta, now)):
+    if ours is None or is_over(ours.session.meta, now):
         return MergeChoice.WRITE, ""
     if not alone and is_running(ours.session.meta, now):
         return MergeChoice.CONFLICT, "a turn is running"

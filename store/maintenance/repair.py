@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pensieve.store._raw import Problem, RawSession, Remedy, at_rest
-from pensieve.store._rules import Known, Meta, expiry
+from pensieve.store._rules import Known, Meta, ttl_ms
 from pensieve.store.maintenance.verify import Examined
 from pensieve.store.records import SessionRow, State
 
@@ -66,13 +66,14 @@ def _rebuilt(examined: Examined, now: int) -> Meta:
     """The row that the sound records lead to; of a lost one, who it was forked from is gone."""
     key, history, before = examined.session.key, examined.history, examined.session.meta
     if before is None:
+        ttl = ttl_ms(history.config)
         first, last = examined.sound[0].record, examined.sound[-1].record
         row = SessionRow(
             tenant=key.tenant,
             session_id=key.session_id,
             create_ms=first.time_ms,
             update_ms=last.time_ms,
-            expire_ms=expiry(history.config, now),
+            expire_ms=now + ttl if ttl else 0,
         )
         before = Meta(row, "")
     whole = before.row.revision == history.revision and before.row.head_hash == history.head_hash
