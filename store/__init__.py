@@ -9,7 +9,8 @@ library may replay it: ``create`` by session, ``begin`` by token, ``commit`` and
 
 **Exclusivity.** An idle session has no owner. ``begin`` gives one turn a lease under a random token; ``commit`` checks
 that token in the same atomic operation that appends (fencing by equality), so a holder that was paused past its lease
-can never append. Time is the store's own.
+can never append. Time is the store's own; a step of a clock neither ends nor prolongs a lease of a store that one
+process owns.
 
 Methods raise ``pensieve.errors``: NotFound (SESSION_NOT_FOUND, SESSION_DELETED, SESSION_EXPIRED), AlreadyExists,
 RevisionMismatch, TurnInProgress, TurnFenced, FailedPrecondition, DataLoss, Unavailable (STORE_UNAVAILABLE, STORE_FULL,
@@ -19,6 +20,8 @@ May import: core, errors.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from pensieve.store._codec import head_hash_after
 from pensieve.store.contract import (
@@ -32,6 +35,7 @@ from pensieve.store.contract import (
     Page,
     Replay,
     RunningElsewhere,
+    TenantUsage,
 )
 
 __all__ = [
@@ -45,14 +49,16 @@ __all__ = [
     "Page",
     "Replay",
     "RunningElsewhere",
+    "TenantUsage",
     "head_hash_after",
     "open_store",
 ]
 
 
-def open_store(url: str) -> HistoryStore:
+def open_store(url: str, *, on_error: Callable[[], None] = lambda: None) -> HistoryStore:
     """The store that ``memory:``, ``sqlite:///PATH`` or ``redis://HOST:PORT/DB`` names; not yet opened.
 
+    ``on_error``: called for each call but ``ping`` that the SQLite store could not serve, from any of its threads.
     Raises ValueError with the accepted forms on anything else.
     """
     scheme = url.split(":", 1)[0]
@@ -63,7 +69,7 @@ def open_store(url: str) -> HistoryStore:
     if scheme == "sqlite":
         from pensieve.store.sqlite_store import SqliteStore
 
-        return SqliteStore.from_url(url)
+        return SqliteStore.from_url(url, on_error=on_error)
     if scheme in ("redis", "rediss"):
         from pensieve.store.redis_store import RedisStore
 

@@ -2,7 +2,8 @@
 
 ``memory_store`` and ``sqlite_store`` run these inside their own transaction, so the order of checks exists once for
 both; the Lua scripts of ``redis_store`` state the same order for Redis, and one test suite holds all three together.
-``now`` is always the store's clock, in ms since the epoch.
+``now`` is always the store's two clocks: expiry goes by the time of day, leases by the monotonic clock. One process
+owns such a store, and at its start it ends the leases of the process before it (``lapsed``).
 
 A lease whose time is over is not removed: until someone else takes it, its holder may still commit (nothing can
 have come in between), and its seed is there for a retry of the same request.
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from pensieve.store import _refusals
+from pensieve.store._clock import Moment
 from pensieve.store.contract import Began, BeginOutcome, BeginRequest, Counts, Key, Replay, RunningElsewhere
 from pensieve.store.records import Record, RecordKind, RunningTurn, SessionConfig, SessionRow, State
 
@@ -33,6 +35,7 @@ class Lease(msgspec.Struct, frozen=True):
     seed: int
     start_ms: int
     until_ms: int
+    """On the monotonic clock of the process that owns the store; 0: it has lapsed."""
 
 
 class Meta(msgspec.Struct, frozen=True):
@@ -58,27 +61,34 @@ class Begun(NamedTuple):
     meta: Meta | None
 
 
-def view(meta: Meta, now: int) -> SessionRow:
+def view(meta: Meta, now: Moment) -> SessionRow:
     """The row as callers see it: a lapsed lease is not a running turn."""
     lease = meta.lease
-    if lease is None or lease.until_ms <= now:
+    if lease is None or lease.until_ms <= now.steady_ms:
         return meta.row
     running = RunningTurn(
         request_id=lease.request_id,
         owner=lease.owner,
         attempt=lease.attempt,
-        lease_ms_left=lease.until_ms - now,
+        lease_ms_left=lease.until_ms - now.steady_ms,
         start_ms=lease.start_ms,
     )
     return msgspec.structs.replace(meta.row, running=running)
 
 
-def is_gone(meta: Meta | None, now: int) -> bool:
-    """Whether nothing is left of the session, not even a tombstone that still counts."""
-    return meta is None or 0 < meta.row.expire_ms <= now
+def is_gone(meta: Meta | None, now: Moment) -> bool:
+    """Whether nothing is left of the session, not even a tombstone that still counts.
+
+    While a turn holds the lease the session is not idle, whatever the time of day has become meanwhile.
+    """
+    if meta is None:
+        return True
+    if meta.lease is not None and meta.lease.until_ms > now.steady_ms:
+        return False
+    return 0 < meta.row.expire_ms <= now.wall_ms
 
 
-def present(meta: Meta | None, now: int) -> Meta:
+def present(meta: Meta | None, now: Moment) -> Meta:
     """The metadata of a session that exists. Raises NotFound."""
     if meta is None:
         raise _refusals.not_found()
@@ -94,14 +104,14 @@ def ttl_ms(config: SessionConfig) -> int:
     return round(config.ttl_s * 1000) if config.ttl_s > 0 else 0
 
 
-def expiry(config: SessionConfig, now: int) -> int:
+def expiry(config: SessionConfig, now: Moment) -> int:
     """When a session idle since ``now`` expires; ms, 0 = never."""
     ttl = ttl_ms(config)
-    return now + ttl if ttl else 0
+    return now.wall_ms + ttl if ttl else 0
 
 
 def create(
-    meta: Meta | None, key: Key, row: SessionRow, record: Record, fingerprint: str, now: int
+    meta: Meta | None, key: Key, row: SessionRow, record: Record, fingerprint: str, now: Moment
 ) -> Meta | None:
     """Metadata of the new session without its ``head_hash``; None when it exists and was created by this call."""
     check_first(record)
@@ -118,15 +128,15 @@ def create(
         state=State.ACTIVE,
         revision=1,
         head_hash="",
-        create_ms=now,
-        update_ms=now,
+        create_ms=now.wall_ms,
+        update_ms=now.wall_ms,
         expire_ms=expiry(row.config, now),
         running=None,
     )
     return Meta(fresh, fingerprint)
 
 
-def begin(meta: Meta | None, known: Known | None, request: BeginRequest, now: int) -> Begun:
+def begin(meta: Meta | None, known: Known | None, request: BeginRequest, now: Moment) -> Begun:
     """Take the lease, or say why not. Order of checks: exists → state → request id known → busy → revision."""
     meta = present(meta, now)
     if meta.row.state is State.DAMAGED:
@@ -138,7 +148,7 @@ def begin(meta: Meta | None, known: Known | None, request: BeginRequest, now: in
     if lease is not None:
         if lease.token == request.token:  # this very call, sent again
             return Begun(Began(view(meta, now), lease.seed), None)
-        if lease.until_ms > now:
+        if lease.until_ms > now.steady_ms:
             return Begun(_met_running(meta, lease, request, now), None)
     check_revision(meta, request.expected_revision)
     seed = request.seed
@@ -155,14 +165,14 @@ def begin(meta: Meta | None, known: Known | None, request: BeginRequest, now: in
         attempt=request.attempt,
         seed=seed,
         start_ms=request.start_ms,
-        until_ms=now + request.lease_ms,
+        until_ms=now.steady_ms + request.lease_ms,
     )
-    after = Meta(_kept_until(meta.row, taken.until_ms), meta.create_fingerprint, taken)
+    after = Meta(_kept_until(meta.row, now.wall_ms + request.lease_ms), meta.create_fingerprint, taken)
     return Begun(Began(view(after, now), seed), after)
 
 
-def _met_running(meta: Meta, lease: Lease, request: BeginRequest, now: int) -> RunningElsewhere:
-    left = lease.until_ms - now
+def _met_running(meta: Meta, lease: Lease, request: BeginRequest, now: Moment) -> RunningElsewhere:
+    left = lease.until_ms - now.steady_ms
     if lease.request_id != request.request_id:
         raise _refusals.busy(lease.request_id, left)
     if lease.fingerprint != request.fingerprint:
@@ -170,16 +180,14 @@ def _met_running(meta: Meta, lease: Lease, request: BeginRequest, now: int) -> R
     return RunningElsewhere(view(meta, now), lease.owner, lease.attempt, left)
 
 
-def renew(meta: Meta | None, token: str, lease_ms: int, now: int) -> Meta:
+def renew(meta: Meta | None, token: str, lease_ms: int, now: Moment) -> Meta:
     """Metadata with a longer lease. Raises TurnFenced when the token no longer holds it."""
     meta = present(meta, now)
     lease = meta.lease
     if lease is None or lease.token != token:
         raise _refusals.fenced()
-    until = now + lease_ms
-    return Meta(
-        _kept_until(meta.row, until), meta.create_fingerprint, msgspec.structs.replace(lease, until_ms=until)
-    )
+    longer = msgspec.structs.replace(lease, until_ms=now.steady_ms + lease_ms)
+    return Meta(_kept_until(meta.row, now.wall_ms + lease_ms), meta.create_fingerprint, longer)
 
 
 def commit(
@@ -189,7 +197,7 @@ def commit(
     fingerprint: str,
     record: Record,
     counts: Counts,
-    now: int,
+    now: Moment,
 ) -> Meta | None:
     """Metadata after the record, without its ``head_hash``; None when this request id was committed before."""
     meta = present(meta, now)
@@ -210,7 +218,7 @@ def apply(
     record: Record,
     counts: Counts,
     expected_revision: int | None,
-    now: int,
+    now: Moment,
 ) -> Meta | None:
     """Like ``commit``, for a change that takes no lease. The order of checks is that of ``begin``."""
     meta = present(meta, now)
@@ -219,8 +227,8 @@ def apply(
     if known is not None:
         check_same_request(known, record.request_id, fingerprint)
         return None
-    if meta.lease is not None and meta.lease.until_ms > now:
-        raise _refusals.busy(meta.lease.request_id, meta.lease.until_ms - now)
+    if meta.lease is not None and meta.lease.until_ms > now.steady_ms:
+        raise _refusals.busy(meta.lease.request_id, meta.lease.until_ms - now.steady_ms)
     check_revision(meta, expected_revision)
     if record.revision != meta.row.revision + 1:
         raise _refusals.not_next(meta.row.revision, record.revision)
@@ -228,7 +236,7 @@ def apply(
 
 
 def delete(
-    meta: Meta | None, key: Key, expected_revision: int | None, allow_missing: bool, now: int
+    meta: Meta | None, key: Key, expected_revision: int | None, allow_missing: bool, now: Moment
 ) -> Meta | None:
     """The tombstone; None when there is nothing to do. A running turn does not stop it: that turn loses its session."""
     if meta is not None and not is_gone(meta, now):
@@ -240,8 +248,8 @@ def delete(
             session_id=key.session_id,
             state=State.DELETED,
             revision=meta.row.revision,
-            update_ms=now,
-            expire_ms=now + TOMBSTONE_MS,
+            update_ms=now.wall_ms,
+            expire_ms=now.wall_ms + TOMBSTONE_MS,
         )
         return Meta(tombstone, "")
     if allow_missing:
@@ -270,6 +278,13 @@ def check_revision(meta: Meta, expected: int | None) -> None:
         raise _refusals.wrong_revision(meta.row.revision, expected)
 
 
+def lapsed(meta: Meta) -> Meta:
+    """``meta`` at the start of a process: the turn that held the lease is gone, its seed stays for a retry."""
+    if meta.lease is None:
+        return meta
+    return msgspec.structs.replace(meta, lease=msgspec.structs.replace(meta.lease, until_ms=0))
+
+
 def _kept_until(row: SessionRow, until_ms: int) -> SessionRow:
     """A session does not expire under a running turn: it is not idle."""
     if 0 < row.expire_ms < until_ms:
@@ -277,7 +292,7 @@ def _kept_until(row: SessionRow, until_ms: int) -> SessionRow:
     return row
 
 
-def _appended(meta: Meta, record: Record, counts: Counts, now: int) -> Meta:
+def _appended(meta: Meta, record: Record, counts: Counts, now: Moment) -> Meta:
     row = meta.row
     config = record.config if record.config is not None else row.config
     after = msgspec.structs.replace(
@@ -288,7 +303,7 @@ def _appended(meta: Meta, record: Record, counts: Counts, now: int) -> Meta:
         context_tokens=counts.context_tokens,
         config=config,
         labels=record.labels if record.labels is not None else row.labels,
-        update_ms=max(now, row.update_ms),
+        update_ms=max(now.wall_ms, row.update_ms),
         expire_ms=expiry(config, now),
     )
     return Meta(after, meta.create_fingerprint, None)

@@ -42,6 +42,15 @@ class Page:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantUsage:
+    """What a tenant's sessions take of a store; neither deleted nor expired ones count."""
+
+    sessions: int
+    bytes: int
+    """Of all their records as they are stored, superseded ones included; rows, request ids and indexes come on top."""
+
+
+@dataclass(frozen=True, slots=True)
 class BeginRequest:
     """What ``begin`` needs to know of a turn."""
 
@@ -124,6 +133,10 @@ class HistoryStore(Protocol):
     async def list_sessions(
         self, tenant: str, *, limit: int, cursor: str = "", labels: dict[str, str] | None = None
     ) -> Page: ...
+
+    async def usage(self, tenant: str) -> TenantUsage:
+        """What the tenant's sessions take; cheap enough to ask before each change."""
+        ...
 
     async def read(self, key: Key, *, after_revision: int = 0, head_hash: str = "") -> list[LoggedRecord]:
         """Records with a larger revision, oldest first, checksum and chain verified up to the row's head.

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pensieve.store import _rules
-from pensieve.store._clock import wall_clock_ms
+from pensieve.store._clock import Moment, steady_clock_ms, wall_clock_ms
 from pensieve.store._codec import StoredRecord, marking_damage, read_log, store_record
 from pensieve.store._listing import decode_cursor, encode_cursor, has_labels, position
 from pensieve.store._rules import Known, Meta
-from pensieve.store.contract import BeginOutcome, BeginRequest, Counts, Key, LoggedRecord, Page
+from pensieve.store.contract import BeginOutcome, BeginRequest, Counts, Key, LoggedRecord, Page, TenantUsage
 from pensieve.store.records import Record, SessionRow, State
 
 
@@ -27,9 +27,11 @@ class _Session:
 class MemoryStore:
     """``HistoryStore`` over dicts. No method awaits anything, so each is atomic on its event loop."""
 
-    def __init__(self, *, clock: Callable[[], int] = wall_clock_ms) -> None:
-        """``clock``: ms since the epoch; the store's only time."""
-        self._clock = clock
+    def __init__(
+        self, *, clock: Callable[[], int] = wall_clock_ms, steady: Callable[[], int] = steady_clock_ms
+    ) -> None:
+        """``clock``: ms since the epoch; ``steady``: ms of a clock that never steps, for leases."""
+        self._wall_clock, self._steady_clock = clock, steady
         self._sessions: dict[Key, _Session] = {}
         self._store_id = uuid.uuid4().hex
 
@@ -52,7 +54,7 @@ class MemoryStore:
 
     async def create(self, row: SessionRow, record: Record, fingerprint: str) -> SessionRow:
         key = Key(row.tenant, row.session_id)
-        now = self._clock()
+        now = self._now()
         meta = _rules.create(self._meta(key), key, row, record, fingerprint, now)
         if meta is None:
             return self._view(key, now)
@@ -60,13 +62,13 @@ class MemoryStore:
         return self._append(session, meta, record, fingerprint=None, now=now)
 
     async def load(self, key: Key) -> SessionRow:
-        now = self._clock()
+        now = self._now()
         return _rules.view(_rules.present(self._meta(key), now), now)
 
     async def list_sessions(
         self, tenant: str, *, limit: int, cursor: str = "", labels: dict[str, str] | None = None
     ) -> Page:
-        now = self._clock()
+        now = self._now()
         start = decode_cursor(cursor)
         rows = [
             _rules.view(session.meta, now)
@@ -81,31 +83,42 @@ class MemoryStore:
         more = len(rows) > limit
         return Page(tuple(rows[:limit]), encode_cursor(position(rows[limit - 1])) if more else "")
 
+    async def usage(self, tenant: str) -> TenantUsage:
+        now = self._now()
+        live = [
+            session
+            for key, session in self._sessions.items()
+            if key.tenant == tenant
+            and not _rules.is_gone(session.meta, now)
+            and session.meta.row.state is not State.DELETED
+        ]
+        return TenantUsage(len(live), sum(len(stored.data) for session in live for stored in session.log))
+
     async def read(self, key: Key, *, after_revision: int = 0, head_hash: str = "") -> list[LoggedRecord]:
-        now = self._clock()
+        now = self._now()
         row = _rules.present(self._meta(key), now).row
         stored = [entry for entry in self._sessions[key].log if entry.revision >= after_revision]
         async with marking_damage(self, key):
             return read_log(key, row, stored, after_revision=after_revision, head_hash=head_hash)
 
     async def find_request(self, key: Key, request_id: str) -> int | None:
-        _rules.present(self._meta(key), self._clock())
+        _rules.present(self._meta(key), self._now())
         known = self._sessions[key].requests.get(request_id)
         return None if known is None else known.revision
 
     async def begin(self, key: Key, request: BeginRequest) -> BeginOutcome:
-        begun = _rules.begin(self._meta(key), self._known(key, request.request_id), request, self._clock())
+        begun = _rules.begin(self._meta(key), self._known(key, request.request_id), request, self._now())
         if begun.meta is not None:
             self._sessions[key].meta = begun.meta
         return begun.outcome
 
     async def renew(self, key: Key, token: str, lease_ms: int) -> None:
-        self._sessions[key].meta = _rules.renew(self._meta(key), token, lease_ms, self._clock())
+        self._sessions[key].meta = _rules.renew(self._meta(key), token, lease_ms, self._now())
 
     async def commit(
         self, key: Key, token: str, fingerprint: str, record: Record, counts: Counts
     ) -> SessionRow:
-        now = self._clock()
+        now = self._now()
         known = self._known(key, record.request_id)
         meta = _rules.commit(self._meta(key), known, token, fingerprint, record, counts, now)
         if meta is None:
@@ -126,7 +139,7 @@ class MemoryStore:
         *,
         expected_revision: int | None = None,
     ) -> SessionRow:
-        now = self._clock()
+        now = self._now()
         known = self._known(key, record.request_id)
         meta = _rules.apply(self._meta(key), known, fingerprint, record, counts, expected_revision, now)
         if meta is None:
@@ -136,22 +149,25 @@ class MemoryStore:
     async def delete(
         self, key: Key, *, expected_revision: int | None = None, allow_missing: bool = False
     ) -> None:
-        now = self._clock()
+        now = self._now()
         tombstone = _rules.delete(self._meta(key), key, expected_revision, allow_missing, now)
         if tombstone is not None:
             self._sessions[key] = _Session(tombstone)
 
     async def mark_damaged(self, key: Key) -> None:
-        meta = _rules.present(self._meta(key), self._clock())
+        meta = _rules.present(self._meta(key), self._now())
         self._sessions[key].meta = _rules.damage(meta)
 
     async def purge_expired(self) -> int:
         """Forget sessions and tombstones whose time is over; returns how many."""
-        now = self._clock()
+        now = self._now()
         gone = [key for key, session in self._sessions.items() if _rules.is_gone(session.meta, now)]
         for key in gone:
             del self._sessions[key]
         return len(gone)
+
+    def _now(self) -> Moment:
+        return Moment(self._wall_clock(), self._steady_clock())
 
     def _meta(self, key: Key) -> Meta | None:
         session = self._sessions.get(key)
@@ -161,11 +177,11 @@ class MemoryStore:
         session = self._sessions.get(key)
         return None if session is None else session.requests.get(request_id)
 
-    def _view(self, key: Key, now: int) -> SessionRow:
+    def _view(self, key: Key, now: Moment) -> SessionRow:
         return _rules.view(self._sessions[key].meta, now)
 
     def _append(
-        self, session: _Session, meta: Meta, record: Record, *, fingerprint: str | None, now: int
+        self, session: _Session, meta: Meta, record: Record, *, fingerprint: str | None, now: Moment
     ) -> SessionRow:
         """Add ``record`` to the log and take over ``meta``; without a fingerprint no request id is remembered."""
         stored = store_record(record, meta.row.head_hash)

@@ -39,6 +39,7 @@ from pensieve.store.contract import (
     Page,
     Replay,
     RunningElsewhere,
+    TenantUsage,
 )
 from pensieve.store.records import Record, SessionRow
 
@@ -113,6 +114,18 @@ class RedisStore:
     ) -> Page:
         await self._link.check_marker()
         return await self._index.page(tenant, limit=limit, cursor=cursor, labels=labels)
+
+    async def usage(self, tenant: str) -> TenantUsage:
+        await self._link.check_marker()
+        sessions, size, cursor = 0, 0, ""
+        while True:
+            page = await self._index.page(tenant, limit=64, cursor=cursor, labels=None)
+            streams = [session_keys(Key(tenant, row.session_id))[2] for row in page.rows]
+            for reply in await self._link.commands([("XRANGE", stream, "-", "+") for stream in streams]):
+                size += sum(len(stored.data) for stored in parse_log(reply))
+            sessions, cursor = sessions + len(page.rows), page.cursor
+            if not cursor:
+                return TenantUsage(sessions, size)
 
     async def read(self, key: Key, *, after_revision: int = 0, head_hash: str = "") -> list[LoggedRecord]:
         outcome, *values = await self._link.call(self._read, session_keys(key), [after_revision])

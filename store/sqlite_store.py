@@ -1,33 +1,38 @@
 """History in one SQLite file, for one server. Durable against process kill, OS crash and power cut ("fsync").
 
-All work runs in one thread that owns the one connection, so no method blocks the event loop and there is nothing to
-lock. A second server on the same file is refused by a lock file whose lock dies with its process. Because of that
-lock, a lease found at start belongs to a dead process and is ended at once; its seed stays for a retry of the turn.
+Changes are made by one thread that owns the one writing connection; single sessions and listings are each read by a
+thread of their own (``_sqlite.reader``), so no method blocks the event loop and no listing delays a commit. A second
+server on the same file is refused by a lock file whose lock dies with its process. Because of that lock, a lease found
+at start belongs to a dead process and is ended at once, and leases go by this process' monotonic clock.
+
+After an error of the disk nothing is known of the file: all connections are closed, and it is served again when what
+it says has been made durable (``_sqlite.durable``). Until then every call is refused.
 
 Writes that only move a lease are not flushed to the disk (``synchronous = NORMAL``): losing one loses nothing.
 """
 
 from __future__ import annotations
 
-import asyncio
-import sqlite3
+import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from pensieve.store import _refusals, _rules
-from pensieve.store._clock import wall_clock_ms
+from pensieve.errors import DataLoss
+from pensieve.store import _rules
+from pensieve.store._clock import Moment, steady_clock_ms, wall_clock_ms
 from pensieve.store._codec import marking_damage, read_log
-from pensieve.store._listing import decode_cursor, encode_cursor, has_labels, position
+from pensieve.store._listing import decode_cursor, encode_cursor, position
+from pensieve.store._sqlite.database import SqliteDatabase
 from pensieve.store._sqlite.dump import SqliteDump
-from pensieve.store._sqlite.file import SqliteFile, is_full, translated
-from pensieve.store._sqlite.rows import Rows
-from pensieve.store.contract import BeginOutcome, BeginRequest, Counts, Key, LoggedRecord, Page
+from pensieve.store._sqlite.rows import Rows, UnreadableRow
+from pensieve.store.contract import BeginOutcome, BeginRequest, Counts, Key, LoggedRecord, Page, TenantUsage
 from pensieve.store.records import Record, SessionRow
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -37,27 +42,36 @@ URL_PREFIX = "sqlite:///"
 class SqliteStore:
     """``HistoryStore`` over one file."""
 
-    def __init__(self, path: Path, *, clock: Callable[[], int] = wall_clock_ms) -> None:
-        """``clock``: ms since the epoch; the store's only time."""
-        self._file = SqliteFile(path)
-        self._clock = clock
-        self._thread: ThreadPoolExecutor | None = None
+    def __init__(
+        self,
+        path: Path,
+        *,
+        clock: Callable[[], int] = wall_clock_ms,
+        steady: Callable[[], int] = steady_clock_ms,
+        on_error: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``clock``: ms since the epoch; ``steady``: ms of a clock that never steps, for leases.
+
+        ``on_error`` is called, from any thread, for each call but ``ping`` that could not be served.
+        """
+        self._wall_clock, self._steady_clock = clock, steady
+        self._database = SqliteDatabase(path, self._now, on_error)
 
     @classmethod
-    def from_url(cls, url: str) -> SqliteStore:
+    def from_url(cls, url: str, *, on_error: Callable[[], None] = lambda: None) -> SqliteStore:
         """``sqlite:///relative/path`` or ``sqlite:////absolute/path``. Raises ValueError on other forms."""
         path = url.removeprefix(URL_PREFIX)
         if path == url or not path or path.endswith("/"):
             raise ValueError(f"bad store {url!r}: use sqlite:///relative/file or sqlite:////absolute/file")
-        return cls(Path(path))
+        return cls(Path(path), on_error=on_error)
 
     def dump(self) -> SqliteDump:
         """Access to all that is stored, for maintenance; in place of ``open``, not beside it."""
-        return SqliteDump(self._file.path)
+        return SqliteDump(self.path)
 
     @property
     def path(self) -> Path:
-        return self._file.path
+        return self._database.file.path
 
     @property
     def durability(self) -> str:
@@ -65,14 +79,12 @@ class SqliteStore:
 
     @property
     def store_id(self) -> str:
-        return self._file.store_id
+        return self._database.file.store_id
 
     async def open(self) -> None:
         """Take the file. Raises FailedPrecondition when another server holds it or its schema is newer."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pensieve-sqlite")
         try:
-            await self._in_thread(self._file.open)
+            await self._database.open()
             await self._write(Rows.end_leases)
         except BaseException:
             await self.close()
@@ -80,20 +92,17 @@ class SqliteStore:
 
     async def close(self) -> None:
         """Wait for the work in hand, then release the file."""
-        if self._thread is not None:
-            await self._in_thread(self._file.close)
-            self._thread.shutdown(wait=False)
-            self._thread = None
+        await self._database.close()
 
     async def ping(self) -> None:
-        await self._in_thread(self._file.check_in_place)
-        await self._read(lambda rows: rows.known(Key("", ""), ""))
+        """Raises Unavailable or DataLoss when no change could be made; tries one if none was made just now."""
+        await self._database.prove_writable()
 
     async def create(self, row: SessionRow, record: Record, fingerprint: str) -> SessionRow:
         key = Key(row.tenant, row.session_id)
 
         def work(rows: Rows) -> SessionRow:
-            now, before = self._clock(), rows.meta(key)
+            now, before = self._now(), rows.meta(key)
             meta = _rules.create(before, key, row, record, fingerprint, now)
             if meta is None:
                 return _rules.view(_rules.present(before, now), now)
@@ -104,7 +113,7 @@ class SqliteStore:
 
     async def load(self, key: Key) -> SessionRow:
         def work(rows: Rows) -> SessionRow:
-            now = self._clock()
+            now = self._now()
             return _rules.view(_rules.present(rows.meta(key), now), now)
 
         return await self._read(work)
@@ -115,17 +124,20 @@ class SqliteStore:
         start = decode_cursor(cursor)
 
         def work(rows: Rows) -> Page:
-            now = self._clock()
-            wanted = (meta for meta in rows.newest(tenant, start, now) if has_labels(meta.row, labels))
-            found = [_rules.view(meta, now) for meta in islice(wanted, limit + 1)]
+            now = self._now()
+            newest = rows.newest(tenant, start, labels or {}, now)
+            found = [_rules.view(meta, now) for meta in islice(newest, limit + 1)]
             page = found[:limit]
             return Page(tuple(page), encode_cursor(position(page[-1])) if len(found) > limit else "")
 
-        return await self._read(work)
+        return await self._database.list(work)
+
+    async def usage(self, tenant: str) -> TenantUsage:
+        return await self._database.read(lambda rows: rows.usage(tenant, self._now()))
 
     async def read(self, key: Key, *, after_revision: int = 0, head_hash: str = "") -> list[LoggedRecord]:
         def work(rows: Rows) -> list[LoggedRecord]:
-            row = _rules.present(rows.meta(key), self._clock()).row
+            row = _rules.present(rows.meta(key), self._now()).row
             stored = rows.log(key, after_revision)
             return read_log(key, row, stored, after_revision=after_revision, head_hash=head_hash)
 
@@ -134,7 +146,7 @@ class SqliteStore:
 
     async def find_request(self, key: Key, request_id: str) -> int | None:
         def work(rows: Rows) -> int | None:
-            _rules.present(rows.meta(key), self._clock())
+            _rules.present(rows.meta(key), self._now())
             known = rows.known(key, request_id)
             return None if known is None else known.revision
 
@@ -143,7 +155,7 @@ class SqliteStore:
     async def begin(self, key: Key, request: BeginRequest) -> BeginOutcome:
         def work(rows: Rows) -> BeginOutcome:
             known = rows.known(key, request.request_id)
-            begun = _rules.begin(rows.meta(key), known, request, self._clock())
+            begun = _rules.begin(rows.meta(key), known, request, self._now())
             if begun.meta is not None:
                 rows.put(key, begun.meta)
             return begun.outcome
@@ -152,7 +164,7 @@ class SqliteStore:
 
     async def renew(self, key: Key, token: str, lease_ms: int) -> None:
         def work(rows: Rows) -> None:
-            rows.put(key, _rules.renew(rows.meta(key), token, lease_ms, self._clock()))
+            rows.put(key, _rules.renew(rows.meta(key), token, lease_ms, self._now()))
 
         await self._write(work, flush=False)
 
@@ -160,7 +172,7 @@ class SqliteStore:
         self, key: Key, token: str, fingerprint: str, record: Record, counts: Counts
     ) -> SessionRow:
         def work(rows: Rows) -> SessionRow:
-            now, before = self._clock(), rows.meta(key)
+            now, before = self._now(), rows.meta(key)
             known = rows.known(key, record.request_id)
             meta = _rules.commit(before, known, token, fingerprint, record, counts, now)
             after = (
@@ -188,7 +200,7 @@ class SqliteStore:
         expected_revision: int | None = None,
     ) -> SessionRow:
         def work(rows: Rows) -> SessionRow:
-            now, before = self._clock(), rows.meta(key)
+            now, before = self._now(), rows.meta(key)
             known = rows.known(key, record.request_id)
             meta = _rules.apply(before, known, fingerprint, record, counts, expected_revision, now)
             after = (
@@ -202,7 +214,7 @@ class SqliteStore:
         self, key: Key, *, expected_revision: int | None = None, allow_missing: bool = False
     ) -> None:
         def work(rows: Rows) -> bool:
-            tombstone = _rules.delete(rows.meta(key), key, expected_revision, allow_missing, self._clock())
+            tombstone = _rules.delete(rows.salvaged(key), key, expected_revision, allow_missing, self._now())
             if tombstone is None:
                 return False
             rows.erase(key)
@@ -210,66 +222,34 @@ class SqliteStore:
             return True
 
         if await self._write(work):
-            await self._in_thread(self._erase_log_of_changes)
+            await self._database.erase_log()
 
     async def mark_damaged(self, key: Key) -> None:
         await self._write(
-            lambda rows: rows.put(key, _rules.damage(_rules.present(rows.meta(key), self._clock())))
+            lambda rows: rows.put(key, _rules.damage(_rules.present(rows.salvaged(key), self._now())))
         )
 
     async def purge_expired(self) -> int:
         """Remove sessions and tombstones whose time is over; returns how many."""
-        return await self._write(lambda rows: rows.purge(self._clock()))
+        return await self._write(lambda rows: rows.purge(self._now()))
 
     async def _read(self, work: Callable[[Rows], T]) -> T:
-        """``work`` in the database thread. One connection, one thread: nothing can change in between."""
-
-        def run() -> T:
-            connection = self._file.connection()
-            try:
-                return work(Rows(connection))
-            except sqlite3.DatabaseError as error:
-                raise self._failed(error) from error
-
-        return await self._in_thread(run)
+        try:
+            return await self._database.read(work)
+        except UnreadableRow as found:
+            raise await self._damaged(found.key) from found
 
     async def _write(self, work: Callable[[Rows], T], *, flush: bool = True) -> T:
-        """``work`` in one transaction, which is rolled back when anything raises."""
-
-        def run() -> T:
-            connection = self._file.connection()
-            try:
-                connection.execute(f"PRAGMA synchronous = {'FULL' if flush else 'NORMAL'}")
-                connection.execute("BEGIN IMMEDIATE")
-                try:
-                    result = work(Rows(connection))
-                    connection.execute("COMMIT")
-                except BaseException:
-                    if connection.in_transaction:
-                        connection.execute("ROLLBACK")
-                    raise
-            except sqlite3.DatabaseError as error:
-                raise self._failed(error) from error
-            return result
-
-        return await self._in_thread(run)
-
-    def _failed(self, error: sqlite3.DatabaseError) -> Exception:
-        """What to raise for ``error``; after anything but a full disk the file is opened afresh next time."""
-        if isinstance(error, sqlite3.IntegrityError | sqlite3.ProgrammingError | sqlite3.DataError):
-            return error
-        if not is_full(error):
-            self._file.drop_connection()
-        return translated(error, self._file.path)
-
-    def _erase_log_of_changes(self) -> None:
-        """Empty the write-ahead log, where deleted content would otherwise stay readable for a while."""
         try:
-            self._file.connection().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-        except sqlite3.DatabaseError as error:
-            raise self._failed(error) from error
+            return await self._database.write(work, flush=flush)
+        except UnreadableRow as found:
+            raise await self._damaged(found.key) from found
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        if self._thread is None:
-            raise _refusals.unavailable("the store is not open")
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+    async def _damaged(self, key: Key) -> DataLoss:
+        """Give the session a row that can be read, and say what was found."""
+        log.error("a session's row cannot be decoded: the session is damaged")
+        await self.mark_damaged(key)
+        return DataLoss(f"session {key.session_id!r}: its row cannot be decoded", reason="HISTORY_CORRUPT")
+
+    def _now(self) -> Moment:
+        return Moment(self._wall_clock(), self._steady_clock())

@@ -168,7 +168,7 @@ class App:
 
     async def _open_store(self) -> HistoryStore:
         try:
-            store = open_store(self._options.store)
+            store = open_store(self._options.store, on_error=self._metrics.store_error)
         except ValueError as error:
             raise StartError(f"--store: {error}", status=2) from error
         await store.open()

@@ -11,7 +11,7 @@ import hashlib
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from urllib.parse import quote
 
 import msgspec
@@ -22,10 +22,14 @@ from pensieve.store._clock import wall_clock_ms
 from pensieve.store._codec import StoredRecord
 from pensieve.store._raw import Finding, Mode, Problem, RawSession, Remedy, finding, in_order
 from pensieve.store._rules import Known, Meta
-from pensieve.store._sqlite.file import BUSY_TIMEOUT_MS, SCHEMA, SqliteFile, translated
+from pensieve.store._sqlite.errors import translated
+from pensieve.store._sqlite.file import BUSY_TIMEOUT_MS, SqliteFile
 from pensieve.store._sqlite.rows import Rows
+from pensieve.store._sqlite.schema import SCHEMA, found_schema
 from pensieve.store.contract import Key
 from pensieve.store.records import State
+
+_TENANTS: Final = "SELECT tenant, COUNT(*), SUM(bytes) FROM sessions WHERE deleted = 0 GROUP BY tenant"
 
 _meta_decoder = msgspec.msgpack.Decoder(Meta)
 
@@ -39,6 +43,8 @@ class SqliteDump:
         self._path = path
         self._file: SqliteFile | None = None
         self._connection: sqlite3.Connection | None = None
+        self._derives = False
+        """Whether the file keeps sizes, sums and labels: an older one that is only read does not yet."""
         self.store_id = ""
 
     @property
@@ -57,9 +63,11 @@ class SqliteDump:
                 self.store_id = self._file.store_id
                 self._connection.execute("PRAGMA synchronous = FULL")
                 self._connection.execute("BEGIN IMMEDIATE")
+                self._derives = True
                 return
             self._connection = _read_only(self._path)
             self.store_id = _known_store(self._connection, self._path)
+            self._derives = found_schema(self._connection, self._path) == SCHEMA
             if mode is Mode.SNAPSHOT:
                 self._connection.execute("BEGIN")
                 self._connection.execute("SELECT 1 FROM sessions LIMIT 1").fetchall()  # takes the snapshot
@@ -108,11 +116,18 @@ class SqliteDump:
                 if orphans:
                     detail = f"{orphans} rows of {table} belong to no session"
                     found.append(finding(None, Problem.FILE, detail, Remedy.NONE))
+            if self._derives:
+                kept = set(self._sql.execute("SELECT * FROM tenants WHERE sessions <> 0 OR bytes <> 0"))
+                if kept != set(self._sql.execute(_TENANTS)):
+                    detail = "what tenants take is not the sum of their sessions"
+                    found.append(finding(None, Problem.FILE, detail, Remedy.REBUILD))
         return found
 
     async def tidy(self) -> None:
         with self._translating():
             self._sql.execute("REINDEX")
+            self._sql.execute("DELETE FROM tenants")
+            self._sql.execute(f"INSERT INTO tenants {_TENANTS}")
 
     async def put(self, session: RawSession, *, over: str | None) -> bool:
         assert session.meta is not None, "only a session with a row can be written"
@@ -120,23 +135,14 @@ class SqliteDump:
         if (None if before is None else before.stamp) != over:
             return False
         with self._translating():
-            rows = Rows(self._sql)
-            rows.erase(session.key)
-            rows.put(session.key, session.meta)
-            at = self._id(session.key)
-            self._sql.executemany(
-                "INSERT INTO records (session, revision, data, crc, head_hash) VALUES (?, ?, ?, ?, ?)",
-                ((at, *entry) for entry in session.log),
-            )
-            self._sql.executemany(
-                "INSERT INTO requests (session, request_id, fingerprint, revision) VALUES (?, ?, ?, ?)",
-                ((at, name, known.fingerprint, known.revision) for name, known in session.requests.items()),
-            )
+            Rows(self._sql).replace(session.key, session.meta, session.log, session.requests)
         return True
 
     async def flush(self) -> None:
         with self._translating():
             self._sql.execute("COMMIT")
+            if self._file is not None:
+                self._file.check_in_place()
             self._sql.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             self._sql.execute("BEGIN IMMEDIATE")
 
@@ -144,12 +150,6 @@ class SqliteDump:
     def _sql(self) -> sqlite3.Connection:
         assert self._connection is not None, "not open"
         return self._connection
-
-    def _id(self, key: Key) -> int | None:
-        found = self._sql.execute(
-            "SELECT id FROM sessions WHERE tenant = ? AND session_id = ?", (key.tenant, key.session_id)
-        ).fetchone()
-        return None if found is None else int(found[0])
 
     def _read(self, key: Key) -> RawSession | None:
         found = self._sql.execute(
@@ -179,7 +179,28 @@ class SqliteDump:
         if (meta.row.tenant, meta.row.session_id) != (key.tenant, key.session_id):
             foreign = finding(key, Problem.ROW, "its row is that of another session", Remedy.REBUILD)
             return RawSession(key, None, records, requests, (foreign,), stamp)
-        return RawSession(key, meta, records, requests, tuple(_of_columns(key, meta, columns)), stamp)
+        wrong = [*_of_columns(key, meta, columns), *self._derived(key, at, meta, records)]
+        return RawSession(key, meta, records, requests, tuple(wrong), stamp)
+
+    def _derived(self, key: Key, at: int, meta: Meta, log: tuple[StoredRecord, ...]) -> Iterator[Finding]:
+        """What the file keeps of the session beside its row: its size, and its labels for listings by them."""
+        if not self._derives:
+            return
+        ((size,),) = self._sql.execute("SELECT bytes FROM sessions WHERE id = ?", (at,))
+        if size != sum(len(entry.data) for entry in log):
+            detail = f"its records take {sum(len(entry.data) for entry in log)} bytes, column bytes is {size}"
+            yield finding(key, Problem.LISTING, detail, Remedy.REBUILD)
+        row = meta.row
+        labels = self._sql.execute(
+            "SELECT name, value, tenant, update_ms, session_id FROM labels WHERE session = ?", (at,)
+        )
+        right = {
+            (name, value, row.tenant, row.update_ms, row.session_id) for name, value in row.labels.items()
+        }
+        if set(labels) != right:
+            yield finding(
+                key, Problem.LISTING, "it is listed under other labels than its own", Remedy.REBUILD
+            )
 
     @contextlib.contextmanager
     def _one_moment(self) -> Iterator[None]:
@@ -214,10 +235,7 @@ def _read_only(path: Path) -> sqlite3.Connection:
 
 def _known_store(connection: sqlite3.Connection, path: Path) -> str:
     """The store id of a file whose schema this program knows."""
-    found = int(connection.execute("PRAGMA user_version").fetchone()[0])
-    if found > SCHEMA:
-        raise _refusals.newer_schema(str(found), SCHEMA)
-    if found == 0:
+    if found_schema(connection, path) == 0:
         raise FailedPrecondition(f"{path} is not a history file", reason="STORE_FOREIGN")
     return str(connection.execute("SELECT value FROM store WHERE name = 'store_id'").fetchone()[0])
 

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
 
 import msgspec
 
+from pensieve.store._clock import Moment
 from pensieve.store._codec import StoredRecord, store_record
 from pensieve.store._listing import Position
-from pensieve.store._rules import Known, Meta, at_head
-from pensieve.store.contract import Key
+from pensieve.store._rules import Known, Meta, at_head, is_gone, lapsed
+from pensieve.store._salvage import salvaged
+from pensieve.store.contract import Key, TenantUsage
 from pensieve.store.records import Record, State
 
 _ID = "(SELECT id FROM sessions WHERE tenant = ? AND session_id = ?)"
+_COUNTED: Final = 1000
+"""Up to here it is found out how many sessions carry a label, to begin with the rarest."""
 
 _meta_encoder = msgspec.msgpack.Encoder()
 _meta_decoder = msgspec.msgpack.Decoder(Meta)
+
+
+class UnreadableRow(Exception):
+    """A session's row holds something else than its metadata."""
+
+    def __init__(self, key: Key) -> None:
+        super().__init__(key)
+        self.key = key
 
 
 class Rows:
@@ -27,10 +39,28 @@ class Rows:
         self._connection = connection
 
     def meta(self, key: Key) -> Meta | None:
+        """Raises UnreadableRow."""
         found = self._one(
             "SELECT meta FROM sessions WHERE tenant = ? AND session_id = ?", key.tenant, key.session_id
         )
-        return None if found is None else _meta_decoder.decode(found[0])
+        if found is None:
+            return None
+        meta = _decoded(found[0])
+        if meta is None:
+            raise UnreadableRow(key)
+        return meta
+
+    def salvaged(self, key: Key) -> Meta | None:
+        """The session's metadata, made up from its log where its row cannot be read: a damaged session."""
+        try:
+            return self.meta(key)
+        except UnreadableRow:
+            found = self._one(
+                "SELECT update_ms, expire_ms FROM sessions WHERE tenant = ? AND session_id = ?",
+                *(key.tenant, key.session_id),
+            )
+            update_ms, expire_ms = found if found is not None else (0, 0)
+            return salvaged(key, self.log(key, 0), update_ms=update_ms, expire_ms=expire_ms)
 
     def put(self, key: Key, meta: Meta) -> None:
         """Insert or replace the session's row; its records stay."""
@@ -70,7 +100,25 @@ class Rows:
                 f"INSERT INTO requests (session, request_id, fingerprint, revision) VALUES ({_ID}, ?, ?, ?)",
                 (key.tenant, key.session_id, record.request_id, fingerprint, record.revision),
             )
+        if record.labels is not None or record.revision == 1:
+            self._label(key, after)
         return after
+
+    def replace(
+        self, key: Key, meta: Meta, log: Iterable[StoredRecord], requests: Mapping[str, Known]
+    ) -> None:
+        """Make the session exactly this, whatever there was."""
+        self.erase(key)
+        self.put(key, meta)
+        self._connection.executemany(
+            f"INSERT INTO records (session, revision, data, crc, head_hash) VALUES ({_ID}, ?, ?, ?, ?)",
+            ((key.tenant, key.session_id, *entry) for entry in log),
+        )
+        self._connection.executemany(
+            f"INSERT INTO requests (session, request_id, fingerprint, revision) VALUES ({_ID}, ?, ?, ?)",
+            ((key.tenant, key.session_id, name, *known) for name, known in requests.items()),
+        )
+        self._label(key, meta)
 
     def known(self, key: Key, request_id: str) -> Known | None:
         found = self._one(
@@ -90,32 +138,90 @@ class Rows:
         )
         return [StoredRecord(*row) for row in cursor]
 
-    def newest(self, tenant: str, start: Position, now: int) -> Iterator[Meta]:
-        """The tenant's live sessions after ``start``, newest update first."""
+    def newest(self, tenant: str, start: Position, labels: dict[str, str], now: Moment) -> Iterator[Meta]:
+        """The tenant's live sessions after ``start`` that carry ``labels``, newest update first."""
+        place, source, given = "s", "sessions AS s", list[str]()
+        conditions = "s.deleted = 0 AND (s.leased = 1 OR s.expire_ms = 0 OR s.expire_ms > ?)"
+        if labels:
+            first, *others = sorted(labels.items(), key=lambda label: self._carriers(tenant, *label))
+            place, source = "l", "labels AS l CROSS JOIN sessions AS s ON s.id = l.session"
+            conditions += " AND l.name = ? AND l.value = ?"
+            carried = " AND EXISTS (SELECT 1 FROM labels WHERE session = s.id AND name = ? AND value = ?)"
+            conditions += carried * len(others)
+            given = [text for label in (first, *others) for text in label]
         cursor = self._connection.execute(
-            "SELECT meta FROM sessions WHERE tenant = ? AND deleted = 0 AND (update_ms, session_id) < (?, ?)"
-            " AND (expire_ms = 0 OR expire_ms > ?) ORDER BY update_ms DESC, session_id DESC",
-            (tenant, start.update_ms, start.session_id, now),
+            f"SELECT s.session_id, s.meta FROM {source} WHERE {place}.tenant = ?"
+            f" AND ({place}.update_ms, {place}.session_id) < (?, ?) AND {conditions}"
+            f" ORDER BY {place}.update_ms DESC, {place}.session_id DESC",
+            (tenant, start.update_ms, start.session_id, now.wall_ms, *given),
         )
-        return (_meta_decoder.decode(row[0]) for row in cursor)
+        for session_id, blob in cursor:
+            meta = _decoded(blob) or self.salvaged(Key(tenant, session_id))
+            if meta is not None and not is_gone(meta, now):
+                yield meta
+
+    def usage(self, tenant: str, now: Moment) -> TenantUsage:
+        """What the tenant's live sessions take."""
+        total = self._one("SELECT sessions, bytes FROM tenants WHERE tenant = ?", tenant) or (0, 0)
+        expired = self._one(
+            "SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM sessions INDEXED BY sessions_expiring"
+            " WHERE expire_ms > 0 AND expire_ms <= ? AND tenant = ? AND deleted = 0",
+            *(now.wall_ms, tenant),
+        ) or (0, 0)
+        return TenantUsage(total[0] - expired[0], total[1] - expired[1])
 
     def end_leases(self) -> None:
         """Let every lease lapse; the pending turns' seeds stay."""
         rows = self._connection.execute("SELECT meta FROM sessions WHERE leased = 1").fetchall()
-        for (blob,) in rows:
-            meta = _meta_decoder.decode(blob)
-            if meta.lease is not None:
-                lapsed = msgspec.structs.replace(meta.lease, until_ms=0)
-                key = Key(meta.row.tenant, meta.row.session_id)
-                self.put(key, msgspec.structs.replace(meta, lease=lapsed))
+        for meta in filter(None, (_decoded(blob) for (blob,) in rows)):
+            self.put(Key(meta.row.tenant, meta.row.session_id), lapsed(meta))
 
-    def purge(self, now: int) -> int:
+    def purge(self, now: Moment) -> int:
         """Remove sessions and tombstones whose time is over; returns how many."""
-        cursor = self._connection.execute(
-            "DELETE FROM sessions WHERE expire_ms > 0 AND expire_ms <= ?", (now,)
+        over = self._connection.execute(
+            "SELECT tenant, session_id, leased, meta FROM sessions WHERE expire_ms > 0 AND expire_ms <= ?",
+            (now.wall_ms,),
+        ).fetchall()
+        running = 0
+        for tenant, session_id, leased, blob in over:
+            meta = _decoded(blob) if leased else None
+            if meta is not None and not is_gone(meta, now):
+                running += 1
+            else:
+                self.erase(Key(tenant, session_id))
+        return len(over) - running
+
+    def beat(self, now: Moment) -> None:
+        """A small change of no meaning: it tells whether changes are possible."""
+        self._connection.execute("INSERT OR REPLACE INTO store VALUES ('heartbeat', ?)", (str(now.wall_ms),))
+
+    def _label(self, key: Key, meta: Meta) -> None:
+        """Enter the session's labels in the listing, in place of those it had."""
+        self._connection.execute(f"DELETE FROM labels WHERE session = {_ID}", (key.tenant, key.session_id))
+        self._connection.executemany(
+            f"INSERT INTO labels VALUES ({_ID}, ?, ?, ?, ?, ?)",
+            [
+                (key.tenant, key.session_id, name, value, key.tenant, meta.row.update_ms, key.session_id)
+                for name, value in meta.row.labels.items()
+            ],
         )
-        return cursor.rowcount
+
+    def _carriers(self, tenant: str, name: str, value: str) -> int:
+        """How many of the tenant's sessions carry the label, counted up to a bound."""
+        found = self._one(
+            "SELECT COUNT(*) FROM (SELECT 1 FROM labels WHERE tenant = ? AND name = ? AND value = ? LIMIT ?)",
+            *(tenant, name, value, _COUNTED),
+        )
+        return int(found[0]) if found is not None else 0
 
     def _one(self, statement: str, *values: object) -> tuple[Any, ...] | None:
         found: tuple[Any, ...] | None = self._connection.execute(statement, values).fetchone()
         return found
+
+
+def _decoded(blob: object) -> Meta | None:
+    """None for what is no metadata."""
+    try:
+        return _meta_decoder.decode(blob) if isinstance(blob, bytes) else None
+    except (msgspec.MsgspecError, ValueError):
+        return None

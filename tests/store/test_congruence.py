@@ -233,6 +233,9 @@ class Congruence:
 
     async def listings_agree(self) -> None:
         listings = []
+        usages = {await bench.store.usage(TENANT) for bench in self.benches}
+        assert len(usages) == 1, usages
+        assert [usage.sessions for usage in usages] == [len(self.model.live())]
         for bench in self.benches:
             page = await bench.store.list_sessions(TENANT, limit=1000)
             assert sorted(one.session_id for one in page.rows) == self.model.live(), bench.name

@@ -6,10 +6,12 @@ import msgspec
 import pytest
 
 from pensieve.errors import AlreadyExists, DataLoss, InvalidArgument, NotFound, RevisionMismatch, TurnFenced
-from pensieve.store import Began, Key
+from pensieve.store import Began, Key, TenantUsage
+from pensieve.store._codec import encode_record
 from pensieve.store.records import Record, RecordKind, SamplingDefaults, SessionConfig, SessionRow, State
 from support.store.store_bench import (
     LEASE_MS,
+    TENANT,
     Bench,
     counts,
     first_record,
@@ -307,3 +309,23 @@ async def test_listing_is_newest_first_in_pages(bench: Bench) -> None:
 async def test_a_forged_cursor_is_refused(bench: Bench, cursor: str) -> None:
     with pytest.raises(InvalidArgument):
         await bench.store.list_sessions(KEY.tenant, limit=2, cursor=cursor)
+
+
+async def test_usage_counts_live_sessions_and_the_bytes_of_their_records(bench: Bench) -> None:
+    store = bench.store
+    assert await store.usage(TENANT) == TenantUsage(0, 0)
+    for name in ("a", "b", "c"):
+        await store.create(row(key(name), ttl_s=3600.0 if name == "c" else 0.0), first_record(), "fp")
+    await store.create(row(key("a", "other")), first_record(), "fp")
+    first = len(encode_record(first_record()))
+    assert await store.usage(TENANT) == TenantUsage(3, 3 * first)
+    await whole_turn(store, key("a"), 1)
+    turn = len(encode_record(turn_record(1, "r1")))
+    assert await store.usage(TENANT) == TenantUsage(3, 3 * first + turn)
+    await store.delete(key("b"))
+    assert await store.usage(TENANT) == TenantUsage(2, 2 * first + turn)
+    bench.expire(key("c"))
+    assert await store.usage(TENANT) == TenantUsage(1, first + turn)
+    await store.purge_expired()
+    assert await store.usage(TENANT) == TenantUsage(1, first + turn)
+    assert await store.usage("nobody") == TenantUsage(0, 0)

@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from pensieve.store.maintenance import (
     CopyRefused,
     Mode,
     backup,
+    check,
     open_backup,
     open_raw,
     restore,
@@ -293,3 +295,26 @@ async def test_what_has_expired_is_left_out(tmp_path: Path) -> None:
     done = await restored(tmp_path / "b.jsonl", f"sqlite:///{tmp_path}/new.db")
     assert (done.written, done.expired) == (1, 1)
     assert set(await revisions(f"sqlite:///{tmp_path}/new.db")) == {"new"}
+
+
+async def test_a_file_of_an_older_program_is_read_as_it_is(tmp_path: Path) -> None:
+    """Only a server, or a change, brings it up to date."""
+    url = await filled(tmp_path / "h.db", MADE)
+    with contextlib.closing(sqlite3.connect(tmp_path / "h.db")) as connection:
+        names = [
+            row[0] for row in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'trigger'")
+        ]
+        connection.executescript("".join(f"DROP TRIGGER {name};" for name in names))
+        connection.executescript(
+            "DROP TABLE labels; DROP TABLE tenants; ALTER TABLE sessions DROP COLUMN bytes;"
+        )
+        connection.execute("PRAGMA user_version = 1")
+    store = open_raw(url)
+    await store.open(Mode.READ)
+    assert (await check(store)).findings == []
+    await store.close()
+    path = await backed_up(url, tmp_path / "b.jsonl")
+    await restored(path, f"sqlite:///{tmp_path}/new.db")
+    assert await revisions(f"sqlite:///{tmp_path}/new.db") == await revisions(url)
+    with contextlib.closing(sqlite3.connect(tmp_path / "h.db")) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (1,)

@@ -131,6 +131,18 @@ def wrong_expiry(patient: Patient) -> None:
     execute(patient, "UPDATE sessions SET expire_ms = 5 WHERE session_id = 's1'")
 
 
+def lost_label(patient: Patient) -> None:
+    execute(patient, "DELETE FROM labels WHERE session_id = 's1'")
+
+
+def wrong_size(patient: Patient) -> None:
+    execute(patient, "UPDATE sessions SET bytes = 1 WHERE session_id = 's1'")
+
+
+def wrong_sum(patient: Patient) -> None:
+    execute(patient, "UPDATE tenants SET bytes = bytes + 1")
+
+
 SQLITE_DAMAGE = [
     (drop_requests, Problem.REQUESTS),
     (wrong_request, Problem.REQUESTS),
@@ -139,6 +151,9 @@ SQLITE_DAMAGE = [
     (row_of_noise, Problem.ROW),
     (row_of_another, Problem.ROW),
     (wrong_expiry, Problem.EXPIRY),
+    (lost_label, Problem.LISTING),
+    (wrong_size, Problem.LISTING),
+    (wrong_sum, Problem.FILE),
 ]
 
 
@@ -211,6 +226,8 @@ async def _found_and_repaired(patient: Patient, problem: Problem) -> None:
         assert len(await store.read(KEY)) == 6
         page = await store.list_sessions(KEY.tenant, limit=10)
         assert {one.session_id for one in page.rows} == {"s1", "s2"}
+        page = await store.list_sessions(KEY.tenant, limit=10, labels={"updated": "3"})
+        assert [one.session_id for one in page.rows] == ["s1"]
         for request_id, revision in MADE.request_ids().items():
             outcome = await store.begin(KEY, request(request_id, "t"))
             assert isinstance(outcome, Replay) and outcome.revision == revision

@@ -132,7 +132,7 @@ class MemoryBench:
 
     def __init__(self) -> None:
         self.clock = Clock()
-        self.memory = MemoryStore(clock=self.clock)
+        self.memory = MemoryStore(clock=self.clock, steady=self.clock)
         self.store: HistoryStore = self.memory
 
     def lapse_lease(self, at: Key) -> None:
@@ -157,7 +157,7 @@ class SqliteBench:
     def __init__(self, path: Path) -> None:
         self.clock = Clock()
         self.path = path
-        self.store: HistoryStore = SqliteStore(path, clock=self.clock)
+        self.store: HistoryStore = SqliteStore(path, clock=self.clock, steady=self.clock)
 
     def lapse_lease(self, at: Key) -> None:
         self.clock.now += LEASE_MS + 1

@@ -1,0 +1,165 @@
+"""The tables of a history file, and how an older file is brought up to them.
+
+``user_version`` of the file is the schema's number. A program refuses a file with a larger one, without writing to it.
+What can be derived is kept by triggers, so that no statement can forget it: the size of a session, what a tenant's
+sessions take, and the place of each label in the listing.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import uuid
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from pensieve.errors import FailedPrecondition
+from pensieve.store import _refusals
+from pensieve.store._rules import Meta
+
+log = logging.getLogger(__name__)
+
+SCHEMA: Final = 2
+
+_FIRST = """
+CREATE TABLE store (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE sessions (
+    id INTEGER PRIMARY KEY,
+    tenant TEXT NOT NULL,
+    session_id TEXT NOT NULL,
+    update_ms INTEGER NOT NULL,
+    expire_ms INTEGER NOT NULL,          -- 0: never
+    deleted INTEGER NOT NULL,            -- 1: a tombstone
+    leased INTEGER NOT NULL,             -- 1: meta holds a lease
+    meta BLOB NOT NULL,                  -- msgpack of _rules.Meta
+    UNIQUE (tenant, session_id)
+);
+CREATE INDEX sessions_newest ON sessions (tenant, deleted, update_ms, session_id);
+CREATE INDEX sessions_expiring ON sessions (expire_ms) WHERE expire_ms > 0;
+CREATE INDEX sessions_leased ON sessions (leased) WHERE leased = 1;
+CREATE TABLE records (
+    session INTEGER NOT NULL REFERENCES sessions (id) ON DELETE CASCADE,
+    revision INTEGER NOT NULL,
+    data BLOB NOT NULL,
+    crc INTEGER NOT NULL,
+    head_hash TEXT NOT NULL,
+    PRIMARY KEY (session, revision)
+);
+CREATE TABLE requests (
+    session INTEGER NOT NULL REFERENCES sessions (id) ON DELETE CASCADE,
+    request_id TEXT NOT NULL,
+    fingerprint TEXT NOT NULL,
+    revision INTEGER NOT NULL,
+    PRIMARY KEY (session, request_id)
+) WITHOUT ROWID;
+"""
+
+_SECOND = """
+ALTER TABLE sessions ADD COLUMN bytes INTEGER NOT NULL DEFAULT 0;   -- of the session's records
+CREATE TABLE labels (
+    session INTEGER NOT NULL REFERENCES sessions (id) ON DELETE CASCADE,
+    name TEXT NOT NULL,
+    value TEXT NOT NULL,
+    tenant TEXT NOT NULL,
+    update_ms INTEGER NOT NULL,          -- the session's
+    session_id TEXT NOT NULL,
+    PRIMARY KEY (session, name)
+) WITHOUT ROWID;
+CREATE TABLE tenants (
+    tenant TEXT PRIMARY KEY,
+    sessions INTEGER NOT NULL,           -- all but tombstones
+    bytes INTEGER NOT NULL               -- of their records
+) WITHOUT ROWID;
+UPDATE sessions SET bytes = (SELECT COALESCE(SUM(LENGTH(data)), 0) FROM records WHERE session = sessions.id);
+INSERT INTO tenants SELECT tenant, COUNT(*), SUM(bytes) FROM sessions WHERE deleted = 0 GROUP BY tenant;
+"""
+
+_SECOND_KEPT = """
+CREATE INDEX labels_newest ON labels (tenant, name, value, update_ms, session_id);
+CREATE TRIGGER records_in AFTER INSERT ON records BEGIN
+    UPDATE sessions SET bytes = bytes + LENGTH(NEW.data) WHERE id = NEW.session;
+END;
+CREATE TRIGGER records_out AFTER DELETE ON records BEGIN
+    UPDATE sessions SET bytes = bytes - LENGTH(OLD.data) WHERE id = OLD.session;
+END;
+CREATE TRIGGER records_changed AFTER UPDATE OF data ON records BEGIN
+    UPDATE sessions SET bytes = bytes + LENGTH(NEW.data) - LENGTH(OLD.data) WHERE id = NEW.session;
+END;
+CREATE TRIGGER sessions_in AFTER INSERT ON sessions WHEN NEW.deleted = 0 BEGIN
+    INSERT INTO tenants VALUES (NEW.tenant, 1, NEW.bytes)
+        ON CONFLICT (tenant) DO UPDATE SET sessions = sessions + 1, bytes = bytes + excluded.bytes;
+END;
+CREATE TRIGGER sessions_out AFTER DELETE ON sessions WHEN OLD.deleted = 0 BEGIN
+    UPDATE tenants SET sessions = sessions - 1, bytes = bytes - OLD.bytes WHERE tenant = OLD.tenant;
+END;
+CREATE TRIGGER sessions_grown AFTER UPDATE OF bytes ON sessions WHEN NEW.deleted = 0 BEGIN
+    UPDATE tenants SET bytes = bytes + NEW.bytes - OLD.bytes WHERE tenant = NEW.tenant;
+END;
+CREATE TRIGGER sessions_moved AFTER UPDATE OF update_ms ON sessions WHEN NEW.update_ms <> OLD.update_ms BEGIN
+    UPDATE labels SET update_ms = NEW.update_ms WHERE session = NEW.id;
+END;
+"""
+
+
+def found_schema(connection: sqlite3.Connection, path: Path) -> int:
+    """The file's schema, 0 for an empty file. Raises FailedPrecondition (STORE_VERSION, STORE_FOREIGN)."""
+    found: int = connection.execute("PRAGMA user_version").fetchone()[0]
+    if found > SCHEMA:
+        raise _refusals.newer_schema(str(found), SCHEMA)
+    if found == 0 and connection.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchone():
+        raise FailedPrecondition(f"{path} is a SQLite file of another program", reason="STORE_FOREIGN")
+    return found
+
+
+def bring_up(connection: sqlite3.Connection, found: int) -> str:
+    """Make the tables, or change those of an older schema, in one transaction; returns the store id."""
+    if found < SCHEMA:
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            if found == 0:
+                _run(connection, _FIRST)
+                connection.execute("INSERT INTO store VALUES ('store_id', ?)", (uuid.uuid4().hex,))
+            if found < 2:
+                _run(connection, _SECOND)
+                _enter_labels(connection)
+                _run(connection, _SECOND_KEPT)
+            connection.execute(f"PRAGMA user_version = {SCHEMA}")
+            connection.execute("COMMIT")
+        except BaseException:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
+        if found:
+            log.info(
+                "history file brought from schema %d to %d: older programs cannot open it now", found, SCHEMA
+            )
+    return str(connection.execute("SELECT value FROM store WHERE name = 'store_id'").fetchone()[0])
+
+
+def _run(connection: sqlite3.Connection, script: str) -> None:
+    """Statement by statement: ``executescript`` would commit first."""
+    statement = ""
+    for line in script.splitlines():
+        statement += line + "\n"
+        if sqlite3.complete_statement(statement):
+            connection.execute(statement)
+            statement = ""
+
+
+def _enter_labels(connection: sqlite3.Connection) -> None:
+    """Labels of the sessions there are; a row that cannot be read has none."""
+    decoder = msgspec.msgpack.Decoder(Meta)
+    for number, blob in connection.execute("SELECT id, meta FROM sessions WHERE deleted = 0"):
+        try:
+            row = decoder.decode(blob).row
+        except (msgspec.MsgspecError, ValueError):
+            continue
+        connection.executemany(
+            "INSERT INTO labels VALUES (?, ?, ?, ?, ?, ?)",
+            [
+                (number, name, value, row.tenant, row.update_ms, row.session_id)
+                for name, value in row.labels.items()
+            ],
+        )

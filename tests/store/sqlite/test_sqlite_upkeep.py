@@ -1,0 +1,271 @@
+"""The SQLite store while it serves: where its file is, whether it takes changes, how large its log of changes grows."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from pensieve.errors import DataLoss, FailedPrecondition, PensieveError, Unavailable
+from pensieve.store import TenantUsage
+from pensieve.store._sqlite import file as sqlite_file
+from pensieve.store._sqlite import rows as sqlite_rows
+from pensieve.store._sqlite.durable import content_digest, make_durable
+from pensieve.store._sqlite.rows import Rows
+from pensieve.store.records import State
+from pensieve.store.sqlite_store import SqliteStore
+from support.store.store_bench import TENANT, counts, first_record, key, request, row, turn_record, whole_turn
+
+KEY = key()
+OTHER = key("s2")
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[SqliteStore]:
+    """Open, with one session of one turn and an empty one."""
+    one = SqliteStore(tmp_path / "h.db")
+    await one.open()
+    for at in (KEY, OTHER):
+        await one.create(row(at), first_record(), "fp")
+    await whole_turn(one, KEY, 1)
+    try:
+        yield one
+    finally:
+        await one.close()
+
+
+def behind(path: Path, statement: str, *values: object) -> None:
+    with contextlib.closing(sqlite3.connect(path, timeout=5)) as connection, connection:
+        connection.execute(statement, values)
+
+
+async def reason(store: SqliteStore, base: int = 2) -> str:
+    """Why a turn of ``KEY`` on revision ``base`` cannot be kept."""
+    with pytest.raises(PensieveError) as caught:
+        await whole_turn(store, KEY, base)
+    return caught.value.reason
+
+
+# ---- where the file is
+
+
+@pytest.mark.parametrize("suffix", ["", "-wal"])
+async def test_a_turn_is_not_kept_in_a_file_that_was_moved_away(store: SqliteStore, suffix: str) -> None:
+    """The path leads nowhere, then to another file; when the file is back, its turns are."""
+    path = Path(f"{store.path}{suffix}")
+    moved = path.with_name("moved")
+    await store.begin(KEY, request("r2", "t2"))
+    path.rename(moved)
+    record = turn_record(2, "r2")
+    for _ in range(2):
+        with pytest.raises(Unavailable) as caught:
+            await store.commit(KEY, "t2", "fp-r2", record, counts(3))
+        assert caught.value.reason == "STORE_REPLACED"
+        path.write_bytes(moved.read_bytes())
+    path.unlink()
+    moved.rename(path)
+    assert (await store.commit(KEY, "t2", "fp-r2", record, counts(3))).revision == 3
+    await store.ping()
+
+
+async def test_a_file_given_up_is_left_as_it_is(store: SqliteStore) -> None:
+    """Closing must not bring into the database what is perhaps not on the disk."""
+    database, log = store.path.read_bytes(), Path(f"{store.path}-wal").read_bytes()
+    assert log
+    given_up = store._database._in_thread(lambda: store._database.file.drop(Unavailable("a disk error")))
+    await given_up
+    assert (store.path.read_bytes(), Path(f"{store.path}-wal").read_bytes()) == (database, log)
+    assert (await store.load(KEY)).revision == 2
+
+
+async def test_a_log_that_changes_while_it_is_opened_is_not_written_again(store: SqliteStore) -> None:
+    connection = store._database.file.connection()
+    seen = content_digest(Path(f"{store.path}-wal"))
+    make_durable(connection, store.path, seen)
+    await whole_turn(store, KEY, 2)
+    with pytest.raises(Unavailable, match="changed while it was opened"):
+        make_durable(connection, store.path, seen)
+    await whole_turn(store, KEY, 3)
+
+
+# ---- whether it takes changes
+
+
+async def test_ping_makes_a_change_unless_one_was_just_made(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beats = []
+    beat = Rows.beat
+    monkeypatch.setattr(Rows, "beat", lambda self, now: (beats.append(now), beat(self, now))[1])
+    store._database._proven_at = -1e9
+    for _ in range(3):
+        await store.ping()
+    assert len(beats) == 1
+    behind(store.path, "CREATE TRIGGER no BEFORE INSERT ON store BEGIN SELECT RAISE(ABORT, 'no'); END")
+    store._database._proven_at = -1e9
+    with pytest.raises(sqlite3.IntegrityError):
+        await store.ping()
+
+
+async def test_ping_tells_of_a_disk_that_is_nearly_full(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_file, "LEAST_FREE_BYTES", 1 << 62)
+    with pytest.raises(Unavailable) as caught:
+        await store.ping()
+    assert caught.value.reason == "STORE_FULL"
+    monkeypatch.undo()
+    await store.ping()
+
+
+async def test_ping_tells_of_a_damaged_file(tmp_path: Path) -> None:
+    path = tmp_path / "h.db"
+    store = SqliteStore(path)
+    await store.open()
+    await store.create(row(KEY), first_record(), "fp")
+    await store.close()
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        page = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'records'").fetchone()[0]
+    with path.open("r+b") as file:
+        file.seek(4096 * (page - 1))
+        file.write(b"\xff" * 4096)
+    await store.open()
+    await store.ping()  # nobody has met the damage yet
+    with pytest.raises(DataLoss):
+        await store.create(row(OTHER), first_record(), "fp")
+    with pytest.raises(DataLoss, match="malformed"):
+        await store.ping()
+    await store.close()
+
+
+async def test_an_unreadable_row_damages_its_session_alone(store: SqliteStore) -> None:
+    """Whoever meets it is told of the loss; after that the session is like any damaged one."""
+    before = await store.load(KEY)
+    behind(store.path, "UPDATE sessions SET meta = x'C1FF' WHERE session_id = ?", KEY.session_id)
+    listed = {one.session_id: one.state for one in (await store.list_sessions(TENANT, limit=9)).rows}
+    assert listed == {"s1": State.DAMAGED, "s2": State.ACTIVE}
+    with pytest.raises(DataLoss) as caught:
+        await store.begin(KEY, request("r2", "t2"))
+    assert caught.value.reason == "HISTORY_CORRUPT"
+    after = await store.load(KEY)
+    assert after.state is State.DAMAGED
+    assert (after.revision, after.head_hash, after.item_count) == (before.revision, before.head_hash, 2)
+    assert len(await store.read(KEY)) == 2
+    with pytest.raises(FailedPrecondition):
+        await store.begin(KEY, request("r2", "t2"))
+    await whole_turn(store, OTHER, 1)
+    await store.ping()
+
+
+async def test_an_unreadable_row_can_be_deleted_and_does_not_keep_a_server_from_starting(
+    store: SqliteStore,
+) -> None:
+    behind(store.path, "UPDATE sessions SET meta = 'text', leased = 1, expire_ms = 9 WHERE session_id = 's1'")
+    behind(store.path, "UPDATE sessions SET meta = x'' WHERE session_id = 's2'")
+    await store.close()
+    await store.open()
+    await store.delete(OTHER)
+    assert await store.purge_expired() == 1
+    assert await store.usage(TENANT) == TenantUsage(0, 0)
+
+
+# ---- reads beside the commits
+
+
+async def test_neither_commits_nor_reads_wait_for_a_listing(store: SqliteStore) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def listing(rows: Rows) -> int:
+        seen = rows.meta(KEY)
+        entered.set()
+        assert leave.wait(60)
+        again = rows.meta(KEY)
+        assert seen is not None and again is not None
+        assert again.row.revision == seen.row.revision, "a read sees one state of the file"
+        return again.row.revision
+
+    slow = asyncio.create_task(store._database.list(listing))
+    try:
+        assert await asyncio.to_thread(entered.wait, 60)
+        await whole_turn(store, KEY, 2)
+        assert (await store.load(KEY)).revision == 3
+        assert len(await store.read(KEY)) == 3
+        await store.ping()
+        assert not slow.done()
+    finally:
+        leave.set()
+    assert await slow == 2
+
+
+async def test_a_listing_by_label_looks_at_the_sessions_that_carry_it(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(60):
+        labels = {"common": "yes", "rare": str(number // 20)}
+        await store.create(row(key(f"n{number:02}"), labels=labels), first_record(), "fp")
+    looked_at = []
+    decoded = sqlite_rows._decoded
+    monkeypatch.setattr(sqlite_rows, "_decoded", lambda blob: (looked_at.append(1), decoded(blob))[1])
+    page = await store.list_sessions(TENANT, limit=5, labels={"common": "yes", "rare": "1"})
+    assert [one.session_id for one in page.rows] == ["n39", "n38", "n37", "n36", "n35"]
+    assert len(looked_at) == 6
+    assert (await store.list_sessions(TENANT, limit=5, labels={"common": "yes", "rare": "9"})).rows == ()
+    assert (await store.list_sessions(TENANT, limit=5, labels={"common": "no"})).rows == ()
+    assert len(looked_at) == 6
+
+
+ENDLESS = "WITH RECURSIVE n(x) AS (SELECT COUNT(*) FROM sessions UNION ALL SELECT x + 1 FROM n) SELECT MAX(x) FROM n"
+
+
+async def test_a_read_without_end_does_not_let_the_log_of_changes_grow_without_end(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_file, "MOST_LOG_BYTES", 400_000)
+    store._database.file._empty_at = 100_000
+    monkeypatch.setattr(sqlite_file, "LOG_BYTES", 100_000)
+    log = Path(f"{store.path}-wal")
+    reading = threading.Event()
+
+    def endless(rows: Rows) -> None:
+        rows._connection.execute("SELECT COUNT(*) FROM sessions").fetchone()  # from here on the log is needed
+        reading.set()
+        rows._connection.execute(ENDLESS).fetchone()
+
+    slow = asyncio.create_task(store._database.list(endless))
+    assert await asyncio.to_thread(reading.wait, 60)
+    largest = 0
+    for base in range(2, 42):
+        await whole_turn(store, KEY, base, "x" * 30_000)
+        largest = max(largest, log.stat().st_size)
+    assert largest < 1_000_000, "40 turns of 60 kB are 2.4 MB"
+    with pytest.raises(Unavailable, match="interrupted"):
+        for base in range(42, 200):
+            if slow.done():
+                break
+            await whole_turn(store, KEY, base, "x" * 30_000)
+        await slow
+
+
+async def test_the_log_is_emptied_when_another_program_has_stopped_reading(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sqlite_file, "LOG_BYTES", 50_000)
+    monkeypatch.setattr(sqlite_file, "MOST_LOG_BYTES", 100_000)
+    store._database.file._empty_at = 50_000
+    log = Path(f"{store.path}-wal")
+    with contextlib.closing(sqlite3.connect(store.path, isolation_level=None)) as other:
+        other.execute("BEGIN")
+        other.execute("SELECT COUNT(*) FROM sessions").fetchone()
+        for base in range(2, 8):
+            await whole_turn(store, KEY, base, "x" * 30_000)
+        assert log.stat().st_size > 300_000
+        assert "another program reads" in caplog.text
+    for base in range(8, 12):
+        await whole_turn(store, KEY, base, "x" * 30_000)
+    await store.ping()
+    assert log.stat().st_size < 300_000
