@@ -58,10 +58,10 @@ __all__ = [
 def open_store(url: str, *, on_error: Callable[[], None] = lambda: None) -> HistoryStore:
     """The store that ``memory:``, ``sqlite:///PATH`` or ``redis://HOST:PORT/DB`` names; not yet opened.
 
-    ``on_error``: called for each call but ``ping`` that the SQLite store could not serve, from any of its threads.
-    Raises ValueError with the accepted forms on anything else.
+    ``redis+sentinel://`` and ``redis+cluster://`` too. ``on_error``: called for each call but ``ping`` that the SQLite
+    store could not serve, from any of its threads. Raises ValueError with the accepted forms on anything else.
     """
-    scheme = url.split(":", 1)[0]
+    scheme = url.split(":", 1)[0].partition("+")[0]
     if scheme == "memory":
         from pensieve.store.memory_store import MemoryStore
 

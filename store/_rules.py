@@ -136,14 +136,20 @@ def create(
     return Meta(fresh, fingerprint)
 
 
-def begin(meta: Meta | None, known: Known | None, request: BeginRequest, now: Moment) -> Begun:
-    """Take the lease, or say why not. Order of checks: exists → state → request id known → busy → revision."""
+def begin(
+    meta: Meta | None, known: Known | None, request: BeginRequest, now: Moment, *, hash_there: str = ""
+) -> Begun:
+    """Take the lease, or say why not. Order of checks: exists → state → request id known → went back → busy → revision.
+
+    ``hash_there``: the log's chain hash at the request's ``known_revision``, "" if it was not looked up.
+    """
     meta = present(meta, now)
     if meta.row.state is State.DAMAGED:
         raise _refusals.damaged()
     if known is not None:
         check_same_request(known, request.request_id, request.fingerprint)
         return Begun(Replay(view(meta, now), known.revision), None)
+    check_not_regressed(meta, request, hash_there)
     lease = meta.lease
     if lease is not None:
         if lease.token == request.token:  # this very call, sent again
@@ -283,6 +289,18 @@ def lapsed(meta: Meta) -> Meta:
     if meta.lease is None:
         return meta
     return msgspec.structs.replace(meta, lease=msgspec.structs.replace(meta.lease, until_ms=0))
+
+
+def check_not_regressed(meta: Meta, request: BeginRequest, hash_there: str) -> None:
+    """Raises DataLoss (HISTORY_REGRESSED) when the store no longer has what the caller knows it had."""
+    row = meta.row
+    if request.known_create_ms and request.known_create_ms != row.create_ms:
+        return
+    if request.known_revision > row.revision:
+        raise _refusals.wrong_revision(row.revision, request.known_revision)
+    there = row.head_hash if request.known_revision == row.revision else hash_there
+    if request.known_head and there and request.known_head != there:
+        raise _refusals.diverged(request.known_revision)
 
 
 def _kept_until(row: SessionRow, until_ms: int) -> SessionRow:

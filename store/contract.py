@@ -67,6 +67,14 @@ class BeginRequest:
     """Kept with the pending turn; an earlier attempt's seed wins, so that a retry samples alike."""
     expected_revision: int | None = None
     start_ms: int = 0
+    known_revision: int = 0
+    """Newest revision that the caller itself has seen confirmed or has read; 0: none. A store that is behind it, or had
+    another history there, has lost what it had acknowledged."""
+    known_head: str = ""
+    """Chain hash (hex) at ``known_revision``; "" if not known."""
+    known_create_ms: int = 0
+    """``create_ms`` of the session that was known; 0 if not known. A session that was made anew under the id of one
+    that has expired has gone nowhere: what was known of the old one is not held against it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +161,12 @@ class HistoryStore(Protocol):
         ...
 
     async def begin(self, key: Key, request: BeginRequest) -> BeginOutcome:
-        """Take the lease. Order of checks: exists → state → request id known → busy → revision.
+        """Take the lease. Order of checks: exists → state → request id known → went back → busy → revision.
 
         Raises AlreadyExists (REQUEST_ID_REUSED), TurnInProgress (metadata active_request_id, retry_after_s),
         RevisionMismatch (metadata current_revision), DataLoss (HISTORY_REGRESSED) when the store is behind
-        ``expected_revision``.
+        ``expected_revision`` or ``known_revision``, or had another hash than ``known_head`` there. A store that is
+        ahead of ``known_revision`` may leave the hash to ``read``.
         """
         ...
 

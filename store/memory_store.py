@@ -107,7 +107,9 @@ class MemoryStore:
         return None if known is None else known.revision
 
     async def begin(self, key: Key, request: BeginRequest) -> BeginOutcome:
-        begun = _rules.begin(self._meta(key), self._known(key, request.request_id), request, self._now())
+        known = self._known(key, request.request_id)
+        hash_there = self._hash_at(key, request.known_revision)
+        begun = _rules.begin(self._meta(key), known, request, self._now(), hash_there=hash_there)
         if begun.meta is not None:
             self._sessions[key].meta = begun.meta
         return begun.outcome
@@ -176,6 +178,11 @@ class MemoryStore:
     def _known(self, key: Key, request_id: str) -> Known | None:
         session = self._sessions.get(key)
         return None if session is None else session.requests.get(request_id)
+
+    def _hash_at(self, key: Key, revision: int) -> str:
+        session = self._sessions.get(key)
+        log = [] if session is None else session.log
+        return next((entry.head_hash for entry in log if entry.revision == revision), "")
 
     def _view(self, key: Key, now: Moment) -> SessionRow:
         return _rules.view(self._sessions[key].meta, now)

@@ -7,6 +7,7 @@ when the log has another head. Time is the Redis server's.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any, NoReturn
 
@@ -20,12 +21,14 @@ from pensieve.store._redis.dump import RedisDump
 from pensieve.store._redis.index import RedisIndex
 from pensieve.store._redis.link import RedisLink
 from pensieve.store._redis.rows import (
+    Fields,
     append_args,
     as_fields,
+    check_requests,
     create_fields,
     parse_log,
     parse_row,
-    parse_time,
+    read_row,
     session_keys,
 )
 from pensieve.store._rules import TOMBSTONE_MS, check_first
@@ -53,6 +56,8 @@ class RedisStore:
         self._link = link
         self._index = RedisIndex(link)
         self._create = link.script(scripts.CREATE)
+        self._load = link.script(scripts.LOAD)
+        self._find = link.script(scripts.FIND)
         self._read = link.script(scripts.READ)
         self._begin = link.script(scripts.BEGIN)
         self._renew = link.script(scripts.RENEW)
@@ -64,7 +69,7 @@ class RedisStore:
 
     @classmethod
     def from_url(cls, url: str) -> RedisStore:
-        """``redis://[USER:PASSWORD@]HOST:PORT/DB`` or ``rediss://…`` (TLS). Raises ValueError on other forms."""
+        """The forms are those of ``_redis.places.parse_place``. Raises ValueError on others."""
         return cls(RedisLink(url))
 
     def dump(self) -> RedisDump:
@@ -73,7 +78,9 @@ class RedisStore:
 
     @property
     def durability(self) -> str:
-        """``fsync`` (AOF, always), ``local`` (AOF, every second), ``none``, or ``unknown`` when CONFIG is forbidden."""
+        """``replicated(n)`` if the URL asks for replicas; else what the weakest server does: ``fsync`` (AOF, always),
+        ``local`` (AOF, every second), ``none`` (no AOF), or ``unknown`` when CONFIG is forbidden.
+        """
         return self._link.durability
 
     @property
@@ -91,23 +98,25 @@ class RedisStore:
         await self._link.close()
 
     async def ping(self) -> None:
-        await self._link.check_marker()
+        """Writes, so that a Redis that only reads is noticed."""
+        await self._link.ping()
 
     async def create(self, row: SessionRow, record: Record, fingerprint: str) -> SessionRow:
         check_first(record)
         key = Key(row.tenant, row.session_id)
         await self._link.check_marker()
-        await self._index.enter(key, parse_time(await self._link.command("TIME")))
+        await self._index.announce(key)
         stored = store_record(record, "")
         args = [fingerprint, stored.data, stored.crc, stored.head_hash, *create_fields(row)]
-        reply = await self._link.call(self._create, session_keys(key), args)
+        reply = await self._link.call_durably(self._create, session_keys(key), args)
         return await self._entered(key, reply)
 
     async def load(self, key: Key) -> SessionRow:
-        clock, found = await self._link.commands([("TIME",), ("HGETALL", session_keys(key)[0])])
-        fields = as_fields(found)
-        await self._check_present(fields.get(b"state"))
-        return parse_row(key, fields, parse_time(clock))
+        outcome, *values = await self._link.call(self._load, session_keys(key), [])
+        if outcome != b"OK":
+            await self._refuse(key, outcome, values)
+        async with marking_damage(self, key):
+            return read_row(key, as_fields(values[1]), int(values[0]))
 
     async def list_sessions(
         self, tenant: str, *, limit: int, cursor: str = "", labels: dict[str, str] | None = None
@@ -116,49 +125,62 @@ class RedisStore:
         return await self._index.page(tenant, limit=limit, cursor=cursor, labels=labels)
 
     async def usage(self, tenant: str) -> TenantUsage:
-        await self._link.check_marker()
-        sessions, size, cursor = 0, 0, ""
-        while True:
-            page = await self._index.page(tenant, limit=64, cursor=cursor, labels=None)
-            streams = [session_keys(Key(tenant, row.session_id))[2] for row in page.rows]
-            for reply in await self._link.commands([("XRANGE", stream, "-", "+") for stream in streams]):
-                size += sum(len(stored.data) for stored in parse_log(reply))
-            sessions, cursor = sessions + len(page.rows), page.cursor
-            if not cursor:
-                return TenantUsage(sessions, size)
+        return await self._index.usage(tenant)
 
     async def read(self, key: Key, *, after_revision: int = 0, head_hash: str = "") -> list[LoggedRecord]:
         outcome, *values = await self._link.call(self._read, session_keys(key), [after_revision])
         if outcome != b"OK":
             await self._refuse(key, outcome, values)
-        row = parse_row(key, as_fields(values[1]), int(values[0]))
-        stored = parse_log(values[2])
         async with marking_damage(self, key):
-            return read_log(key, row, stored, after_revision=after_revision, head_hash=head_hash)
+            row = read_row(key, as_fields(values[1]), int(values[0]))
+            stored = parse_log(values[2])
+            logged = read_log(key, row, stored, after_revision=after_revision, head_hash=head_hash)
+            if after_revision == 0:
+                check_requests(key, as_fields(values[3]), logged)
+            return logged
 
     async def find_request(self, key: Key, request_id: str) -> int | None:
-        meta, requests, _ = session_keys(key)
-        # In this order: a session that is still there afterwards was there when its request ids were read.
-        entry, state = await self._link.commands([("HGET", requests, request_id), ("HGET", meta, "state")])
-        await self._check_present(state)
-        return None if entry is None else int(entry.partition(b"|")[0])
+        keys = session_keys(key)
+        outcome, *values = await self._link.call(self._find, keys, [request_id])
+        if (
+            outcome == b"OK" and values[0] and self._link.replicas
+        ):  # whoever hears of it takes it as acknowledged
+            outcome, *values = await self._link.call_durably(self._find, keys, [request_id])
+        if outcome == b"OK" and values[0]:
+            await self._link.confirm(keys[0])
+        if outcome != b"OK":
+            await self._refuse(key, outcome, values)
+        return int(values[0]) if values[0] else None
 
     async def begin(self, key: Key, request: BeginRequest) -> BeginOutcome:
         expected = "" if request.expected_revision is None else request.expected_revision
         args = [
             *(request.request_id, request.fingerprint, expected, request.token, request.owner),
             *(request.attempt, request.lease_ms, request.seed, request.start_ms),
+            *(request.known_revision, request.known_head, request.known_create_ms),
         ]
         outcome, *values = await self._link.call(self._begin, session_keys(key), args)
+        if outcome == b"REPLAY" and self._link.replicas:
+            outcome, *values = await self._link.call_durably(self._begin, session_keys(key), args)
+        if outcome == b"REPLAY":
+            await self._link.confirm(session_keys(key)[0])
         if outcome not in (b"OK", b"REPLAY", b"ELSEWHERE"):
-            await self._refuse(key, outcome, values, request.request_id, request.expected_revision)
+            expected_revision = request.expected_revision
+            if outcome in (b"BEHIND", b"DIVERGED"):
+                at = "is behind" if outcome == b"BEHIND" else "has another record at"
+                log.error(
+                    "%s %s revision %d, which was seen there", self._link.place, at, request.known_revision
+                )
+            if outcome == b"BEHIND":
+                outcome, expected_revision = b"REVISION", request.known_revision
+            await self._refuse(key, outcome, values, request.request_id, expected_revision)
         now, fields = int(values[0]), as_fields(values[1])
         row = parse_row(key, fields, now)
         if outcome == b"OK":
             return Began(row, int(fields[b"run_seed"]))
         if outcome == b"REPLAY":
             return Replay(row, int(values[2]))
-        left = int(fields[b"run_until_ms"]) - now
+        left = 0 if row.running is None else row.running.lease_ms_left
         return RunningElsewhere(row, fields[b"run_owner"].decode(), fields[b"run_attempt"].decode(), left)
 
     async def renew(self, key: Key, token: str, lease_ms: int) -> None:
@@ -196,11 +218,13 @@ class RedisStore:
         self, key: Key, *, expected_revision: int | None = None, allow_missing: bool = False
     ) -> None:
         expected = "" if expected_revision is None else expected_revision
-        outcome, *values = await self._link.call(self._delete, session_keys(key), [expected, TOMBSTONE_MS])
+        args = [expected, TOMBSTONE_MS]
+        outcome, *values = await self._link.call_durably(self._delete, session_keys(key), args)
         if outcome == b"NOT_FOUND" and allow_missing:
             await self._link.check_marker()
         elif outcome not in (b"OK", b"DELETED"):
             await self._refuse(key, outcome, values, expected=expected_revision)
+        await self._link.confirm(session_keys(key)[0])
         await self._index.remove(key)
 
     async def mark_damaged(self, key: Key) -> None:
@@ -220,7 +244,7 @@ class RedisStore:
 
     async def _append(self, script: Any, key: Key, args: list[Any]) -> list[Any]:
         try:
-            return await self._link.call(script, session_keys(key), args)
+            return await self._link.call_durably(script, session_keys(key), args)
         except ResponseError as error:
             if "equal or smaller" not in str(error):
                 raise
@@ -240,19 +264,16 @@ class RedisStore:
         outcome, *values = reply
         if outcome != b"OK":
             await self._refuse(key, outcome, values, request_id, expected, offered)
-        row = parse_row(key, as_fields(values[1]), int(values[0]))
-        try:
-            await self._index.enter(key, row.update_ms)
-        except Unavailable as error:  # the change itself is made; the listing is corrected when it is read
-            log.warning("the listing of sessions was not updated: %s", error)
+        fields = as_fields(values[1])
+        row = parse_row(key, fields, int(values[0]))
+        await asyncio.gather(self._link.confirm(session_keys(key)[0]), self._list(row, fields))
         return row
 
-    async def _check_present(self, state: bytes | None) -> None:
-        if state is None:
-            await self._link.check_marker()
-            raise _refusals.not_found()
-        if state == b"deleted":
-            raise _refusals.deleted()
+    async def _list(self, row: SessionRow, fields: Fields) -> None:
+        try:
+            await self._index.enter(row, fields)
+        except Unavailable as error:  # the change itself is made; the listing is corrected when it is read
+            log.warning("the listing of sessions was not updated: %s", error)
 
     async def _refuse(
         self,
@@ -280,6 +301,10 @@ class RedisStore:
                 raise _refusals.busy(values[0].decode(), int(values[1]))
             case b"REVISION":
                 raise _refusals.wrong_revision(int(values[0]), expected or 0)
+            case b"CORRUPT":
+                raise _refusals.corrupt(key, int(values[0]), values[1].decode())
+            case b"DIVERGED":
+                raise _refusals.diverged(int(values[0]))
             case b"NOT_NEXT":
                 raise _refusals.not_next(int(values[0]), offered)
             case b"FENCED":

@@ -202,7 +202,9 @@ def _check_together(options: ServeOptions) -> None:
 
 def _without_password(value: object) -> object:
     """A store's URL as it may be shown; anything else as it is."""
-    return re.sub(r"(?<=://)([^/@]*):[^/]*@", r"\1:***@", value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return re.sub(r"(?<=password=)[^&]*", "***", re.sub(r"(?<=://)([^/@]*):[^/]*@", r"\1:***@", value))
 
 
 def _toml(value: object) -> str:

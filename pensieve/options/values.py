@@ -18,6 +18,9 @@ Parser = Callable[[object], object]
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
 STORE_FORMS = "memory:, sqlite:///PATH or redis://HOST:PORT/DB"
+REDIS_SCHEMES = tuple(
+    f"{protocol}{kind}" for protocol in ("redis", "rediss") for kind in ("", "+sentinel", "+cluster")
+)
 
 
 def text(value: object) -> str:
@@ -156,13 +159,20 @@ def store_url(value: object) -> str:
         complete = (
             url.startswith("sqlite:///") and not url.endswith("/")
             if parts.scheme == "sqlite"
-            else parts.scheme in ("redis", "rediss") and bool(parts.hostname) and parts.port != 0
+            else parts.scheme in REDIS_SCHEMES
+            and all(map(_is_node, parts.netloc.rpartition("@")[2].split(",")))
         )
     except ValueError:  # a port that is no number
         complete = False
     if not complete:
         raise ValueError(f"expected {STORE_FORMS}, got {url!r}")
     return url
+
+
+def _is_node(text: str) -> bool:
+    """Whether it is ``HOST[:PORT]``."""
+    parts = urlsplit(f"//{text}")
+    return bool(parts.hostname) and parts.port != 0
 
 
 def existing_file(value: object) -> Path:

@@ -14,12 +14,13 @@ from urllib.parse import unquote
 
 import msgspec
 
-from pensieve.errors import FailedPrecondition
+from pensieve.errors import DataLoss, FailedPrecondition
 from pensieve.store import _refusals
 from pensieve.store._codec import StoredRecord
 from pensieve.store._raw import Finding, Mode, Problem, RawSession, Remedy, finding, in_order
 from pensieve.store._redis.index import RedisIndex
 from pensieve.store._redis.link import MARKER, SCHEMA, RedisLink
+from pensieve.store._redis.prelude import PRELUDE
 from pensieve.store._redis.rows import (
     Fields,
     as_fields,
@@ -28,6 +29,7 @@ from pensieve.store._redis.rows import (
     parse_log,
     parse_row,
     parse_time,
+    read_row,
     session_keys,
 )
 from pensieve.store._rules import Known, Lease, Meta
@@ -68,24 +70,23 @@ return {'OK', redis.call('TIME'), mark, kinds, {redis.call('PTTL', m), redis.cal
 
 # KEYS: m, q, l, then the same three as they shall be. ARGV: stamp of what is replaced, expire_ms (0: never).
 PLACE: Final = (
-    _STAMP
+    PRELUDE
+    + _STAMP
     + """
-local clock = redis.call('TIME')
-local now = tonumber(clock[1]) * 1000 + math.floor(tonumber(clock[2]) / 1000)
-if redis.call('TYPE', KEYS[1]).ok == 'hash' then
-  if stamp(KEYS[1]) ~= ARGV[1] then return {'CHANGED'} end
-  if (tonumber(redis.call('HGET', KEYS[1], 'run_until_ms') or '') or 0) > now then return {'BUSY'} end
+int(ARGV[2])
+if redis.call('TYPE', m).ok == 'hash' then
+  if stamp(m) ~= ARGV[1] then return {'CHANGED'} end
+  if lease_left() > 0 then return {'BUSY'} end
 elseif ARGV[1] ~= '||' then
   return {'CHANGED'}
 end
-redis.call('DEL', KEYS[1], KEYS[2], KEYS[3])
+redis.call('DEL', m, q, l)
 for i = 1, 3 do
-  if redis.call('EXISTS', KEYS[i + 3]) == 1 then
-    redis.call('RENAME', KEYS[i + 3], KEYS[i])
-    if ARGV[2] == '0' then redis.call('PERSIST', KEYS[i]) else redis.call('PEXPIREAT', KEYS[i], ARGV[2]) end
-  end
+  if redis.call('EXISTS', KEYS[i + 3]) == 1 then redis.call('RENAME', KEYS[i + 3], KEYS[i]) end
 end
-return {'OK'}
+if get('state') ~= 'deleted' then seal() end
+expire_at(int(ARGV[2]))
+return ok()
 """
 )
 
@@ -129,13 +130,11 @@ class RedisDump:
         return parse_time(await self._link.command("TIME"))
 
     async def keys(self) -> list[Key]:
-        names: set[Key] = set()
-        scan: Any = b"0"
-        while True:
-            scan, found = await self._link.command("SCAN", scan, "MATCH", "pv1:{*", "COUNT", 1000)
-            names.update(key for name in found if (key := _key_of(name)) is not None)
-            if int(scan) == 0:
-                return in_order(names)
+        found: set[Key] = set()
+        for kind in ("hash", "stream"):
+            names = await self._link.names("pv1:{*", kind)
+            found.update(key for name in names if (key := _key_of(name)) is not None)
+        return in_order(found)
 
     async def session(self, key: Key) -> RawSession | None:
         found = await self._read(key)
@@ -159,22 +158,26 @@ class RedisDump:
         row = session.meta.row
         present = session_keys(session.key)
         staged = [f"{name[:-1]}t{name[-1]}" for name in present]
-        if row.state is not State.DELETED:
-            await self._index.enter(session.key, row.update_ms)
+        if row.state is not State.DELETED:  # before it is there, so that it is never hidden
+            await self._link.command("ZADD", index_key(row.tenant), "GT", row.update_ms, row.session_id)
         await self._link.commands([("DEL", *staged)])
         for batch in _batches(_writes(session, staged)):
             await self._link.commands(batch)
         await self._link.commands([("EXPIRE", name, STAGED_S) for name in staged])
         args = [NOTHING if over is None else over, row.expire_ms]
-        (outcome,) = await self._link.call(self._place, [*present, *staged], args)
+        outcome, *values = await self._link.call_durably(self._place, [*present, *staged], args)
         if outcome != b"OK":
             await self._link.commands([("DEL", *staged)])
-        elif row.state is State.DELETED:
+            return False
+        await self._link.confirm(present[0])
+        if row.state is State.DELETED:
             await self._index.remove(session.key)
-        return bool(outcome == b"OK")
+        else:
+            await self._index.enter(row, as_fields(values[1]))
+        return True
 
     async def flush(self) -> None:
-        """Nothing to do: each write is as durable as the Redis is set up to be."""
+        """Nothing to do: each session is as durable as the Redis is set up to be."""
 
     async def _read(self, key: Key) -> RawSession | None:
         names = session_keys(key)
@@ -193,6 +196,7 @@ class RedisDump:
             return RawSession(key, None, records, requests, tuple(found), stamp.decode())
         found += _of_expiry(key, meta, parse_time(clock), kinds, lives)
         if meta.row.state is not State.DELETED:
+            found += _of_seal(key, fields)
             place = await self._link.command("ZSCORE", index_key(key.tenant), key.session_id)
             if place is None:
                 found.append(finding(key, Problem.LISTING, "it is not in the listing", Remedy.REBUILD))
@@ -240,14 +244,14 @@ def _lease(fields: Fields) -> Lease | None:
     )
 
 
-def _row_fields(meta: Meta) -> list[Any]:
-    """The inverse of ``_meta``: field, value, field, value, …"""
+def _row_fields(meta: Meta, size: int) -> list[Any]:
+    """The inverse of ``_meta``: field, value, field, value, … ``size``: bytes of all records."""
     row, lease = meta.row, meta.lease
     common = ["state", row.state.value, "revision", row.revision, "update_ms", row.update_ms]
     common += ["expire_ms", row.expire_ms]
     if row.state is State.DELETED:
         return common
-    fields = [*create_fields(row), *common]
+    fields = [*create_fields(row), *common, "bytes", size]
     fields += ["head_hash", row.head_hash, "create_fp", meta.create_fingerprint, "create_ms", row.create_ms]
     if lease is not None:
         fields += ["run_req", lease.request_id, "run_fp", lease.fingerprint, "run_token", lease.token]
@@ -285,6 +289,15 @@ def _of_kinds(key: Key, kinds: list[bytes]) -> Iterator[Finding]:
             yield finding(key, Problem.ROW, f"its {name} is a {kind.decode()}, no {right}", Remedy.REBUILD)
 
 
+def _of_seal(key: Key, fields: Fields) -> Iterator[Finding]:
+    """A row that something else than a store has changed."""
+    try:
+        read_row(key, fields, now=1 << 62)
+    except DataLoss as error:
+        detail = error.message.removeprefix(f"session {key.session_id!r}: ")
+        yield finding(key, Problem.ROW, detail, Remedy.REBUILD)
+
+
 def _of_expiry(key: Key, meta: Meta, now: int, kinds: list[bytes], lives: list[int]) -> Iterator[Finding]:
     """All keys of a session go at the time that its row names."""
     until = meta.row.expire_ms
@@ -302,7 +315,7 @@ def _of_expiry(key: Key, meta: Meta, now: int, kinds: list[bytes], lives: list[i
 def _writes(session: RawSession, staged: list[str]) -> Iterator[tuple[Any, ...]]:
     meta, requests, log = staged
     assert session.meta is not None
-    yield ("HSET", meta, *_row_fields(session.meta))
+    yield ("HSET", meta, *_row_fields(session.meta, session.size))
     for name, known in session.requests.items():
         yield ("HSET", requests, name, f"{known.revision}|{known.fingerprint}")
     for entry in session.log:

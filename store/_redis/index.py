@@ -1,24 +1,92 @@
-"""The listing of ``redis_store``: one sorted set per tenant, session id by update time.
+"""The listing of ``redis_store`` and what its sessions take, per tenant.
 
-It lies in another hash slot than its sessions, so it cannot change in the same script. It is written around every
-change and repaired while it is read: an entry of a session that is gone is removed, a wrong time corrected. A session
+KEYS of its scripts, in one hash slot (``t`` = ``{<tenant>}``)::
+
+    1  pv1:i:t  ZSET  session id by update time
+    2  pv1:u:t  HASH  session id → "<update time>|<bytes of its records>"
+    3  pv1:e:t  ZSET  session id by the time it expires at, of those that do
+    4  pv1:b:t  the sum of all bytes
+
+They lie in another slot than the sessions, so they cannot change in the same script. They are written around every
+change and repaired while they are read: an entry of a session that is gone is removed, a wrong one corrected. A session
 is entered before it is created, so that a crash in between leaves a superfluous entry, never a hidden session.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-from urllib.parse import unquote
+from typing import Final, NamedTuple
 
+from pensieve.errors import DataLoss
 from pensieve.store._listing import Position, decode_cursor, encode_cursor, has_labels, position
 from pensieve.store._redis.link import RedisLink
-from pensieve.store._redis.rows import as_fields, index_key, parse_row, parse_time, session_keys
-from pensieve.store.contract import Key, Page
+from pensieve.store._redis.rows import (
+    Fields,
+    as_fields,
+    damaged_row,
+    index_key,
+    indexed_tenant,
+    is_sealed,
+    log_bytes,
+    parse_time,
+    read_row,
+    session_keys,
+    tenant_keys,
+)
+from pensieve.store.contract import Key, Page, TenantUsage
 from pensieve.store.records import SessionRow
 
 BATCH = 64
 GRACE_MS = 60_000
 """An entry this young may belong to a session that is just being created."""
+
+_PRELUDE: Final = """
+local index, usage, ends, total = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local function kept(session)
+  local update, bytes = string.match(redis.call('HGET', usage, session) or '', '^(%d+)|(%d+)$')
+  return tonumber(update or 0), tonumber(bytes or 0)
+end
+"""
+
+# ARGV: session id, update ms, bytes, expire ms (0: never). Of two writers that finish out of order, the later stays.
+_ENTER: Final = (
+    _PRELUDE
+    + """
+local session, update, bytes, expire = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+redis.call('ZADD', index, 'GT', ARGV[2], session)
+local kept_update, kept_bytes = kept(session)
+if update < kept_update then return end
+redis.call('HSET', usage, session, ARGV[2] .. '|' .. ARGV[3])
+redis.call('INCRBY', total, string.format('%.0f', bytes - kept_bytes))
+if expire > 0 then redis.call('ZADD', ends, ARGV[4], session) else redis.call('ZREM', ends, session) end
+"""
+)
+
+# ARGV: session id.
+_REMOVE: Final = (
+    _PRELUDE
+    + """
+redis.call('ZREM', index, ARGV[1])
+redis.call('ZREM', ends, ARGV[1])
+local _, bytes = kept(ARGV[1])
+if redis.call('HDEL', usage, ARGV[1]) == 1 then redis.call('INCRBY', total, string.format('%.0f', -bytes)) end
+"""
+)
+
+# Sessions and bytes; what has expired since the last repair is left out, not removed.
+_USAGE: Final = (
+    _PRELUDE
+    + """
+local sessions = redis.call('HLEN', usage)
+local sum = tonumber(redis.call('GET', total) or 0)
+local clock = redis.call('TIME')
+local now = string.format('%.0f', tonumber(clock[1]) * 1000 + math.floor(tonumber(clock[2]) / 1000))
+for _, session in ipairs(redis.call('ZRANGEBYSCORE', ends, '-inf', now)) do
+  local _, bytes = kept(session)
+  sessions, sum = sessions - 1, sum - bytes
+end
+return {sessions, sum}
+"""
+)
 
 
 class ListedSession(NamedTuple):
@@ -29,17 +97,34 @@ class ListedSession(NamedTuple):
 
 
 class RedisIndex:
-    """Listing of sessions, eventually consistent."""
+    """Listing and usage of sessions, eventually consistent."""
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link
+        self._enter = link.script(_ENTER)
+        self._remove = link.script(_REMOVE)
+        self._usage = link.script(_USAGE)
 
-    async def enter(self, key: Key, update_ms: int) -> None:
-        """Add or update one session. ``GT``: of two writers that finish out of order, the later time stays."""
-        await self._link.command("ZADD", index_key(key.tenant), "GT", update_ms, key.session_id)
+    async def announce(self, key: Key) -> None:
+        """Enter a session that is about to be created."""
+        now = parse_time(await self._link.command("TIME"))
+        await self._link.command("ZADD", index_key(key.tenant), "GT", now, key.session_id)
+
+    async def enter(self, row: SessionRow, fields: Fields) -> None:
+        """Add or update one session. ``fields``: all of its hash."""
+        size = int(fields[b"bytes"]) if is_sealed(fields) else await self._measured(row)
+        await self._link.call(
+            self._enter, tenant_keys(row.tenant), [row.session_id, row.update_ms, size, row.expire_ms]
+        )
 
     async def remove(self, key: Key) -> None:
-        await self._link.command("ZREM", index_key(key.tenant), key.session_id)
+        await self._link.call(self._remove, tenant_keys(key.tenant), [key.session_id])
+
+    async def usage(self, tenant: str) -> TenantUsage:
+        sessions, size = await self._link.call(self._usage, tenant_keys(tenant), [])
+        if not sessions:
+            await self._link.check_marker()
+        return TenantUsage(int(sessions), int(size))
 
     async def page(self, tenant: str, *, limit: int, cursor: str, labels: dict[str, str] | None) -> Page:
         """One page of the listing, as ``HistoryStore.list_sessions`` promises it."""
@@ -58,19 +143,10 @@ class RedisIndex:
 
     async def purge(self) -> int:
         """Drop entries of sessions that are gone, for all tenants; returns how many."""
-        dropped = 0
-        scan: Any = b"0"
-        while True:
-            scan, names = await self._link.command(
-                "SCAN", scan, "MATCH", "pv1:i:*", "COUNT", 1000, "TYPE", "zset"
-            )
-            for name in names:
-                dropped += await self._purge_one(name)
-            if int(scan) == 0:
-                return dropped
+        return sum([await self._purge_one(name) for name in await self._link.names("pv1:i:*", "zset")])
 
     async def _purge_one(self, name: bytes) -> int:
-        tenant = unquote(name.decode().removeprefix("pv1:i:{").removesuffix("}"))
+        tenant = indexed_tenant(name)
         before = await self._link.command("ZCARD", name)
         place = decode_cursor("")
         while batch := await self._after(tenant, place):
@@ -98,21 +174,33 @@ class RedisIndex:
     async def _live(self, tenant: str, batch: list[Position]) -> list[ListedSession]:
         """The sessions behind ``batch``; repairs the index where it is wrong."""
         keys = [Key(tenant, entry.session_id) for entry in batch]
+        now = parse_time(await self._link.command("TIME"))
         reads = [("HGETALL", session_keys(key)[0]) for key in keys]
-        clock, *hashes = await self._link.commands([("TIME",), *reads])
-        now = parse_time(clock)
+        names = [entry.session_id for entry in batch]
+        *hashes, entered = await self._link.commands([*reads, ("HMGET", tenant_keys(tenant)[1], *names)])
         live: list[ListedSession] = []
-        repairs: list[tuple[Any, ...]] = []
-        for key, entry, reply in zip(keys, batch, hashes, strict=True):
+        for key, entry, reply, kept in zip(keys, batch, hashes, entered, strict=True):
             fields = as_fields(reply)
             if fields.get(b"state", b"deleted") == b"deleted":
                 if fields or now - entry.update_ms > GRACE_MS:
-                    repairs.append(("ZREM", index_key(tenant), key.session_id))
+                    await self.remove(key)
                 continue
-            row = parse_row(key, fields, now)
+            try:
+                row = read_row(key, fields, now)
+            except DataLoss:  # one such session must not hide the others; who opens it is told
+                live.append(ListedSession(entry, damaged_row(key, entry.update_ms)))
+                continue
             live.append(ListedSession(entry, row))
-            if row.update_ms > entry.update_ms:
-                repairs.append(("ZADD", index_key(tenant), "GT", row.update_ms, key.session_id))
-        if repairs:
-            await self._link.commands(repairs)
+            if row.update_ms > entry.update_ms or not _is_entered(row, fields, kept):
+                await self.enter(row, fields)
         return live
+
+    async def _measured(self, row: SessionRow) -> int:
+        """Bytes of all records of a session that was last written by a program that does not keep the sum."""
+        stream = session_keys(Key(row.tenant, row.session_id))[2]
+        return log_bytes(await self._link.command("XRANGE", stream, "-", "+"))
+
+
+def _is_entered(row: SessionRow, fields: Fields, kept: bytes | None) -> bool:
+    update, _, size = (kept or b"-1|").partition(b"|")
+    return int(update) > row.update_ms or (int(update) == row.update_ms and size == fields.get(b"bytes"))

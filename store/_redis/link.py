@@ -1,23 +1,22 @@
-"""The connection under ``redis_store``: how Redis is called, what its errors mean, whether it is still our store."""
+"""The connection under ``redis_store``: how Redis is called, how long it may take, whether it is still our store."""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import logging
 import uuid
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, NamedTuple
 
 from redis import exceptions
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.client import Pipeline
-from redis.asyncio.retry import Retry
-from redis.backoff import ExponentialWithJitterBackoff
-from redis.commands.core import AsyncScript
 
-from pensieve.errors import FailedPrecondition, PensieveError
+from pensieve.errors import FailedPrecondition, Unavailable
 from pensieve.store import _refusals
+from pensieve.store._redis.clients import Words, make_client
+from pensieve.store._redis.places import parse_place
+from pensieve.store._redis.problems import StoreReplacedError, translated
 
 log = logging.getLogger(__name__)
 
@@ -25,63 +24,99 @@ SCHEMA = 1
 MARKER = "pv1:store"
 """HASH store_id, schema: written once, never expires; its absence later means that the data were lost."""
 
-SOCKET_TIMEOUT_S = 2.0
-HEALTH_CHECK_S = 30
+SOCKET_TIMEOUT_S = 1.5
+"""Without one byte of a reply."""
+CALL_LIMIT_S = 3.0
+"""For any call, with all that is tried again."""
+SUSPECT_LIMIT_S = 1.0
+"""The same while the last call got no answer: a turn waits for a Redis that hangs once, not at each of its calls."""
 RETRIES = 3
 """Commands are sent again after a lost reply, which every script is made for."""
-MAX_CONNECTIONS = 32
-POOL_WAIT_S = 5.0
+CALLS_AT_ONCE = 32
+WAIT_MS = 1000
+"""How long replicas may take to have a change."""
 
-_REFUSES_WRITES = ("MISCONF", "OOM")
+_LEVELS = {"always": "fsync", "everysec": "local"}
+
+
+class RedisScript(NamedTuple):
+    """Called by its hash; sent whole to a server that does not know it."""
+
+    source: str
+    sha: str
 
 
 class RedisLink:
-    """One client with its pool. Every call raises the store's own errors."""
+    """One client with its connections. Every call raises the store's own errors."""
 
     def __init__(
         self, url: str, *, retries: int = RETRIES, socket_timeout_s: float = SOCKET_TIMEOUT_S
     ) -> None:
         """Connects to nothing yet. Raises ValueError on a bad URL."""
-        parts = urlsplit(url)
-        self.place = f"{parts.hostname}:{parts.port or 6379}"
-        """Where Redis is, for messages: without the credentials that the URL may hold."""
+        self._place = parse_place(url)
+        self.place = str(self._place)
+        self.replicas = self._place.replicas
+        """How many replicas must have a change before it is acknowledged."""
         self.store_id = ""
         self.durability = "unknown"
-        pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=MAX_CONNECTIONS,
-            timeout=POOL_WAIT_S,
-            protocol=3,
-            decode_responses=False,
-            socket_timeout=socket_timeout_s,
-            socket_connect_timeout=socket_timeout_s,
-            health_check_interval=HEALTH_CHECK_S,
-            retry=Retry(ExponentialWithJitterBackoff(cap=0.5, base=0.02), retries),
+        self._calls = asyncio.Semaphore(CALLS_AT_ONCE)
+        self._hangs = False
+        self._client = make_client(
+            self._place, timeout_s=socket_timeout_s, retries=retries, on_connect=self._on_connect
         )
-        self._client = Redis.from_pool(pool)
 
-    def script(self, source: str) -> AsyncScript:
-        """Registered: called by its hash, loaded again when the server has forgotten it."""
-        return self._client.register_script(source)
+    def script(self, source: str) -> RedisScript:
+        whole = f"local replicas = {self.replicas}\n{source}"
+        return RedisScript(whole, hashlib.sha1(whole.encode(), usedforsecurity=False).hexdigest())
 
-    async def call(self, script: AsyncScript, keys: list[str], args: list[Any]) -> list[Any]:
+    async def call(self, script: RedisScript, keys: list[str], args: list[Any]) -> list[Any]:
         """The script's reply: an outcome name (bytes), then its values."""
-        async with self._translating():
-            reply: list[Any] = await script(keys=keys, args=args)
+        rest = (len(keys), *keys, *args)
+        async with self._bounded():
+            try:
+                reply: list[Any] = await self._client.run("EVALSHA", script.sha, *rest)
+            except exceptions.NoScriptError:
+                reply = await self._client.run("EVAL", script.source, *rest)
             return reply
+
+    async def call_durably(self, script: RedisScript, keys: list[str], args: list[Any]) -> list[Any]:
+        """As ``call``, for a change that is acknowledged: returns when enough replicas have it.
+
+        Raises Unavailable when they do not in time. The change may be made then; sent again, it is found and waited
+        for. WAIT goes by its connection's last write, so both are one pipeline, and a script that finds its change
+        made already writes something all the same.
+        """
+        if not self.replicas:
+            return await self.call(script, keys, args)
+        rest = (len(keys), *keys, *args)
+        async with self._bounded():
+            try:
+                reply: list[Any] = await self._replicated(keys[0], ("EVALSHA", script.sha, *rest))
+            except exceptions.NoScriptError:
+                reply = await self._replicated(keys[0], ("EVAL", script.source, *rest))
+            return reply
+
+    async def confirm(self, key: str) -> None:
+        """Raises Unavailable (STORE_FULL) when what was written before may be in Redis' memory alone.
+
+        A write that meets a full disk is answered as if it were kept; the next one, even of nothing, is refused.
+        """
+        await self.command("DEL", f"{key}:none")
 
     async def command(self, *words: Any) -> Any:
         """The reply to one command."""
-        async with self._translating():
-            return await self._client.execute_command(*words)  # type: ignore[no-untyped-call]
+        async with self._bounded():
+            return await self._client.run(*words)
 
-    async def commands(self, batch: Iterable[tuple[Any, ...]]) -> list[Any]:
-        """Several commands in one round trip, in order; others' commands may run between them.
+    async def commands(self, batch: Iterable[Words]) -> list[Any]:
+        """Several commands in one round trip, in order; others' commands may run between them."""
+        async with self._bounded():
+            return await self._client.batch(batch)
 
-        Never MULTI: a Redis whose memory is full refuses even reads inside of it.
-        """
-        async with self._translating(), self._client.pipeline(transaction=False) as pipeline:
-            return await _run(pipeline, batch)
+    async def names(self, pattern: str, kind: str) -> list[bytes]:
+        """All keys of one type that match. Takes as long as it takes: for housekeeping."""
+        with translated(self.place):
+            return [name async for name in self._client.names(pattern, kind)]
 
     async def open(self) -> None:
         """Check the server's settings and the marker, and write the marker into an empty store."""
@@ -109,71 +144,108 @@ class RedisLink:
         if found is None or found.decode() != self.store_id:
             raise _refusals.replaced(f"the Redis at {self.place} was emptied or replaced")
 
+    async def ping(self) -> None:
+        """Raises Unavailable unless this is our store and every server that holds keys takes writes as they are due."""
+        await self.check_marker()
+        async with self._bounded():
+            keys = await self._client.beats()
+            await asyncio.gather(*(self._beat(key) for key in keys))
+
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._client.close()
+
+    async def _beat(self, key: str) -> None:
+        words = ("SET", key, "1")
+        await (self._replicated(key, words) if self.replicas else self._client.run(*words))
+
+    async def _replicated(self, key: str, words: Words) -> Any:
+        """The reply to a command on ``key`` once enough replicas have what it wrote."""
+        reply, count = await self._client.pair(key, (words, ("WAIT", self.replicas, WAIT_MS)))
+        for answer in (reply, count):
+            if isinstance(answer, Exception):
+                raise answer
+        if int(count) < self.replicas:
+            raise _refusals.unavailable(
+                f"Redis at {self.place}: {int(count)} of {self.replicas} replicas have the change: its outcome is open"
+            )
+        return reply
+
+    async def _on_connect(self, connection: Any) -> None:
+        """A new connection may be to a Redis that was restarted on nothing, or on something else."""
+        await connection.on_connect()
+        if not self.store_id:
+            return
+        await connection.send_command("HGET", MARKER, "store_id")
+        found = await connection.read_response(disable_decoding=True)
+        if found is None or found.decode() != self.store_id:
+            raise StoreReplacedError(self.place)
 
     async def _check_settings(self) -> None:
         """Refuse a Redis that may evict; learn how durable an acknowledged write is."""
         try:
-            raw = await self.command("CONFIG", "GET", "maxmemory-policy", "appendonly", "appendfsync")
+            async with self._bounded():
+                raw = await self._client.everywhere(
+                    "CONFIG GET", "maxmemory-policy", "appendonly", "appendfsync", "save"
+                )
         except FailedPrecondition as error:
+            if error.reason != "STORE_FORBIDDEN":
+                raise
             log.warning(
                 "Redis at %s: CONFIG GET is not allowed, durability is unknown: %s", self.place, error
             )
-            self.durability = "unknown"
+            self.durability = f"replicated({self.replicas})" if self.replicas else "unknown"
             return
-        found = {name.decode(): value.decode() for name, value in _pairs(raw)}
-        policy = found.get("maxmemory-policy", "noeviction")
-        if policy != "noeviction":
-            raise FailedPrecondition(
-                f"the Redis at {self.place} has maxmemory-policy {policy} and may evict conversations: "
-                "set maxmemory-policy noeviction",
-                reason="STORE_UNSAFE",
-            )
-        levels = {"always": "fsync", "everysec": "local"}
-        appends = found.get("appendonly") == "yes"
-        self.durability = levels.get(found.get("appendfsync", ""), "none") if appends else "none"
+        found = [{_text(name): _text(value) for name, value in _pairs(reply)} for reply in raw]
+        for settings in found:
+            policy = settings.get("maxmemory-policy", "noeviction")
+            if policy != "noeviction":
+                raise FailedPrecondition(
+                    f"the Redis at {self.place} has maxmemory-policy {policy} and may evict conversations: "
+                    "set maxmemory-policy noeviction",
+                    reason="STORE_UNSAFE",
+                )
+        levels = {self._level(settings) for settings in found}
+        weakest = next(level for level in ("none", "local", "fsync") if level in levels)
+        self.durability = f"replicated({self.replicas})" if self.replicas else weakest
+
+    def _level(self, settings: dict[str, str]) -> str:
+        """What a write survives on one server; said in the log where that is not the server's end."""
+        if settings.get("appendonly") == "yes":
+            return _LEVELS.get(settings.get("appendfsync", ""), "none")
+        kept = (
+            "only snapshots: it forgets what came after the last one" if settings.get("save") else "nothing"
+        )
+        log.warning(
+            "Redis at %s has no append-only file and keeps %s when it ends. Conversations WILL be lost: "
+            "set appendonly yes",
+            *(self.place, kept),
+        )
+        return "none"
 
     @asynccontextmanager
-    async def _translating(self) -> AsyncIterator[None]:
+    async def _bounded(self) -> AsyncIterator[None]:
+        """Bounds what is done inside in time and in number, and translates its errors."""
+        limit = SUSPECT_LIMIT_S if self._hangs else CALL_LIMIT_S
         try:
-            yield
-        except exceptions.RedisError as error:
-            translated = self._translated(error)
-            if translated is None:
-                raise
-            raise translated from error
-
-    def _translated(self, error: exceptions.RedisError) -> PensieveError | None:
-        """The store's error for Redis'; None for what can only be a bug of ours."""
-        problem = f"Redis at {self.place}: {error}"
-        if isinstance(error, exceptions.OutOfMemoryError) or str(error).startswith(_REFUSES_WRITES):
-            return _refusals.full(problem)
-        if isinstance(error, exceptions.NoPermissionError) or "unknown command" in str(error):
-            return FailedPrecondition(f"history store: {problem}", reason="STORE_FORBIDDEN")
-        passing = (
-            exceptions.ConnectionError,
-            exceptions.TimeoutError,
-            exceptions.ReadOnlyError,
-            exceptions.ClusterError,
-        )
-        if isinstance(error, passing) or str(error).startswith(
-            ("BUSY", "NOREPLICAS", "LOADING", "MASTERDOWN")
-        ):
-            return _refusals.unavailable(problem)
-        return None
+            with translated(self.place):
+                async with asyncio.timeout(limit), self._calls:
+                    yield
+        except TimeoutError as error:
+            self._hangs = True
+            raise _refusals.unavailable(f"Redis at {self.place}: no answer in {limit:g} s") from error
+        except Unavailable as error:
+            self._hangs = isinstance(error.__cause__, exceptions.TimeoutError)
+            raise
+        self._hangs = False
 
 
-async def _run(pipeline: Pipeline, batch: Iterable[tuple[Any, ...]]) -> list[Any]:
-    for words in batch:
-        pipeline.execute_command(*words)
-    replies: list[Any] = await pipeline.execute()
-    return replies
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def _pairs(reply: Any) -> Iterable[tuple[bytes, bytes]]:
+def _pairs(reply: Any) -> Iterable[tuple[Any, Any]]:
     """A map reply, in the form that this connection's protocol gives it."""
     if isinstance(reply, dict):
-        items: Iterable[tuple[bytes, bytes]] = reply.items()
+        items: Iterable[tuple[Any, Any]] = reply.items()
         return items
     return zip(reply[::2], reply[1::2], strict=True)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import msgspec
 
 from pensieve.store._codec import StoredRecord
+from pensieve.store._redis.prelude import SEALED
+from pensieve.store._refusals import corrupt
 from pensieve.store._rules import ttl_ms
-from pensieve.store.contract import Counts, Key
-from pensieve.store.records import Record, RunningTurn, SessionConfig, SessionRow, State
+from pensieve.store.contract import Counts, Key, LoggedRecord
+from pensieve.store.records import Record, RecordKind, RunningTurn, SessionConfig, SessionRow, State
 
 Fields = Mapping[bytes, bytes]
+
+NO_LEASE = b"%d" % (1 << 60)
+"""For a turn that was begun by a program that kept no length of its lease."""
 
 _json = msgspec.json.Encoder()
 _config_decoder = msgspec.json.Decoder(SessionConfig)
@@ -27,7 +33,19 @@ def session_keys(key: Key) -> list[str]:
 
 
 def index_key(tenant: str) -> str:
-    return f"pv1:i:{{{quote(tenant, safe='')}}}"
+    return tenant_keys(tenant)[0]
+
+
+def tenant_keys(tenant: str) -> list[str]:
+    """KEYS of the listing's scripts, in one hash slot. Empty braces would name none; quoting makes no lone ``%``."""
+    tag = quote(tenant, safe="") or "%"
+    return [f"pv1:{letter}:{{{tag}}}" for letter in "iueb"]
+
+
+def indexed_tenant(name: bytes) -> str:
+    """The tenant whose index that key is."""
+    tag = name.decode().removeprefix("pv1:i:{").removesuffix("}")
+    return unquote(tag) if tag != "%" else ""
 
 
 def create_fields(row: SessionRow) -> list[Any]:
@@ -82,8 +100,52 @@ def parse_row(key: Key, fields: Fields, now: int) -> SessionRow:
     )
 
 
+def read_row(key: Key, fields: Fields, now: int) -> SessionRow:
+    """As ``parse_row``, of what may have been altered. Raises DataLoss (HISTORY_CORRUPT)."""
+    try:
+        row = parse_row(key, fields, now)
+    except (KeyError, ValueError, msgspec.MsgspecError) as error:
+        raise corrupt(key, 0, f"has a row that cannot be read ({type(error).__name__})") from error
+    if row.state is State.ACTIVE and not _seal_holds(fields):
+        raise corrupt(key, row.revision, "has a row that was altered")
+    return row
+
+
+def damaged_row(key: Key, update_ms: int) -> SessionRow:
+    """What a listing shows of a session whose row cannot be read."""
+    return SessionRow(tenant=key.tenant, session_id=key.session_id, state=State.DAMAGED, update_ms=update_ms)
+
+
+def is_sealed(fields: Fields) -> bool:
+    """Whether the newest record was written by a program that seals; the docstring of ``scripts`` says what that is."""
+    return fields.get(b"seal", b"").partition(b"|")[0] == fields[b"revision"]
+
+
+def _seal_holds(fields: Fields) -> bool:
+    if not is_sealed(fields):
+        return True
+    _, requests, digest = fields[b"seal"].split(b"|")
+    content = b"\0".join([requests, *(fields.get(name.encode(), b"") for name in SEALED)])
+    return hashlib.sha1(content, usedforsecurity=False).hexdigest().encode() == digest
+
+
+def check_requests(key: Key, requests: Fields, logged: Iterable[LoggedRecord]) -> None:
+    """Raises DataLoss (HISTORY_CORRUPT) unless ``requests`` has all request ids of a whole log.
+
+    But for that of its creation, which is repeated by the session's id.
+    """
+    for one in logged:
+        name, revision = one.record.request_id, one.record.revision
+        if (
+            name
+            and one.record.kind is not RecordKind.CREATE
+            and not requests.get(name.encode(), b"").startswith(b"%d|" % revision)
+        ):
+            raise corrupt(key, revision, "has lost its request id")
+
+
 def _running(fields: Fields, now: int) -> RunningTurn | None:
-    until = int(fields.get(b"run_until_ms", b"0"))
+    until = min(int(fields.get(b"run_until_ms", b"0")), now + int(fields.get(b"run_lease_ms", NO_LEASE)))
     if until <= now:
         return None
     return RunningTurn(
@@ -111,6 +173,11 @@ def parse_time(reply: Any) -> int:
 def parse_log(entries: Iterable[Any]) -> list[StoredRecord]:
     """XRANGE's reply. What is not shaped like a record becomes one that no check accepts."""
     return [_parse_entry(entry_id, as_fields(fields)) for entry_id, fields in entries]
+
+
+def log_bytes(entries: Iterable[Any]) -> int:
+    """Bytes of the records in XRANGE's reply."""
+    return sum(len(stored.data) for stored in parse_log(entries))
 
 
 def _parse_entry(entry_id: bytes, fields: Fields) -> StoredRecord:

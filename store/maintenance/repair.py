@@ -76,7 +76,9 @@ def _rebuilt(examined: Examined, now: int) -> Meta:
             expire_ms=now + ttl if ttl else 0,
         )
         before = Meta(row, "")
-    whole = before.row.revision == history.revision and before.row.head_hash == history.head_hash
+    kept = before.row.head_hash == history.head_hash and not any(
+        one.problem is Problem.ROW for one in examined.findings
+    )
     configured = any(one.record.config is not None for one in examined.sound)
     labelled = any(one.record.labels is not None for one in examined.sound)
     after = msgspec.structs.replace(
@@ -86,9 +88,9 @@ def _rebuilt(examined: Examined, now: int) -> Meta:
         head_hash=history.head_hash,
         head_item=history.head_item,
         item_count=len(history.items),
-        context_tokens=before.row.context_tokens if whole else int(history.tokens().size),
-        config=history.config if configured and not whole else before.row.config,
-        labels=dict(history.labels) if labelled and not whole else before.row.labels,
+        context_tokens=before.row.context_tokens if kept else int(history.tokens().size),
+        config=history.config if configured else before.row.config,
+        labels=dict(history.labels) if labelled else before.row.labels,
         running=None,
     )
     return at_rest(Meta(after, before.create_fingerprint, before.lease))

@@ -66,7 +66,9 @@ async def test_scripts_check_their_arguments_before_they_write(
         (store._commit, [*good[:10], "1.5", *good[11:]]),
         (store._commit, good[:-1]),
         (store._renew, ["t1", "soon"]),
-        (store._begin, ["r2", "f", "", "t2", "o", "a", "-", "1", "1"]),
+        (store._begin, ["r2", "f", "", "t2", "o", "a", "-", "1", "1", "0", "", "0"]),
+        (store._begin, ["r2", "f", "", "t2", "o", "a", "1", "1", "1", "x", "", "0"]),
+        (store._begin, ["r2", "f", "", "t2", "o", "a", "1", "1", "1"]),
         (store._delete, ["", "x"]),
     ]
     for script, args in bad_calls:
@@ -101,7 +103,7 @@ async def test_all_keys_of_a_session_expire_together(store: RedisStore, client: 
 
 
 async def test_leases_and_lives_end_by_the_servers_clock(store: RedisStore) -> None:
-    await store.create(row(KEY, ttl_s=0.2), first_record(), "fp")
+    await store.create(row(KEY, ttl_s=1.0), first_record(), "fp")
     await store.begin(KEY, request("r1", "t1", lease_ms=100))
     for _ in range(1000):
         try:

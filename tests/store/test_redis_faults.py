@@ -56,13 +56,14 @@ async def test_no_acknowledged_commit_is_lost_when_redis_is_killed(own_redis: Re
         await store.create(row(KEY), first_record(), "fp")
         revision = 1
         for _ in range(3):
-            killing = asyncio.get_running_loop().call_later(0.15, own_redis.kill)
+            last = revision + 8
             with pytest.raises(Unavailable) as caught:
                 while True:
                     await whole_turn(store, KEY, revision, "x" * 500)
                     revision += 1
+                    if revision == last:  # somewhere in one of the next turns
+                        asyncio.get_running_loop().call_later(0.005, own_redis.kill)
             assert reason(caught) == "STORE_UNAVAILABLE"
-            killing.cancel()
             own_redis.start()
             log = await store.read(KEY)
             assert len(log) in (revision, revision + 1), "one commit may have been made and not acknowledged"

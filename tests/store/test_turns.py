@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from pensieve.errors import (
     AlreadyExists,
@@ -141,6 +142,27 @@ async def test_revision_checks(bench: Bench) -> None:
         await bench.store.begin(KEY, request("r2", "t2", expected_revision=3))
     assert behind.value.reason == "HISTORY_REGRESSED"
     assert isinstance(await bench.store.begin(KEY, request("r2", "t2", expected_revision=2)), Began)
+
+
+async def test_a_store_that_is_behind_what_its_caller_knows_begins_nothing(bench: Bench) -> None:
+    await create(bench)
+    created = await bench.store.load(KEY)
+    await turn(bench, 1, "r1")
+    after = await bench.store.load(KEY)
+    lost = replace(after, revision=3, head_hash="00" * 20)
+    forked = replace(after, head_hash="00" * 20)
+    await bench.store.begin(KEY, request("r2", "t2"))
+    for seen in (lost, forked):  # told before busy: whoever runs builds on what has lost its end
+        with pytest.raises(DataLoss) as caught:
+            await bench.store.begin(KEY, request("r3", "t3", known=seen))
+        assert caught.value.reason == "HISTORY_REGRESSED"
+    await bench.store.abort(KEY, "t2")
+    assert isinstance(await bench.store.begin(KEY, request("r1", "t9", known=lost)), Replay)
+    for token, seen in (("t4", created), ("t5", after), ("t6", replace(lost, create_ms=1))):
+        began = await bench.store.begin(KEY, request("r3", token, known=seen))
+        assert isinstance(began, Began), "it knows no more than the store, or knew another session of that id"
+        await bench.store.abort(KEY, token)
+    assert (await bench.store.load(KEY)).revision == 2
 
 
 async def test_a_lapsed_lease_is_taken_over_and_the_old_holder_fenced(bench: Bench) -> None:

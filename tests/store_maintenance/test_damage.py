@@ -197,6 +197,7 @@ REDIS_DAMAGE: list[tuple[str, Callable[[Any], None], Problem]] = [
     ("row unreadable", redis_set(0, "revision", "six"), Problem.ROW),
     ("row of another type", lambda c: (redis_drop(0)(c), c.set(session_keys(KEY)[0], "x")), Problem.ROW),
     ("counts wrong", redis_set(0, "item_count", "99"), Problem.COUNTS),
+    ("row altered", redis_set(0, "context_tokens", "77"), Problem.ROW),
     ("not listed", lambda c: c.zrem(index_key(KEY.tenant), KEY.session_id), Problem.LISTING),
     ("expires", lambda c: c.pexpire(session_keys(KEY)[1], 3_600_000), Problem.EXPIRY),
     ("expires at another time", expires_elsewhen, Problem.EXPIRY),

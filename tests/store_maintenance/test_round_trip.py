@@ -71,6 +71,7 @@ async def seen(store: HistoryStore, made: list[Made]) -> list[object]:
             except PensieveError as error:
                 answers.append((type(error).__name__, error.reason))
     for tenant in TENANTS:
+        answers.append(await store.usage(tenant))
         answers.append((await store.list_sessions(tenant, limit=3)).rows)
         answers.append((await store.list_sessions(tenant, limit=10, labels={"updated": "1"})).rows)
     return answers

@@ -109,8 +109,11 @@ def store(url: str) -> Iterator[Check]:
         )
     elif url.startswith("sqlite:"):
         yield from _sqlite(Path(url.removeprefix("sqlite:///")))
-    else:
+    elif url.startswith(("redis://", "rediss://")):
         yield _redis(url)
+    else:
+        where = urlsplit(url).netloc.rpartition("@")[2]
+        yield Check("store", "redis", "note", f"{where}: several servers, looked at when the server starts")
 
 
 def _sqlite(path: Path) -> Iterator[Check]:

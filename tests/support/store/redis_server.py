@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -73,7 +74,10 @@ class RedisServer:
         ]
         log_path = self._folder / "redis.log"
         with log_path.open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            # Python ignores SIGXFSZ; the server inherits that, so that ``fill_disk`` is an error and not its end.
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, start_new_session=True, restore_signals=False
+            )
         limit = time.monotonic() + START_LIMIT_S
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > limit:
@@ -87,6 +91,31 @@ class RedisServer:
     def stop(self) -> None:
         """SIGTERM, and SIGKILL for a server that refuses (it does when it cannot save). Nothing if it does not run."""
         self._end(signal.SIGTERM)
+
+    def fill_disk(self) -> None:
+        """From now on no file of the server grows: a write to its end fails, as on a full disk."""
+        self._limit_files(1)
+
+    def free_disk(self) -> None:
+        self._limit_files(resource.RLIM_INFINITY)
+
+    def has_ended(self) -> bool:
+        """Whether it has ended by itself."""
+        return self._process is None or self._process.poll() is not None
+
+    def _limit_files(self, size: int) -> None:
+        assert self._process is not None
+        _, hard = resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, (size, hard))
+
+    def pause(self) -> None:
+        """SIGSTOP: connections stay, nobody answers."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGCONT)
 
     def _end(self, how: signal.Signals) -> None:
         if self._process is None:

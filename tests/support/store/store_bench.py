@@ -15,7 +15,7 @@ import redis
 
 from pensieve.core import FinishReason, Role, pack_tokens
 from pensieve.store import BeginRequest, Counts, HistoryStore, Key
-from pensieve.store._redis.rows import session_keys
+from pensieve.store._redis.rows import session_keys, tenant_keys
 from pensieve.store.memory_store import MemoryStore
 from pensieve.store.records import Item, Record, RecordKind, SessionConfig, SessionRow, TurnResult
 from pensieve.store.redis_store import RedisStore
@@ -74,6 +74,7 @@ def request(
     seed: int = 1,
     expected_revision: int | None = None,
     lease_ms: int = LEASE_MS,
+    known: SessionRow | None = None,
 ) -> BeginRequest:
     return BeginRequest(
         request_id=request_id,
@@ -85,6 +86,9 @@ def request(
         seed=seed,
         expected_revision=expected_revision,
         start_ms=5,
+        known_revision=0 if known is None else known.revision,
+        known_head="" if known is None else known.head_hash,
+        known_create_ms=0 if known is None else known.create_ms,
     )
 
 
@@ -189,7 +193,7 @@ class RedisBench:
 
     name = "redis"
 
-    def __init__(self, url: str, client: redis.Redis) -> None:
+    def __init__(self, url: str, client: redis.Redis | redis.RedisCluster) -> None:
         self._client: Any = client  # its reply types cover every option; only bytes come here
         self.store: HistoryStore = RedisStore.from_url(url)
 
@@ -204,6 +208,9 @@ class RedisBench:
             if self._client.exists(name):
                 assert self._client.pttl(name) > 0, f"{name} has no expiry"
                 self._client.pexpireat(name, 1)
+        ends = tenant_keys(at.tenant)[2]
+        assert self._client.zscore(ends, at.session_id), "the listing knows no expiry"
+        self._client.zadd(ends, {at.session_id: 1})
 
     def damage(self, at: Key, revision: int) -> None:
         def change(number: int, fields: dict[bytes, bytes]) -> dict[bytes, bytes] | None:

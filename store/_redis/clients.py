@@ -1,0 +1,236 @@
+"""How a store's Redis is called: one face over a server, the primary that Sentinels name, and a Cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any, Protocol
+
+from redis import exceptions
+from redis.asyncio import Redis
+from redis.asyncio.cluster import ClusterNode, RedisCluster
+from redis.asyncio.connection import ConnectionPool, SSLConnection
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
+
+from pensieve.store._redis.places import RedisPlace
+
+Words = tuple[Any, ...]
+"""One command."""
+
+MAX_CONNECTIONS = 64
+"""To one server; the link lets fewer calls go at once."""
+HEALTH_CHECK_S = 30
+SENTINEL_TIMEOUT_S = 0.5
+BEAT = "pv1:beat"
+BEATS = 4096
+"""Names tried for a key that lies on a given server of a Cluster."""
+
+
+class RedisClient(Protocol):
+    """Calls that go to whoever may write. Raises redis-py's errors."""
+
+    async def run(self, *words: Any) -> Any:
+        """The reply to one command."""
+        ...
+
+    async def batch(self, commands: Iterable[Words]) -> list[Any]:
+        """Several commands in one round trip, in order; others' commands may run between them."""
+        ...
+
+    async def pair(self, key: str, commands: tuple[Words, Words]) -> list[Any]:
+        """Two commands on one connection to the server that holds ``key``; replies, or errors in their places."""
+        ...
+
+    async def everywhere(self, *words: Any) -> list[Any]:
+        """One command to every server that holds keys."""
+        ...
+
+    async def beats(self) -> list[str]:
+        """Keys for a write that changes nothing: one on each server that holds keys, as they are now."""
+        ...
+
+    def names(self, pattern: str, kind: str) -> AsyncIterator[bytes]:
+        """Keys of one type that match."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def make_client(place: RedisPlace, *, timeout_s: float, retries: int, on_connect: OnConnect) -> RedisClient:
+    """``on_connect`` makes a connection ready. Not called in a Cluster: a server may not hold what it asks for."""
+    options = {
+        **place.options,
+        "protocol": 3,
+        "decode_responses": False,
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        "health_check_interval": HEALTH_CHECK_S,
+    }
+
+    def retry() -> Retry:
+        return Retry(ExponentialWithJitterBackoff(cap=0.25, base=0.02), retries)
+
+    if place.kind == "cluster":
+        return ClusterClient(place, options, retry())
+    return ServerClient(place, {**options, "retry": retry(), "redis_connect_func": on_connect})
+
+
+OnConnect = Callable[[Any], Awaitable[None]]
+
+
+class ServerClient:
+    """One server, or the one that Sentinels name."""
+
+    def __init__(self, place: RedisPlace, options: dict[str, Any]) -> None:
+        self._sentinel: Any = None
+        self._client: Any
+        if place.kind == "sentinel":
+            self._sentinel = Sentinel(  # type: ignore[no-untyped-call]
+                place.nodes,
+                sentinel_kwargs={
+                    **(place.sentinel_options or {}),
+                    "socket_timeout": SENTINEL_TIMEOUT_S,
+                    "socket_connect_timeout": SENTINEL_TIMEOUT_S,
+                    "retry": Retry(NoBackoff(), 0),
+                },
+            )
+            self._client = self._sentinel.master_for(
+                place.service, max_connections=MAX_CONNECTIONS, **options
+            )
+        else:
+            ((host, port),) = place.nodes
+            if options.pop("ssl", False):
+                options["connection_class"] = SSLConnection
+            pool = ConnectionPool(host=host, port=port, max_connections=MAX_CONNECTIONS, **options)
+            self._client = Redis.from_pool(pool)
+
+    async def run(self, *words: Any) -> Any:
+        try:
+            return await self._client.execute_command(*words)
+        except exceptions.ReadOnlyError:
+            # A server that was a primary when we connected; the next connection may find who is one now.
+            await self._client.connection_pool.disconnect(inuse_connections=False)
+            raise
+
+    async def batch(self, commands: Iterable[Words]) -> list[Any]:
+        # Never MULTI: a Redis whose memory is full refuses even reads inside of it.
+        return await self._piped(commands, raise_on_error=True)
+
+    async def pair(self, key: str, commands: tuple[Words, Words]) -> list[Any]:
+        return await self._piped(commands, raise_on_error=False)
+
+    async def everywhere(self, *words: Any) -> list[Any]:
+        return [await self.run(*words)]
+
+    async def beats(self) -> list[str]:
+        if self._sentinel is not None:
+            # Drops idle connections to a primary that is none any more, also one that still takes writes.
+            await self._client.connection_pool.get_master_address()
+        return [BEAT]
+
+    async def names(self, pattern: str, kind: str) -> AsyncIterator[bytes]:
+        async for name in self._client.scan_iter(match=pattern, count=1000, _type=kind):
+            yield name
+
+    async def close(self) -> None:
+        await self._client.aclose(close_connection_pool=True)
+        if self._sentinel is not None:
+            await self._sentinel.aclose()
+
+    async def _piped(self, commands: Iterable[Words], *, raise_on_error: bool) -> list[Any]:
+        async with self._client.pipeline(transaction=False) as pipeline:
+            for words in commands:
+                pipeline.execute_command(*words)
+            replies: list[Any] = await pipeline.execute(raise_on_error=raise_on_error)
+            return replies
+
+
+class ClusterClient:
+    """Redis Cluster. A command goes where its key lies; one without a key, to any server."""
+
+    def __init__(self, place: RedisPlace, options: dict[str, Any], retry: Retry) -> None:
+        nodes = [ClusterNode(host, port) for host, port in place.nodes]
+        self._client: Any = RedisCluster(
+            startup_nodes=nodes, retry=retry, max_connections=MAX_CONNECTIONS, **options
+        )
+        self._options = {name: value for name, value in options.items() if name != "db"}
+        if self._options.pop("ssl", False):
+            self._options["connection_class"] = SSLConnection
+        self._servers: dict[tuple[str, int], Any] = {}
+        self._beats: dict[str, str] = {}
+
+    async def run(self, *words: Any) -> Any:
+        return await self._client.execute_command(*words)
+
+    async def batch(self, commands: Iterable[Words]) -> list[Any]:
+        async with self._client.pipeline() as pipeline:
+            for words in commands:
+                pipeline.execute_command(*words)
+            replies: list[Any] = await pipeline.execute()
+            return replies
+
+    async def pair(self, key: str, commands: tuple[Words, Words]) -> list[Any]:
+        """A connection of our own, since the Cluster client says of none which one it takes."""
+        await self._client.initialize()
+        node = self._client.get_node_from_key(key)
+        replies = await self._piped(node.host, node.port, commands)
+        moved = replies[0]
+        if isinstance(moved, exceptions.MovedError):
+            await self._client.nodes_manager.move_slot(moved)
+            replies = await self._piped(moved.host, moved.port, commands)
+        return replies
+
+    async def everywhere(self, *words: Any) -> list[Any]:
+        await self._client.initialize()
+        primaries = self._client.get_primaries()
+        return list(
+            await asyncio.gather(
+                *(self._client.execute_command(*words, target_nodes=node) for node in primaries)
+            )
+        )
+
+    async def beats(self) -> list[str]:
+        await self._client.initialize()
+        keys = [self._beat_key(node.name) for node in self._client.get_primaries()]
+        return [key for key in keys if key]
+
+    async def names(self, pattern: str, kind: str) -> AsyncIterator[bytes]:
+        await self._client.initialize()
+        async for name in self._client.scan_iter(
+            match=pattern, count=1000, _type=kind, target_nodes=RedisCluster.PRIMARIES
+        ):
+            yield name
+
+    async def close(self) -> None:
+        await self._client.aclose()
+        for server in self._servers.values():
+            await server.aclose(close_connection_pool=True)
+
+    def _beat_key(self, node: str) -> str:
+        """A key on that server, "" for one that holds none."""
+        known = self._beats.get(node)
+        if known is None or self._client.get_node_from_key(known).name != node:
+            found = (f"{BEAT}:{number}" for number in range(BEATS))
+            known = next((key for key in found if self._client.get_node_from_key(key).name == node), "")
+            self._beats[node] = known
+        return known
+
+    async def _piped(self, host: str, port: int, commands: tuple[Words, Words]) -> list[Any]:
+        server = self._servers.get((host, port))
+        if server is None:
+            retry = Retry(NoBackoff(), 1)
+            pool = ConnectionPool(
+                host=host, port=port, max_connections=MAX_CONNECTIONS, retry=retry, **self._options
+            )
+            server = self._servers[host, port] = Redis.from_pool(pool)
+        try:
+            async with server.pipeline(transaction=False) as pipeline:
+                for words in commands:
+                    pipeline.execute_command(*words)
+                replies: list[Any] = await pipeline.execute(raise_on_error=False)
+                return replies
+        except (exceptions.ConnectionError, exceptions.TimeoutError):
+            await self._client.aclose()  # it learns anew who holds what
+            raise

@@ -1,0 +1,60 @@
+"""What Redis' errors mean for the store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from redis import exceptions
+
+from pensieve.errors import FailedPrecondition, PensieveError
+from pensieve.store import _refusals
+
+_REFUSES_WRITES = ("MISCONF", "OOM")
+_PASSING = (
+    *("BUSY", "NOREPLICAS", "LOADING", "MASTERDOWN", "READONLY", "TRYAGAIN", "CLUSTERDOWN", "ASK"),
+    "WAIT cannot be used with replica",
+)
+_PASSING_TYPES = (
+    exceptions.ConnectionError,
+    exceptions.TimeoutError,
+    exceptions.ReadOnlyError,
+    exceptions.ClusterError,
+    exceptions.RedisClusterException,
+    exceptions.AskError,
+    exceptions.TryAgainError,
+)
+
+
+class StoreReplacedError(exceptions.ResponseError):
+    """A connection was made to a Redis that does not hold our store."""
+
+
+@contextmanager
+def translated(place: str) -> Iterator[None]:
+    """Raises the store's errors for those of Redis; what can only be a bug of ours passes as it is."""
+    try:
+        yield
+    except (exceptions.RedisError, exceptions.RedisClusterException) as error:
+        meaning = _meaning(error, place)
+        if meaning is None:
+            raise
+        raise meaning from error
+
+
+def _meaning(error: Exception, place: str) -> PensieveError | None:
+    text = str(error)
+    problem = f"Redis at {place}: {text}"
+    if isinstance(error, StoreReplacedError):
+        return _refusals.replaced(f"the Redis at {place} was emptied or replaced")
+    if isinstance(error, exceptions.OutOfMemoryError) or text.startswith(_REFUSES_WRITES):
+        return _refusals.full(problem)
+    if isinstance(error, exceptions.NoPermissionError) or "unknown command" in text:
+        return FailedPrecondition(f"history store: {problem}", reason="STORE_FORBIDDEN")
+    if isinstance(error, exceptions.MovedError):
+        return FailedPrecondition(
+            f"the Redis at {place} is part of a Cluster: use redis+cluster://", reason="STORE_UNSAFE"
+        )
+    if isinstance(error, _PASSING_TYPES) or text.startswith(_PASSING):
+        return _refusals.unavailable(problem)
+    return None

@@ -1,0 +1,111 @@
+"""A real Redis Cluster under the store: the whole contract, sessions in all slots, slots that move."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+from pensieve.errors import FailedPrecondition, Unavailable
+from pensieve.store import Began
+from pensieve.store._redis import link
+from pensieve.store._redis.link import MARKER
+from pensieve.store._redis.rows import session_keys
+from pensieve.store.redis_store import RedisStore
+from support.store.redis_groups import ClusterGroup, cluster_group
+from support.store.store_bench import (
+    TENANT,
+    RedisBench,
+    first_record,
+    key,
+    opened,
+    opened_redis,
+    request,
+    row,
+    whole_turn,
+)
+from tests.store import test_sessions, test_turns
+
+pytestmark = pytest.mark.redis
+
+Promise = Callable[[RedisBench], Coroutine[Any, Any, None]]
+PROMISES: dict[str, Promise] = {
+    name: function
+    for module in (test_turns, test_sessions)
+    for name, function in vars(module).items()
+    if name.startswith("test_") and list(inspect.signature(function).parameters) == ["bench"]
+}
+"""What all stores are tested for, and takes no more than a store."""
+SESSIONS = 30
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[ClusterGroup]:
+    with cluster_group() as one:
+        yield one
+
+
+async def test_a_cluster_keeps_every_promise_of_a_store(group: ClusterGroup) -> None:
+    assert len(PROMISES) > 30
+    with contextlib.closing(group.client()) as plain:
+        bench = RedisBench(group.url, plain)
+        async with opened(bench):
+            for name, promise in PROMISES.items():
+                keys = [one for one in plain.scan_iter(count=1000) if one != MARKER.encode()]
+                for one in keys:
+                    plain.delete(one)
+                try:
+                    await promise(bench)
+                except BaseException as error:
+                    error.add_note(f"in {name}")
+                    raise
+
+
+async def test_sessions_lie_on_all_servers_and_follow_their_slots(group: ClusterGroup) -> None:
+    names = [f"s{number}" for number in range(SESSIONS)]
+    async with opened_redis(group.url) as store:
+        for name in names:
+            await store.create(row(key(name, "spread")), first_record(), "fp")
+        sizes = []
+        for server in group.servers:
+            with contextlib.closing(server.client()) as client:
+                sizes.append(client.dbsize())
+                client.script_flush()
+        assert all(size > SESSIONS / 5 for size in sizes)  # type: ignore[operator]
+        await store.ping()
+        assert len((await store.list_sessions("spread", limit=SESSIONS)).rows) == SESSIONS
+        moved = key("s7", "spread")
+        assert isinstance(await store.begin(moved, request("r1", "t1")), Began)
+        with contextlib.closing(group.client()) as plain:
+            group.move_slot(plain.keyslot(session_keys(moved)[0]))
+        await store.abort(moved, "t1")
+        assert (await whole_turn(store, moved, 1)).revision == 2
+        assert len(await store.read(moved)) == 2
+        assert (await store.usage("spread")).sessions == SESSIONS
+        await store.purge_expired()
+
+
+async def test_a_cluster_without_replicas_has_none(
+    group: ClusterGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "WAIT_MS", 50)
+    async with opened_redis(f"{group.url}?replicas=1") as store:
+        assert store.durability == "replicated(1)"
+        with pytest.raises(Unavailable, match="0 of 1 replicas"):
+            await store.create(row(key("alone", TENANT)), first_record(), "fp")
+        with pytest.raises(Unavailable):
+            await store.ping()
+
+
+async def test_one_server_of_a_cluster_is_no_store(group: ClusterGroup) -> None:
+    for server in group.servers:
+        store = RedisStore.from_url(server.url)
+        with contextlib.suppress(FailedPrecondition):  # one of the three holds the marker itself
+            await store.open()
+            with pytest.raises(FailedPrecondition, match=r"redis\+cluster"):
+                for number in range(SESSIONS):
+                    await store.load(key(f"s{number}", "spread"))
+        await store.close()

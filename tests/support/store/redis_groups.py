@@ -1,0 +1,207 @@
+"""Several real redis-servers as one store: a primary with replicas and Sentinels, and a Cluster without replicas."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import redis
+
+from support.store.redis_server import RedisServer, free_port, require_redis_server
+
+SERVICE = "history"
+DOWN_AFTER_MS = 500
+LIMIT_S = 20.0
+SLOTS = 16384
+
+
+def until(met: Callable[[], bool], what: str) -> None:
+    """Waits for a condition; errors of servers that are not there yet count as no."""
+    limit = time.monotonic() + LIMIT_S
+    while True:
+        with contextlib.suppress(redis.RedisError):
+            if met():
+                return
+        if time.monotonic() > limit:
+            raise RuntimeError(f"not within {LIMIT_S:g} s: {what}")
+        time.sleep(0.05)
+
+
+class SentinelGroup:
+    """A primary, its replicas and three Sentinels, on loopback."""
+
+    def __init__(self, folder: Path, *, replicas: int = 2) -> None:
+        self._folder = folder
+        self._sentinels: list[subprocess.Popen[bytes]] = []
+        self.sentinel_ports: list[int] = []
+        self.servers: list[RedisServer] = []
+        for number in range(1 + replicas):
+            options = ("--repl-diskless-sync-delay", "0", "--repl-timeout", "5")
+            if self.servers:
+                options += ("--replicaof", f"127.0.0.1 {self.servers[0].port}")
+            place = folder / f"server{number}"
+            place.mkdir()
+            self.servers.append(RedisServer(place, options=options))
+
+    def url(self, *, replicas: int = 0) -> str:
+        hosts = ",".join(f"127.0.0.1:{port}" for port in self.sentinel_ports)
+        return f"redis+sentinel://{hosts}/{SERVICE}?replicas={replicas}"
+
+    def primary(self) -> RedisServer:
+        """Whom the first Sentinel names."""
+        with contextlib.closing(redis.Redis(port=self.sentinel_ports[0], socket_timeout=2)) as sentinel:
+            _, port = sentinel.sentinel_get_master_addr_by_name(SERVICE)
+        return next(server for server in self.servers if server.port == int(port))
+
+    def start(self) -> None:
+        for server in self.servers:
+            server.start()
+        with contextlib.closing(self.servers[0].client()) as plain:
+            until(
+                lambda: (
+                    sum(plain.info("replication")[f"slave{n}"]["state"] == "online" for n in (0, 1)) == 2
+                    if plain.info("replication")["connected_slaves"] == 2
+                    else False
+                ),
+                "the replicas follow",
+            )
+        for number in range(3):
+            self._start_sentinel(number)
+        for port in self.sentinel_ports:
+            with contextlib.closing(redis.Redis(port=port, socket_timeout=2)) as sentinel:
+                until(lambda sentinel=sentinel: self._is_ready(sentinel), "the Sentinels know each other")
+
+    def stop(self) -> None:
+        for process in self._sentinels:
+            process.kill()
+            process.wait()
+        for server in self.servers:
+            server.resume()
+            server.kill()
+
+    def _is_ready(self, sentinel: redis.Redis) -> bool:
+        state = sentinel.sentinel_masters()[SERVICE]
+        return bool(state["num-other-sentinels"] == 2 and state["num-slaves"] == len(self.servers) - 1)
+
+    def _start_sentinel(self, number: int) -> None:
+        port = free_port()
+        config = self._folder / f"sentinel{number}.conf"
+        config.write_text(
+            f"port {port}\nbind 127.0.0.1\ndir {self._folder}\n"
+            f"sentinel monitor {SERVICE} 127.0.0.1 {self.servers[0].port} 2\n"
+            f"sentinel down-after-milliseconds {SERVICE} {DOWN_AFTER_MS}\n"
+            f"sentinel failover-timeout {SERVICE} 3000\n"
+        )
+        with (self._folder / f"sentinel{number}.log").open("ab") as log:
+            self._sentinels.append(
+                subprocess.Popen(
+                    [require_redis_server(), str(config), "--sentinel"],
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            )
+        self.sentinel_ports.append(port)
+
+
+@contextlib.contextmanager
+def sentinel_group() -> Iterator[SentinelGroup]:
+    with tempfile.TemporaryDirectory(prefix="pensieve-sentinel-") as folder:
+        group = SentinelGroup(Path(folder))
+        try:
+            group.start()
+            yield group
+        finally:
+            group.stop()
+
+
+class ClusterGroup:
+    """Three servers that share the slots, none of them with a replica."""
+
+    def __init__(self, folder: Path) -> None:
+        self._buses: list[int] = []
+        self.servers: list[RedisServer] = []
+        for number in range(3):
+            place = folder / f"server{number}"
+            place.mkdir()
+            bus = free_port()
+            options = (
+                "--cluster-enabled",
+                "yes",
+                "--cluster-node-timeout",
+                "2000",
+                "--cluster-port",
+                str(bus),
+            )
+            self._buses.append(bus)
+            self.servers.append(RedisServer(place, options=options))
+
+    @property
+    def url(self) -> str:
+        return "redis+cluster://" + ",".join(f"127.0.0.1:{server.port}" for server in self.servers)
+
+    def start(self) -> None:
+        clients = []
+        for server in self.servers:
+            server.start()
+            clients.append(server.client())
+        share = SLOTS // len(clients) + 1
+        for number, client in enumerate(clients):
+            first = number * share
+            client.execute_command("CLUSTER ADDSLOTSRANGE", first, min(first + share, SLOTS) - 1)
+            client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
+        for server, bus in zip(self.servers[1:], self._buses[1:], strict=True):
+            clients[0].execute_command("CLUSTER MEET", "127.0.0.1", server.port, bus)
+        for client in clients:
+            until(lambda client=client: _is_whole(client), "the Cluster is whole")
+            client.close()
+
+    def client(self) -> redis.RedisCluster:
+        """A plain client for looking behind the store's back."""
+        return redis.RedisCluster(host="127.0.0.1", port=self.servers[0].port)
+
+    def move_slot(self, slot: int) -> None:
+        """Give a slot and its keys to the next server."""
+        clients = [server.client() for server in self.servers]
+        names = [client.execute_command("CLUSTER MYID").decode() for client in clients]
+        owners = [client.execute_command("CLUSTER COUNTKEYSINSLOT", slot) > 0 for client in clients]
+        source = owners.index(True)
+        target = (source + 1) % len(clients)
+        clients[target].execute_command("CLUSTER SETSLOT", slot, "IMPORTING", names[source])
+        clients[source].execute_command("CLUSTER SETSLOT", slot, "MIGRATING", names[target])
+        keys = clients[source].execute_command("CLUSTER GETKEYSINSLOT", slot, 1000)
+        clients[source].execute_command(
+            *("MIGRATE", "127.0.0.1", self.servers[target].port, "", 0, 5000, "KEYS", *keys)
+        )
+        for client in clients:
+            client.execute_command("CLUSTER SETSLOT", slot, "NODE", names[target])
+            client.close()
+
+    def stop(self) -> None:
+        for server in self.servers:
+            server.kill()
+
+
+def _is_whole(client: redis.Redis) -> bool:
+    info = client.execute_command("CLUSTER INFO")
+    text = (
+        info
+        if isinstance(info, dict)
+        else dict(line.split(":", 1) for line in info.decode().split() if ":" in line)
+    )
+    return text["cluster_state"] == "ok" and int(text["cluster_known_nodes"]) == 3
+
+
+@contextlib.contextmanager
+def cluster_group() -> Iterator[ClusterGroup]:
+    with tempfile.TemporaryDirectory(prefix="pensieve-cluster-") as folder:
+        group = ClusterGroup(Path(folder))
+        try:
+            group.start()
+            yield group
+        finally:
+            group.stop()
