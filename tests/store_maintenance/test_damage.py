@@ -332,3 +332,15 @@ async def test_a_session_that_went_on_is_not_overwritten(patient: Patient) -> No
         assert (await server.load(KEY)).revision == 7
         assert len(await server.read(KEY)) == 7
     assert {one.session for one in (await patient.check()).findings} <= {KEY.session_id}
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("patient", ["redis"], indirect=True)
+async def test_what_is_repaired_is_sealed_again(patient: Patient, client: redis.Redis) -> None:
+    """Servers notice what happens to it afterwards, as they do with what they wrote themselves."""
+    client.zrem(index_key(KEY.tenant), KEY.session_id)
+    assert (await patient.repair()).left == []
+    client.delete(session_keys(KEY)[1])
+    async with patient.served() as store:
+        with pytest.raises(DataLoss):
+            await store.begin(KEY, request("q0", "t"))

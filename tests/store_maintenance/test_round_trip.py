@@ -18,6 +18,7 @@ from pensieve.store.maintenance import Mode, RawStore, backup, check, move, open
 from pensieve.store.maintenance.copying import content
 from pensieve.store.memory_store import MemoryStore
 from support.store.population import SESSIONS, Made, populate
+from support.store.redis_groups import cluster_group
 from support.store.redis_server import RedisServer
 from support.store.store_bench import request
 
@@ -135,3 +136,22 @@ async def _there_and_back(folder: Path, middle: str, made: list[Made]) -> None:
         for one in made:
             if one.end != "deleted":
                 assert await store.read(one.key) == await reference.read(one.key)
+
+
+async def test_a_cluster_is_moved_to_a_file_and_back(tmp_path: Path) -> None:
+    """Sessions of all its servers."""
+    made = [Made(Key(f"t{number % 3}", f"s{number}"), ("turn",), end="pending") for number in range(12)]
+    made.append(Made(Key("t0", "gone"), end="deleted"))
+    file = f"sqlite:///{tmp_path}/h.db"
+    async with served(file) as store:
+        await populate(store, made)
+    with cluster_group() as group:
+        async with raw(file, Mode.ALONE) as source, raw(group.url, Mode.WRITE) as target:
+            assert (await move(source, target)).written == len(made)
+        assert await everything(group.url) == await everything(file)
+        async with raw(group.url, Mode.READ) as store:
+            assert (await check(store)).findings == []
+        back = f"sqlite:///{tmp_path}/back.db"
+        async with raw(group.url, Mode.ALONE) as source, raw(back, Mode.WRITE) as target:
+            assert (await move(source, target)).written == len(made)
+        assert await everything(back) == await everything(file)
