@@ -21,7 +21,7 @@ from pensieve.errors import FailedPrecondition, PensieveError
 from pensieve.store import _refusals
 from pensieve.store._sqlite import schema
 from pensieve.store._sqlite.durable import content_digest, log_of_changes, make_durable, sync_folder
-from pensieve.store._sqlite.errors import translated, translated_os
+from pensieve.store._sqlite.errors import lenient_text, translated, translated_os
 from pensieve.store._sqlite.reader import SqliteReader
 
 log = logging.getLogger(__name__)
@@ -182,6 +182,7 @@ class SqliteFile:
             self._make_file()
             seen = content_digest(self._log)
             connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+            connection.text_factory = lenient_text
             try:
                 connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
                 self._set_up(connection, seen)

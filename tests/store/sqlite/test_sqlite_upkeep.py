@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.errors import DataLoss, FailedPrecondition, PensieveError, Unavailable
-from pensieve.store import TenantUsage
+from pensieve.store import TenantUsage, sqlite_store
 from pensieve.store._sqlite import file as sqlite_file
 from pensieve.store._sqlite import rows as sqlite_rows
 from pensieve.store._sqlite.durable import content_digest, make_durable
@@ -108,7 +108,7 @@ async def test_ping_makes_a_change_unless_one_was_just_made(
     assert len(beats) == 1
     behind(store.path, "CREATE TRIGGER no BEFORE INSERT ON store BEGIN SELECT RAISE(ABORT, 'no'); END")
     store._database._proven_at = -1e9
-    with pytest.raises(sqlite3.IntegrityError):
+    with pytest.raises(DataLoss):
         await store.ping()
 
 
@@ -169,9 +169,27 @@ async def test_an_unreadable_row_can_be_deleted_and_does_not_keep_a_server_from_
     behind(store.path, "UPDATE sessions SET meta = x'' WHERE session_id = 's2'")
     await store.close()
     await store.open()
+    assert await store.purge_expired() == 0, "nobody knows when it would have expired"
     await store.delete(OTHER)
-    assert await store.purge_expired() == 1
+    await store.delete(KEY)
     assert await store.usage(TENANT) == TenantUsage(0, 0)
+
+
+async def test_expired_sessions_are_removed_a_few_at_a_time(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_store, "PURGED_AT_ONCE", 3)
+    changes = []
+    change = store._database._change
+    monkeypatch.setattr(
+        store._database, "_change", lambda work, *, flush: (changes.append(1), change(work, flush=flush))[1]
+    )
+    for number in range(7):
+        await store.create(row(key(f"n{number}"), ttl_s=60.0), first_record(), "fp")
+    store._wall_clock = lambda: 1 << 50
+    changes.clear()
+    assert await store.purge_expired() == 7
+    assert len(changes) == 4
 
 
 # ---- reads beside the commits
