@@ -116,6 +116,12 @@ def found_schema(connection: sqlite3.Connection, path: Path) -> int:
 def bring_up(connection: sqlite3.Connection, found: int) -> str:
     """Make the tables or change those of an older schema, in one transaction; the store id. Raises DataLoss."""
     if found < SCHEMA:
+        if found:
+            log.info(
+                "bringing the history file from schema %d to %d: older programs cannot open it then",
+                found,
+                SCHEMA,
+            )
         connection.execute("BEGIN IMMEDIATE")
         try:
             if found == 0:
@@ -131,10 +137,6 @@ def bring_up(connection: sqlite3.Connection, found: int) -> str:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             raise
-        if found:
-            log.info(
-                "history file brought from schema %d to %d: older programs cannot open it now", found, SCHEMA
-            )
     named = connection.execute("SELECT value FROM store WHERE name = 'store_id'").fetchone()
     if named is None:
         raise DataLoss("the history file has lost its own name: it is damaged", reason="HISTORY_CORRUPT")

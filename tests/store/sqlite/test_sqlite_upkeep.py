@@ -73,6 +73,29 @@ async def test_a_turn_is_not_kept_in_a_file_that_was_moved_away(store: SqliteSto
     await store.ping()
 
 
+@pytest.mark.parametrize("copied", [True, False])
+async def test_after_an_error_no_other_file_is_taken_for_the_one_that_was_open(
+    store: SqliteStore, copied: bool
+) -> None:
+    """Neither an older copy, whose turns would go on from where it was made, nor a new and empty file."""
+    older = store.path.read_bytes()
+    moved = store.path.with_name("moved")
+    store.path.rename(moved)
+    if copied:
+        store.path.write_bytes(older)
+    database = store._database
+    await database._in_thread(lambda: database.file.drop(Unavailable("a disk error")))
+    for call in (store.load(KEY), store.ping()):
+        with pytest.raises(Unavailable) as caught:
+            await call
+        assert caught.value.reason == "STORE_REPLACED"
+    assert store.path.exists() == copied
+    moved.rename(store.path)
+    await asyncio.sleep(sqlite_file.REOPEN_PAUSE_S)
+    assert (await store.load(KEY)).revision == 2
+    await whole_turn(store, KEY, 2)
+
+
 async def test_a_file_given_up_is_left_as_it_is(store: SqliteStore) -> None:
     """Closing must not bring into the database what is perhaps not on the disk."""
     database, log = store.path.read_bytes(), Path(f"{store.path}-wal").read_bytes()
