@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import sqlite3
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from pensieve.errors import FailedPrecondition, PensieveError
+import pytest
+
+from pensieve.errors import DataLoss, FailedPrecondition, PensieveError
 from pensieve.store import HistoryStore, Key, LoggedRecord
+from pensieve.store.records import State
 from pensieve.store.sqlite_store import SqliteStore
 from support.store.store_bench import TENANT, first_record, key, request, row, whole_turn
 
@@ -116,3 +121,35 @@ def calls(store: HistoryStore, at: Key) -> list[Callable[[], Awaitable[object]]]
         lambda: store.abort(at, "t9"),
         turn,
     ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE records SET data = 'text' WHERE revision = 2",
+        "UPDATE records SET crc = 'text' WHERE revision = 3",
+        "UPDATE records SET head_hash = CAST(x'FFFE' AS TEXT) WHERE revision = 2",
+        "UPDATE records SET head_hash = 'no hash' WHERE revision = 1",
+        "UPDATE records SET head_hash = x'00' WHERE revision = 4",
+        "UPDATE records SET revision = 9 WHERE revision = 3",
+        "UPDATE requests SET revision = 'text'",
+        "UPDATE requests SET fingerprint = x'00'",
+    ],
+)
+async def test_a_value_that_is_none_is_a_loss_of_its_session(tmp_path: Path, change: str) -> None:
+    path = tmp_path / "h.db"
+    await made(path)
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute("DELETE FROM sessions WHERE session_id <> 's0'")
+        connection.execute(change)
+    store = SqliteStore(path)
+    await store.open()
+    with pytest.raises(DataLoss) as caught:
+        await store.find_request(KEYS[0], "r2")
+        await store.read(KEYS[0], after_revision=1)
+    assert caught.value.reason == "HISTORY_CORRUPT"
+    assert (await store.load(KEYS[0])).state is State.DAMAGED
+    await store.ping()
+    await store.create(row(key("new")), first_record(), "fp")
+    await store.close()
