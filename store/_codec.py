@@ -143,7 +143,10 @@ def _verified(key: Key, entry: StoredRecord, previous: str) -> str:
     """The chain hash after ``entry``, which must equal the stored one."""
     if zlib.crc32(entry.data) != entry.crc:
         raise corrupt(key, entry.revision, "fails its checksum")
-    running = chain_hash(previous, entry.data)
+    try:
+        running = chain_hash(previous, entry.data)
+    except ValueError as error:
+        raise corrupt(key, entry.revision, "follows a chain hash that is none") from error
     if running != entry.head_hash:
         raise corrupt(key, entry.revision, "does not continue the chain")
     return running

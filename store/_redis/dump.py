@@ -164,7 +164,8 @@ class RedisDump:
         for batch in _batches(_writes(session, staged)):
             await self._link.commands(batch)
         await self._link.commands([("EXPIRE", name, STAGED_S) for name in staged])
-        args = [NOTHING if over is None else over, row.expire_ms]
+        replaced = (NOTHING if over is None else over).encode(errors="surrogateescape")
+        args = [replaced, row.expire_ms]
         outcome, *values = await self._link.call_durably(self._place, [*present, *staged], args)
         if outcome != b"OK":
             await self._link.commands([("DEL", *staged)])
@@ -193,14 +194,16 @@ class RedisDump:
         except (KeyError, ValueError, msgspec.MsgspecError) as error:
             what = "is missing" if not fields else f"cannot be read ({type(error).__name__}: {error})"
             found.append(finding(key, Problem.ROW, f"its row {what}", Remedy.REBUILD))
-            return RawSession(key, None, records, requests, tuple(found), stamp.decode())
+            return RawSession(
+                key, None, records, requests, tuple(found), stamp.decode(errors="surrogateescape")
+            )
         found += _of_expiry(key, meta, parse_time(clock), kinds, lives)
         if meta.row.state is not State.DELETED:
             found += _of_seal(key, fields)
             place = await self._link.command("ZSCORE", index_key(key.tenant), key.session_id)
             if place is None:
                 found.append(finding(key, Problem.LISTING, "it is not in the listing", Remedy.REBUILD))
-        return RawSession(key, meta, records, requests, tuple(found), stamp.decode())
+        return RawSession(key, meta, records, requests, tuple(found), stamp.decode(errors="surrogateescape"))
 
 
 def _key_of(name: bytes) -> Key | None:

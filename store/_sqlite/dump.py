@@ -22,7 +22,7 @@ from pensieve.store._clock import wall_clock_ms
 from pensieve.store._codec import StoredRecord
 from pensieve.store._raw import Finding, Mode, Problem, RawSession, Remedy, finding, in_order
 from pensieve.store._rules import Known, Meta
-from pensieve.store._sqlite.errors import translated
+from pensieve.store._sqlite.errors import lenient_text, translated
 from pensieve.store._sqlite.file import BUSY_TIMEOUT_MS, SqliteFile
 from pensieve.store._sqlite.rows import Rows
 from pensieve.store._sqlite.schema import SCHEMA, found_schema
@@ -167,8 +167,10 @@ class SqliteDump:
         asked = self._sql.execute(
             "SELECT request_id, fingerprint, revision FROM requests WHERE session = ?", (at,)
         )
-        requests = {str(name): Known(str(fingerprint), int(rev)) for name, fingerprint, rev in asked}
-        stamp = hashlib.sha1(bytes(blob), usedforsecurity=False).hexdigest()
+        requests = {
+            str(name): Known(str(fingerprint), _number(revision)) for name, fingerprint, revision in asked
+        }
+        stamp = hashlib.sha1(repr(blob).encode(), usedforsecurity=False).hexdigest()
         try:
             meta = _meta_decoder.decode(blob)
         except (msgspec.MsgspecError, TypeError, ValueError) as error:
@@ -229,6 +231,7 @@ def _read_only(path: Path) -> sqlite3.Connection:
         )
     except sqlite3.OperationalError as error:
         raise _refusals.unavailable(f"cannot open {path}: {error}") from error
+    connection.text_factory = lenient_text
     connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
     return connection
 
@@ -243,11 +246,16 @@ def _known_store(connection: sqlite3.Connection, path: Path) -> str:
 def _stored(revision: Any, data: Any, crc: Any, chain: Any) -> StoredRecord:
     """A record's row. What is not shaped like one becomes one that no check accepts."""
     return StoredRecord(
-        int(revision),
+        _number(revision),
         data if isinstance(data, bytes) else b"",
-        crc if isinstance(crc, int) else -1,
+        _number(crc),
         chain if isinstance(chain, str) else "",
     )
+
+
+def _number(value: Any) -> int:
+    """-1 for what is none."""
+    return value if isinstance(value, int) else -1
 
 
 def _of_columns(key: Key, meta: Meta, columns: list[Any]) -> Iterator[Finding]:

@@ -39,7 +39,7 @@ def fixed(examined: Examined, *, truncate: bool, now: int) -> Fix | None:
     if examined.is_broken and not (truncate and examined.sound):
         return _marked(examined, now)
     requests = {
-        request_id: Known(_fingerprint(session, request_id), revision)
+        request_id: Known(_fingerprint(session, request_id, revision), revision)
         for request_id, revision in examined.request_ids().items()
     }
     log = session.log[: len(examined.sound)]
@@ -96,9 +96,10 @@ def _rebuilt(examined: Examined, now: int) -> Meta:
     return at_rest(Meta(after, before.create_fingerprint, before.lease))
 
 
-def _fingerprint(session: RawSession, request_id: str) -> str:
+def _fingerprint(session: RawSession, request_id: str, revision: int) -> str:
+    """Of an entry that leads to the right record; of another one nothing is believed."""
     known = session.requests.get(request_id)
-    return "" if known is None else known.fingerprint
+    return known.fingerprint if known is not None and known.revision == revision else ""
 
 
 def _words(examined: Examined, cut: int) -> list[str]:

@@ -143,6 +143,17 @@ def wrong_sum(patient: Patient) -> None:
     execute(patient, "UPDATE tenants SET bytes = bytes + 1")
 
 
+def row_of_text(patient: Patient) -> None:
+    execute(patient, "UPDATE sessions SET meta = 'no blob' WHERE session_id = 's1'")
+
+
+def request_of_noise(patient: Patient) -> None:
+    execute(
+        patient,
+        "UPDATE requests SET revision = 'x', fingerprint = CAST(x'ff' AS TEXT) WHERE request_id = 'q4'",
+    )
+
+
 SQLITE_DAMAGE = [
     (drop_requests, Problem.REQUESTS),
     (wrong_request, Problem.REQUESTS),
@@ -150,6 +161,8 @@ SQLITE_DAMAGE = [
     (hidden_column, Problem.LISTING),
     (row_of_noise, Problem.ROW),
     (row_of_another, Problem.ROW),
+    (row_of_text, Problem.ROW),
+    (request_of_noise, Problem.REQUESTS),
     (wrong_expiry, Problem.EXPIRY),
     (lost_label, Problem.LISTING),
     (wrong_size, Problem.LISTING),
@@ -175,7 +188,7 @@ def redis_drop(part: int) -> Callable[[Any], None]:
     return drop
 
 
-def redis_set(part: int, name: str, value: str) -> Callable[[Any], None]:
+def redis_set(part: int, name: str, value: str | bytes) -> Callable[[Any], None]:
     def change(client: Any) -> None:
         client.hset(session_keys(KEY)[part], name, value)
 
@@ -195,6 +208,7 @@ REDIS_DAMAGE: list[tuple[str, Callable[[Any], None], Problem]] = [
     ("request id of nothing", redis_set(1, "never", "3|fp"), Problem.REQUESTS),
     ("request id unreadable", redis_set(1, "q0", "?"), Problem.REQUESTS),
     ("row unreadable", redis_set(0, "revision", "six"), Problem.ROW),
+    ("row of noise", redis_set(0, "head_hash", b"\xff\xfe"), Problem.ROW),
     ("row of another type", lambda c: (redis_drop(0)(c), c.set(session_keys(KEY)[0], "x")), Problem.ROW),
     ("counts wrong", redis_set(0, "item_count", "99"), Problem.COUNTS),
     ("row altered", redis_set(0, "context_tokens", "77"), Problem.ROW),
