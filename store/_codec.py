@@ -122,10 +122,8 @@ def _verify(
     logged: list[LoggedRecord] = []
     for entry in stored:
         expected += 1
-        if entry.revision != expected:
-            raise corrupt(key, expected, "is missing")
-        running = _verified(key, entry, running)
-        logged.append(LoggedRecord(_decoded(key, entry), running))
+        logged.append(verify_next(key, entry, expected, running))
+        running = logged[-1].head_hash
     if expected < row.revision:
         raise corrupt(key, expected + 1, "is missing")
     if expected > row.revision or running != row.head_hash:
@@ -133,11 +131,22 @@ def _verify(
     return logged
 
 
+def verify_next(key: Key, entry: StoredRecord, revision: int, previous: str) -> LoggedRecord:
+    """``entry`` as the record of ``revision`` behind the chain hash ``previous``. Raises DataLoss (HISTORY_CORRUPT)."""
+    if entry.revision != revision:
+        raise corrupt(key, revision, "is missing")
+    running = _verified(key, entry, previous)
+    return LoggedRecord(_decoded(key, entry), running)
+
+
 def _verified(key: Key, entry: StoredRecord, previous: str) -> str:
     """The chain hash after ``entry``, which must equal the stored one."""
     if zlib.crc32(entry.data) != entry.crc:
         raise corrupt(key, entry.revision, "fails its checksum")
-    running = chain_hash(previous, entry.data)
+    try:
+        running = chain_hash(previous, entry.data)
+    except ValueError as error:
+        raise corrupt(key, entry.revision, "follows a chain hash that is none") from error
     if running != entry.head_hash:
         raise corrupt(key, entry.revision, "does not continue the chain")
     return running

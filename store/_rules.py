@@ -317,8 +317,11 @@ def check_first(record: Record) -> None:
 
 
 def check_same_request(known: Known, request_id: str, fingerprint: str) -> None:
-    """Raises AlreadyExists (REQUEST_ID_REUSED) when the id was used for something else."""
-    if known.fingerprint != fingerprint:
+    """Raises AlreadyExists (REQUEST_ID_REUSED) when the id was used for something else.
+
+    An id that a repair has found again has no fingerprint: what was committed under it is the answer to anything.
+    """
+    if known.fingerprint not in ("", fingerprint):
         raise _refusals.request_reused(request_id)
 
 

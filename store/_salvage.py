@@ -13,8 +13,11 @@ from pensieve.store.contract import Key
 from pensieve.store.records import History, SessionRow, State
 
 
-def salvaged(key: Key, stored: Sequence[StoredRecord], *, update_ms: int, expire_ms: int) -> Meta:
-    """Metadata of a DAMAGED session, from its whole log (oldest first) as far as that can be read."""
+def salvaged(key: Key, stored: Sequence[StoredRecord], *, update_ms: int) -> Meta:
+    """Metadata of a DAMAGED session, from its whole log (oldest first) as far as that can be read.
+
+    It never expires: nobody knows when it would.
+    """
     history = History()
     create_ms = 0
     for entry in stored:
@@ -37,6 +40,5 @@ def salvaged(key: Key, stored: Sequence[StoredRecord], *, update_ms: int, expire
         labels=dict(history.labels),
         create_ms=create_ms,
         update_ms=update_ms,
-        expire_ms=expire_ms,
     )
     return Meta(row, "")

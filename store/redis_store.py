@@ -17,6 +17,7 @@ from pensieve.errors import DataLoss, Unavailable
 from pensieve.store import _refusals
 from pensieve.store._codec import marking_damage, read_log, store_record
 from pensieve.store._redis import scripts
+from pensieve.store._redis.dump import RedisDump
 from pensieve.store._redis.index import RedisIndex
 from pensieve.store._redis.link import RedisLink
 from pensieve.store._redis.rows import (
@@ -76,6 +77,10 @@ class RedisStore:
     def from_url(cls, url: str) -> RedisStore:
         """The forms are those of ``_redis.places.parse_place``. Raises ValueError on others."""
         return cls(RedisLink(url))
+
+    def dump(self) -> RedisDump:
+        """Access to all that is stored, for maintenance; in place of ``open``, not beside it."""
+        return RedisDump(self._link)
 
     @property
     def durability(self) -> str:

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from pensieve.errors import DataLoss
 from pensieve.store import _rules
@@ -25,7 +25,8 @@ from pensieve.store._clock import Moment, steady_clock_ms, wall_clock_ms
 from pensieve.store._codec import marking_damage, read_log
 from pensieve.store._listing import decode_cursor, encode_cursor, position
 from pensieve.store._sqlite.database import SqliteDatabase
-from pensieve.store._sqlite.rows import Rows, UnreadableRow
+from pensieve.store._sqlite.dump import SqliteDump
+from pensieve.store._sqlite.rows import DamagedSession, Rows
 from pensieve.store.contract import (
     BeginOutcome,
     BeginRequest,
@@ -44,6 +45,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 URL_PREFIX = "sqlite:///"
+PURGED_AT_ONCE: Final = 100
+"""Sessions that one change removes: the changes of turns wait for it."""
 
 
 class SqliteStore:
@@ -71,6 +74,10 @@ class SqliteStore:
         if path == url or not path or path.endswith("/"):
             raise ValueError(f"bad store {url!r}: use sqlite:///relative/file or sqlite:////absolute/file")
         return cls(Path(path), on_error=on_error)
+
+    def dump(self) -> SqliteDump:
+        """Access to all that is stored, for maintenance; in place of ``open``, not beside it."""
+        return SqliteDump(self.path)
 
     @property
     def path(self) -> Path:
@@ -244,26 +251,31 @@ class SqliteStore:
         )
 
     async def purge_expired(self) -> int:
-        """Remove sessions and tombstones whose time is over; returns how many."""
-        return await self._write(lambda rows: rows.purge(self._now()))
+        """Remove sessions and tombstones whose time is over; returns how many. Commits go on between the parts."""
+        removed = 0
+        while some := await self._write(lambda rows: rows.purge(self._now(), PURGED_AT_ONCE)):
+            removed += some
+        if removed:
+            await self._database.erase_log()
+        return removed
 
     async def _read(self, work: Callable[[Rows], T]) -> T:
         try:
             return await self._database.read(work)
-        except UnreadableRow as found:
+        except DamagedSession as found:
             raise await self._damaged(found.key) from found
 
     async def _write(self, work: Callable[[Rows], T], *, flush: bool = True) -> T:
         try:
             return await self._database.write(work, flush=flush)
-        except UnreadableRow as found:
+        except DamagedSession as found:
             raise await self._damaged(found.key) from found
 
     async def _damaged(self, key: Key) -> DataLoss:
-        """Give the session a row that can be read, and say what was found."""
-        log.error("a session's row cannot be decoded: the session is damaged")
+        """Mark the session, with a row that can be read, and say what was found."""
+        log.error("what the history file says of a session cannot be read: the session is damaged")
         await self.mark_damaged(key)
-        return DataLoss(f"session {key.session_id!r}: its row cannot be decoded", reason="HISTORY_CORRUPT")
+        return DataLoss(f"session {key.session_id!r}: its rows are damaged", reason="HISTORY_CORRUPT")
 
     def _now(self) -> Moment:
         return Moment(self._wall_clock(), self._steady_clock())

@@ -40,6 +40,11 @@ LAZY: Final[dict[str, tuple[str, str, str]]] = {
         "simulate",
         "Compare eviction policies and plan capacity under a virtual clock.",
     ),
+    "store": (
+        "pensieve.cli.store.command",
+        "store",
+        "Look after a history store: check, repair, back up, restore, move.",
+    ),
 }
 """Subcommand → module, attribute, line in ``pensieve --help``."""
 

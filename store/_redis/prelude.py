@@ -108,6 +108,8 @@ local function known(request_id)
   local entry = request_id ~= '' and redis.call('HGET', q, request_id)
   if entry then return string.match(entry, '^(%d+)|(.*)$') end
 end
+-- An id that a repair has found again has no fingerprint: what was committed under it is the answer.
+local function reused(known_fp, fp) return known_fp ~= '' and known_fp ~= fp end
 local function wrong_revision(expected)
   if expected ~= '' and int(expected) ~= num('revision') then return {'REVISION', get('revision')} end
 end

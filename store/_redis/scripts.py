@@ -104,7 +104,7 @@ local refused = absent() or damaged() or broken()
 if refused then return refused end
 local revision, known_fp = known(req)
 if revision then
-  if known_fp ~= fp then return {'REUSED'} end
+  if reused(known_fp, fp) then return {'REUSED'} end
   again()
   return {'REPLAY', digits(now), redis.call('HGETALL', m), revision}
 end
@@ -174,7 +174,7 @@ local refused = absent()
 if refused then return refused end
 local revision, known_fp = known(a.request_id)
 if revision then
-  if known_fp ~= a.fp then return {'REUSED'} end
+  if reused(known_fp, a.fp) then return {'REUSED'} end
   again()
   return ok()
 end
@@ -198,7 +198,7 @@ local refused = absent() or damaged() or broken()
 if refused then return refused end
 local revision, known_fp = known(a.request_id)
 if revision then
-  if known_fp ~= a.fp then return {'REUSED'} end
+  if reused(known_fp, a.fp) then return {'REUSED'} end
   again()
   return ok()
 end

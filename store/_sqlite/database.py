@@ -143,7 +143,7 @@ class SqliteDatabase:
 
     def _failed(self, error: sqlite3.DatabaseError) -> Exception:
         """What to raise for ``error``; after an error of the disk nothing is known of the file any more."""
-        if isinstance(error, sqlite3.IntegrityError | sqlite3.ProgrammingError | sqlite3.DataError):
+        if isinstance(error, sqlite3.ProgrammingError | sqlite3.DataError):
             return error
         problem = translated(error, self.file.path)
         self._proven_at = -PROOF_S

@@ -9,6 +9,7 @@ from pathlib import Path
 from pensieve.errors import DataLoss, FailedPrecondition, PensieveError
 from pensieve.store import _refusals
 
+_DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CONSTRAINT)
 _UNHARMED = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
@@ -18,13 +19,18 @@ def primary_code(error: sqlite3.Error) -> int:
     return code & 0xFF if isinstance(code, int) else -1
 
 
+def lenient_text(data: bytes) -> str:
+    """Text of the file, which is not UTF-8 where it is damaged; Python's own error for that quotes what it found."""
+    return data.decode("utf-8", errors="replace")
+
+
 def is_interrupt(error: sqlite3.Error) -> bool:
     return primary_code(error) == sqlite3.SQLITE_INTERRUPT
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Whether pages of the file are not what SQLite has written."""
-    return primary_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+    """Whether the file is not what was written: its pages, or tables that contradict each other."""
+    return primary_code(error) in _DAMAGE
 
 
 def leaves_file_known(error: sqlite3.Error) -> bool:
@@ -40,7 +46,7 @@ def translated(error: sqlite3.DatabaseError, path: Path) -> PensieveError:
         return _refusals.full(problem)
     if code == sqlite3.SQLITE_NOTADB:
         return FailedPrecondition(f"{path} is not a history file: {error}", reason="STORE_FOREIGN")
-    if code == sqlite3.SQLITE_CORRUPT:
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_CONSTRAINT):
         return DataLoss(f"history file {problem}", reason="HISTORY_CORRUPT")
     return _refusals.unavailable(problem)
 

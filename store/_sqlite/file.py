@@ -21,7 +21,7 @@ from pensieve.errors import FailedPrecondition, PensieveError
 from pensieve.store import _refusals
 from pensieve.store._sqlite import schema
 from pensieve.store._sqlite.durable import content_digest, log_of_changes, make_durable, sync_folder
-from pensieve.store._sqlite.errors import translated, translated_os
+from pensieve.store._sqlite.errors import lenient_text, translated, translated_os
 from pensieve.store._sqlite.reader import SqliteReader
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,8 @@ class SqliteFile:
         self._log = log_of_changes(path)
         self._connection: sqlite3.Connection | None = None
         self._lock_fd: int | None = None
+        self._home: Identity | None = None
+        """The file that was opened first: after an error of the disk no other one is taken for it."""
         self._places: tuple[Identity, Identity] | None = None
         self._empty_at = LOG_BYTES
         self._refusal: PensieveError | None = None
@@ -60,7 +62,7 @@ class SqliteFile:
         """Lock the file, create or check its schema. Raises FailedPrecondition or Unavailable."""
         try:
             self._lock()
-            self._refusal = None
+            self._refusal = self._home = None
             self.connection()
         except BaseException:
             self.close()
@@ -110,7 +112,7 @@ class SqliteFile:
         SQLite would go on writing to a file that was deleted or moved away, and acknowledge what nobody can find.
         """
         if self._places is not None and self._found() != self._places:
-            raise _refusals.replaced(f"{self.path} was deleted or replaced while in use")
+            raise self._moved()
 
     def check_space(self) -> None:
         """Raises Unavailable (STORE_FULL) when the file system is full or read-only. Raises OSError."""
@@ -124,10 +126,7 @@ class SqliteFile:
     @property
     def wants_emptying(self) -> bool:
         """Whether the log of changes has grown by enough since it was emptied, or since that was tried."""
-        try:
-            return self._connection is not None and os.stat(self._log).st_size >= self._empty_at
-        except FileNotFoundError:
-            return False
+        return self._connection is not None and _size(self._log) >= self._empty_at
 
     def empty_log(self, *, at_once: bool = False) -> bool:
         """Bring the log of changes into the database file and empty it. Raises sqlite3's errors.
@@ -136,9 +135,9 @@ class SqliteFile:
         ``at_once``. Returns whether it is empty; if not, it is another program that reads the file.
         """
         connection = self._connection
-        if connection is None or not self._log.exists():
+        grown = _size(self._log)
+        if connection is None or not grown:
             return True
-        grown = os.stat(self._log).st_size
         with contextlib.ExitStack() as stack:
             interrupt = at_once or grown >= MOST_LOG_BYTES
             paused = [reader.paused(interrupt=interrupt) for reader in (self.reads, self.listings)]
@@ -182,6 +181,7 @@ class SqliteFile:
             self._make_file()
             seen = content_digest(self._log)
             connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+            connection.text_factory = lenient_text
             try:
                 connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
                 self._set_up(connection, seen)
@@ -195,8 +195,16 @@ class SqliteFile:
         return connection
 
     def _make_file(self) -> None:
-        # SQLite gives its -wal and -shm files the mode of the database file, so only this one must be made by hand.
-        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        """The file exists and is the one that was opened first. Raises Unavailable (STORE_REPLACED), OSError."""
+        if self._home is None:
+            # SQLite gives its -wal and -shm files the mode of this one, so only this one must be made by hand.
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            self._home = _identity(self.path)
+        elif _identity(self.path) != self._home:
+            raise self._moved()
+
+    def _moved(self) -> PensieveError:
+        return _refusals.replaced(f"{self.path} was deleted or replaced while in use")
 
     def _set_up(self, connection: sqlite3.Connection, seen: bytes) -> None:
         """From the opened connection to one that may be used."""
@@ -248,9 +256,17 @@ class SqliteFile:
 
 
 def _identity(path: Path) -> Identity:
-    """(-1, -1) where there is no file."""
+    """(-1, -1) where no file can be found."""
     try:
         found = os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:
         return -1, -1
     return found.st_dev, found.st_ino
+
+
+def _size(path: Path) -> int:
+    """0 where no file can be found."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0

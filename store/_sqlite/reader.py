@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 from urllib.parse import quote
 
 from pensieve.store import _refusals
-from pensieve.store._sqlite.errors import is_interrupt
+from pensieve.store._sqlite.errors import is_interrupt, lenient_text
 
 T = TypeVar("T")
 
@@ -70,6 +70,7 @@ class SqliteReader:
         self._connection = sqlite3.connect(
             f"file:{quote(str(self._path))}?mode=ro", uri=True, isolation_level=None, check_same_thread=False
         )
+        self._connection.text_factory = lenient_text
         self._connection.execute(f"PRAGMA busy_timeout = {self._busy_timeout_ms}")
         self.touch()
 

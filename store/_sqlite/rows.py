@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -24,8 +24,8 @@ _meta_encoder = msgspec.msgpack.Encoder()
 _meta_decoder = msgspec.msgpack.Decoder(Meta)
 
 
-class UnreadableRow(Exception):
-    """A session's row holds something else than its metadata."""
+class DamagedSession(Exception):
+    """What the file says of a session cannot be read, or contradicts itself."""
 
     def __init__(self, key: Key) -> None:
         super().__init__(key)
@@ -39,7 +39,7 @@ class Rows:
         self._connection = connection
 
     def meta(self, key: Key) -> Meta | None:
-        """Raises UnreadableRow."""
+        """Raises DamagedSession."""
         found = self._one(
             "SELECT meta FROM sessions WHERE tenant = ? AND session_id = ?", key.tenant, key.session_id
         )
@@ -47,20 +47,19 @@ class Rows:
             return None
         meta = _decoded(found[0])
         if meta is None:
-            raise UnreadableRow(key)
+            raise DamagedSession(key)
         return meta
 
     def salvaged(self, key: Key) -> Meta | None:
         """The session's metadata, made up from its log where its row cannot be read: a damaged session."""
         try:
             return self.meta(key)
-        except UnreadableRow:
+        except DamagedSession:
             found = self._one(
-                "SELECT update_ms, expire_ms FROM sessions WHERE tenant = ? AND session_id = ?",
+                "SELECT CAST(update_ms AS INTEGER) FROM sessions WHERE tenant = ? AND session_id = ?",
                 *(key.tenant, key.session_id),
             )
-            update_ms, expire_ms = found if found is not None else (0, 0)
-            return salvaged(key, self.log(key, 0), update_ms=update_ms, expire_ms=expire_ms)
+            return salvaged(key, self.log(key, 0), update_ms=found[0] if found is not None else 0)
 
     def put(self, key: Key, meta: Meta) -> None:
         """Insert or replace the session's row; its records stay."""
@@ -87,40 +86,71 @@ class Rows:
         )
 
     def append(self, key: Key, meta: Meta, record: Record, fingerprint: str | None) -> Meta:
-        """Add ``record`` after ``meta``'s head and store ``meta``; with a fingerprint its request id is remembered."""
+        """Add ``record`` after ``meta``'s head and store ``meta``; with a fingerprint its request id is remembered.
+
+        Raises DamagedSession.
+        """
         stored = store_record(record, meta.row.head_hash)
         after = at_head(meta, stored.head_hash)
         self.put(key, after)
-        self._connection.execute(
-            f"INSERT INTO records (session, revision, data, crc, head_hash) VALUES ({_ID}, ?, ?, ?, ?)",
-            (key.tenant, key.session_id, *stored),
-        )
-        if record.request_id and fingerprint is not None:
+        try:
             self._connection.execute(
-                f"INSERT INTO requests (session, request_id, fingerprint, revision) VALUES ({_ID}, ?, ?, ?)",
-                (key.tenant, key.session_id, record.request_id, fingerprint, record.revision),
+                f"INSERT INTO records (session, revision, data, crc, head_hash) VALUES ({_ID}, ?, ?, ?, ?)",
+                (key.tenant, key.session_id, *stored),
             )
+            if record.request_id and fingerprint is not None:
+                self._connection.execute(
+                    f"INSERT INTO requests (session, request_id, fingerprint, revision) VALUES ({_ID}, ?, ?, ?)",
+                    (key.tenant, key.session_id, record.request_id, fingerprint, record.revision),
+                )
+        except sqlite3.IntegrityError as error:  # the file holds records that the row does not know
+            raise DamagedSession(key) from error
         if record.labels is not None or record.revision == 1:
             self._label(key, after)
         return after
 
+    def replace(
+        self, key: Key, meta: Meta, log: Iterable[StoredRecord], requests: Mapping[str, Known]
+    ) -> None:
+        """Make the session exactly this, whatever there was."""
+        self.erase(key)
+        self.put(key, meta)
+        self._connection.executemany(
+            f"INSERT INTO records (session, revision, data, crc, head_hash) VALUES ({_ID}, ?, ?, ?, ?)",
+            ((key.tenant, key.session_id, *entry) for entry in log),
+        )
+        self._connection.executemany(
+            f"INSERT INTO requests (session, request_id, fingerprint, revision) VALUES ({_ID}, ?, ?, ?)",
+            ((key.tenant, key.session_id, name, *known) for name, known in requests.items()),
+        )
+        self._label(key, meta)
+
     def known(self, key: Key, request_id: str) -> Known | None:
+        """Raises DamagedSession."""
         found = self._one(
             f"SELECT fingerprint, revision FROM requests WHERE session = {_ID} AND request_id = ?",
             key.tenant,
             key.session_id,
             request_id,
         )
-        return None if found is None else Known(*found)
+        if found is None:
+            return None
+        fingerprint, revision = found
+        if not isinstance(fingerprint, str) or not isinstance(revision, int):
+            raise DamagedSession(key)
+        return Known(fingerprint, revision)
 
     def log(self, key: Key, from_revision: int) -> list[StoredRecord]:
-        """Records with a revision of at least ``from_revision``, oldest first."""
+        """Records with a revision of at least ``from_revision``, oldest first.
+
+        What is not shaped like a record becomes one that no check accepts.
+        """
         cursor = self._connection.execute(
             f"SELECT revision, data, crc, head_hash FROM records WHERE session = {_ID} AND revision >= ?"
             " ORDER BY revision",
             (key.tenant, key.session_id, from_revision),
         )
-        return [StoredRecord(*row) for row in cursor]
+        return [_shaped(*row) for row in cursor]
 
     def newest(self, tenant: str, start: Position, labels: dict[str, str], now: Moment) -> Iterator[Meta]:
         """The tenant's live sessions after ``start`` that carry ``labels``, newest update first."""
@@ -140,19 +170,23 @@ class Rows:
             (tenant, start.update_ms, start.session_id, now.wall_ms, *given),
         )
         for session_id, blob in cursor:
-            meta = _decoded(blob) or self.salvaged(Key(tenant, session_id))
+            meta = _decoded(blob) or self.salvaged(Key(tenant, str(session_id)))
             if meta is not None and not is_gone(meta, now):
                 yield meta
 
     def usage(self, tenant: str, now: Moment) -> TenantUsage:
         """What the tenant's live sessions take."""
-        total = self._one("SELECT sessions, bytes FROM tenants WHERE tenant = ?", tenant) or (0, 0)
+        total = self._one(
+            "SELECT CAST(sessions AS INTEGER), CAST(bytes AS INTEGER) FROM tenants WHERE tenant = ?", tenant
+        )
         expired = self._one(
-            "SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM sessions INDEXED BY sessions_expiring"
+            "SELECT COUNT(*), CAST(TOTAL(bytes) AS INTEGER) FROM sessions INDEXED BY sessions_expiring"
             " WHERE expire_ms > 0 AND expire_ms <= ? AND tenant = ? AND deleted = 0",
             *(now.wall_ms, tenant),
-        ) or (0, 0)
-        return TenantUsage(total[0] - expired[0], total[1] - expired[1])
+        )
+        sessions, size = total or (0, 0)
+        gone, gone_size = expired or (0, 0)
+        return TenantUsage(sessions - gone, size - gone_size)
 
     def end_leases(self) -> None:
         """Let every lease lapse; the pending turns' seeds stay."""
@@ -160,20 +194,23 @@ class Rows:
         for meta in filter(None, (_decoded(blob) for (blob,) in rows)):
             self.put(Key(meta.row.tenant, meta.row.session_id), lapsed(meta))
 
-    def purge(self, now: Moment) -> int:
-        """Remove sessions and tombstones whose time is over; returns how many."""
+    def purge(self, now: Moment, most: int) -> int:
+        """Remove up to ``most`` sessions and tombstones whose time is over; returns how many.
+
+        None whose row cannot be read: nobody knows its time.
+        """
         over = self._connection.execute(
-            "SELECT tenant, session_id, leased, meta FROM sessions WHERE expire_ms > 0 AND expire_ms <= ?",
-            (now.wall_ms,),
+            "SELECT tenant, session_id, meta FROM sessions WHERE expire_ms > 0 AND expire_ms <= ?"
+            " ORDER BY expire_ms LIMIT ?",
+            (now.wall_ms, most),
         ).fetchall()
-        running = 0
-        for tenant, session_id, leased, blob in over:
-            meta = _decoded(blob) if leased else None
-            if meta is not None and not is_gone(meta, now):
-                running += 1
-            else:
+        removed = 0
+        for tenant, session_id, blob in over:
+            meta = _decoded(blob)
+            if meta is not None and is_gone(meta, now):
                 self.erase(Key(tenant, session_id))
-        return len(over) - running
+                removed += 1
+        return removed
 
     def beat(self, now: Moment) -> None:
         """A small change of no meaning: it tells whether changes are possible."""
@@ -209,3 +246,12 @@ def _decoded(blob: object) -> Meta | None:
         return _meta_decoder.decode(blob) if isinstance(blob, bytes) else None
     except (msgspec.MsgspecError, ValueError):
         return None
+
+
+def _shaped(revision: object, data: object, crc: object, head_hash: object) -> StoredRecord:
+    return StoredRecord(
+        revision if isinstance(revision, int) else -1,
+        data if isinstance(data, bytes) else b"",
+        crc if isinstance(crc, int) else -1,
+        head_hash if isinstance(head_hash, str) else "",
+    )

@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from pensieve.errors import FailedPrecondition
+from pensieve.errors import DataLoss, FailedPrecondition
 from pensieve.store import _refusals
 from pensieve.store._rules import Meta
 
@@ -114,8 +114,14 @@ def found_schema(connection: sqlite3.Connection, path: Path) -> int:
 
 
 def bring_up(connection: sqlite3.Connection, found: int) -> str:
-    """Make the tables, or change those of an older schema, in one transaction; returns the store id."""
+    """Make the tables or change those of an older schema, in one transaction; the store id. Raises DataLoss."""
     if found < SCHEMA:
+        if found:
+            log.info(
+                "bringing the history file from schema %d to %d: older programs cannot open it then",
+                found,
+                SCHEMA,
+            )
         connection.execute("BEGIN IMMEDIATE")
         try:
             if found == 0:
@@ -131,11 +137,10 @@ def bring_up(connection: sqlite3.Connection, found: int) -> str:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             raise
-        if found:
-            log.info(
-                "history file brought from schema %d to %d: older programs cannot open it now", found, SCHEMA
-            )
-    return str(connection.execute("SELECT value FROM store WHERE name = 'store_id'").fetchone()[0])
+    named = connection.execute("SELECT value FROM store WHERE name = 'store_id'").fetchone()
+    if named is None:
+        raise DataLoss("the history file has lost its own name: it is damaged", reason="HISTORY_CORRUPT")
+    return str(named[0])
 
 
 def _run(connection: sqlite3.Connection, script: str) -> None:

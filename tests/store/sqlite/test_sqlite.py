@@ -195,6 +195,9 @@ async def test_the_event_loop_runs_while_the_disk_does_not(tmp_path: Path) -> No
             for _ in range(100):
                 await asyncio.sleep(0)
             assert not writing.done()
+            assert (await store.load(KEY)).revision == 1, "what is only read does not wait for a lock"
+            assert len((await store.list_sessions(KEY.tenant, limit=9)).rows) == 1
+            assert not writing.done()
             other.execute("ROLLBACK")
         assert isinstance(await writing, Began)
 

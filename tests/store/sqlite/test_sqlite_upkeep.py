@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.errors import DataLoss, FailedPrecondition, PensieveError, Unavailable
-from pensieve.store import TenantUsage
+from pensieve.store import TenantUsage, sqlite_store
 from pensieve.store._sqlite import file as sqlite_file
 from pensieve.store._sqlite import rows as sqlite_rows
 from pensieve.store._sqlite.durable import content_digest, make_durable
@@ -73,6 +73,29 @@ async def test_a_turn_is_not_kept_in_a_file_that_was_moved_away(store: SqliteSto
     await store.ping()
 
 
+@pytest.mark.parametrize("copied", [True, False])
+async def test_after_an_error_no_other_file_is_taken_for_the_one_that_was_open(
+    store: SqliteStore, copied: bool
+) -> None:
+    """Neither an older copy, whose turns would go on from where it was made, nor a new and empty file."""
+    older = store.path.read_bytes()
+    moved = store.path.with_name("moved")
+    store.path.rename(moved)
+    if copied:
+        store.path.write_bytes(older)
+    database = store._database
+    await database._in_thread(lambda: database.file.drop(Unavailable("a disk error")))
+    for call in (store.load(KEY), store.ping()):
+        with pytest.raises(Unavailable) as caught:
+            await call
+        assert caught.value.reason == "STORE_REPLACED"
+    assert store.path.exists() == copied
+    moved.rename(store.path)
+    await asyncio.sleep(sqlite_file.REOPEN_PAUSE_S)
+    assert (await store.load(KEY)).revision == 2
+    await whole_turn(store, KEY, 2)
+
+
 async def test_a_file_given_up_is_left_as_it_is(store: SqliteStore) -> None:
     """Closing must not bring into the database what is perhaps not on the disk."""
     database, log = store.path.read_bytes(), Path(f"{store.path}-wal").read_bytes()
@@ -108,7 +131,7 @@ async def test_ping_makes_a_change_unless_one_was_just_made(
     assert len(beats) == 1
     behind(store.path, "CREATE TRIGGER no BEFORE INSERT ON store BEGIN SELECT RAISE(ABORT, 'no'); END")
     store._database._proven_at = -1e9
-    with pytest.raises(sqlite3.IntegrityError):
+    with pytest.raises(DataLoss):
         await store.ping()
 
 
@@ -169,9 +192,27 @@ async def test_an_unreadable_row_can_be_deleted_and_does_not_keep_a_server_from_
     behind(store.path, "UPDATE sessions SET meta = x'' WHERE session_id = 's2'")
     await store.close()
     await store.open()
+    assert await store.purge_expired() == 0, "nobody knows when it would have expired"
     await store.delete(OTHER)
-    assert await store.purge_expired() == 1
+    await store.delete(KEY)
     assert await store.usage(TENANT) == TenantUsage(0, 0)
+
+
+async def test_expired_sessions_are_removed_a_few_at_a_time(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_store, "PURGED_AT_ONCE", 3)
+    changes = []
+    change = store._database._change
+    monkeypatch.setattr(
+        store._database, "_change", lambda work, *, flush: (changes.append(1), change(work, flush=flush))[1]
+    )
+    for number in range(7):
+        await store.create(row(key(f"n{number}"), ttl_s=60.0), first_record(), "fp")
+    store._wall_clock = lambda: 1 << 50
+    changes.clear()
+    assert await store.purge_expired() == 7
+    assert len(changes) == 4
 
 
 # ---- reads beside the commits
@@ -206,17 +247,28 @@ async def test_a_listing_by_label_looks_at_the_sessions_that_carry_it(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(60):
-        labels = {"common": "yes", "rare": str(number // 20)}
+        labels = {"common": "yes", "rare": str(number // 5)}
         await store.create(row(key(f"n{number:02}"), labels=labels), first_record(), "fp")
-    looked_at = []
+    looked_at, steps = [], []
     decoded = sqlite_rows._decoded
     monkeypatch.setattr(sqlite_rows, "_decoded", lambda blob: (looked_at.append(1), decoded(blob))[1])
-    page = await store.list_sessions(TENANT, limit=5, labels={"common": "yes", "rare": "1"})
-    assert [one.session_id for one in page.rows] == ["n39", "n38", "n37", "n36", "n35"]
-    assert len(looked_at) == 6
-    assert (await store.list_sessions(TENANT, limit=5, labels={"common": "yes", "rare": "9"})).rows == ()
-    assert (await store.list_sessions(TENANT, limit=5, labels={"common": "no"})).rows == ()
-    assert len(looked_at) == 6
+    reader = store._database.file.listings._connection
+    assert reader is not None
+    reader.set_progress_handler(lambda: steps.append(1), 1)
+
+    async def listed(labels: dict[str, str]) -> list[str]:
+        looked_at.clear()
+        steps.clear()
+        page = await store.list_sessions(TENANT, limit=3, labels=labels)
+        return [one.session_id for one in page.rows]
+
+    assert await listed({"rare": "0"}) == ["n04", "n03", "n02"]
+    by_rare = len(steps)
+    assert await listed({"common": "yes", "rare": "0"}) == ["n04", "n03", "n02"]
+    assert len(looked_at) == 4
+    assert len(steps) < 4 * by_rare + 4 * 60, "it begins with the rarest label"
+    assert await listed({"common": "yes", "rare": "99"}) == await listed({"common": "no"}) == []
+    assert not looked_at
 
 
 ENDLESS = "WITH RECURSIVE n(x) AS (SELECT COUNT(*) FROM sessions UNION ALL SELECT x + 1 FROM n) SELECT MAX(x) FROM n"

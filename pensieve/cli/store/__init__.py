@@ -1,0 +1,4 @@
+"""``pensieve store``: look after a history store: check, repair, backup, restore, move, usage.
+
+May import: errors, options, store.contract, store.maintenance.
+"""

@@ -1,0 +1,271 @@
+"""A history file as maintenance sees it: everything that is stored, and whole sessions written back.
+
+Reading opens the file read-only beside a server that holds it: in WAL mode neither waits for the other. Writing takes
+the server's lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+import msgspec
+
+from pensieve.errors import FailedPrecondition
+from pensieve.store import _refusals
+from pensieve.store._clock import wall_clock_ms
+from pensieve.store._codec import StoredRecord
+from pensieve.store._raw import Finding, Mode, Problem, RawSession, Remedy, finding, in_order
+from pensieve.store._rules import Known, Meta
+from pensieve.store._sqlite.errors import lenient_text, translated
+from pensieve.store._sqlite.file import BUSY_TIMEOUT_MS, SqliteFile
+from pensieve.store._sqlite.rows import Rows
+from pensieve.store._sqlite.schema import SCHEMA, found_schema
+from pensieve.store.contract import Key
+from pensieve.store.records import State
+
+_TENANTS: Final = "SELECT tenant, COUNT(*), SUM(bytes) FROM sessions WHERE deleted = 0 GROUP BY tenant"
+
+_meta_decoder = msgspec.msgpack.Decoder(Meta)
+
+
+class SqliteDump:
+    """``RawStore`` over one file."""
+
+    kind = "sqlite"
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: SqliteFile | None = None
+        self._connection: sqlite3.Connection | None = None
+        self._derives = False
+        """Whether the file keeps sizes, sums and labels: an older one that is only read does not yet."""
+        self.store_id = ""
+
+    @property
+    def alone(self) -> bool:
+        """The lock that a server takes, too, is held."""
+        return self._file is not None
+
+    async def open(self, mode: Mode) -> None:
+        if mode is not Mode.WRITE and not self._path.is_file():
+            raise FailedPrecondition(f"there is no history file {self._path}", reason="STORE_FOREIGN")
+        with self._translating():
+            if mode in (Mode.ALONE, Mode.WRITE):
+                self._file = SqliteFile(self._path)
+                self._file.open()
+                self._connection = self._file.connection()
+                self.store_id = self._file.store_id
+                self._connection.execute("PRAGMA synchronous = FULL")
+                self._connection.execute("BEGIN IMMEDIATE")
+                self._derives = True
+                return
+            self._connection = _read_only(self._path)
+            self.store_id = _known_store(self._connection, self._path)
+            self._derives = found_schema(self._connection, self._path) == SCHEMA
+            if mode is Mode.SNAPSHOT:
+                self._connection.execute("BEGIN")
+                self._connection.execute("SELECT 1 FROM sessions LIMIT 1").fetchall()  # takes the snapshot
+
+    async def close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None and connection.in_transaction:
+            connection.execute("ROLLBACK")
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        elif connection is not None:
+            connection.close()
+
+    async def now(self) -> int:
+        return wall_clock_ms()
+
+    async def keys(self) -> list[Key]:
+        with self._translating():
+            found = self._sql.execute("SELECT tenant, session_id FROM sessions NOT INDEXED").fetchall()
+        return in_order(Key(str(tenant), str(session_id)) for tenant, session_id in found)
+
+    async def session(self, key: Key) -> RawSession | None:
+        try:
+            with self._one_moment():
+                return self._read(key)
+        except sqlite3.DatabaseError as error:
+            unreadable = finding(key, Problem.ROW, f"SQLite cannot read it: {error}", Remedy.NONE)
+            return RawSession(key, None, findings=(unreadable,))
+
+    async def about_store(self) -> list[Finding]:
+        found: list[Finding] = []
+        try:
+            answers = [str(row[0]) for row in self._sql.execute("PRAGMA integrity_check(20)")]
+        except sqlite3.DatabaseError as error:
+            return [finding(None, Problem.FILE, str(error), Remedy.NONE)]
+        for answer in answers:
+            if answer != "ok":
+                remedy = Remedy.REBUILD if "index" in answer else Remedy.NONE
+                found.append(finding(None, Problem.FILE, answer, remedy))
+        with self._translating():
+            for table in ("records", "requests"):
+                ((orphans,),) = self._sql.execute(
+                    f"SELECT count(*) FROM {table} WHERE session NOT IN (SELECT id FROM sessions)"
+                )
+                if orphans:
+                    detail = f"{orphans} rows of {table} belong to no session"
+                    found.append(finding(None, Problem.FILE, detail, Remedy.NONE))
+            if self._derives:
+                kept = set(self._sql.execute("SELECT * FROM tenants WHERE sessions <> 0 OR bytes <> 0"))
+                if kept != set(self._sql.execute(_TENANTS)):
+                    detail = "what tenants take is not the sum of their sessions"
+                    found.append(finding(None, Problem.FILE, detail, Remedy.REBUILD))
+        return found
+
+    async def tidy(self) -> None:
+        with self._translating():
+            self._sql.execute("REINDEX")
+            self._sql.execute("DELETE FROM tenants")
+            self._sql.execute(f"INSERT INTO tenants {_TENANTS}")
+
+    async def put(self, session: RawSession, *, over: str | None) -> bool:
+        assert session.meta is not None, "only a session with a row can be written"
+        before = await self.session(session.key)
+        if (None if before is None else before.stamp) != over:
+            return False
+        with self._translating():
+            Rows(self._sql).replace(session.key, session.meta, session.log, session.requests)
+        return True
+
+    async def flush(self) -> None:
+        with self._translating():
+            self._sql.execute("COMMIT")
+            if self._file is not None:
+                self._file.check_in_place()
+            self._sql.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            self._sql.execute("BEGIN IMMEDIATE")
+
+    @property
+    def _sql(self) -> sqlite3.Connection:
+        assert self._connection is not None, "not open"
+        return self._connection
+
+    def _read(self, key: Key) -> RawSession | None:
+        found = self._sql.execute(
+            "SELECT id, update_ms, expire_ms, deleted, leased, meta FROM sessions NOT INDEXED"
+            " WHERE id = (SELECT id FROM sessions WHERE tenant = ? AND session_id = ?)",
+            (key.tenant, key.session_id),
+        ).fetchone()
+        if found is None:
+            return None
+        at, *columns, blob = found
+        log = self._sql.execute(
+            "SELECT revision, data, crc, head_hash FROM records WHERE session = ? ORDER BY revision", (at,)
+        )
+        records = tuple(_stored(*row) for row in log)
+        asked = self._sql.execute(
+            "SELECT request_id, fingerprint, revision FROM requests WHERE session = ?", (at,)
+        )
+        requests = {
+            str(name): Known(str(fingerprint), _number(revision)) for name, fingerprint, revision in asked
+        }
+        stamp = hashlib.sha1(repr(blob).encode(), usedforsecurity=False).hexdigest()
+        try:
+            meta = _meta_decoder.decode(blob)
+        except (msgspec.MsgspecError, TypeError, ValueError) as error:
+            unreadable = finding(
+                key, Problem.ROW, f"its row cannot be decoded ({type(error).__name__})", Remedy.REBUILD
+            )
+            return RawSession(key, None, records, requests, (unreadable,), stamp)
+        if (meta.row.tenant, meta.row.session_id) != (key.tenant, key.session_id):
+            foreign = finding(key, Problem.ROW, "its row is that of another session", Remedy.REBUILD)
+            return RawSession(key, None, records, requests, (foreign,), stamp)
+        wrong = [*_of_columns(key, meta, columns), *self._derived(key, at, meta, records)]
+        return RawSession(key, meta, records, requests, tuple(wrong), stamp)
+
+    def _derived(self, key: Key, at: int, meta: Meta, log: tuple[StoredRecord, ...]) -> Iterator[Finding]:
+        """What the file keeps of the session beside its row: its size, and its labels for listings by them."""
+        if not self._derives:
+            return
+        ((size,),) = self._sql.execute("SELECT bytes FROM sessions WHERE id = ?", (at,))
+        if size != sum(len(entry.data) for entry in log):
+            detail = f"its records take {sum(len(entry.data) for entry in log)} bytes, column bytes is {size}"
+            yield finding(key, Problem.LISTING, detail, Remedy.REBUILD)
+        row = meta.row
+        labels = self._sql.execute(
+            "SELECT name, value, tenant, update_ms, session_id FROM labels WHERE session = ?", (at,)
+        )
+        right = {
+            (name, value, row.tenant, row.update_ms, row.session_id) for name, value in row.labels.items()
+        }
+        if set(labels) != right:
+            yield finding(
+                key, Problem.LISTING, "it is listed under other labels than its own", Remedy.REBUILD
+            )
+
+    @contextlib.contextmanager
+    def _one_moment(self) -> Iterator[None]:
+        """All reads inside see the same data."""
+        if self._sql.in_transaction:
+            yield
+            return
+        self._sql.execute("BEGIN")
+        try:
+            yield
+        finally:
+            self._sql.execute("ROLLBACK")
+
+    @contextlib.contextmanager
+    def _translating(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.DatabaseError as error:
+            raise translated(error, self._path) from error
+
+
+def _read_only(path: Path) -> sqlite3.Connection:
+    try:
+        connection = sqlite3.connect(
+            f"file:{quote(str(path.absolute()))}?mode=ro", uri=True, isolation_level=None
+        )
+    except sqlite3.OperationalError as error:
+        raise _refusals.unavailable(f"cannot open {path}: {error}") from error
+    connection.text_factory = lenient_text
+    connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+    return connection
+
+
+def _known_store(connection: sqlite3.Connection, path: Path) -> str:
+    """The store id of a file whose schema this program knows."""
+    if found_schema(connection, path) == 0:
+        raise FailedPrecondition(f"{path} is not a history file", reason="STORE_FOREIGN")
+    return str(connection.execute("SELECT value FROM store WHERE name = 'store_id'").fetchone()[0])
+
+
+def _stored(revision: Any, data: Any, crc: Any, chain: Any) -> StoredRecord:
+    """A record's row. What is not shaped like one becomes one that no check accepts."""
+    return StoredRecord(
+        _number(revision),
+        data if isinstance(data, bytes) else b"",
+        _number(crc),
+        chain if isinstance(chain, str) else "",
+    )
+
+
+def _number(value: Any) -> int:
+    """-1 for what is none."""
+    return value if isinstance(value, int) else -1
+
+
+def _of_columns(key: Key, meta: Meta, columns: list[Any]) -> Iterator[Finding]:
+    """The columns beside ``meta`` are what listing, expiry and leases are found by."""
+    row = meta.row
+    wanted = [row.update_ms, row.expire_ms, row.state is State.DELETED, meta.lease is not None]
+    for name, found, right in zip(
+        ("update_ms", "expire_ms", "deleted", "leased"), columns, wanted, strict=True
+    ):
+        if found != right:
+            detail = f"column {name} is {found}, its row says {int(right)}"
+            problem = Problem.EXPIRY if name == "expire_ms" else Problem.LISTING
+            yield finding(key, problem, detail, Remedy.REBUILD)

@@ -1,0 +1,66 @@
+"""Maintenance of a history store: check, repair, backup, restore, move, usage. What ``pensieve store`` does.
+
+Works on what is stored (``store._raw``), not on what a store answers. A running server is in the way of none that
+only read.
+
+May import: errors, store._codec, store._raw, store._refusals, store._rules, store.contract, store.records,
+store.redis_store, store.sqlite_store.
+"""
+
+from __future__ import annotations
+
+from pensieve.store._raw import Finding, Mode, Problem, RawStore, Remedy
+from pensieve.store.maintenance.archive import BadBackup, Totals
+from pensieve.store.maintenance.copying import (
+    Copied,
+    CopyRefused,
+    Progress,
+    WholeBackup,
+    backup,
+    move,
+    open_backup,
+    restore,
+)
+from pensieve.store.maintenance.survey import Repaired, Survey, TenantTotal, check, repair, usage
+
+__all__ = [
+    "BadBackup",
+    "Copied",
+    "Finding",
+    "Mode",
+    "Problem",
+    "Progress",
+    "RawStore",
+    "CopyRefused",
+    "Remedy",
+    "Repaired",
+    "Survey",
+    "TenantTotal",
+    "Totals",
+    "WholeBackup",
+    "backup",
+    "check",
+    "move",
+    "open_backup",
+    "open_raw",
+    "repair",
+    "restore",
+    "usage",
+]
+
+
+def open_raw(url: str) -> RawStore:
+    """Access to the store that ``url`` names, as ``open_store`` takes it; not yet opened.
+
+    Raises ValueError for ``memory:``, of which nobody else can see anything, and for what is no store.
+    """
+    scheme = url.split(":", 1)[0]
+    if scheme == "sqlite":
+        from pensieve.store.sqlite_store import SqliteStore
+
+        return SqliteStore.from_url(url).dump()
+    if scheme.startswith("redis"):
+        from pensieve.store.redis_store import RedisStore
+
+        return RedisStore.from_url(url).dump()
+    raise ValueError(f"{url!r} is no store on a disk or in Redis")

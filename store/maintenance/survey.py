@@ -1,0 +1,159 @@
+"""A whole store, session by session: is it sound, how much is in it, and what can be made good again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from pensieve.store import _refusals
+from pensieve.store._raw import Finding, RawSession, RawStore, Remedy
+from pensieve.store.contract import Key
+from pensieve.store.maintenance.archive import ArchiveWriter, Totals
+from pensieve.store.maintenance.copying import Progress, silent
+from pensieve.store.maintenance.repair import fixed
+from pensieve.store.maintenance.verify import Examined, examine
+
+
+class Survey(msgspec.Struct):
+    """What a check found."""
+
+    total: Totals
+    findings: list[Finding]
+
+
+class TenantTotal(msgspec.Struct, frozen=True):
+    """What one tenant has in a store."""
+
+    tenant: str
+    total: Totals
+
+
+class Mended(msgspec.Struct, frozen=True):
+    """What was done to one session, or would be."""
+
+    tenant: str
+    session: str
+    actions: tuple[str, ...]
+    records_cut: int
+
+
+@dataclass(slots=True)
+class Repaired:
+    """What a repair did, or would do."""
+
+    findings: list[Finding] = field(default_factory=list)
+    mended: list[Mended] = field(default_factory=list)
+    busy: list[Key] = field(default_factory=list)
+    """Left alone: a turn ran in them, or they were changed in between."""
+
+    @property
+    def left(self) -> list[Finding]:
+        """What is as wrong as before."""
+        done = {(one.tenant, one.session) for one in self.mended}
+        done -= {(key.tenant, key.session_id) for key in self.busy}
+        return [one for one in self.findings if not self._is_mended(one, done)]
+
+    @staticmethod
+    def _is_mended(one: Finding, done: set[tuple[str, str]]) -> bool:
+        about_store = one.session == "" and one.remedy is Remedy.REBUILD
+        return about_store or (one.tenant, one.session) in done
+
+
+async def check(store: RawStore, only: Key | None = None, progress: Progress = silent) -> Survey:
+    """Everything in an open store, or one session. Raises NotFound, and the store's errors."""
+    survey = Survey(Totals(), [])
+    if only is None:
+        progress("checking the storage", 0, None)
+        survey.findings += await store.about_store()
+    async for examined in _examined(store, only, "checking", progress):
+        survey.findings += examined.findings
+        survey.total = survey.total.plus(examined.session, damaged=not examined.is_sound)
+    return survey
+
+
+async def usage(store: RawStore, progress: Progress = silent) -> list[TenantTotal]:
+    """What each tenant has, in order of names. Raises the store's errors."""
+    totals: dict[str, Totals] = {}
+    async for session in _sessions(store, None, "counting", progress):
+        totals[session.key.tenant] = totals.get(session.key.tenant, Totals()).plus(session)
+    return [TenantTotal(tenant, totals[tenant]) for tenant in sorted(totals)]
+
+
+async def repair(
+    store: RawStore,
+    *,
+    apply: bool,
+    cut_to: Path | None = None,
+    only: Key | None = None,
+    progress: Progress = silent,
+) -> Repaired:
+    """Make good what is proven, in a store that is open to write if ``apply``, else say what would be done.
+
+    ``cut_to``: damaged sessions end behind their last sound record, and go to this backup as they were before.
+    Raises FileExistsError, OSError, and the store's errors.
+    """
+    done, now = Repaired(), await store.now()
+    if only is None:
+        done.findings += await store.about_store()
+        if apply and any(one.remedy is Remedy.REBUILD for one in done.findings):
+            await store.tidy()
+            await store.flush()
+    stamps: dict[Key, str] = {}
+    with contextlib.ExitStack() as stack:
+        kept: ArchiveWriter | None = None
+        async for examined in _examined(store, only, "looking", progress):
+            done.findings += examined.findings
+            fix = fixed(examined, truncate=cut_to is not None, now=now)
+            if fix is None:
+                continue
+            key = fix.session.key
+            done.mended.append(Mended(key.tenant, key.session_id, fix.actions, fix.records_cut))
+            stamps[key] = examined.session.stamp
+            if apply and cut_to is not None and examined.is_broken:
+                if kept is None:
+                    kept = stack.enter_context(ArchiveWriter(cut_to))
+                    kept.begin(store.kind, store.store_id, now)
+                kept.add(examined.session, tuple(one.detail for one in examined.findings))
+        if kept is not None:
+            kept.finish()
+    for number, (key, stamp) in enumerate(stamps.items() if apply else ()):
+        progress("repairing", number, len(stamps))
+        if not await _mend(store, key, stamp, truncate=cut_to is not None, now=now):
+            done.busy.append(key)
+    if apply:
+        await store.flush()
+    return done
+
+
+async def _mend(store: RawStore, key: Key, stamp: str, *, truncate: bool, now: int) -> bool:
+    """False when the session is not what it was when it was looked at, or a turn runs in it."""
+    session = await store.session(key)
+    if session is None or session.stamp != stamp:
+        return False
+    fix = fixed(examine(session), truncate=truncate, now=now)
+    return fix is not None and await store.put(fix.session, over=stamp)
+
+
+async def _examined(
+    store: RawStore, only: Key | None, what: str, progress: Progress
+) -> AsyncIterator[Examined]:
+    async for session in _sessions(store, only, what, progress):
+        yield examine(session)
+
+
+async def _sessions(
+    store: RawStore, only: Key | None, what: str, progress: Progress
+) -> AsyncIterator[RawSession]:
+    keys = await store.keys() if only is None else [only]
+    for number, key in enumerate(keys):
+        progress(what, number, len(keys))
+        session = await store.session(key)
+        if session is not None:
+            yield session
+        elif only is not None:
+            raise _refusals.not_found()
+    progress(what, len(keys), len(keys))

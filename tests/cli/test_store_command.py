@@ -1,0 +1,154 @@
+"""``pensieve store`` as an operator and a cron job meet it: exit codes, JSON, one line per mistake."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from pensieve.cli.main import cli
+from pensieve.store import open_store
+from support.store.population import Made, populate
+from support.store.store_bench import SqliteBench, key
+
+MADE = [
+    Made(key("a"), ("turn", "turn")),
+    Made(key("b", "other"), ("turn",)),
+    Made(key("gone"), end="deleted"),
+]
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["store", *arguments])
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file with three sessions."""
+
+    async def fill() -> None:
+        store = open_store(f"sqlite:///{tmp_path}/h.db")
+        await store.open()
+        await populate(store, MADE)
+        await store.close()
+
+    asyncio.run(fill())
+    return tmp_path / "h.db"
+
+
+def test_a_sound_store_is_code_0(path: Path) -> None:
+    result = run("check", "--store", f"sqlite:///{path}")
+    assert (result.exit_code, result.stdout) == (
+        0,
+        "2 sessions, 1 deleted, 5 records, 939 bytes: sound\n",
+    ), result.output
+    report = json.loads(run("check", "--store", f"sqlite:///{path}", "--json").stdout)
+    assert report["sound"] is True and report["findings"] == []
+    assert report["total"]["sessions"] == 2
+
+
+def test_checking_changes_nothing(path: Path) -> None:
+    before = path.read_bytes()
+    assert run("check", "--store", f"sqlite:///{path}").exit_code == 0
+    assert path.read_bytes() == before
+
+
+def test_damage_is_code_1_and_named(path: Path) -> None:
+    SqliteBench(path).damage(key("a"), 2)
+    result = run("check", "--store", f"sqlite:///{path}")
+    assert result.exit_code == 1
+    assert "acme/a" in result.stdout and "record 2" in result.stdout
+    report = json.loads(run("check", "--store", f"sqlite:///{path}", "--json", "--session", "acme/a").stdout)
+    assert [(one["session"], one["problem"]) for one in report["findings"]] == [("a", "log")]
+    assert run("check", "--store", f"sqlite:///{path}", "--session", "other/b").exit_code == 0
+
+
+def test_repair_is_dry_until_it_is_told(path: Path, tmp_path: Path) -> None:
+    SqliteBench(path).damage(key("a"), 3)
+    url = f"sqlite:///{path}"
+    cut = ("--truncate-damaged", str(tmp_path / "cut.jsonl"))
+    result = run("repair", "--store", url, *cut)
+    assert (result.exit_code, "--apply does it" in result.stdout) == (0, True), result.output
+    assert not (tmp_path / "cut.jsonl").exists()
+    assert run("check", "--store", url).exit_code == 1
+    result = run("repair", "--store", url, *cut, "--apply")
+    assert (result.exit_code, "ends at revision 2, 1 unproven records cut" in result.stdout) == (0, True)
+    assert (tmp_path / "cut.jsonl").exists()
+    assert run("check", "--store", url).exit_code == 0
+
+
+def test_backup_restore_and_usage(path: Path, tmp_path: Path) -> None:
+    target = tmp_path / "b.jsonl.gz"
+    result = run("backup", str(target), "--store", f"sqlite:///{path}")
+    assert result.exit_code == 0, result.output
+    assert stat.S_IMODE(target.stat().st_mode) == 0o600
+    result = run("backup", str(target), "--store", f"sqlite:///{path}")
+    assert result.exit_code == 1 and "is there already" in result.stderr
+    assert run("backup", str(target), "--store", f"sqlite:///{path}", "--force").exit_code == 0
+    new = f"sqlite:///{tmp_path}/new.db"
+    result = run("restore", str(target), "--to", new, "--json")
+    assert json.loads(result.stdout)["written"] == 3
+    result = run("restore", str(target), "--to", new)
+    assert result.exit_code == 1 and "holds 3 sessions" in result.stderr
+    assert run("restore", str(target), "--to", new, "--merge").exit_code == 0
+    tenants = json.loads(run("usage", "--store", new, "--json").stdout)["tenants"]
+    assert [(one["tenant"], one["total"]["sessions"]) for one in tenants] == [("acme", 1), ("other", 1)]
+    assert run("move", new, f"sqlite:///{tmp_path}/third.db").exit_code == 0
+    assert run("check", "--store", f"sqlite:///{tmp_path}/third.db").exit_code == 0
+
+
+def test_a_damaged_store_is_backed_up_all_the_same(path: Path, tmp_path: Path) -> None:
+    SqliteBench(path).damage(key("a"), 2)
+    result = run("backup", str(tmp_path / "b.jsonl"), "--store", f"sqlite:///{path}")
+    assert result.exit_code == 1 and "1 sessions are damaged" in result.stdout
+    assert run("restore", str(tmp_path / "b.jsonl"), "--to", f"sqlite:///{tmp_path}/new.db").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["check", "--store", "memory:"], 2, "is no store on a disk"),
+        (["check", "--store", "mysql://x"], 2, "expected memory:"),
+        (["check", "--store", "sqlite:////no/such.db"], 1, "there is no history file"),
+        (["check", "--store", "sqlite:///{folder}/h.db", "--session", "nobody"], 2, "expected TENANT/ID"),
+        (["check", "--store", "sqlite:///{folder}/h.db", "--session", "a/b"], 1, "no such session"),
+        (["check", "--store", "sqlite:///{folder}/noise"], 1, "is not a history file"),
+        (["backup", "{folder}/b.zst", "--store", "sqlite:///{folder}/h.db"], 2, "packed as .gz"),
+        (["backup", "{folder}/no/b.jsonl", "--store", "sqlite:///{folder}/h.db"], 2, "no file can be there"),
+        (["restore", "{folder}/noise", "--to", "sqlite:///{folder}/new.db"], 1, "is not a backup"),
+        (["restore", "{folder}/none", "--to", "sqlite:///{folder}/new.db"], 2, "does not exist"),
+        (["restore", "{folder}/noise"], 2, "--to"),
+        (["move", "sqlite:///{folder}/none.db", "sqlite:///{folder}/new.db"], 1, "there is no history file"),
+        (["check", "--store", "redis://127.0.0.1:1/0"], 1, "history store: Redis at 127.0.0.1:1"),
+    ],
+)
+def test_mistakes(path: Path, arguments: list[str], code: int, words: str) -> None:
+    (path.parent / "noise").write_bytes(b"noise " * 1000)
+    result = run(*(one.replace("{folder}", str(path.parent)) for one in arguments))
+    assert (result.exit_code, words in result.stderr) == (code, True), result.output
+    assert result.stdout == ""
+
+
+def test_a_served_file_is_read_and_not_written(path: Path, tmp_path: Path) -> None:
+    async def served() -> None:
+        store = open_store(f"sqlite:///{path}")
+        await store.open()
+        try:
+            await asyncio.to_thread(reads)
+        finally:
+            await store.close()
+
+    def reads() -> None:
+        url = f"sqlite:///{path}"
+        assert run("check", "--store", url).exit_code == 0
+        assert run("backup", str(tmp_path / "b.jsonl"), "--store", url).exit_code == 0
+        for writes in (["repair", "--apply", "--store", url], ["move", url, f"sqlite:///{tmp_path}/new.db"]):
+            result = run(*writes)
+            assert result.exit_code == 1 and "in use by another Pensieve server" in result.stderr
+        assert run("restore", str(tmp_path / "b.jsonl"), "--to", url).exit_code == 1
+
+    asyncio.run(served())
