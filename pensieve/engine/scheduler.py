@@ -31,7 +31,7 @@ from pensieve.core import (
 )
 from pensieve.engine.beams import Hypothesis
 from pensieve.engine.branching import Branching, finish_reason, limit_reason
-from pensieve.engine.cache.chunk import Range, tokens_in
+from pensieve.engine.cache.chunk import Range
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.plan import PageTable, Plan, SampleSpec, Span, StepResult
 from pensieve.engine.request import Request
@@ -240,8 +240,12 @@ class Scheduler:
         for shared KV that another has begun to compute and not finished.
         """
         left = budget
-        busy = {one.tenant for one in self.batch.running if self._is_begun(one)} if budget > 0 else set()
-        while left > 0:
+        busy = set[str]()
+        if (
+            not self.batch.waiting.is_for_one
+        ):  # one alone has nothing under way that the budget would not have ended
+            busy = {one.tenant for one in self.batch.running if self._is_begun(one)}
+        while left > 0 and self.batch.waiting:
             request = self._next(busy)
             if request is None or not self.branching.fits(request):
                 break
@@ -277,16 +281,16 @@ class Scheduler:
         not finished. Returns how many tokens those are.
         """
         ranges = request.take_missing(budget)
-        if not ranges:
-            return 0
+        taken = 0
         for start, end in ranges:
             self.cache.computed(request.session, start, end)
-        taken = tokens_in(ranges)
-        self.batch.waiting.charge(request, taken)
-        before = work.setdefault(request, [])
-        if before and before[-1][1] == ranges[0][0]:
-            ranges[0] = before.pop()[0], ranges[0][1]
-        before += ranges
+            taken += end - start
+        if taken:
+            self.batch.waiting.charge(request, taken)
+            before = work.get(request, [])
+            if before and before[-1][1] == ranges[0][0]:
+                ranges[0] = before.pop()[0], ranges[0][1]
+            work[request] = before + ranges if before else ranges
         return taken
 
     def _spans(self, work: _Work) -> tuple[tuple[Span, ...], tuple[PageTable, ...]]:

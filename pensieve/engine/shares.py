@@ -65,8 +65,9 @@ class FairQueue:
             del self._present[request.tenant]
 
     def charge(self, request: Request, tokens: int) -> None:
-        """So many tokens are computed for a request. What warms a session is nobody's."""
-        if not request.warm:
+        """So many tokens are computed for a request. What warms a session is nobody's, and of one tenant alone nothing
+        need be counted: whoever comes later starts where that one is."""
+        if not (self.is_for_one or request.warm):
             self._served[request.tenant] += tokens / self._weights[request.tenant]
 
     @property
