@@ -59,7 +59,8 @@ def test_each_default_is_written_once() -> None:
 
 def test_the_service_has_the_defaults_of_the_options() -> None:
     options, settings = ServeOptions(), TurnSettings(replica="r")
-    for name in ("lease_s", "heartbeat_s", "disconnect_grace_s"):
+    shared = "lease_s", "heartbeat_s", "disconnect_grace_s", "max_wait_s", "max_queued", "max_queued_tokens"
+    for name in shared:
         assert getattr(settings, name) == getattr(options, name), name
 
 
