@@ -15,7 +15,17 @@ from typing import NamedTuple
 import msgspec
 
 from pensieve.store import _refusals
-from pensieve.store.contract import Began, BeginOutcome, BeginRequest, Counts, Key, Replay, RunningElsewhere
+from pensieve.store.contract import (
+    Began,
+    BeginOutcome,
+    BeginRequest,
+    CalledOff,
+    Counts,
+    EndOrder,
+    Key,
+    Replay,
+    RunningElsewhere,
+)
 from pensieve.store.records import Record, RecordKind, RunningTurn, SessionConfig, SessionRow, State
 
 TOMBSTONE_MS = 30 * 24 * 3600 * 1000
@@ -33,6 +43,10 @@ class Lease(msgspec.Struct, frozen=True):
     seed: int
     start_ms: int
     until_ms: int
+    order: EndOrder | None = None
+    """Left for the holder by another server."""
+    called_off: bool = False
+    """The turn was discarded because somebody asked for that; the lease has lapsed."""
 
 
 class Meta(msgspec.Struct, frozen=True):
@@ -140,6 +154,8 @@ def begin(meta: Meta | None, known: Known | None, request: BeginRequest, now: in
             return Begun(Began(view(meta, now), lease.seed), None)
         if lease.until_ms > now:
             return Begun(_met_running(meta, lease, request, now), None)
+        if request.follows and lease.called_off and lease.request_id == request.request_id:
+            return Begun(CalledOff(view(meta, now)), None)
     check_revision(meta, request.expected_revision)
     seed = request.seed
     if lease is not None and (lease.request_id, lease.fingerprint) == (
@@ -180,6 +196,24 @@ def renew(meta: Meta | None, token: str, lease_ms: int, now: int) -> Meta:
     return Meta(
         _kept_until(meta.row, until), meta.create_fingerprint, msgspec.structs.replace(lease, until_ms=until)
     )
+
+
+def ask_to_end(meta: Meta | None, request_id: str, order: EndOrder, now: int) -> Meta | None:
+    """Metadata with the order, or with the one that came before it; None when no such turn runs."""
+    meta = present(meta, now)
+    lease = meta.lease
+    if lease is None or lease.request_id != request_id or lease.until_ms <= now:
+        return None
+    return msgspec.structs.replace(meta, lease=msgspec.structs.replace(lease, order=lease.order or order))
+
+
+def abort(meta: Meta | None, token: str, called_off: bool) -> Meta | None:
+    """Metadata without the lease, or with its mark; None when the token does not hold it."""
+    lease = None if meta is None else meta.lease
+    if meta is None or lease is None or lease.token != token:
+        return None
+    mark = msgspec.structs.replace(lease, token="", until_ms=0, called_off=True) if called_off else None
+    return msgspec.structs.replace(meta, lease=mark)
 
 
 def commit(

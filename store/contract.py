@@ -58,6 +58,18 @@ class BeginRequest:
     """Kept with the pending turn; an earlier attempt's seed wins, so that a retry samples alike."""
     expected_revision: int | None = None
     start_ms: int = 0
+    follows: bool = False
+    """The caller waits for this very turn, begun under another token: if it was called off, it is not begun again."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndOrder:
+    """How a running turn is to end early: left in the store by any server, for the one that holds the lease."""
+
+    keep: bool
+    """Commit what there is; else discard it."""
+    keep_tokens: int | None = None
+    """Only so many tokens of the output; None: all there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +98,14 @@ class RunningElsewhere:
     lease_ms_left: int
 
 
-BeginOutcome = Began | Replay | RunningElsewhere
+@dataclass(frozen=True, slots=True)
+class CalledOff:
+    """The turn that the caller follows was discarded because somebody asked for that; nothing was begun."""
+
+    row: SessionRow
+
+
+BeginOutcome = Began | Replay | RunningElsewhere | CalledOff
 
 
 class HistoryStore(Protocol):
@@ -148,8 +167,15 @@ class HistoryStore(Protocol):
         """
         ...
 
-    async def renew(self, key: Key, token: str, lease_ms: int) -> None:
-        """Raises TurnFenced when the token no longer holds the lease."""
+    async def renew(self, key: Key, token: str, lease_ms: int) -> EndOrder | None:
+        """The order to end that was left for this turn, if any. Raises TurnFenced when the token lost the lease."""
+        ...
+
+    async def ask_to_end(self, key: Key, request_id: str, order: EndOrder) -> bool:
+        """Leave an order for whoever holds the lease of this turn; it learns of it when it renews. The first counts.
+
+        False: no such turn holds a lease that has not lapsed, and nothing was left.
+        """
         ...
 
     async def commit(
@@ -161,8 +187,11 @@ class HistoryStore(Protocol):
         """
         ...
 
-    async def abort(self, key: Key, token: str) -> None:
-        """Release the lease without a trace. A token that no longer holds it is not an error."""
+    async def abort(self, key: Key, token: str, *, called_off: bool = False) -> None:
+        """Release the lease; nothing of the turn is in history. A token that no longer holds it is not an error.
+
+        ``called_off``: somebody wanted it discarded, so ``begin`` by those who only follow it answers CalledOff.
+        """
         ...
 
     async def apply(

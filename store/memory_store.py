@@ -6,14 +6,12 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import msgspec
-
 from pensieve.store import _rules
 from pensieve.store._clock import wall_clock_ms
 from pensieve.store._codec import StoredRecord, marking_damage, read_log, store_record
 from pensieve.store._listing import decode_cursor, encode_cursor, has_labels, position
 from pensieve.store._rules import Known, Meta
-from pensieve.store.contract import BeginOutcome, BeginRequest, Counts, Key, LoggedRecord, Page
+from pensieve.store.contract import BeginOutcome, BeginRequest, Counts, EndOrder, Key, LoggedRecord, Page
 from pensieve.store.records import Record, SessionRow, State
 
 
@@ -99,8 +97,16 @@ class MemoryStore:
             self._sessions[key].meta = begun.meta
         return begun.outcome
 
-    async def renew(self, key: Key, token: str, lease_ms: int) -> None:
-        self._sessions[key].meta = _rules.renew(self._meta(key), token, lease_ms, self._clock())
+    async def renew(self, key: Key, token: str, lease_ms: int) -> EndOrder | None:
+        meta = _rules.renew(self._meta(key), token, lease_ms, self._clock())
+        self._sessions[key].meta = meta
+        return None if meta.lease is None else meta.lease.order
+
+    async def ask_to_end(self, key: Key, request_id: str, order: EndOrder) -> bool:
+        meta = _rules.ask_to_end(self._meta(key), request_id, order, self._clock())
+        if meta is not None:
+            self._sessions[key].meta = meta
+        return meta is not None
 
     async def commit(
         self, key: Key, token: str, fingerprint: str, record: Record, counts: Counts
@@ -112,10 +118,10 @@ class MemoryStore:
             return self._view(key, now)
         return self._append(self._sessions[key], meta, record, fingerprint=fingerprint, now=now)
 
-    async def abort(self, key: Key, token: str) -> None:
-        session = self._sessions.get(key)
-        if session is not None and session.meta.lease is not None and session.meta.lease.token == token:
-            session.meta = msgspec.structs.replace(session.meta, lease=None)
+    async def abort(self, key: Key, token: str, *, called_off: bool = False) -> None:
+        meta = _rules.abort(self._meta(key), token, called_off)
+        if meta is not None:
+            self._sessions[key].meta = meta
 
     async def apply(
         self,

@@ -22,7 +22,9 @@ from pensieve.store._redis.rows import (
     append_args,
     as_fields,
     create_fields,
+    order_text,
     parse_log,
+    parse_order,
     parse_row,
     parse_time,
     session_keys,
@@ -32,7 +34,9 @@ from pensieve.store.contract import (
     Began,
     BeginOutcome,
     BeginRequest,
+    CalledOff,
     Counts,
+    EndOrder,
     Key,
     LoggedRecord,
     Page,
@@ -54,6 +58,7 @@ class RedisStore:
         self._read = link.script(scripts.READ)
         self._begin = link.script(scripts.BEGIN)
         self._renew = link.script(scripts.RENEW)
+        self._ask_to_end = link.script(scripts.ASK_TO_END)
         self._commit = link.script(scripts.COMMIT)
         self._apply = link.script(scripts.APPLY)
         self._abort = link.script(scripts.ABORT)
@@ -130,9 +135,10 @@ class RedisStore:
         args = [
             *(request.request_id, request.fingerprint, expected, request.token, request.owner),
             *(request.attempt, request.lease_ms, request.seed, request.start_ms),
+            int(request.follows),
         ]
         outcome, *values = await self._link.call(self._begin, session_keys(key), args)
-        if outcome not in (b"OK", b"REPLAY", b"ELSEWHERE"):
+        if outcome not in (b"OK", b"REPLAY", b"ELSEWHERE", b"CALLED_OFF"):
             await self._refuse(key, outcome, values, request.request_id, request.expected_revision)
         now, fields = int(values[0]), as_fields(values[1])
         row = parse_row(key, fields, now)
@@ -140,13 +146,23 @@ class RedisStore:
             return Began(row, int(fields[b"run_seed"]))
         if outcome == b"REPLAY":
             return Replay(row, int(values[2]))
+        if outcome == b"CALLED_OFF":
+            return CalledOff(row)
         left = int(fields[b"run_until_ms"]) - now
         return RunningElsewhere(row, fields[b"run_owner"].decode(), fields[b"run_attempt"].decode(), left)
 
-    async def renew(self, key: Key, token: str, lease_ms: int) -> None:
+    async def renew(self, key: Key, token: str, lease_ms: int) -> EndOrder | None:
         outcome, *values = await self._link.call(self._renew, session_keys(key), [token, lease_ms])
         if outcome != b"OK":
             await self._refuse(key, outcome, values)
+        return parse_order(values[0])
+
+    async def ask_to_end(self, key: Key, request_id: str, order: EndOrder) -> bool:
+        args = [request_id, order_text(order)]
+        outcome, *values = await self._link.call(self._ask_to_end, session_keys(key), args)
+        if outcome != b"OK":
+            await self._refuse(key, outcome, values)
+        return bool(int(values[0]))
 
     async def commit(
         self, key: Key, token: str, fingerprint: str, record: Record, counts: Counts
@@ -155,8 +171,8 @@ class RedisStore:
         reply = await self._append(self._commit, key, [token, *args])
         return await self._entered(key, reply, request_id=record.request_id, offered=record.revision)
 
-    async def abort(self, key: Key, token: str) -> None:
-        await self._link.call(self._abort, session_keys(key), [token])
+    async def abort(self, key: Key, token: str, *, called_off: bool = False) -> None:
+        await self._link.call(self._abort, session_keys(key), [token, int(called_off)])
 
     async def apply(
         self,

@@ -17,15 +17,13 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
-
 from pensieve.store import _refusals, _rules
 from pensieve.store._clock import wall_clock_ms
 from pensieve.store._codec import marking_damage, read_log
 from pensieve.store._listing import decode_cursor, encode_cursor, has_labels, position
 from pensieve.store._sqlite.file import SqliteFile, is_full, translated
 from pensieve.store._sqlite.rows import Rows
-from pensieve.store.contract import BeginOutcome, BeginRequest, Counts, Key, LoggedRecord, Page
+from pensieve.store.contract import BeginOutcome, BeginRequest, Counts, EndOrder, Key, LoggedRecord, Page
 from pensieve.store.records import Record, SessionRow
 
 T = TypeVar("T")
@@ -145,11 +143,22 @@ class SqliteStore:
 
         return await self._write(work, flush=False)
 
-    async def renew(self, key: Key, token: str, lease_ms: int) -> None:
-        def work(rows: Rows) -> None:
-            rows.put(key, _rules.renew(rows.meta(key), token, lease_ms, self._clock()))
+    async def renew(self, key: Key, token: str, lease_ms: int) -> EndOrder | None:
+        def work(rows: Rows) -> EndOrder | None:
+            meta = _rules.renew(rows.meta(key), token, lease_ms, self._clock())
+            rows.put(key, meta)
+            return None if meta.lease is None else meta.lease.order
 
-        await self._write(work, flush=False)
+        return await self._write(work, flush=False)
+
+    async def ask_to_end(self, key: Key, request_id: str, order: EndOrder) -> bool:
+        def work(rows: Rows) -> bool:
+            meta = _rules.ask_to_end(rows.meta(key), request_id, order, self._clock())
+            if meta is not None:
+                rows.put(key, meta)
+            return meta is not None
+
+        return await self._write(work, flush=False)
 
     async def commit(
         self, key: Key, token: str, fingerprint: str, record: Record, counts: Counts
@@ -165,11 +174,11 @@ class SqliteStore:
 
         return await self._write(work)
 
-    async def abort(self, key: Key, token: str) -> None:
+    async def abort(self, key: Key, token: str, *, called_off: bool = False) -> None:
         def work(rows: Rows) -> None:
-            meta = rows.meta(key)
-            if meta is not None and meta.lease is not None and meta.lease.token == token:
-                rows.put(key, msgspec.structs.replace(meta, lease=None))
+            meta = _rules.abort(rows.meta(key), token, called_off)
+            if meta is not None:
+                rows.put(key, meta)
 
         await self._write(work, flush=False)
 

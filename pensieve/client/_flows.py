@@ -158,6 +158,9 @@ class SessionCore:
         timeout = options.pop("timeout", None)
         wait_if_busy = options.pop("wait_if_busy", False)
         request = _requests.stream_turn(self.name, _requests.turn_input(text, tokens, items), options)
+        if self.revision is not None:
+            # Not the expected one: another handle may go on with the session, but a store must not go back.
+            request.turn.known_revision = self.revision
         return self._machine(request, timeout, wait_if_busy)
 
     def attach_machine(self, request_id: str, timeout: float | None) -> TurnMachine:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import enum
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -58,50 +59,67 @@ def verdict(error: PensieveError) -> Verdict:
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Budget of one call or turn. The defaults ride out a rolling restart and give up within about a minute."""
+    """Budget of one call or turn. The default rides out a server that is killed and started again, for a minute."""
 
-    max_attempts: int = 8
-    """Tries in a row without any new output; new output starts the count again. 1 switches retries off."""
+    max_attempts: int | None = None
+    """Tries in a row without any new output; new output starts the count again. 1 switches retries off; None: as many
+    as there is time for."""
     initial_s: float = 0.1
     """Upper end of the first random wait; doubles with each failure."""
     max_s: float = 5.0
-    """Upper end of any random wait."""
+    """Upper end of any random wait, beside what the server asks for."""
     max_wait_s: float = 60.0
-    """Sum of all waits in a row without new output."""
+    """Seconds in a row without new output, waits and silent servers both; not the time in which a server was heard."""
 
 
 class Backoff:
-    """Full-jitter exponential backoff inside a budget."""
+    """Full-jitter exponential backoff inside a budget. ``clock``: monotonic seconds."""
 
     def __init__(
-        self, policy: RetryPolicy, uniform: Callable[[float, float], float] = random.uniform
+        self,
+        policy: RetryPolicy,
+        uniform: Callable[[float, float], float] = random.uniform,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._policy = policy
         self._uniform = uniform
+        self._clock = clock
         self._failures = 0
-        self._waited = 0.0
+        self._spent = 0.0
+        self._since = clock()
+        """When the peer was heard or asked last."""
+
+    def mark(self) -> None:
+        """The peer is asked, or was heard: silence counts from here."""
+        self._since = self._clock()
 
     def reset(self) -> None:
         """The peer made progress."""
         self._failures = 0
-        self._waited = 0.0
+        self._spent = 0.0
 
     def delay(self, *, at_least: float | None = None, slowly: bool = False) -> float | None:
         """Seconds until the next try; None when the budget is used up. ``at_least``: what the server asked for."""
         self._failures += 1
-        if self._failures >= self._policy.max_attempts:
+        if self._policy.max_attempts is not None and self._failures >= self._policy.max_attempts:
             return None
-        ceiling = min(self._policy.max_s, self._policy.initial_s * 2.0 ** (self._failures - 1))
+        ceiling = min(self._policy.max_s, self._policy.initial_s * 2.0 ** min(self._failures - 1, 32))
         # Added, not the larger of both: callers that were told the same delay must not come back together.
-        wait = (at_least or 0.0) + self._uniform(0.0, ceiling) + (1.0 if slowly else 0.0)
-        return self._spend(wait)
+        least = (at_least or 0.0) + (1.0 if slowly else 0.0)
+        return self._spend(least, self._uniform(0.0, ceiling))
 
     def poll(self, wait: float) -> float | None:
         """A wait for somebody else to finish: not a failure, but it costs waiting time."""
-        return self._spend(wait)
+        return self._spend(0.0, wait)
 
-    def _spend(self, wait: float) -> float | None:
-        if self._waited + wait > self._policy.max_wait_s:
+    def _spend(self, least: float, jitter: float) -> float | None:
+        now = self._clock()
+        self._spent += max(0.0, now - self._since)
+        self._since = now
+        left = self._policy.max_wait_s - self._spent
+        if left <= 0 or least > left:
             return None
-        self._waited += wait
+        wait = min(least + jitter, left)  # the last try comes when the time is over, not somewhat before
+        self._spent += wait
+        self._since += wait
         return wait

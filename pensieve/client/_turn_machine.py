@@ -56,7 +56,7 @@ class TurnMachine:
         self._request = request
         self._clock = clock
         self._deadline = None if timeout is None else clock() + timeout
-        self._backoff = backoff or Backoff(policy)
+        self._backoff = backoff or Backoff(policy, clock=clock)
         self._wait_if_busy = wait_if_busy
         self._abandoned = abandoned
         self._heartbeat_s = DEFAULT_HEARTBEAT_S
@@ -98,6 +98,7 @@ class TurnMachine:
 
     def next_request(self) -> pb.StreamTurnRequest:
         """A request for the same turn, from where we are."""
+        self._backoff.mark()
         request = pb.StreamTurnRequest()
         request.CopyFrom(self._request)
         request.resume_attempt = self.attempt
@@ -113,6 +114,7 @@ class TurnMachine:
 
     def received(self, message: pb.StreamTurnResponse) -> None:
         """Take one message. Raises Internal (STREAM_INCONSISTENT): hand it to ``failed`` after closing the call."""
+        self._backoff.mark()
         match message.WhichOneof("event"):
             case "accepted":
                 self._accepted(message.accepted)

@@ -27,5 +27,7 @@ def draining() -> Unavailable:
 
 def running_elsewhere() -> Unavailable:
     return Unavailable(
-        "the turn is running on another replica", reason="TURN_RUNNING_ELSEWHERE", retry_after_s=RETRY_AFTER_S
+        "the turn runs on another server, which was told to end it and does not",
+        reason="TURN_RUNNING_ELSEWHERE",
+        retry_after_s=RETRY_AFTER_S,
     )

@@ -51,9 +51,14 @@ class NewTurn(msgspec.Struct, frozen=True):
     max_duration_s: float | None = None
     priority: int = 0
     hints: TurnHints = TurnHints()
+    known_revision: int | None = None
+    """The newest revision that the client has seen: a store that is behind it has lost something."""
 
     def fingerprint(self) -> str:
-        """Hash over the fields that say what the turn is; how it is delivered (output, priority) and hints are not."""
+        """Hash over the fields that say what the turn is.
+
+        How it is delivered (output, priority), hints, and what the client knows of the session are not among them.
+        """
         return fingerprint(
             "turn",
             self.input,

@@ -202,7 +202,7 @@ class ConversationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CancelTurn(self, request, context):
-        """Stops a running turn; returns what is in history afterwards.
+        """Stops a running turn, whichever server runs it; returns what is in history afterwards.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

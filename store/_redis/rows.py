@@ -10,13 +10,14 @@ import msgspec
 
 from pensieve.store._codec import StoredRecord
 from pensieve.store._rules import ttl_ms
-from pensieve.store.contract import Counts, Key
+from pensieve.store.contract import Counts, EndOrder, Key
 from pensieve.store.records import Record, RunningTurn, SessionConfig, SessionRow, State
 
 Fields = Mapping[bytes, bytes]
 
 _json = msgspec.json.Encoder()
 _config_decoder = msgspec.json.Decoder(SessionConfig)
+_order_decoder = msgspec.json.Decoder(EndOrder)
 _labels_decoder = msgspec.json.Decoder(dict[str, str])
 
 
@@ -58,6 +59,16 @@ def append_args(
         b"" if record.labels is None else _json.encode(record.labels),
         0 if record.config is None else ttl_ms(record.config),
     ]
+
+
+def order_text(order: EndOrder) -> bytes:
+    """What ``run_order`` holds."""
+    return _json.encode(order)
+
+
+def parse_order(text: bytes) -> EndOrder | None:
+    """The inverse; None when there is none."""
+    return _order_decoder.decode(text) if text else None
 
 
 def parse_row(key: Key, fields: Fields, now: int) -> SessionRow:

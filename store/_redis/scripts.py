@@ -4,8 +4,8 @@ KEYS of every script, all in one hash slot (``k`` = ``pv1:{<tenant>/<session id>
 
     1  k:m  HASH    state, revision, head_item, head_hash, item_count, context_tokens, config, labels (both JSON),
                     ttl_ms, create_ms, update_ms, expire_ms, forked_from, forked_from_item, create_fp; while a turn
-                    is pending also run_req, run_fp, run_token, run_owner, run_attempt, run_seed, run_start_ms and
-                    run_until_ms
+                    is pending also run_req, run_fp, run_token, run_owner, run_attempt, run_seed, run_start_ms,
+                    run_until_ms, and where they apply run_order (JSON: how to end) and run_off (it was called off)
     2  k:q  HASH    request id → "<revision>|<fingerprint>"
     3  k:l  STREAM  id <revision>-0; d = record bytes, c = crc32 (decimal), h = chain hash (hex)
 
@@ -64,7 +64,8 @@ local function wrong_revision(expected)
   if expected ~= '' and int(expected) ~= num('revision') then return {'REVISION', get('revision')} end
 end
 
-local RUN = {'run_req', 'run_fp', 'run_token', 'run_owner', 'run_attempt', 'run_seed', 'run_start_ms', 'run_until_ms'}
+local RUN = {'run_req', 'run_fp', 'run_token', 'run_owner', 'run_attempt', 'run_seed', 'run_start_ms', 'run_until_ms',
+  'run_order', 'run_off'}
 local function end_turn() redis.call('HDEL', m, unpack(RUN)) end
 
 -- The arguments of a record, by name, from ARGV[first] on; errors before anything is written.
@@ -133,7 +134,8 @@ return {'OK', digits(now), redis.call('HGETALL', m), redis.call('XRANGE', l, ARG
 """
 )
 
-# ARGV: request id, fingerprint, expected revision or "", token, owner, attempt, lease ms, seed, start ms.
+# ARGV: request id, fingerprint, expected revision or "", token, owner, attempt, lease ms, seed, start ms, "1" for one
+# that only follows the turn.
 BEGIN: Final = (
     _PRELUDE
     + """
@@ -154,12 +156,16 @@ if left > 0 then
   if get('run_fp') ~= fp then return {'REUSED'} end
   return {'ELSEWHERE', digits(now), redis.call('HGETALL', m)}
 end
+if ARGV[10] == '1' and get('run_off') == '1' and get('run_req') == req then
+  return {'CALLED_OFF', digits(now), redis.call('HGETALL', m)}
+end
 refused = wrong_revision(expected)
 if refused then return refused end
 local seed = ARGV[8]
 if get('run_req') == req and get('run_fp') == fp then seed = get('run_seed') end
 redis.call('HSET', m, 'run_req', req, 'run_fp', fp, 'run_token', token, 'run_owner', ARGV[5], 'run_attempt', ARGV[6],
   'run_seed', seed, 'run_start_ms', ARGV[9], 'run_until_ms', digits(now + lease))
+redis.call('HDEL', m, 'run_order', 'run_off')
 keep_until(now + lease)
 return ok()
 """
@@ -175,7 +181,19 @@ if refused then return refused end
 if get('run_token') ~= ARGV[1] then return {'FENCED'} end
 redis.call('HSET', m, 'run_until_ms', digits(now + lease))
 keep_until(now + lease)
-return {'OK'}
+return {'OK', get('run_order')}
+"""
+)
+
+# ARGV: request id, order (JSON). Replies "1" when the order, or one before it, waits for the holder.
+ASK_TO_END: Final = (
+    _PRELUDE
+    + """
+local refused = absent()
+if refused then return refused end
+if num('run_until_ms') <= now or get('run_req') ~= ARGV[1] then return {'OK', '0'} end
+if get('run_order') == '' then redis.call('HSET', m, 'run_order', ARGV[2]) end
+return {'OK', '1'}
 """
 )
 
@@ -227,11 +245,17 @@ return ok()
 """
 )
 
-# ARGV: token.
+# ARGV: token, "1" when the turn was called off.
 ABORT: Final = (
     _PRELUDE
     + """
-if ARGV[1] ~= '' and get('run_token') == ARGV[1] then end_turn() end
+if ARGV[1] ~= '' and get('run_token') == ARGV[1] then
+  if ARGV[2] == '1' then
+    redis.call('HSET', m, 'run_token', '', 'run_until_ms', '0', 'run_off', '1')
+  else
+    end_turn()
+  end
+end
 return {'OK'}
 """
 )

@@ -11,7 +11,7 @@ from pensieve.client import RetryPolicy
 from support.service.both_clients import KINDS, connected
 from support.service.fake_conversations import FakeConversations
 
-FAST = RetryPolicy(initial_s=0.001, max_s=0.002)
+FAST = RetryPolicy(max_attempts=8, initial_s=0.001, max_s=0.002)
 
 
 @pytest.fixture(params=KINDS)

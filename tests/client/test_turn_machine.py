@@ -44,14 +44,15 @@ def machine(
     clock: Callable[[], float] | None = None,
 ) -> TurnMachine:
     request = pb.StreamTurnRequest(session="sessions/s", turn=pb.TurnSpec(request_id="r"))
+    clock = clock or Clock()
     return TurnMachine(
         request,
         policy=POLICY,
         timeout=timeout,
         wait_if_busy=wait_if_busy,
         abandoned=abandoned,
-        clock=clock or Clock(),
-        backoff=Backoff(POLICY, uniform=lambda low, high: high),
+        clock=clock,
+        backoff=Backoff(POLICY, uniform=lambda low, high: high, clock=clock),
     )
 
 

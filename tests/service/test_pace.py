@@ -8,8 +8,8 @@ from contextlib import aclosing
 import pytest
 
 from pensieve.errors import Cancelled
+from pensieve.server.pace import LONGEST_S, Pace
 from pensieve.server.turns.buffer import TurnBuffer
-from pensieve.server.turns.pace import LONGEST_S, Pace
 from pensieve.server.turns.stream import StreamOptions, events
 from pensieve.server.turns.text import OutputText
 from pensieve.server.values import Accepted, Delta, OutputChoice, ProgressView, TurnStatus, TurnView

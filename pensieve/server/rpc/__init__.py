@@ -1,5 +1,5 @@
 """gRPC: who may call, what a message may say, messages to values and back, errors on the wire.
 
 May import: core, engine.messages, errors, rpc_status, server.bugs, server.clock, server.conversations, server.ids,
-server.links, server.sessions, server.settings, server.turns, server.values, store, v1.
+server.links, server.pace, server.sessions, server.settings, server.turns, server.values, store, v1.
 """

@@ -121,6 +121,7 @@ def turn_spec(turn: pb.TurnSpec) -> NewTurn:
         max_duration_s=seconds(turn.max_duration) if turn.HasField("max_duration") else None,
         priority=turn.priority,
         hints=hints(turn.hints),
+        known_revision=optional(turn, "known_revision"),
     )
 
 

@@ -13,11 +13,11 @@ from google.protobuf.message import Message
 from pensieve.server import ids
 from pensieve.server.clock import now_ms
 from pensieve.server.conversations import Conversations
+from pensieve.server.pace import Pace
 from pensieve.server.rpc import answers, convert
 from pensieve.server.rpc.checks import Bounds
 from pensieve.server.rpc.interceptor import caller
 from pensieve.server.rpc.validation import validate
-from pensieve.server.turns.pace import Pace
 from pensieve.server.turns.stream import StreamOptions, events
 from pensieve.server.values import OnDisconnect
 from pensieve.store import Key

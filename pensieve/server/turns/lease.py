@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Final
 
 from pensieve.debug import async_failpoint
 from pensieve.errors import NotFound, TurnFenced
-from pensieve.store import HistoryStore, Key
+from pensieve.store import EndOrder, HistoryStore, Key
 
 log = logging.getLogger(__name__)
 
+HEARS_WITHIN_S: Final = 1.0
+"""An order that was left in the store waits no longer than this."""
+
 
 class LeaseKeeper:
-    """Renews a lease three times in its length.
+    """Renews a lease three times in its length, and at least once in ``HEARS_WITHIN_S``.
 
+    ``on_order`` is called with each renewal that brought an order to end, which another server left in the store.
     ``on_lost`` is called once, from the event loop, when the lease was taken over, the session is gone, or no renewal
     succeeded for two thirds of the lease by the monotonic clock.
 
@@ -24,11 +29,19 @@ class LeaseKeeper:
     """
 
     def __init__(
-        self, store: HistoryStore, key: Key, token: str, lease_s: float, on_lost: Callable[[], None]
+        self,
+        store: HistoryStore,
+        key: Key,
+        token: str,
+        lease_s: float,
+        *,
+        on_lost: Callable[[], None],
+        on_order: Callable[[EndOrder], object],
     ) -> None:
         self._store, self._key, self._token = store, key, token
         self._lease_s = lease_s
         self._on_lost = on_lost
+        self._on_order = on_order
         self._task = asyncio.create_task(self._run(), name="lease")
 
     async def stop(self) -> None:
@@ -38,7 +51,7 @@ class LeaseKeeper:
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        renewed, pause = loop.time(), self._lease_s / 3
+        renewed, pause = loop.time(), min(self._lease_s / 3, HEARS_WITHIN_S)
         while True:
             await asyncio.sleep(pause)
             lost_at = renewed + self._lease_s * 2 / 3
@@ -46,7 +59,7 @@ class LeaseKeeper:
                 async with asyncio.timeout_at(max(lost_at, loop.time() + self._lease_s / 12)):
                     await async_failpoint("in_renew")
                     asked = loop.time()
-                    await self._store.renew(self._key, self._token, round(self._lease_s * 1000))
+                    order = await self._store.renew(self._key, self._token, round(self._lease_s * 1000))
             except (TurnFenced, NotFound):
                 self._on_lost()
                 return
@@ -57,4 +70,6 @@ class LeaseKeeper:
                     return
                 pause = self._lease_s / 12
             else:
-                renewed, pause = asked, self._lease_s / 3
+                renewed, pause = asked, min(self._lease_s / 3, HEARS_WITHIN_S)
+                if order is not None:
+                    self._on_order(order)

@@ -8,6 +8,7 @@ Whoever wants it to end sooner calls ``end_early`` with an ``Order``, which is t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass
 
 from pensieve.core import HintReceipt
@@ -26,17 +27,32 @@ class Order:
 
     keep_tokens: int | None = None
     error: PensieveError | None = None
+    asked: bool = False
+    """By a caller, who means the turn wherever it runs; not by this server, for its own part in it."""
 
 
 class TurnRun:
     """See the module docstring. Its output and its outcome are in ``buffer``."""
 
-    def __init__(self, key: Key, spec: NewTurn, fingerprint: str, committed_at: int | None = None) -> None:
-        """``committed_at``: the turn is in history with this revision, and is only to be replayed."""
+    def __init__(
+        self,
+        key: Key,
+        spec: NewTurn,
+        fingerprint: str,
+        committed_at: int | None = None,
+        onlooker: bool = False,
+    ) -> None:
+        """``committed_at``: the turn is in history with this revision, and is only to be replayed.
+
+        ``onlooker``: it runs elsewhere, and is to be replayed when it is committed; it is never begun here.
+        """
         self.key = key
         self.spec = spec
         self.fingerprint = fingerprint
         self.committed_at = committed_at
+        self.onlooker = onlooker
+        self.following = False
+        """Waits for the same turn on another server."""
         self.attempt = ids.new_attempt()
         self.lease_token = ids.new_token()
         self.buffer = TurnBuffer()
@@ -53,7 +69,9 @@ class TurnRun:
         """What was made of the turn's hints; None: it gave none."""
         self.task: asyncio.Task[None] | None = None
         """Does the work; kept here because the event loop itself holds tasks only weakly."""
-        self._order: Order | None = None
+        self.order: Order | None = None
+        """The first that came in time."""
+        self._ordered = asyncio.Event()
         self._committing = False
 
     @property
@@ -84,14 +102,26 @@ class TurnRun:
         """Stop generating and end as ``order`` says. The first order counts; False when it is too late for any."""
         if self._committing or self.buffer.ended:
             return False
-        if self._order is None:
-            self._order = order
+        if self.order is None:
+            self.order = order
+            self._ordered.set()
             self.generation.interrupt()
         return True
 
+    @property
+    def called_off(self) -> bool:
+        """A caller wants it discarded."""
+        return self.order is not None and self.order.asked and self.order.error is not None
+
+    async def ordered_within(self, timeout_s: float) -> None:
+        """Wait for an order; returns without one when the time is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._ordered.wait()
+
     def begin_commit(self) -> Order | None:
         """From here on orders are too late. Returns the one that came before; raises the error it discards with."""
-        order = self._order
+        order = self.order
         if order is not None and order.error is not None:
             raise order.error
         self._committing = True

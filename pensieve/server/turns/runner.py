@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from pensieve.core import Phase
 from pensieve.debug import async_failpoint
-from pensieve.errors import NotFound, PensieveError, TurnFenced, Unavailable
+from pensieve.errors import DataLoss, NotFound, PensieveError, TurnFenced, Unavailable
 from pensieve.server import ids
 from pensieve.server.clock import now_ms
 from pensieve.server.history.cache import Histories, kept, system_item
@@ -23,12 +23,12 @@ from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.settings import TurnSettings
 from pensieve.server.turns import candidates, sampling
 from pensieve.server.turns import record as turn_record
+from pensieve.server.turns.following import as_heard, committed_elsewhere, follow
 from pensieve.server.turns.hints import take as take_hints
 from pensieve.server.turns.lease import LeaseKeeper
 from pensieve.server.turns.record import CommittedTurn
 from pensieve.server.turns.run import Order, TurnRun
 from pensieve.server.turns.text import OutputText
-from pensieve.server.unavailable import running_elsewhere
 from pensieve.server.values import ProgressView, TurnView
 from pensieve.store import (
     Began,
@@ -37,7 +37,6 @@ from pensieve.store import (
     HistoryStore,
     Key,
     Replay,
-    RunningElsewhere,
     head_hash_after,
 )
 from pensieve.store.records import CandidateChoice, History, Record, SessionRow
@@ -69,6 +68,8 @@ class TurnRunner:
         """The whole turn, or its replay when it was committed before. Raises what it is discarded with."""
         if run.committed_at is not None:
             return await self._replay(run, run.committed_at)
+        if run.onlooker:
+            return await self._replay(run, await committed_elsewhere(self._store, run))
         await async_failpoint("before_begin")
         seed = sampling.explicit_seed(run.spec.sampling)
         request = BeginRequest(
@@ -84,16 +85,14 @@ class TurnRunner:
         )
         try:
             outcome = await self._store.begin(run.key, request)
+            if not isinstance(outcome, Began | Replay):
+                outcome = await follow(self._store, run, request)
         except Unavailable:
             await self._abort(run)  # the reply may be lost, not the request
             raise
-        match outcome:
-            case Replay():
-                return await self._replay(run, outcome.revision)
-            case RunningElsewhere():
-                raise running_elsewhere()
-            case Began():
-                return await self._hold_lease(run, outcome)
+        if isinstance(outcome, Replay):
+            return await self._replay(run, outcome.revision)
+        return await self._hold_lease(run, outcome)
 
     async def committed_turn(self, key: Key, revision: int) -> CommittedTurn | None:
         """The turn with this revision, verified, and what became of it; None when it is not a turn's."""
@@ -107,8 +106,16 @@ class TurnRunner:
         def lost() -> None:
             run.end_early(Order(error=TurnFenced("the turn lost its lease")))
 
-        lease = LeaseKeeper(self._store, run.key, run.lease_token, self._settings.lease_s, lost)
+        lease = LeaseKeeper(
+            self._store,
+            run.key,
+            run.lease_token,
+            self._settings.lease_s,
+            on_lost=lost,
+            on_order=lambda order: run.end_early(as_heard(order)),
+        )
         try:
+            _check_known(run, began)
             await async_failpoint("after_begin")
             return await self._generate(run, began)
         except BaseException:
@@ -120,7 +127,7 @@ class TurnRunner:
 
     async def _abort(self, run: TurnRun) -> None:
         try:
-            await self._store.abort(run.key, run.lease_token)
+            await self._store.abort(run.key, run.lease_token, called_off=run.called_off)
         except PensieveError as error:
             log.warning("lease not released (%s): it lapses by itself", error.reason)
 
@@ -239,6 +246,22 @@ class TurnRunner:
         outputs = candidates.replayed(view, self._tokenizer)
         run.accept(result.usage.context_tokens, *outputs, replayed=True)
         return view
+
+
+def _check_known(run: TurnRun, began: Began) -> None:
+    """Raises DataLoss when the client has seen a newer revision than the store has. Others may be ahead of a client."""
+    known, current = run.spec.known_revision, began.row.revision
+    if known is None or known <= current:
+        return
+    log.error(
+        "the store lost acknowledged changes: a client has seen a newer revision",
+        extra={"session": run.key.session_id, "known_revision": known, "current_revision": current},
+    )
+    raise DataLoss(
+        f"the store holds revision {current}, the caller has seen {known}: history went back in time",
+        reason="HISTORY_REGRESSED",
+        metadata={"current_revision": str(current)},
+    )
 
 
 def _keep_items(run: TurnRun, base: History) -> int | None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
+from typing import Final
 
 from pensieve.errors import InvalidArgument
+from pensieve.server.pace import Pace
 from pensieve.server.turns.buffer import TurnBuffer
-from pensieve.server.turns.pace import Pace
 from pensieve.server.values import OutputChoice, StreamEvent
+
+UNANNOUNCED_HEARTBEAT_S: Final = 10.0
+"""The heartbeat until the first event announces another; clients know it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,8 @@ class StreamOptions:
 async def events(
     buffer: TurnBuffer, options: StreamOptions, pace: Pace | None = None
 ) -> AsyncGenerator[StreamEvent, None]:
-    """``Accepted``, then progress and deltas, then the turn. Raises the error the turn ends with.
+    """``Accepted``, then progress and deltas, then the turn; progress alone before, while another server has the turn.
+    Raises the error the turn ends with.
 
     Whatever is ready of a candidate when its turn comes is one delta, so a slow reader gets few and large ones; with
     many streams ``pace`` does the same. Candidates take turns: none waits for another's end. Never silent for longer
@@ -37,7 +42,8 @@ async def events(
     while buffer.accepted is None:
         if buffer.ended:
             buffer.result()  # raises: nothing ends well before it is accepted
-        await buffer.changed(options.heartbeat_s)
+        if not await buffer.changed(min(options.heartbeat_s, UNANNOUNCED_HEARTBEAT_S)):
+            yield buffer.progress
     accepted = buffer.accepted
     sent = _first_tokens(buffer, options)
     yield replace(accepted, replayed=accepted.replayed or options.joined)

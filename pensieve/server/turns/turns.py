@@ -15,11 +15,12 @@ from pensieve.errors import AlreadyExists, Cancelled, NotFound, PensieveError, U
 from pensieve.server.bugs import bug
 from pensieve.server.settings import TurnSettings
 from pensieve.server.turns import record as turn_record
+from pensieve.server.turns.following import called_off, end_elsewhere
 from pensieve.server.turns.run import Order, TurnRun
 from pensieve.server.turns.runner import TurnRunner
-from pensieve.server.unavailable import draining, running_elsewhere
+from pensieve.server.unavailable import draining
 from pensieve.server.values import NewTurn, OnDisconnect, TurnEnd, TurnStatus, TurnView
-from pensieve.store import HistoryStore, Key
+from pensieve.store import EndOrder, HistoryStore, Key
 
 TurnKey = tuple[Key, str]
 
@@ -113,13 +114,14 @@ class Turns:
         loop = asyncio.get_running_loop()
         deadline = None if deadline_s is None else loop.time() + deadline_s
         (run, audience), joined = await self._find_or_start(key, spec, attach_only)
-        audience.join(policy)
+        # An onlooker's run is its own: nobody else waits for it, and its end is not the turn's.
+        audience.join(OnDisconnect.CANCEL if run.onlooker else policy)
         try:
             yield run, joined
         finally:
             # The caller's own clock may be a little ahead of its deadline as seen from here.
             late = deadline is not None and loop.time() >= deadline - 0.1
-            audience.leave(0.0 if late else self._settings.disconnect_grace_s)
+            audience.leave(0.0 if late or run.onlooker else self._settings.disconnect_grace_s)
 
     async def get(self, key: Key, request_id: str) -> TurnView:
         """State and result of a turn. Raises NotFound (TURN_NOT_FOUND) for one that nobody here has heard of."""
@@ -137,29 +139,33 @@ class Turns:
                 state=TurnStatus.RUNNING,
                 base_revision=row.revision,
             )
-        return self._remembered(key, request_id)
+        # It may have been committed elsewhere between the two looks.
+        committed = await self._committed(key, request_id)
+        return committed if committed is not None else self._remembered(key, request_id)
 
     async def cancel(self, key: Key, request_id: str, *, keep: bool, keep_tokens: int | None) -> TurnView:
         """Stop a running turn; returns what is in history afterwards.
 
-        A turn that has ended, or is being committed, is answered as it is. Raises Unavailable when it runs elsewhere.
+        A turn that has ended, or is being committed, is answered as it is. One that runs elsewhere is ended there.
+        Raises Unavailable (TURN_RUNNING_ELSEWHERE) when it does not end.
         """
         held = self._runs.get((key, request_id))
         if held is None:
             view = await self.get(key, request_id)
-            if view.state is TurnStatus.RUNNING:
-                raise running_elsewhere()
-            return view
+            if view.state is not TurnStatus.RUNNING:
+                return view
+            order = EndOrder(keep, keep_tokens)
+            await end_elsewhere(self._store, key, request_id, order, self._settings.lease_s)
+            try:
+                return await self.get(key, request_id)
+            except NotFound:
+                return _discarded(key, request_id, called_off().reason)
         run = held[0]
-        if keep:
-            order = Order(keep_tokens=keep_tokens)
-        else:
-            order = Order(error=Cancelled("the turn was cancelled and discarded"))
-        run.end_early(order)
+        run.end_early(Order(keep_tokens if keep else None, None if keep else called_off(), asked=True))
         try:
             return await run.buffer.outcome()
-        except Cancelled:
-            return self._remembered(key, request_id)
+        except Cancelled as error:
+            return _discarded(key, request_id, error.reason)
 
     async def end_session(self, key: Key, error: PensieveError) -> None:
         """The session is gone: its turns here end with ``error``. Returns when they have."""
@@ -177,6 +183,9 @@ class Turns:
         self._draining = True
         loop = asyncio.get_running_loop()
         until = loop.time() + deadline_s
+        for run, _ in self._runs.values():
+            if run.following:  # nothing of it is here: another server can wait as well
+                run.end_early(Order(error=draining()))
         while self._runs and loop.time() < until:
             await self._wait_for_end(until - loop.time())
         left = [run for run, _ in self._runs.values()]
@@ -224,10 +233,13 @@ class Turns:
         """
         if revision is None:
             row = await self._store.load(key)
-            if row.running is not None and row.running.request_id == spec.request_id:
-                raise running_elsewhere()
-            raise _unknown()
-        run = TurnRun(key, spec, "", committed_at=revision)
+            if row.running is None or row.running.request_id != spec.request_id:
+                revision = await self._store.find_request(
+                    key, spec.request_id
+                )  # committed between the looks?
+                if revision is None:
+                    raise _unknown()
+        run = TurnRun(key, spec, "", committed_at=revision, onlooker=revision is None)
         self._start(run)
         return run, _Audience(run)
 
@@ -276,12 +288,7 @@ class Turns:
         reason = self._discarded.get((key, request_id))
         if reason is None:
             raise _unknown()
-        return TurnView(
-            session_id=key.session_id,
-            request_id=request_id,
-            state=TurnStatus.DISCARDED,
-            discard_reason=reason,
-        )
+        return _discarded(key, request_id, reason)
 
     async def _wait_for_end(self, timeout_s: float) -> None:
         self._one_ended.clear()
@@ -309,6 +316,15 @@ def _end(run: TurnRun, outcome: TurnView | PensieveError) -> TurnEnd:
         arrived_at=run.arrived_at,
         first_token_at=run.generation.first_token_at,
         ended_at=asyncio.get_running_loop().time(),
+    )
+
+
+def _discarded(key: Key, request_id: str, reason: str) -> TurnView:
+    return TurnView(
+        session_id=key.session_id,
+        request_id=request_id,
+        state=TurnStatus.DISCARDED,
+        discard_reason=reason,
     )
 
 
