@@ -24,7 +24,7 @@ EXPERIMENTS ?= systems-13b-sharegpt
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-gpu lint structure types proto proto-release bench-replay bench-ops bench-engine bench-evaluate redis chromium clean
+.PHONY: help setup demo test test-gpu lint structure types proto proto-release bench-replay bench-ops bench-engine bench-evaluate redis chromium haproxy clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -47,9 +47,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt proto/requirements.txt
 demo: setup ## Watch a small model remember: how much sooner it answers, and that nothing is lost
 	@$(BIN)/pensieve demo
 
-test: setup redis chromium lint types ## Everything that CI checks: lint, types, stubs, tests
+test: setup redis chromium haproxy lint types ## Everything that CI checks: lint, types, stubs, tests
 	@command -v redis-server >/dev/null || export PENSIEVE_TEST_WITHOUT_REDIS=1; \
 	command -v chromium >/dev/null || export PENSIEVE_TEST_WITHOUT_CHROMIUM=1; \
+	command -v haproxy >/dev/null || export PENSIEVE_TEST_WITHOUT_HAPROXY=1; \
 	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 # The first of two Pythons that has a GPU. Nothing is installed: a GPU machine has its own build of torch.
@@ -96,13 +97,16 @@ bench-engine: ## Engine steps on this GPU: decode, prefill, returning turns, swa
 bench-evaluate: ## Systems and ablations on GPUs: EXPERIMENTS= names of bench/evaluation/experiments.py (GPU_ARGS=--devices 0,1 …)
 	@$(FIND_GPU); "$$python" bench/evaluate.py $(EXPERIMENTS) --results build/evaluation $(GPU_ARGS)
 
-# The Redis store is tested against a real server, the HTML report in a real browser. Without the right to install one,
-# its tests are left out, loudly.
+# The Redis store is tested against a real server, the HTML report in a real browser, several servers behind a real proxy.
+# Without the right to install one, its tests are left out, loudly.
 redis:
 	@$(call INSTALL,redis-server,redis-server,the Redis store)
 
 chromium:
 	@$(call INSTALL,chromium,chromium fonts-dejavu-core,the HTML report in a browser)
+
+haproxy:
+	@$(call INSTALL,haproxy,haproxy,several servers behind a proxy)
 
 # $(1): program, $(2): Debian package of it, $(3): what is tested with it.
 INSTALL = if ! command -v $(1) >/dev/null; then \
