@@ -221,3 +221,16 @@ async def test_a_server_that_does_not_hear_is_told_of(monkeypatch: pytest.Monkey
         request = pb.CancelTurnRequest(session=name, request_id=turn.request_id)
         error = await refusal(here.api.CancelTurn(request))
         assert (error.code, error.reason) == ("UNAVAILABLE", "TURN_RUNNING_ELSEWHERE")
+
+
+async def test_fifty_duplicates_at_both_servers_are_one_turn() -> None:
+    async with pair() as (here, there):
+        name, turn = await here.create(), spec("hi")
+        first, generation = await begun(here, name, turn)
+        streams = [asyncio.create_task((there, here)[n % 2].stream(name, turn)) for n in range(49)]
+        await asyncio.sleep(0.05)
+        finish(generation)
+        answers = await asyncio.gather(first, *streams)
+        assert all(one.completed == answers[0].completed and one.text == TEXT for one in answers)
+        assert [item.text for item in await there.items(name)] == ["hi", TEXT]
+        assert not there.link.generations

@@ -37,6 +37,7 @@ def _report(what: str, talkers: list[Talker]) -> None:
     pauses = sorted(pause for talker in talkers for pause in talker.pauses)
     for talker in talkers:
         talker.pauses.clear()
+        talker.resumes = 0
     print(
         f"\n{what}: {len(pauses)} turns, 0 failed, longest silence of a turn: p50 {pauses[len(pauses) // 2]:.2f} s, "
         f"p99 {pauses[len(pauses) * 99 // 100]:.2f} s, worst {pauses[-1]:.2f} s"
@@ -58,9 +59,21 @@ async def _rolling_restart(whole: Service, client: AsyncClient) -> list[Talker]:
     return talkers
 
 
+async def _at_both(client: AsyncClient) -> list[Talker]:
+    """Sessions of which each server has some."""
+    talkers: list[Talker] = []
+    homes: set[str] = set()
+    while len(talkers) < TALKERS or len(homes) < 2:
+        talkers.append(talker := await Talker.begin(client))
+        info = await talker.session.refresh(residency=True)
+        assert info.residency is not None
+        homes.add(info.residency.replica)
+    return talkers
+
+
 async def _kills(whole: Service, client: AsyncClient) -> list[Talker]:
     """kill -9 of one server in the middle of streams, then of the one that is left, which comes back."""
-    talkers = [await Talker.begin(client) for _ in range(TALKERS)]
+    talkers = await _at_both(client)
     for victim, name in enumerate("ab"):
         for server in whole.servers:
             server.hold()
@@ -74,8 +87,9 @@ async def _kills(whole: Service, client: AsyncClient) -> list[Talker]:
             await asyncio.to_thread(whole.proxy.wait_for, a="DOWN", b="DOWN")
             await asyncio.to_thread(whole.servers[victim].start)
         await asyncio.gather(*turns)
+        assert any(talker.resumes for talker in talkers), "nobody's stream was cut"
         _report(f"kill -9 of {name}, {'the last one' if name == 'b' else 'one of two'}", talkers)
-    assert [turn.revision for talker in talkers for turn in talker.told] == [2, 3] * TALKERS
+    assert [turn.revision for talker in talkers for turn in talker.told] == [2, 3] * len(talkers)
     return talkers
 
 

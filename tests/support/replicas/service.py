@@ -86,6 +86,8 @@ class Talker:
     told: list[Turn] = field(default_factory=list)
     pauses: list[float] = field(default_factory=list)
     """Longest silence of each turn, in seconds."""
+    resumes: int = 0
+    """How often a turn had to be sent again."""
 
     @classmethod
     async def begin(cls, client: AsyncClient) -> Talker:
@@ -105,6 +107,7 @@ class Talker:
                 assert piece.token_offset == len(ids), "a token was lost or doubled"
                 ids += piece.token_ids
         turn = stream.turn
+        self.resumes += stream.resumes
         assert len(ids) == turn.usage.output_tokens == outputs
         self.told.append(turn)
         self.pauses.append(max(pause, loop.time() - heard))

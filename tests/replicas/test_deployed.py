@@ -1,0 +1,46 @@
+"""The files in ``deploy/`` that route to several servers say the same, and what SDK and server say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pensieve.client._transport import ROUTE_KEY
+from support.replicas.haproxy import CONFIGURATION, require_haproxy
+
+ENVOY = Path(__file__).parents[2] / "deploy" / "envoy.yaml"
+
+
+@pytest.mark.haproxy
+def test_haproxy_takes_its_configuration_as_it_is() -> None:
+    command = [require_haproxy(), "-c", "-f", str(CONFIGURATION)]
+    checked = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert checked.returncode == 0 and "WARNING" not in checked.stderr, checked.stderr
+
+
+def _manager(envoy: dict[str, Any]) -> dict[str, Any]:
+    (listener,) = envoy["static_resources"]["listeners"]
+    found: dict[str, Any] = listener["filter_chains"][0]["filters"][0]["typed_config"]
+    return found
+
+
+def test_both_route_alike() -> None:
+    haproxy, envoy = CONFIGURATION.read_text(), yaml.safe_load(ENVOY.read_text())
+    (route,) = _manager(envoy)["route_config"]["virtual_hosts"][0]["routes"]
+    (cluster,) = envoy["static_resources"]["clusters"]
+    assert route["route"]["cluster"] == cluster["name"] == cluster["load_assignment"]["cluster_name"]
+    assert route["route"]["hash_policy"] == [{"header": {"header_name": ROUTE_KEY}}]
+    assert cluster["lb_policy"] == "RING_HASH" and f"req.hdr({ROUTE_KEY})" in haproxy
+    endpoints = [one["endpoint"] for one in cluster["load_assignment"]["endpoints"][0]["lb_endpoints"]]
+    behind = [
+        (one["address"]["socket_address"]["port_value"], one["health_check_config"]["port_value"])
+        for one in endpoints
+    ]
+    servers = re.findall(r"^    server \w+ \S+:(\d+) port (\d+)$", haproxy, flags=re.MULTILINE)
+    assert behind == [(int(grpc), int(admin)) for grpc, admin in servers]
+    assert cluster["health_checks"][0]["http_health_check"]["path"] == "/readyz" and "uri /readyz" in haproxy
