@@ -32,6 +32,7 @@ from pensieve.store.contract import (
     Key,
     LoggedRecord,
     Page,
+    Renewed,
     Replay,
     RunningElsewhere,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "Key",
     "LoggedRecord",
     "Page",
+    "Renewed",
     "Replay",
     "RunningElsewhere",
     "head_hash_after",

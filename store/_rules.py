@@ -23,6 +23,7 @@ from pensieve.store.contract import (
     Counts,
     EndOrder,
     Key,
+    Renewed,
     Replay,
     RunningElsewhere,
 )
@@ -45,6 +46,8 @@ class Lease(msgspec.Struct, frozen=True):
     until_ms: int
     order: EndOrder | None = None
     """Left for the holder by another server."""
+    followed: bool = False
+    """Somebody waits for the turn at another server, which the holder has not heard yet."""
     called_off: bool = False
     """The turn was discarded because somebody asked for that; the lease has lapsed."""
 
@@ -153,7 +156,11 @@ def begin(meta: Meta | None, known: Known | None, request: BeginRequest, now: in
         if lease.token == request.token:  # this very call, sent again
             return Begun(Began(view(meta, now), lease.seed), None)
         if lease.until_ms > now:
-            return Begun(_met_running(meta, lease, request, now), None)
+            met = _met_running(meta, lease, request, now)
+            if not request.follows or lease.followed:
+                return Begun(met, None)
+            heard_of = msgspec.structs.replace(lease, followed=True)
+            return Begun(met, msgspec.structs.replace(meta, lease=heard_of))
         if request.follows and lease.called_off and lease.request_id == request.request_id:
             return Begun(CalledOff(view(meta, now)), None)
     check_revision(meta, request.expected_revision)
@@ -186,16 +193,16 @@ def _met_running(meta: Meta, lease: Lease, request: BeginRequest, now: int) -> R
     return RunningElsewhere(view(meta, now), lease.owner, lease.attempt, left)
 
 
-def renew(meta: Meta | None, token: str, lease_ms: int, now: int) -> Meta:
-    """Metadata with a longer lease. Raises TurnFenced when the token no longer holds it."""
+def renew(meta: Meta | None, token: str, lease_ms: int, now: int) -> tuple[Renewed, Meta]:
+    """The news for the holder, and metadata with a longer lease. Raises TurnFenced when the token lost it."""
     meta = present(meta, now)
     lease = meta.lease
     if lease is None or lease.token != token:
         raise _refusals.fenced()
     until = now + lease_ms
-    return Meta(
-        _kept_until(meta.row, until), meta.create_fingerprint, msgspec.structs.replace(lease, until_ms=until)
-    )
+    after = msgspec.structs.replace(lease, until_ms=until, followed=False)
+    news = Renewed(lease.order, lease.followed)
+    return news, Meta(_kept_until(meta.row, until), meta.create_fingerprint, after)
 
 
 def ask_to_end(meta: Meta | None, request_id: str, order: EndOrder, now: int) -> Meta | None:

@@ -59,7 +59,8 @@ class BeginRequest:
     expected_revision: int | None = None
     start_ms: int = 0
     follows: bool = False
-    """The caller waits for this very turn, begun under another token: if it was called off, it is not begun again."""
+    """The caller waits for this very turn, begun under another token. While that runs its holder hears that somebody
+    does; if it was called off, it is not begun again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,15 @@ class EndOrder:
     """Commit what there is; else discard it."""
     keep_tokens: int | None = None
     """Only so many tokens of the output; None: all there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """The lease holds, and what was left for its holder meanwhile."""
+
+    order: EndOrder | None = None
+    followed: bool = False
+    """Somebody has begun to wait for this turn at another server, or still does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +177,8 @@ class HistoryStore(Protocol):
         """
         ...
 
-    async def renew(self, key: Key, token: str, lease_ms: int) -> EndOrder | None:
-        """The order to end that was left for this turn, if any. Raises TurnFenced when the token lost the lease."""
+    async def renew(self, key: Key, token: str, lease_ms: int) -> Renewed:
+        """Hold the lease for longer. Raises TurnFenced when the token lost it."""
         ...
 
     async def ask_to_end(self, key: Key, request_id: str, order: EndOrder) -> bool:

@@ -11,7 +11,16 @@ from pensieve.store._clock import wall_clock_ms
 from pensieve.store._codec import StoredRecord, marking_damage, read_log, store_record
 from pensieve.store._listing import decode_cursor, encode_cursor, has_labels, position
 from pensieve.store._rules import Known, Meta
-from pensieve.store.contract import BeginOutcome, BeginRequest, Counts, EndOrder, Key, LoggedRecord, Page
+from pensieve.store.contract import (
+    BeginOutcome,
+    BeginRequest,
+    Counts,
+    EndOrder,
+    Key,
+    LoggedRecord,
+    Page,
+    Renewed,
+)
 from pensieve.store.records import Record, SessionRow, State
 
 
@@ -97,10 +106,9 @@ class MemoryStore:
             self._sessions[key].meta = begun.meta
         return begun.outcome
 
-    async def renew(self, key: Key, token: str, lease_ms: int) -> EndOrder | None:
-        meta = _rules.renew(self._meta(key), token, lease_ms, self._clock())
-        self._sessions[key].meta = meta
-        return None if meta.lease is None else meta.lease.order
+    async def renew(self, key: Key, token: str, lease_ms: int) -> Renewed:
+        news, self._sessions[key].meta = _rules.renew(self._meta(key), token, lease_ms, self._clock())
+        return news
 
     async def ask_to_end(self, key: Key, request_id: str, order: EndOrder) -> bool:
         meta = _rules.ask_to_end(self._meta(key), request_id, order, self._clock())

@@ -40,6 +40,7 @@ from pensieve.store.contract import (
     Key,
     LoggedRecord,
     Page,
+    Renewed,
     Replay,
     RunningElsewhere,
 )
@@ -151,11 +152,11 @@ class RedisStore:
         left = int(fields[b"run_until_ms"]) - now
         return RunningElsewhere(row, fields[b"run_owner"].decode(), fields[b"run_attempt"].decode(), left)
 
-    async def renew(self, key: Key, token: str, lease_ms: int) -> EndOrder | None:
+    async def renew(self, key: Key, token: str, lease_ms: int) -> Renewed:
         outcome, *values = await self._link.call(self._renew, session_keys(key), [token, lease_ms])
         if outcome != b"OK":
             await self._refuse(key, outcome, values)
-        return parse_order(values[0])
+        return Renewed(parse_order(values[0]), bool(values[1]))
 
     async def ask_to_end(self, key: Key, request_id: str, order: EndOrder) -> bool:
         args = [request_id, order_text(order)]

@@ -23,7 +23,16 @@ from pensieve.store._codec import marking_damage, read_log
 from pensieve.store._listing import decode_cursor, encode_cursor, has_labels, position
 from pensieve.store._sqlite.file import SqliteFile, is_full, translated
 from pensieve.store._sqlite.rows import Rows
-from pensieve.store.contract import BeginOutcome, BeginRequest, Counts, EndOrder, Key, LoggedRecord, Page
+from pensieve.store.contract import (
+    BeginOutcome,
+    BeginRequest,
+    Counts,
+    EndOrder,
+    Key,
+    LoggedRecord,
+    Page,
+    Renewed,
+)
 from pensieve.store.records import Record, SessionRow
 
 T = TypeVar("T")
@@ -143,11 +152,11 @@ class SqliteStore:
 
         return await self._write(work, flush=False)
 
-    async def renew(self, key: Key, token: str, lease_ms: int) -> EndOrder | None:
-        def work(rows: Rows) -> EndOrder | None:
-            meta = _rules.renew(rows.meta(key), token, lease_ms, self._clock())
+    async def renew(self, key: Key, token: str, lease_ms: int) -> Renewed:
+        def work(rows: Rows) -> Renewed:
+            news, meta = _rules.renew(rows.meta(key), token, lease_ms, self._clock())
             rows.put(key, meta)
-            return None if meta.lease is None else meta.lease.order
+            return news
 
         return await self._write(work, flush=False)
 

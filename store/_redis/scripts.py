@@ -5,7 +5,8 @@ KEYS of every script, all in one hash slot (``k`` = ``pv1:{<tenant>/<session id>
     1  k:m  HASH    state, revision, head_item, head_hash, item_count, context_tokens, config, labels (both JSON),
                     ttl_ms, create_ms, update_ms, expire_ms, forked_from, forked_from_item, create_fp; while a turn
                     is pending also run_req, run_fp, run_token, run_owner, run_attempt, run_seed, run_start_ms,
-                    run_until_ms, and where they apply run_order (JSON: how to end) and run_off (it was called off)
+                    run_until_ms, and where they apply run_order (JSON: how to end), run_followed (somebody waits for it
+                    elsewhere) and run_off (it was called off)
     2  k:q  HASH    request id → "<revision>|<fingerprint>"
     3  k:l  STREAM  id <revision>-0; d = record bytes, c = crc32 (decimal), h = chain hash (hex)
 
@@ -65,7 +66,7 @@ local function wrong_revision(expected)
 end
 
 local RUN = {'run_req', 'run_fp', 'run_token', 'run_owner', 'run_attempt', 'run_seed', 'run_start_ms', 'run_until_ms',
-  'run_order', 'run_off'}
+  'run_order', 'run_followed', 'run_off'}
 local function end_turn() redis.call('HDEL', m, unpack(RUN)) end
 
 -- The arguments of a record, by name, from ARGV[first] on; errors before anything is written.
@@ -154,6 +155,7 @@ local left = num('run_until_ms') - now
 if left > 0 then
   if get('run_req') ~= req then return {'BUSY', get('run_req'), digits(left)} end
   if get('run_fp') ~= fp then return {'REUSED'} end
+  if ARGV[10] == '1' then redis.call('HSET', m, 'run_followed', '1') end
   return {'ELSEWHERE', digits(now), redis.call('HGETALL', m)}
 end
 if ARGV[10] == '1' and get('run_off') == '1' and get('run_req') == req then
@@ -165,7 +167,7 @@ local seed = ARGV[8]
 if get('run_req') == req and get('run_fp') == fp then seed = get('run_seed') end
 redis.call('HSET', m, 'run_req', req, 'run_fp', fp, 'run_token', token, 'run_owner', ARGV[5], 'run_attempt', ARGV[6],
   'run_seed', seed, 'run_start_ms', ARGV[9], 'run_until_ms', digits(now + lease))
-redis.call('HDEL', m, 'run_order', 'run_off')
+redis.call('HDEL', m, 'run_order', 'run_followed', 'run_off')
 keep_until(now + lease)
 return ok()
 """
@@ -181,7 +183,9 @@ if refused then return refused end
 if get('run_token') ~= ARGV[1] then return {'FENCED'} end
 redis.call('HSET', m, 'run_until_ms', digits(now + lease))
 keep_until(now + lease)
-return {'OK', get('run_order')}
+local followed = get('run_followed')
+if followed ~= '' then redis.call('HDEL', m, 'run_followed') end
+return {'OK', get('run_order'), followed}
 """
 )
 

@@ -54,9 +54,9 @@ MAY_GROW_BYTES = 12 << 20
 class DistantStore(MemoryStore):
     """Takes its time to let go of a lease, so that who comes back meets the turn that is being discarded."""
 
-    async def abort(self, key: Key, token: str) -> None:
+    async def abort(self, key: Key, token: str, *, called_off: bool = False) -> None:
         await asyncio.sleep(0.002)
-        await super().abort(key, token)
+        await super().abort(key, token, called_off=called_off)
 
 
 @dataclass

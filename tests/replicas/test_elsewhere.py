@@ -83,6 +83,30 @@ async def test_a_resumed_stream_goes_on_where_it_was_cut() -> None:
         assert rest.text == TEXT[len(TEXT) - len(rest.text) :] != TEXT
 
 
+async def test_the_grace_of_a_turn_starts_again_while_somebody_waits_elsewhere() -> None:
+    """Its last listener here has left, and is a follower at the other server now."""
+    async with pair() as (here, there):
+        name, turn = await here.create(), spec("hi")
+        call = here.call(name, turn)
+        generation = await here.link.next_generation()
+        generation.admit()
+        generation.emit(*encode(TEXT))
+        await anext(aiter(call))
+        ((_, audience),) = here.conversations.turns._runs.values()
+        call.cancel()
+        while audience._timer is None:
+            await asyncio.sleep(0.005)
+        ends = audience._timer.when()
+        second = await follows(there, name, turn)
+        async with asyncio.timeout(60):
+            for _ in range(3):
+                while audience._timer.when() == ends:
+                    await asyncio.sleep(0.005)
+                ends = audience._timer.when()
+        finish(generation)
+        assert (await second).text == TEXT and not there.link.generations
+
+
 async def test_unary_turns_wait_as_well() -> None:
     async with pair() as (here, there):
         name, turn = await here.create(), spec("hi")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pensieve.errors import NotFound, TurnFenced
-from pensieve.store import Began, CalledOff, EndOrder, RunningElsewhere
+from pensieve.store import Began, CalledOff, EndOrder, Renewed, RunningElsewhere
 from support.store.store_bench import (
     LEASE_MS,
     Bench,
@@ -31,11 +31,11 @@ async def begun(bench: Bench) -> None:
 
 async def test_the_holder_hears_the_first_order_when_it_renews(bench: Bench) -> None:
     await begun(bench)
-    assert await bench.store.renew(KEY, "t1", LEASE_MS) is None
+    assert await bench.store.renew(KEY, "t1", LEASE_MS) == Renewed()
     assert await bench.store.ask_to_end(KEY, "r1", FIRST)
     assert await bench.store.ask_to_end(KEY, "r1", SECOND)
     for _ in range(2):
-        assert await bench.store.renew(KEY, "t1", LEASE_MS) == FIRST
+        assert await bench.store.renew(KEY, "t1", LEASE_MS) == Renewed(FIRST)
     assert (await bench.store.load(KEY)).running is not None
 
 
@@ -54,11 +54,11 @@ async def test_an_order_ends_with_its_lease(bench: Bench) -> None:
     bench.lapse_lease(KEY)
     assert not await bench.store.ask_to_end(KEY, "r1", FIRST)
     assert isinstance(await bench.store.begin(KEY, request("r1", "t2")), Began)
-    assert await bench.store.renew(KEY, "t2", LEASE_MS) is None, "the order was for the attempt before"
+    assert await bench.store.renew(KEY, "t2", LEASE_MS) == Renewed(), "the order was for the attempt before"
     assert await bench.store.ask_to_end(KEY, "r1", SECOND)
     await bench.store.abort(KEY, "t2")
     assert isinstance(await bench.store.begin(KEY, request("r1", "t3")), Began)
-    assert await bench.store.renew(KEY, "t3", LEASE_MS) is None
+    assert await bench.store.renew(KEY, "t3", LEASE_MS) == Renewed()
 
 
 async def test_who_follows_a_turn_does_not_begin_it_again_when_it_was_called_off(bench: Bench) -> None:
@@ -94,3 +94,20 @@ async def test_a_session_goes_on_after_a_turn_was_called_off(bench: Bench) -> No
     await bench.store.abort(KEY, "t1", called_off=True)
     await whole_turn(bench.store, KEY, 1)
     assert (await bench.store.load(KEY)).revision == 2
+
+
+async def test_the_holder_hears_that_somebody_follows(bench: Bench) -> None:
+    """Once for each look, so that it also learns when nobody does any more."""
+    await begun(bench)
+    assert isinstance(await bench.store.begin(KEY, request("r1", "t2")), RunningElsewhere)
+    assert await bench.store.renew(KEY, "t1", LEASE_MS) == Renewed(), "it only asked"
+    follower = replace(request("r1", "t2"), follows=True)
+    for _ in range(2):
+        assert isinstance(await bench.store.begin(KEY, follower), RunningElsewhere)
+    assert await bench.store.ask_to_end(KEY, "r1", FIRST)
+    assert await bench.store.renew(KEY, "t1", LEASE_MS) == Renewed(FIRST, followed=True)
+    assert await bench.store.renew(KEY, "t1", LEASE_MS) == Renewed(FIRST)
+    await bench.store.begin(KEY, follower)
+    bench.lapse_lease(KEY)
+    assert isinstance(await bench.store.begin(KEY, follower), Began)
+    assert await bench.store.renew(KEY, "t2", LEASE_MS) == Renewed()

@@ -20,6 +20,7 @@ from pensieve.store import (
     EndOrder,
     HistoryStore,
     Key,
+    Renewed,
     Replay,
     RunningElsewhere,
 )
@@ -88,9 +89,13 @@ def as_told(order: Order) -> EndOrder:
     return EndOrder(keep=order.error is None, keep_tokens=order.keep_tokens)
 
 
-def as_heard(order: EndOrder) -> Order:
-    """An order from the store, as the server that holds the lease obeys it."""
-    return Order(order.keep_tokens, None if order.keep else called_off(), asked=True)
+def hear(run: TurnRun, news: Renewed) -> None:
+    """What other servers left in the store for the one that holds the lease: it obeys."""
+    if news.followed and run.on_followed is not None:
+        run.on_followed()
+    if news.order is not None:
+        error = None if news.order.keep else called_off()
+        run.end_early(Order(news.order.keep_tokens, error, asked=True))
 
 
 def called_off() -> Cancelled:

@@ -9,18 +9,18 @@ from typing import Final
 
 from pensieve.debug import async_failpoint
 from pensieve.errors import NotFound, TurnFenced
-from pensieve.store import EndOrder, HistoryStore, Key
+from pensieve.store import HistoryStore, Key, Renewed
 
 log = logging.getLogger(__name__)
 
 HEARS_WITHIN_S: Final = 1.0
-"""An order that was left in the store waits no longer than this."""
+"""What another server left in the store waits no longer than this."""
 
 
 class LeaseKeeper:
     """Renews a lease three times in its length, and at least once in ``HEARS_WITHIN_S``.
 
-    ``on_order`` is called with each renewal that brought an order to end, which another server left in the store.
+    ``on_news`` is called with each renewal, which may bring what another server left in the store.
     ``on_lost`` is called once, from the event loop, when the lease was taken over, the session is gone, or no renewal
     succeeded for two thirds of the lease by the monotonic clock.
 
@@ -36,12 +36,12 @@ class LeaseKeeper:
         lease_s: float,
         *,
         on_lost: Callable[[], None],
-        on_order: Callable[[EndOrder], object],
+        on_news: Callable[[Renewed], None],
     ) -> None:
         self._store, self._key, self._token = store, key, token
         self._lease_s = lease_s
         self._on_lost = on_lost
-        self._on_order = on_order
+        self._on_news = on_news
         self._task = asyncio.create_task(self._run(), name="lease")
 
     async def stop(self) -> None:
@@ -59,7 +59,7 @@ class LeaseKeeper:
                 async with asyncio.timeout_at(max(lost_at, loop.time() + self._lease_s / 12)):
                     await async_failpoint("in_renew")
                     asked = loop.time()
-                    order = await self._store.renew(self._key, self._token, round(self._lease_s * 1000))
+                    news = await self._store.renew(self._key, self._token, round(self._lease_s * 1000))
             except (TurnFenced, NotFound):
                 self._on_lost()
                 return
@@ -71,5 +71,4 @@ class LeaseKeeper:
                 pause = self._lease_s / 12
             else:
                 renewed, pause = asked, min(self._lease_s / 3, HEARS_WITHIN_S)
-                if order is not None:
-                    self._on_order(order)
+                self._on_news(news)

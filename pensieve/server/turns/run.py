@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pensieve.core import HintReceipt
@@ -53,6 +54,8 @@ class TurnRun:
         self.onlooker = onlooker
         self.following = False
         """Waits for the same turn on another server."""
+        self.on_followed: Callable[[], None] | None = None
+        """Called when somebody is known to wait for this turn at another server."""
         self.attempt = ids.new_attempt()
         self.lease_token = ids.new_token()
         self.buffer = TurnBuffer()

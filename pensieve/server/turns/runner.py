@@ -23,7 +23,7 @@ from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.settings import TurnSettings
 from pensieve.server.turns import candidates, sampling
 from pensieve.server.turns import record as turn_record
-from pensieve.server.turns.following import as_heard, committed_elsewhere, follow
+from pensieve.server.turns.following import committed_elsewhere, follow, hear
 from pensieve.server.turns.hints import take as take_hints
 from pensieve.server.turns.lease import LeaseKeeper
 from pensieve.server.turns.record import CommittedTurn
@@ -112,7 +112,7 @@ class TurnRunner:
             run.lease_token,
             self._settings.lease_s,
             on_lost=lost,
-            on_order=lambda order: run.end_early(as_heard(order)),
+            on_news=lambda news: hear(run, news),
         )
         try:
             _check_known(run, began)

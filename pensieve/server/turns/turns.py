@@ -35,6 +35,7 @@ class _Audience:
         self.abandoned = False
         """The run is being discarded because nobody listened: it is not for new callers."""
         self._timer: asyncio.TimerHandle | None = None
+        self._grace_s = 0.0
 
     def join(self, policy: OnDisconnect) -> None:
         self._listeners += 1
@@ -46,9 +47,17 @@ class _Audience:
         if self._listeners or self._finishes_alone or self._run.buffer.ended:
             return
         if grace_s > 0:
+            self._grace_s = grace_s
             self._timer = asyncio.get_running_loop().call_later(grace_s, self._abandon)
         else:
             self._abandon()
+
+    def listened_elsewhere(self) -> None:
+        """Somebody waits at another server: the grace time, if it runs, starts again."""
+        if self._timer is not None:
+            delay = self._grace_s
+            self.stop_timer()
+            self._timer = asyncio.get_running_loop().call_later(delay, self._abandon)
 
     def stop_timer(self) -> None:
         if self._timer is not None:
@@ -217,7 +226,8 @@ class Turns:
         fingerprint = spec.fingerprint()
         if held is None:
             run = TurnRun(key, spec, fingerprint)
-            held = self._runs[turn] = (run, _Audience(run))
+            held = self._runs[turn] = (run, audience := _Audience(run))
+            run.on_followed = audience.listened_elsewhere
             self._start(run)
             return held, False
         if not attach_only and held[0].fingerprint != fingerprint:
@@ -267,6 +277,7 @@ class Turns:
             return
         del self._runs[turn]
         held[1].stop_timer()
+        run.on_followed = None  # run and audience know each other no longer, and need no collector
         self._one_ended.set()
         if not run.began:
             return
