@@ -239,7 +239,12 @@ def commit(
         return None
     if meta.row.state is State.DAMAGED:
         raise _refusals.damaged()
-    if meta.lease is None or meta.lease.token != token or record.revision != meta.row.revision + 1:
+    if (
+        not token
+        or meta.lease is None
+        or meta.lease.token != token
+        or record.revision != meta.row.revision + 1
+    ):
         raise _refusals.fenced()
     return _appended(meta, record, counts, now)
 

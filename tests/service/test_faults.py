@@ -125,10 +125,11 @@ async def test_renewals_keep_a_long_turn_alive() -> None:
         renewed = 0
         renew = rig.store.renew
 
-        async def counted(*args: Any) -> None:
+        async def counted(*args: Any) -> Any:
             nonlocal renewed
-            await renew(*args)
+            news = await renew(*args)
             renewed += 1
+            return news
 
         rig.store.renew = counted
         while renewed < 8:  # several leases long

@@ -6,12 +6,13 @@ import contextlib
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pensieve.errors import PensieveError, TurnInProgress
-from pensieve.store import Began, HistoryStore, Replay
+from pensieve.store import Began, CalledOff, EndOrder, HistoryStore, Renewed, Replay
 from pensieve.store.records import SessionRow
 from support.store.redis_server import RedisServer
 from support.store.store_bench import (
@@ -53,6 +54,12 @@ def described(result: object) -> Outcome:
             return ("began", result.row.revision, result.seed)
         case Replay():
             return ("replay", result.revision)
+        case Renewed():
+            return ("renewed", result.order and result.order.keep_tokens, result.followed)
+        case CalledOff():
+            return ("called off",)
+        case bool():
+            return ("asked", result)
         case None:
             return ("done",)
         case tuple():
@@ -83,7 +90,8 @@ class Congruence:
             *[self.commit] * 3,
             *[self.commit_what_runs] * 4,
             *[self.apply] * 3,
-            *[self.renew, self.abort, self.find_request, self.read, self.read, self.lapse] * 2,
+            *[self.renew, self.abort, self.ask_to_end, self.find_request, self.read, self.read, self.lapse]
+            * 2,
         ]
         self.rare = [self.delete, self.mark_damaged, self.sessions_expire, self.server_restarts]
 
@@ -141,7 +149,9 @@ class Congruence:
         request_id, token, fingerprint = self.any_request(), self.any_token(), self.any_print()
         seed, expected = self.random.randrange(100), self.believed_or_none(name)
         asked = request(request_id, token, fingerprint=fingerprint, seed=seed, expected_revision=expected)
-        outcome = self.model.begin(name, request_id, fingerprint, token, seed, expected)
+        follows = self.random.random() < 0.4
+        asked = replace(asked, follows=follows)
+        outcome = self.model.begin(name, request_id, fingerprint, token, seed, expected, follows)
         await self.check("begin", outcome, lambda s: s.begin(key(name), asked))
 
     async def commit(self, name: str) -> None:
@@ -151,7 +161,8 @@ class Congruence:
         session = self.model.sessions.get(name)
         if session is not None and session.turn is not None:
             turn = session.turn
-            await self._commit(name, turn.request_id, turn.token, turn.fingerprint, self.believed(name))
+            token = turn.token or self.any_token()
+            await self._commit(name, turn.request_id, token, turn.fingerprint, self.believed(name))
 
     async def _commit(self, name: str, request_id: str, token: str, fingerprint: str, base: int) -> None:
         outcome = self.model.commit(name, token, request_id, fingerprint, base)
@@ -167,8 +178,15 @@ class Congruence:
         )
 
     async def abort(self, name: str) -> None:
-        token = self.any_token()
-        await self.check("abort", self.model.abort(name, token), lambda s: s.abort(key(name), token))
+        token, called_off = self.any_token(), self.random.random() < 0.5
+        outcome = self.model.abort(name, token, called_off)
+        await self.check("abort", outcome, lambda s: s.abort(key(name), token, called_off=called_off))
+
+    async def ask_to_end(self, name: str) -> None:
+        request_id, keep = self.any_request(), self.random.randrange(9)
+        outcome = self.model.ask_to_end(name, request_id, keep)
+        order = EndOrder(keep=True, keep_tokens=keep)
+        await self.check("ask", outcome, lambda s: s.ask_to_end(key(name), request_id, order))
 
     async def apply(self, name: str) -> None:
         base, expected = self.believed(name), self.believed_or_none(name)

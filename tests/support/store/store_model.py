@@ -26,6 +26,10 @@ class ModelTurn:
     token: str
     seed: int
     lapsed: bool = False
+    order: int | None = None
+    """Tokens to keep, as whoever asked first wants it."""
+    followed: bool = False
+    called_off: bool = False
 
 
 @dataclass
@@ -100,7 +104,14 @@ class Model:
         return absent or ("found", self.sessions[name].known.get(request_id, ("", None))[1])
 
     def begin(
-        self, name: str, request_id: str, fingerprint: str, token: str, seed: int, expected: int | None
+        self,
+        name: str,
+        request_id: str,
+        fingerprint: str,
+        token: str,
+        seed: int,
+        expected: int | None,
+        follows: bool,
     ) -> Outcome:
         refused = self._unwritable(name)
         if refused is not None:
@@ -115,7 +126,12 @@ class Model:
         if turn is not None and not turn.lapsed:
             if turn.request_id != request_id:
                 return ("TurnInProgress", "TURN_IN_PROGRESS", turn.request_id)
-            return ("elsewhere",) if turn.fingerprint == fingerprint else REUSED
+            if turn.fingerprint != fingerprint:
+                return REUSED
+            turn.followed |= follows
+            return ("elsewhere",)
+        if turn is not None and turn.called_off and follows and turn.request_id == request_id:
+            return ("called off",)
         if expected is not None and expected != len(session.log):
             return REGRESSED if expected > len(session.log) else MISMATCH
         if turn is not None and (turn.request_id, turn.fingerprint) == (request_id, fingerprint):
@@ -131,7 +147,18 @@ class Model:
         if turn is None or turn.token != token:
             return FENCED
         turn.lapsed = False
-        return ("done",)
+        news, turn.followed = ("renewed", turn.order, turn.followed), False
+        return news
+
+    def ask_to_end(self, name: str, request_id: str, keep: int) -> Outcome:
+        absent = self._absent(name)
+        if absent is not None:
+            return absent
+        turn = self.sessions[name].turn
+        if turn is None or turn.lapsed or turn.request_id != request_id:
+            return ("asked", False)
+        turn.order = keep if turn.order is None else turn.order
+        return ("asked", True)
 
     def commit(self, name: str, token: str, request_id: str, fingerprint: str, base: int) -> Outcome:
         absent = self._absent(name)
@@ -146,10 +173,13 @@ class Model:
             return FENCED
         return session.append(request_id, fingerprint)
 
-    def abort(self, name: str, token: str) -> Outcome:
+    def abort(self, name: str, token: str, called_off: bool) -> Outcome:
         session = self.sessions.get(name)
         if session is not None and session.turn is not None and session.turn.token == token:
-            session.turn = None
+            if called_off:
+                session.turn.token, session.turn.lapsed, session.turn.called_off = "", True, True
+            else:
+                session.turn = None
         return ("done",)
 
     def apply(self, name: str, request_id: str, fingerprint: str, base: int, expected: int | None) -> Outcome:
