@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pensieve.core import HintReceipt
-from pensieve.errors import PensieveError
+from pensieve.errors import Cancelled, PensieveError
 from pensieve.server import ids
 from pensieve.server.turns.buffer import TurnBuffer
 from pensieve.server.turns.generation import TurnGeneration
 from pensieve.server.turns.text import OutputText
-from pensieve.server.values import Accepted, NewTurn, TurnStatus, TurnView
+from pensieve.server.values import Accepted, NewTurn, OnDisconnect, TurnStatus, TurnView
 from pensieve.store import Key
 
 
@@ -129,3 +129,48 @@ class TurnRun:
             raise order.error
         self._committing = True
         return order
+
+
+class Audience:
+    """The callers that listen to a run. When the last one leaves, the run has a grace time left to live."""
+
+    def __init__(self, run: TurnRun) -> None:
+        self._run = run
+        self._listeners = 0
+        self._finishes_alone = False
+        self.abandoned = False
+        """The run is being discarded because nobody listened: it is not for new callers."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._grace_s = 0.0
+
+    def join(self, policy: OnDisconnect) -> None:
+        self._listeners += 1
+        self._finishes_alone |= policy is OnDisconnect.FINISH
+        self.stop_timer()
+
+    def leave(self, grace_s: float) -> None:
+        self._listeners -= 1
+        if self._listeners or self._finishes_alone or self._run.buffer.ended:
+            return
+        if grace_s > 0:
+            self._grace_s = grace_s
+            self._timer = asyncio.get_running_loop().call_later(grace_s, self._abandon)
+        else:
+            self._abandon()
+
+    def listened_elsewhere(self) -> None:
+        """Somebody waits at another server: the grace time, if it runs, starts again."""
+        if self._timer is not None:
+            delay = self._grace_s
+            self.stop_timer()
+            self._timer = asyncio.get_running_loop().call_later(delay, self._abandon)
+
+    def stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _abandon(self) -> None:
+        self.abandoned = self._run.end_early(
+            Order(error=Cancelled("nobody listened to the turn any more", reason="CLIENT_DISCONNECTED"))
+        )

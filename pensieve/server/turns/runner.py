@@ -253,8 +253,8 @@ def _check_known(run: TurnRun, began: Began) -> None:
     known, current = run.spec.known_revision, began.row.revision
     if known is None or known <= current:
         return
-    log.error(
-        "the store lost acknowledged changes: a client has seen a newer revision",
+    log.warning(
+        "a client has seen a newer revision than the store has",
         extra={"session": run.key.session_id, "known_revision": known, "current_revision": current},
     )
     raise DataLoss(

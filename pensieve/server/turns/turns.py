@@ -16,7 +16,7 @@ from pensieve.server.bugs import bug
 from pensieve.server.settings import TurnSettings
 from pensieve.server.turns import record as turn_record
 from pensieve.server.turns.following import called_off, end_elsewhere
-from pensieve.server.turns.run import Order, TurnRun
+from pensieve.server.turns.run import Audience, Order, TurnRun
 from pensieve.server.turns.runner import TurnRunner
 from pensieve.server.unavailable import draining
 from pensieve.server.values import NewTurn, OnDisconnect, TurnEnd, TurnStatus, TurnView
@@ -25,52 +25,7 @@ from pensieve.store import EndOrder, HistoryStore, Key
 TurnKey = tuple[Key, str]
 
 
-class _Audience:
-    """The callers that listen to a run. When the last one leaves, the run has a grace time left to live."""
-
-    def __init__(self, run: TurnRun) -> None:
-        self._run = run
-        self._listeners = 0
-        self._finishes_alone = False
-        self.abandoned = False
-        """The run is being discarded because nobody listened: it is not for new callers."""
-        self._timer: asyncio.TimerHandle | None = None
-        self._grace_s = 0.0
-
-    def join(self, policy: OnDisconnect) -> None:
-        self._listeners += 1
-        self._finishes_alone |= policy is OnDisconnect.FINISH
-        self.stop_timer()
-
-    def leave(self, grace_s: float) -> None:
-        self._listeners -= 1
-        if self._listeners or self._finishes_alone or self._run.buffer.ended:
-            return
-        if grace_s > 0:
-            self._grace_s = grace_s
-            self._timer = asyncio.get_running_loop().call_later(grace_s, self._abandon)
-        else:
-            self._abandon()
-
-    def listened_elsewhere(self) -> None:
-        """Somebody waits at another server: the grace time, if it runs, starts again."""
-        if self._timer is not None:
-            delay = self._grace_s
-            self.stop_timer()
-            self._timer = asyncio.get_running_loop().call_later(delay, self._abandon)
-
-    def stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _abandon(self) -> None:
-        self.abandoned = self._run.end_early(
-            Order(error=Cancelled("nobody listened to the turn any more", reason="CLIENT_DISCONNECTED"))
-        )
-
-
-_Held = tuple[TurnRun, _Audience]
+_Held = tuple[TurnRun, Audience]
 
 
 class Turns:
@@ -226,7 +181,7 @@ class Turns:
         fingerprint = spec.fingerprint()
         if held is None:
             run = TurnRun(key, spec, fingerprint)
-            held = self._runs[turn] = (run, audience := _Audience(run))
+            held = self._runs[turn] = (run, audience := Audience(run))
             run.on_followed = audience.listened_elsewhere
             self._start(run)
             return held, False
@@ -251,7 +206,7 @@ class Turns:
                     raise _unknown()
         run = TurnRun(key, spec, "", committed_at=revision, onlooker=revision is None)
         self._start(run)
-        return run, _Audience(run)
+        return run, Audience(run)
 
     def _start(self, run: TurnRun) -> None:
         run.task = asyncio.create_task(self._play(run), name=f"turn {run.attempt}")
