@@ -131,7 +131,7 @@ class TurnRun:
         return order
 
 
-class Audience:
+class TurnAudience:
     """The callers that listen to a run. When the last one leaves, the run has a grace time left to live."""
 
     def __init__(self, run: TurnRun) -> None:

@@ -16,7 +16,7 @@ from pensieve.server.bugs import bug
 from pensieve.server.settings import TurnSettings
 from pensieve.server.turns import record as turn_record
 from pensieve.server.turns.following import called_off, end_elsewhere
-from pensieve.server.turns.run import Audience, Order, TurnRun
+from pensieve.server.turns.run import Order, TurnAudience, TurnRun
 from pensieve.server.turns.runner import TurnRunner
 from pensieve.server.unavailable import draining
 from pensieve.server.values import NewTurn, OnDisconnect, TurnEnd, TurnStatus, TurnView
@@ -25,7 +25,7 @@ from pensieve.store import EndOrder, HistoryStore, Key
 TurnKey = tuple[Key, str]
 
 
-_Held = tuple[TurnRun, Audience]
+_Held = tuple[TurnRun, TurnAudience]
 
 
 class Turns:
@@ -181,7 +181,7 @@ class Turns:
         fingerprint = spec.fingerprint()
         if held is None:
             run = TurnRun(key, spec, fingerprint)
-            held = self._runs[turn] = (run, audience := Audience(run))
+            held = self._runs[turn] = (run, audience := TurnAudience(run))
             run.on_followed = audience.listened_elsewhere
             self._start(run)
             return held, False
@@ -206,7 +206,7 @@ class Turns:
                     raise _unknown()
         run = TurnRun(key, spec, "", committed_at=revision, onlooker=revision is None)
         self._start(run)
-        return run, Audience(run)
+        return run, TurnAudience(run)
 
     def _start(self, run: TurnRun) -> None:
         run.task = asyncio.create_task(self._play(run), name=f"turn {run.attempt}")
