@@ -64,12 +64,11 @@ def counts(renderer: Renderer, history: History) -> Counts:
     return Counts(history.head_item, len(history.items), renderer.length(history))
 
 
-async def create(renderer: Renderer, tenant: str, new: NewSession) -> Record:
+async def create(renderer: Renderer, new: NewSession) -> Record:
     """First record of a session: system prompt and imported items, rendered and numbered from 1."""
     prompt = (InputEntry(Role.SYSTEM, new.config.system_prompt),) if new.config.system_prompt else ()
     now = now_ms()
-    stamp = Stamp(1, new.request_id, now)
-    items, _ = await renderer.items(History(), (*prompt, *new.items), stamp, tenant=tenant)
+    items, _ = await renderer.items(History(), (*prompt, *new.items), Stamp(1, new.request_id, now))
     return Record(
         revision=1,
         kind=RecordKind.CREATE,
@@ -108,7 +107,7 @@ def rewind(base: History, item: int, request_id: str) -> Record:
     )
 
 
-async def update(renderer: Renderer, tenant: str, base: History, change: SessionChange) -> Record:
+async def update(renderer: Renderer, base: History, change: SessionChange) -> Record:
     """Set fields of the session.
 
     A changed system prompt changes what the model sees first, so every live item is superseded and appended again
@@ -124,7 +123,7 @@ async def update(renderer: Renderer, tenant: str, base: History, change: Session
     )
     if config.system_prompt == base.config.system_prompt:
         return record
-    head, moved = await _behind_prompt(renderer, tenant, base, config.system_prompt, record.time_ms)
+    head, moved = await _behind_prompt(renderer, base, config.system_prompt, record.time_ms)
     hidden = None
     if base.hidden_before:
         seen = [
@@ -143,7 +142,7 @@ def check_item(history: History, item: int) -> None:
 
 
 async def _behind_prompt(
-    renderer: Renderer, tenant: str, base: History, prompt: str, time_ms: int
+    renderer: Renderer, base: History, prompt: str, time_ms: int
 ) -> tuple[tuple[Item, ...], list[Item]]:
     """A new system prompt (nothing if "") and the other live items, renumbered behind it.
 
@@ -155,7 +154,7 @@ async def _behind_prompt(
     head: tuple[Item, ...] = ()
     if prompt:
         head, _ = await renderer.items(
-            History(), (InputEntry(Role.SYSTEM, prompt),), Stamp(number, "", time_ms), tenant=tenant
+            History(), (InputEntry(Role.SYSTEM, prompt),), Stamp(number, "", time_ms)
         )
         number += 1
     moved = [msgspec.structs.replace(item, number=number + i) for i, item in enumerate(rest)]
@@ -163,9 +162,9 @@ async def _behind_prompt(
         first, old = moved[0], replace(base, items=base.items[: len(base.items) - len(rest)], hidden_before=0)
         entry = (InputEntry(first.role, first.text),)
         stamp = Stamp(first.number, first.request_id, first.create_ms)
-        (again,), _ = await renderer.items(old, entry, stamp, tenant=tenant)
+        (again,), _ = await renderer.items(old, entry, stamp)
         if again.tokens == first.tokens:
-            (here,), _ = await renderer.items(replace(old, items=head), entry, stamp, tenant=tenant)
+            (here,), _ = await renderer.items(replace(old, items=head), entry, stamp)
             moved[0] = msgspec.structs.replace(first, tokens=here.tokens)
     return head, moved
 
