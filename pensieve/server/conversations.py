@@ -128,11 +128,10 @@ class Conversations:
         self._served.check(history.config)
         if not entries:
             return ContextSize(0, past, limit)
-        items, prompt = await self._renderer.items(
+        items, prompt = await self._renderer.of(tenant).items(
             history,
             entries,
             Stamp(history.head_item + 1, "", 0),
-            tenant=tenant,
             generation_prompt=True,
         )
         new = sum(packed_length(item.tokens) for item in items) + len(prompt)

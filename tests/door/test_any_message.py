@@ -26,7 +26,7 @@ from pensieve import rpc_status
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service.service_rig import Rig, serving, spec
 
-EXAMPLES = int(os.environ.get("PENSIEVE_FUZZ_EXAMPLES", "25"))
+EXAMPLES = int(os.environ.get("PENSIEVE_FUZZ_EXAMPLES", "20"))
 SESSION, REQUEST_ID = "sessions/drawn", str(uuid.UUID(int=7, version=4))
 METHODS: list[MethodDescriptor] = [
     method

@@ -130,6 +130,24 @@ async def test_counting_a_flood_of_long_texts_leaves_others_their_turns() -> Non
         assert {answer.input_tokens for answer in await done} == {(await flood[0]).input_tokens}
 
 
+async def test_each_text_waits_in_its_tenants_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    plain = TextLanes.run
+
+    async def run(self: TextLanes, tenant: str, chars: int, work: Any) -> Any:
+        seen.append(tenant)
+        return await plain(self, tenant, chars, work)
+
+    monkeypatch.setattr(TextLanes, "run", run)
+    async with serving() as rig:
+        name = await rig.create("Be brief.")
+        await rig.run(name, "hi")
+        await rig.api.CountTokens(pb.CountTokensRequest(input=[user("hi")]), metadata=(("tenant", "other"),))
+        changed = pb.Session(config=pb.SessionConfig(system_prompt="Be long."))
+        await rig.api.UpdateSession(pb.UpdateSessionRequest(name=name, session=changed))
+    assert seen[:3] == ["acme", "acme", "other"] and set(seen[3:]) == {"acme"}
+
+
 TOO_LONG = ("OUT_OF_RANGE", "CONTEXT_LIMIT_EXCEEDED")
 
 

@@ -152,9 +152,9 @@ async def test_guesses_are_held_back_and_good_keys_are_not(tmp_path: Path) -> No
             asyncio.create_task(refusal(rig.api.GetServerInfo(info, metadata=WRONG))) for _ in range(60)
         ]
         await asyncio.wait(guesses, timeout=60, return_when=asyncio.FIRST_COMPLETED)
-        for _ in range(20):
+        for _ in range(5):
             await rig.api.GetServerInfo(info, metadata=GOOD)
-        # With the burst answered and seconds of waiting ahead for the rest, twenty good calls came first.
+        # With the burst answered and seconds of waiting ahead for the rest, the good calls came first.
         assert not all(guess.done() for guess in guesses)
         first = [guess.result() for guess in guesses if guess.done()]
         assert {(error.reason, error.message) for error in first} == {

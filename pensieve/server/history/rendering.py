@@ -62,11 +62,16 @@ class Room:
 
 
 class Renderer:
-    """Renders with one tokenizer, in threads beside the event loop."""
+    """Renders with one tokenizer, in threads beside the event loop. ``of`` says whose turn it is to use them."""
 
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, lanes: TextLanes | None = None, tenant: str = "") -> None:
         self._tokenizer = tokenizer
-        self._lanes = TextLanes()
+        self._lanes = lanes or TextLanes()
+        self._tenant = tenant
+
+    def of(self, tenant: str) -> Renderer:
+        """The same, for work that this tenant waits for."""
+        return Renderer(self._tokenizer, self._lanes, tenant)
 
     def close(self) -> None:
         """Render nothing more."""
@@ -78,24 +83,14 @@ class Renderer:
         entries: Sequence[InputEntry],
         stamp: Stamp,
         *,
-        tenant: str = "",
         generation_prompt: bool = False,
     ) -> tuple[tuple[Item, ...], TokenArray]:
-        """Items for ``entries`` behind ``history``, and the generation prompt behind them (int32 [n], maybe empty).
-
-        ``tenant``: who waits for them.
-        """
+        """Items for ``entries`` behind ``history``, and the generation prompt behind them (int32 [n], maybe empty)."""
         work = functools.partial(self._render, history, tuple(entries), stamp, generation_prompt)
-        return await self._lanes.run(tenant, _size(entries), work)
+        return await self._lanes.run(self._tenant, _size(entries), work)
 
     async def prepare(
-        self,
-        history: History,
-        entries: Sequence[InputEntry],
-        stamp: Stamp,
-        room: Room,
-        *,
-        tenant: str = "",
+        self, history: History, entries: Sequence[InputEntry], stamp: Stamp, room: Room
     ) -> PreparedTurn:
         """Render a turn and see that it fits.
 
@@ -104,7 +99,7 @@ class Renderer:
         """
         self.check_size(entries, room.limit)
         work = functools.partial(self._prepare, history, tuple(entries), stamp, room)
-        return await self._lanes.run(tenant, _size(entries), work)
+        return await self._lanes.run(self._tenant, _size(entries), work)
 
     def check_size(self, entries: Sequence[InputEntry], limit: int) -> None:
         """Raises ContextLimitExceeded for input that is too long whatever it tokenises to. Costs nothing."""

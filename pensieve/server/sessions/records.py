@@ -67,12 +67,11 @@ def counts(renderer: Renderer, history: History) -> Counts:
     return Counts(history.head_item, len(history.items), renderer.length(history))
 
 
-async def create(renderer: Renderer, tenant: str, new: NewSession, served: ServedModel) -> Record:
+async def create(renderer: Renderer, new: NewSession, served: ServedModel) -> Record:
     """First record of a session: system prompt and imported items, rendered and numbered from 1."""
     prompt = (InputEntry(Role.SYSTEM, new.config.system_prompt),) if new.config.system_prompt else ()
     now = now_ms()
-    stamp = Stamp(1, new.request_id, now)
-    items, _ = await renderer.items(History(), (*prompt, *new.items), stamp, tenant=tenant)
+    items, _ = await renderer.items(History(), (*prompt, *new.items), Stamp(1, new.request_id, now))
     return Record(
         revision=1,
         kind=RecordKind.CREATE,
@@ -111,9 +110,7 @@ def rewind(base: History, item: int, request_id: str) -> Record:
     )
 
 
-async def update(
-    renderer: Renderer, tenant: str, base: History, change: SessionChange, served: ServedModel
-) -> Record:
+async def update(renderer: Renderer, base: History, change: SessionChange, served: ServedModel) -> Record:
     """Set fields of the session.
 
     A changed system prompt changes what the model sees first, so every live item is superseded and appended again
@@ -137,7 +134,7 @@ async def update(
     if config.system_prompt == base.config.system_prompt and not anew:
         return record
     make = _from_texts if anew else _behind_prompt
-    head, moved = await make(renderer, tenant, base, config.system_prompt, record.time_ms)
+    head, moved = await make(renderer, base, config.system_prompt, record.time_ms)
     hidden = None
     if base.hidden_before:
         seen = [
@@ -156,7 +153,7 @@ def check_item(history: History, item: int) -> None:
 
 
 async def _behind_prompt(
-    renderer: Renderer, tenant: str, base: History, prompt: str, time_ms: int
+    renderer: Renderer, base: History, prompt: str, time_ms: int
 ) -> tuple[tuple[Item, ...], list[Item]]:
     """A new system prompt (nothing if "") and the other live items, renumbered behind it.
 
@@ -168,7 +165,7 @@ async def _behind_prompt(
     head: tuple[Item, ...] = ()
     if prompt:
         head, _ = await renderer.items(
-            History(), (InputEntry(Role.SYSTEM, prompt),), Stamp(number, "", time_ms), tenant=tenant
+            History(), (InputEntry(Role.SYSTEM, prompt),), Stamp(number, "", time_ms)
         )
         number += 1
     moved = [msgspec.structs.replace(item, number=number + i) for i, item in enumerate(rest)]
@@ -176,15 +173,15 @@ async def _behind_prompt(
         first, old = moved[0], replace(base, items=base.items[: len(base.items) - len(rest)], hidden_before=0)
         entry = (InputEntry(first.role, first.text),)
         stamp = Stamp(first.number, first.request_id, first.create_ms)
-        (again,), _ = await renderer.items(old, entry, stamp, tenant=tenant)
+        (again,), _ = await renderer.items(old, entry, stamp)
         if again.tokens == first.tokens:
-            (here,), _ = await renderer.items(replace(old, items=head), entry, stamp, tenant=tenant)
+            (here,), _ = await renderer.items(replace(old, items=head), entry, stamp)
             moved[0] = msgspec.structs.replace(first, tokens=here.tokens)
     return head, moved
 
 
 async def _from_texts(
-    renderer: Renderer, tenant: str, base: History, prompt: str, time_ms: int
+    renderer: Renderer, base: History, prompt: str, time_ms: int
 ) -> tuple[tuple[Item, ...], list[Item]]:
     """The system prompt (nothing if "") and the other live items as a transcript of the same texts that is imported.
 
@@ -201,7 +198,7 @@ async def _from_texts(
         )
     head = (InputEntry(Role.SYSTEM, prompt),) if prompt else ()
     entries = [*head, *(InputEntry(item.role, item.text) for item in rest)]
-    made, _ = await renderer.items(History(), entries, Stamp(base.head_item + 1, "", time_ms), tenant=tenant)
+    made, _ = await renderer.items(History(), entries, Stamp(base.head_item + 1, "", time_ms))
     moved = [
         msgspec.structs.replace(old, number=new.number, tokens=new.tokens, prefix_tokens=0)
         for old, new in zip(rest, made[len(head) :], strict=True)

@@ -84,7 +84,7 @@ class Sessions:
             # Together they may be too long, since the oldest turns are dropped. One alone must fit.
             for entry in (prompt, *new.items):
                 self._renderer.check_size((entry,), limit)
-        record = await session_records.create(self._renderer, tenant, new, self._served)
+        record = await session_records.create(self._renderer.of(tenant), new, self._served)
         counts = self._fitting_counts(History().apply(record, ""), limit)
         mark = fingerprint("create", new.config, new.labels, new.items)
         return await self._create(key, record, counts, mark, derived=not new.session_id)
@@ -134,7 +134,7 @@ class Sessions:
             self._renderer.check_size((prompt,), context_limit(self._link.info))
 
         async def record(base: History) -> Record:
-            return await session_records.update(self._renderer, key.tenant, base, change, self._served)
+            return await session_records.update(self._renderer.of(key.tenant), base, change, self._served)
 
         return await self._apply(key, record, "", expected_revision)
 

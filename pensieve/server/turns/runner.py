@@ -157,12 +157,11 @@ class TurnRunner:
         # What an edit or a regeneration supersedes is cut off only for rendering. The record says it, and is built on
         # ``base`` as stored: the old answer stays in history unless the new one is committed.
         keep = _keep_items(run, base)
-        prepared = await self._renderer.prepare(
+        prepared = await self._renderer.of(run.key.tenant).prepare(
             base if keep is None else kept(base, keep),
             spec.input,
             Stamp(base.head_item + 1, spec.request_id, now_ms()),
             Room(context_limit(self._link.info), config.overflow, values.max_output_tokens),
-            tenant=run.key.tenant,
         )
         self._served.check_tokens(prepared.context, self._link.info.vocab_size)
         run.new_tokens = prepared.num_new
