@@ -58,6 +58,8 @@ class RedisStore:
         self._create = link.script(scripts.CREATE)
         self._load = link.script(scripts.LOAD)
         self._find = link.script(scripts.FIND)
+        self._again = link.script(scripts.AGAIN)
+        self._sure = link.script(scripts.SURE)
         self._read = link.script(scripts.READ)
         self._begin = link.script(scripts.BEGIN)
         self._renew = link.script(scripts.RENEW)
@@ -115,8 +117,11 @@ class RedisStore:
         outcome, *values = await self._link.call(self._load, session_keys(key), [])
         if outcome != b"OK":
             await self._refuse(key, outcome, values)
+        fields = as_fields(values[1])
         async with marking_damage(self, key):
-            return read_row(key, as_fields(values[1]), int(values[0]))
+            row = read_row(key, fields, int(values[0]))
+        await self._make_sure(key, row.revision, fields.get(b"sure", b""))
+        return row
 
     async def list_sessions(
         self, tenant: str, *, limit: int, cursor: str = "", labels: dict[str, str] | None = None
@@ -131,26 +136,24 @@ class RedisStore:
         outcome, *values = await self._link.call(self._read, session_keys(key), [after_revision])
         if outcome != b"OK":
             await self._refuse(key, outcome, values)
+        fields = as_fields(values[1])
         async with marking_damage(self, key):
-            row = read_row(key, as_fields(values[1]), int(values[0]))
+            row = read_row(key, fields, int(values[0]))
             stored = parse_log(values[2])
             logged = read_log(key, row, stored, after_revision=after_revision, head_hash=head_hash)
             if after_revision == 0:
                 check_requests(key, as_fields(values[3]), logged)
-            return logged
+        await self._make_sure(key, row.revision, fields.get(b"sure", b""))
+        return logged
 
     async def find_request(self, key: Key, request_id: str) -> int | None:
-        keys = session_keys(key)
-        outcome, *values = await self._link.call(self._find, keys, [request_id])
-        if (
-            outcome == b"OK" and values[0] and self._link.replicas
-        ):  # whoever hears of it takes it as acknowledged
-            outcome, *values = await self._link.call_durably(self._find, keys, [request_id])
-        if outcome == b"OK" and values[0]:
-            await self._link.confirm(keys[0])
+        outcome, *values = await self._link.call(self._find, session_keys(key), [request_id])
         if outcome != b"OK":
             await self._refuse(key, outcome, values)
-        return int(values[0]) if values[0] else None
+        if not values[0]:
+            return None
+        await self._vouch(key, int(values[0]), values[1])
+        return int(values[0])
 
     async def begin(self, key: Key, request: BeginRequest) -> BeginOutcome:
         expected = "" if request.expected_revision is None else request.expected_revision
@@ -160,10 +163,6 @@ class RedisStore:
             *(request.known_revision, request.known_head, request.known_create_ms),
         ]
         outcome, *values = await self._link.call(self._begin, session_keys(key), args)
-        if outcome == b"REPLAY" and self._link.replicas:
-            outcome, *values = await self._link.call_durably(self._begin, session_keys(key), args)
-        if outcome == b"REPLAY":
-            await self._link.confirm(session_keys(key)[0])
         if outcome not in (b"OK", b"REPLAY", b"ELSEWHERE"):
             expected_revision = request.expected_revision
             if outcome in (b"BEHIND", b"DIVERGED"):
@@ -179,6 +178,7 @@ class RedisStore:
         if outcome == b"OK":
             return Began(row, int(fields[b"run_seed"]))
         if outcome == b"REPLAY":
+            await self._vouch(key, int(values[2]), fields.get(b"sure", b""))
             return Replay(row, int(values[2]))
         left = 0 if row.running is None else row.running.lease_ms_left
         return RunningElsewhere(row, fields[b"run_owner"].decode(), fields[b"run_attempt"].decode(), left)
@@ -266,8 +266,27 @@ class RedisStore:
             await self._refuse(key, outcome, values, request_id, expected, offered)
         fields = as_fields(values[1])
         row = parse_row(key, fields, int(values[0]))
-        await asyncio.gather(self._link.confirm(session_keys(key)[0]), self._list(row, fields))
+        await asyncio.gather(self._settle(key, row.revision), self._list(row, fields))
         return row
+
+    async def _settle(self, key: Key, revision: int) -> None:
+        """Note what replicas have; in any case a write, which finds out whether the one before is in memory alone."""
+        if self._link.replicas:
+            await self._link.call(self._sure, session_keys(key), [revision])
+        else:
+            await self._link.confirm(session_keys(key)[0])
+
+    async def _make_sure(self, key: Key, revision: int, sure: bytes) -> None:
+        """Returns when enough replicas have ``revision``: whoever hears of it takes it as acknowledged."""
+        if self._link.replicas and int(sure or b"0") < revision:
+            outcome, *values = await self._link.call_durably(self._again, session_keys(key), [])
+            if outcome == b"OK":
+                await self._settle(key, int(values[0]))
+
+    async def _vouch(self, key: Key, revision: int, sure: bytes) -> None:
+        """Returns when a change that is found made already may be acknowledged."""
+        await self._make_sure(key, revision, sure)
+        await self._link.confirm(session_keys(key)[0])
 
     async def _list(self, row: SessionRow, fields: Fields) -> None:
         try:

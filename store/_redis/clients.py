@@ -36,7 +36,9 @@ class RedisClient(Protocol):
         ...
 
     async def batch(self, commands: Iterable[Words]) -> list[Any]:
-        """Several commands in one round trip, in order; others' commands may run between them."""
+        """Several commands in one round trip, in order; others' commands may run between them. Replies, or errors in
+        their places.
+        """
         ...
 
     async def pair(self, key: str, commands: tuple[Words, Words]) -> list[Any]:
@@ -116,10 +118,14 @@ class ServerClient:
 
     async def batch(self, commands: Iterable[Words]) -> list[Any]:
         # Never MULTI: a Redis whose memory is full refuses even reads inside of it.
-        return await self._piped(commands, raise_on_error=True)
+        async with self._client.pipeline(transaction=False) as pipeline:
+            for words in commands:
+                pipeline.execute_command(*words)
+            replies: list[Any] = await pipeline.execute(raise_on_error=False)
+            return replies
 
     async def pair(self, key: str, commands: tuple[Words, Words]) -> list[Any]:
-        return await self._piped(commands, raise_on_error=False)
+        return await self.batch(commands)
 
     async def everywhere(self, *words: Any) -> list[Any]:
         return [await self.run(*words)]
@@ -138,13 +144,6 @@ class ServerClient:
         await self._client.aclose(close_connection_pool=True)
         if self._sentinel is not None:
             await self._sentinel.aclose()
-
-    async def _piped(self, commands: Iterable[Words], *, raise_on_error: bool) -> list[Any]:
-        async with self._client.pipeline(transaction=False) as pipeline:
-            for words in commands:
-                pipeline.execute_command(*words)
-            replies: list[Any] = await pipeline.execute(raise_on_error=raise_on_error)
-            return replies
 
 
 class ClusterClient:
@@ -168,7 +167,7 @@ class ClusterClient:
         async with self._client.pipeline() as pipeline:
             for words in commands:
                 pipeline.execute_command(*words)
-            replies: list[Any] = await pipeline.execute()
+            replies: list[Any] = await pipeline.execute(raise_on_error=False)
             return replies
 
     async def pair(self, key: str, commands: tuple[Words, Words]) -> list[Any]:

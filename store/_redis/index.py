@@ -180,6 +180,9 @@ class RedisIndex:
         *hashes, entered = await self._link.commands([*reads, ("HMGET", tenant_keys(tenant)[1], *names)])
         live: list[ListedSession] = []
         for key, entry, reply, kept in zip(keys, batch, hashes, entered, strict=True):
+            if isinstance(reply, Exception):
+                live.append(ListedSession(entry, damaged_row(key, entry.update_ms)))
+                continue
             fields = as_fields(reply)
             if fields.get(b"state", b"deleted") == b"deleted":
                 if fields or now - entry.update_ms > GRACE_MS:

@@ -16,7 +16,7 @@ from pensieve.errors import FailedPrecondition, Unavailable
 from pensieve.store import _refusals
 from pensieve.store._redis.clients import Words, make_client
 from pensieve.store._redis.places import parse_place
-from pensieve.store._redis.problems import StoreReplacedError, translated
+from pensieve.store._redis.problems import StoreReplacedError, is_wrong_type, translated
 
 log = logging.getLogger(__name__)
 
@@ -109,9 +109,16 @@ class RedisLink:
             return await self._client.run(*words)
 
     async def commands(self, batch: Iterable[Words]) -> list[Any]:
-        """Several commands in one round trip, in order; others' commands may run between them."""
+        """Several commands in one round trip, in order; others' commands may run between them.
+
+        The reply to one that met a key of another type is that error: it says nothing of the others.
+        """
         async with self._bounded():
-            return await self._client.batch(batch)
+            replies = await self._client.batch(batch)
+            for reply in replies:
+                if isinstance(reply, Exception) and not is_wrong_type(reply):
+                    raise reply
+            return replies
 
     async def names(self, pattern: str, kind: str) -> list[bytes]:
         """All keys of one type that match. Takes as long as it takes: for housekeeping."""

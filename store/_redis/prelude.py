@@ -66,21 +66,24 @@ local function seal() redis.call('HSET', m, 'seal', seal_of(redis.call('HLEN', q
 -- Whether the newest record was written by a program that seals.
 local function is_sealed() return string.match(get('seal'), '^(%d+)|') == get('revision') end
 
+-- What the newest record of a log of the right length has against the row, or nil. It copies that record.
+local function not_newest()
+  local last = redis.call('XREVRANGE', l, '+', '-', 'COUNT', 1)[1]
+  if not last or last[1] ~= get('revision') .. '-0' then return 'is not the last of a whole log' end
+  if field(last, 'h') ~= get('head_hash') then return "is not the one that the session's row names as newest" end
+end
 -- What the keys of a session that is there disagree in, or nil.
 local function disagreement()
-  local last = redis.call('XREVRANGE', l, '+', '-', 'COUNT', 1)[1]
-  if not last or last[1] ~= get('revision') .. '-0' or redis.call('XLEN', l) ~= num('revision') then
-    return 'is not the last of a whole log'
-  end
-  if field(last, 'h') ~= get('head_hash') then return "is not the one that the session's row names as newest" end
+  if redis.call('XLEN', l) ~= num('revision') then return 'is not the last of a whole log' end
   if get('seal') == '' or string.match(get('seal'), '^%d+|') and not is_sealed() then return end
   local requests = redis.call('HLEN', q)
   if string.match(get('seal'), '^%d+|(%d+)|') ~= digits(requests) then return 'has lost or won request ids' end
   if get('seal') ~= seal_of(requests) then return "has a row that was altered" end
 end
--- Outcome that ends whatever would build on a session whose keys disagree, or nil.
-local function broken()
-  local problem = disagreement()
+-- Outcome that ends whatever would build on a session whose keys disagree, or nil. ``begun``: this turn has looked at
+-- the newest record when it began.
+local function broken(begun)
+  local problem = disagreement() or not begun and not_newest()
   if not problem then return end
   redis.pcall('HSET', m, 'state', 'damaged')
   return {'CORRUPT', get('revision'), problem}

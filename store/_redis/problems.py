@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from redis import exceptions
 
-from pensieve.errors import FailedPrecondition, PensieveError
+from pensieve.errors import DataLoss, FailedPrecondition, PensieveError
 from pensieve.store import _refusals
 
 _REFUSES_WRITES = ("MISCONF", "OOM")
@@ -28,6 +28,11 @@ _PASSING_TYPES = (
 
 class StoreReplacedError(exceptions.ResponseError):
     """A connection was made to a Redis that does not hold our store."""
+
+
+def is_wrong_type(error: Exception) -> bool:
+    """Whether a key holds something else than is always written to it."""
+    return str(error).startswith("WRONGTYPE")
 
 
 @contextmanager
@@ -51,6 +56,8 @@ def _meaning(error: Exception, place: str) -> PensieveError | None:
         return _refusals.full(problem)
     if isinstance(error, exceptions.NoPermissionError) or "unknown command" in text:
         return FailedPrecondition(f"history store: {problem}", reason="STORE_FORBIDDEN")
+    if is_wrong_type(error):
+        return DataLoss(f"a key of a session holds something else: {problem}", reason="HISTORY_CORRUPT")
     if isinstance(error, exceptions.MovedError):
         return FailedPrecondition(
             f"the Redis at {place} is part of a Cluster: use redis+cluster://", reason="STORE_UNSAFE"

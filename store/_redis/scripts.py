@@ -4,13 +4,14 @@ KEYS of every script, all in one hash slot (``k`` = ``pv1:{<tenant>/<session id>
 
     1  k:m  HASH    state, revision, head_item, head_hash, item_count, context_tokens, config, labels (both JSON),
                     ttl_ms, create_ms, update_ms, expire_ms, forked_from, forked_from_item, create_fp, bytes (of all
-                    records), seal; while a turn is pending also run_req, run_fp, run_token, run_owner, run_attempt,
-                    run_seed, run_start_ms, run_lease_ms and run_until_ms
+                    records), seal, sure; while a turn is pending also run_req, run_fp, run_token, run_owner,
+                    run_attempt, run_seed, run_start_ms, run_lease_ms and run_until_ms
     2  k:q  HASH    request id → "<revision>|<fingerprint>"
     3  k:l  STREAM  id <revision>-0; d = record bytes, c = crc32 (decimal), h = chain hash (hex)
 
-A tombstone is k:m alone, with state "deleted". Replies are lists: an outcome name, then its values; "OK" carries the
-server's time in ms and all of k:m. Times come from the server (``TIME``) only.
+A tombstone is k:m alone, with state "deleted". ``sure`` is the largest revision that replicas are known to have, if
+they are asked. Replies are lists: an outcome name, then its values; "OK" carries the server's time in ms and all of
+k:m. Times come from the server (``TIME``) only.
 
 The three keys answer for each other. k:l must end with the row's revision and hash; ``seal`` is "<revision>|<number of
 request ids>|<sha1>", where the hash covers that number and every field that only a record changes. A seal of an earlier
@@ -65,15 +66,35 @@ return absent() or ok()
 """
 )
 
-# ARGV: request id. The revision that committed it, or "".
+# The revision that WAIT, behind it, is then true of.
+AGAIN: Final = (
+    PRELUDE
+    + """
+local refused = absent()
+if refused then return refused end
+again()
+return {'OK', get('revision')}
+"""
+)
+
+# ARGV: a revision that enough replicas have.
+SURE: Final = (
+    PRELUDE
+    + """
+local refused = absent()
+if refused then return refused end
+if num('sure') < int(ARGV[1]) then redis.call('HSET', m, 'sure', ARGV[1]) end
+return {'OK'}
+"""
+)
+
+# ARGV: request id. The revision that committed it, or ""; and the sure one.
 FIND: Final = (
     PRELUDE
     + """
 local refused = absent()
 if refused then return refused end
-local revision = known(ARGV[1])
-if revision then again() end
-return {'OK', revision or ''}
+return {'OK', known(ARGV[1]) or '', get('sure')}
 """
 )
 
@@ -103,7 +124,6 @@ if refused then return refused end
 local revision, known_fp = known(req)
 if revision then
   if reused(known_fp, fp) then return {'REUSED'} end
-  again()
   return {'REPLAY', digits(now), redis.call('HGETALL', m), revision}
 end
 if known_revision > 0 and (known_create == 0 or known_create == num('create_ms')) then
@@ -157,7 +177,7 @@ if revision then
   again()
   return ok()
 end
-refused = damaged() or broken()
+refused = damaged() or broken(true)
 if refused then return refused end
 if token == '' or get('run_token') ~= token or num('revision') + 1 ~= int(a.revision)
     or get('head_hash') ~= a.base_hash then

@@ -60,6 +60,10 @@ def test_stores(tmp_path: Path) -> None:
     unreachable = by_name(list(checks.store("redis://user:s3cret@127.0.0.1:1/0")))["redis"]
     assert unreachable.state == "fail"
     assert "s3cret" not in repr(unreachable)
+    one = by_name(list(checks.store("redis://127.0.0.1:1/0?replicas=1&socket_timeout=1")))["redis"]
+    assert one.state == "fail" and "connecting to 127.0.0.1:1" in one.found
+    several = by_name(list(checks.store("redis+cluster://:s3cret@a,b:7000")))["redis"]
+    assert several.state == "note" and several.found.startswith("a,b:7000")
 
 
 def test_a_file_in_the_way_of_the_store_blocks(tmp_path: Path) -> None:

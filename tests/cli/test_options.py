@@ -111,6 +111,8 @@ def test_the_environment_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         ("store", "sqlite:history.db", "sqlite:///PATH"),
         ("store", "redis://:abc/0", "redis://HOST:PORT/DB"),
         ("store", "redis://host:port/0", "redis://HOST:PORT/DB"),
+        ("store", "redis+sentinel://a,:1/history", "redis://HOST:PORT/DB"),
+        ("store", "redis+other://a/0", "redis://HOST:PORT/DB"),
         ("lease", "soon", "15s"),
         ("lease", "10ms", "1s to 3600s"),
         ("tensor-parallel", "2", "only 1"),
@@ -242,6 +244,10 @@ def test_print_config_shows_no_password() -> None:
     text = resolve({"store": "redis://user:s3cret@127.0.0.1:6379/0"}).render()
     assert "s3cret" not in text
     assert "redis://user:***@127.0.0.1:6379/0" in text
+    several = "redis+sentinel://u:s3cret@a:1,[::1],c/history?sentinel_password=s3cret&replicas=1"
+    text = resolve({"store": several}).render()
+    assert "s3cret" not in text
+    assert "redis+sentinel://u:***@a:1,[::1],c/history?sentinel_password=***&replicas=1" in text
 
 
 def test_engine_options_carry_every_shared_value() -> None:

@@ -92,6 +92,7 @@ async def test_a_cluster_without_replicas_has_none(
     group: ClusterGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link, "WAIT_MS", 50)
+    monkeypatch.setattr(link, "CALL_LIMIT_S", 30.0)
     async with opened_redis(f"{group.url}?replicas=1") as store:
         assert store.durability == "replicated(1)"
         with pytest.raises(Unavailable, match="0 of 1 replicas"):

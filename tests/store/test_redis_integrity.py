@@ -91,6 +91,22 @@ async def test_nothing_is_built_on_a_session_whose_keys_disagree(
 
 
 @pytest.mark.usefixtures("session")
+@pytest.mark.parametrize("name", [META, REQUESTS, LOG])
+async def test_a_key_of_another_type_is_no_session(store: RedisStore, client: redis.Redis, name: str) -> None:
+    client.set(name, "something else")
+    before = {key: client.dump(key) for key in (META, REQUESTS, LOG)}
+    for attempt in (
+        store.begin(KEY, request("r3", "t3")),
+        store.apply(KEY, "fp", rewind_record(3, "r9"), counts(4)),
+        store.read(KEY),
+    ):
+        with pytest.raises(DataLoss) as caught:
+            await attempt
+        assert caught.value.reason == "HISTORY_CORRUPT"
+    assert {key: client.dump(key) for key in (META, REQUESTS, LOG)} == before
+
+
+@pytest.mark.usefixtures("session")
 async def test_a_log_without_its_row_is_no_free_name(store: RedisStore, client: redis.Redis) -> None:
     client.delete(META)
     before = content(client)
@@ -114,9 +130,15 @@ async def test_a_request_id_that_turned_into_another_is_found_by_reading(
 
 
 @pytest.mark.usefixtures("session")
-async def test_one_unreadable_row_hides_no_other_session(store: RedisStore, client: redis.Redis) -> None:
+@pytest.mark.parametrize("unreadable", ["configuration", "type"])
+async def test_one_unreadable_row_hides_no_other_session(
+    store: RedisStore, client: redis.Redis, unreadable: str
+) -> None:
     await store.create(row(key("s2")), first_record(), "fp")
-    client.hset(META, "config", "{")
+    if unreadable == "configuration":
+        client.hset(META, "config", "{")
+    else:
+        client.set(META, "something else")
     for attempt in (store.load(KEY), store.read(KEY)):
         with pytest.raises(DataLoss) as caught:
             await attempt

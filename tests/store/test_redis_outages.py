@@ -121,11 +121,11 @@ async def test_an_emptied_redis_that_others_fill_again_is_noticed(own_redis: Red
 async def test_a_redis_that_hangs_is_waited_for_once_and_shortly(
     own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "CALL_LIMIT_S", 0.4)
-    monkeypatch.setattr(link, "SUSPECT_LIMIT_S", 0.1)
     async with opened_redis(own_redis.url) as store:
         await store.create(row(KEY), first_record(), "fp")
         own_redis.pause()
+        monkeypatch.setattr(link, "CALL_LIMIT_S", 0.4)
+        monkeypatch.setattr(link, "SUSPECT_LIMIT_S", 0.1)
         problems = []
         calls: list[Callable[[], Awaitable[object]]] = [
             lambda: store.begin(KEY, request("r1", "t1")),
@@ -142,6 +142,7 @@ async def test_a_redis_that_hangs_is_waited_for_once_and_shortly(
         assert time.monotonic() - start < 1.5 * link.SOCKET_TIMEOUT_S * len(calls), (
             "each waited for its socket"
         )
+        monkeypatch.undo()
         own_redis.resume()
         await until_served(lambda: store.load(KEY))
         assert isinstance(await store.begin(KEY, request("r1", "t1")), Began)

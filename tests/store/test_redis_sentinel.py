@@ -12,7 +12,6 @@ import pytest
 from pensieve.errors import PensieveError, TurnFenced, TurnInProgress, Unavailable
 from pensieve.store import Began, HistoryStore, Replay
 from pensieve.store._redis import link
-from pensieve.store.redis_store import RedisStore
 from support.store.redis_groups import SentinelGroup, sentinel_group
 from support.store.store_bench import counts, first_record, key, opened_redis, request, row, turn_record
 
@@ -130,20 +129,26 @@ async def test_what_no_replica_has_is_not_acknowledged(
     group: SentinelGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link, "WAIT_MS", 100)
-    async with opened_redis(group.url(replicas=1)) as store, opened_redis(group.url()) as fresh:
+    monkeypatch.setattr(link, "CALL_LIMIT_S", LIMIT_S)
+    async with (
+        opened_redis(group.url(replicas=1)) as store,
+        opened_redis(group.url(replicas=1)) as again,  # the retry comes to another server
+        opened_redis(group.url()) as fresh,
+    ):
         await store.create(row(KEY), first_record(), "fp")
+        await store.create(row(key("sure")), first_record(), "fp")
         await store.begin(KEY, request("r1", "t1"))
         for server in group.servers[1:]:
             server.pause()
         turn = turn_record(1, "r1")
-        again = RedisStore.from_url(group.url(replicas=1))  # the retry comes to another server
-        await again.open()
         for attempt in (
             store.commit(KEY, "t1", "fp-r1", turn, counts(2)),
             store.commit(KEY, "t1", "fp-r1", turn, counts(2)),
             again.commit(KEY, "t1", "fp-r1", turn, counts(2)),
             again.begin(KEY, request("r1", "t2")),
             again.find_request(KEY, "r1"),
+            again.load(KEY),
+            again.read(KEY),
             again.delete(KEY),
             store.ping(),
         ):
@@ -151,7 +156,7 @@ async def test_what_no_replica_has_is_not_acknowledged(
                 await attempt
             if attempt.__name__ == "find_request":
                 assert await fresh.find_request(KEY, "r1") == 2, "it is there, and might be lost yet"
-        await again.close()
+        assert (await again.load(key("sure"))).revision == len(await again.read(key("sure"))) == 1
         for server in group.servers[1:]:
             server.resume()
         async with asyncio.timeout(LIMIT_S):

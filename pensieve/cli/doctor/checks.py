@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import msgspec
 
@@ -137,7 +137,12 @@ def _redis(url: str) -> Check:
         redis = importlib.import_module("redis")
     except ImportError as error:
         return Check("store", "redis", "fail", f"no client: {error}", "pip install redis")
-    client = redis.Redis.from_url(url, socket_timeout=2.0, socket_connect_timeout=2.0)
+    query = urlencode(
+        [pair for pair in parse_qsl(parts.query) if pair[0] != "replicas"]
+    )  # ours, not the client's
+    client = redis.Redis.from_url(
+        parts._replace(query=query).geturl(), socket_timeout=2.0, socket_connect_timeout=2.0
+    )
     try:
         info = client.info()
     except redis.RedisError as error:
