@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from pensieve.server.rpc.auth import DEFAULT_TENANT
+from pensieve.store import Key
+from pensieve.store.sqlite_store import SqliteStore
 from support.faults.fault_client import NOT_SERVING, audit, calling
 from support.faults.fault_server import fault_server
 from support.faults.io_errors import IoErrors
@@ -38,9 +41,12 @@ async def test_no_turn_is_acknowledged_that_a_power_cut_would_undo(
                 for spec in list(talk.open.values()):
                     await caller.until_done(talk, spec)
             await audit(caller, talks)
+            revisions = {talk.name: (await caller.session(talk)).revision for talk in talks}
             server.kill()
     disk.power_cut(tmp_path / "cut")
-    with fault_server(tmp_path / "after", f"sqlite:///{tmp_path / 'cut' / path.name}") as server:
-        await asyncio.to_thread(server.start)
-        async with calling(server.grpc, server.admin) as caller:
-            await audit(caller, talks)
+    store = SqliteStore(tmp_path / "cut" / path.name)
+    await store.open()
+    for name, revision in revisions.items():
+        log = await store.read(Key(DEFAULT_TENANT, name.removeprefix("sessions/")))
+        assert len(log) == revision
+    await store.close()
