@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from pensieve.errors import DataLoss
+from pensieve.store import _refusals
 from pensieve.store._listing import Position, decode_cursor, encode_cursor, has_labels, position
 from pensieve.store._redis.link import RedisLink
 from pensieve.store._redis.rows import (
@@ -179,6 +180,8 @@ class RedisIndex:
         names = [entry.session_id for entry in batch]
         *hashes, entered = await self._link.commands([*reads, ("HMGET", tenant_keys(tenant)[1], *names)])
         live: list[ListedSession] = []
+        if isinstance(entered, Exception):
+            raise _refusals.unavailable(f"the listing's key holds something else: {entered}")
         for key, entry, reply, kept in zip(keys, batch, hashes, entered, strict=True):
             if isinstance(reply, Exception):
                 live.append(ListedSession(entry, damaged_row(key, entry.update_ms)))
