@@ -14,12 +14,11 @@ import redis
 from pensieve.errors import DataLoss, FailedPrecondition
 from pensieve.store import Replay
 from pensieve.store._redis.rows import index_key, session_keys
-from pensieve.store._sqlite.dump import SqliteDump
-from pensieve.store.maintenance import Mode, Problem, open_raw
+from pensieve.store.maintenance import Problem
 from pensieve.store.maintenance.archive import read_sessions
 from pensieve.store.records import State
 from support.store.patient import KEY, MADE, Patient, execute
-from support.store.store_bench import SqliteBench, counts, request, turn_record
+from support.store.store_bench import SqliteBench, request
 
 # ---- damage to both kinds
 
@@ -293,68 +292,3 @@ async def test_damaged_pages_are_found_and_the_rest_is_still_checked(patient: Pa
         file.write(b"\xa5" * 64)
     problems = {one.problem for one in (await patient.check()).findings}
     assert Problem.FILE in problems
-
-
-@pytest.mark.parametrize("patient", ["sqlite"], indirect=True)
-async def test_a_served_file_can_be_checked_and_not_repaired(patient: Patient) -> None:
-    async with patient.served() as store:
-        await store.begin(KEY, request("running", "t"))
-        assert await patient.problems() == set()
-        with pytest.raises(FailedPrecondition) as caught:
-            await patient.repair()
-        assert caught.value.reason == "STORE_LOCKED"
-
-
-@pytest.mark.parametrize("patient", ["sqlite"], indirect=True)
-async def test_a_session_in_a_file_is_read_at_one_moment(patient: Patient) -> None:
-    """It is deleted between the reading of its row and that of its records, and still seen whole."""
-    store = open_raw(patient.url)
-    assert isinstance(store, SqliteDump)
-    await store.open(Mode.READ)
-    deleted = []
-
-    def delete(statement: str) -> None:
-        if "FROM records" in statement and not deleted:
-            deleted.append(statement)
-            execute(patient, "DELETE FROM records")
-            execute(patient, "DELETE FROM sessions")
-
-    store._sql.set_trace_callback(delete)
-    session = await store.session(KEY)
-    assert deleted and session is not None and len(session.log) == 6
-    assert await store.session(KEY) is None
-    await store.close()
-
-
-async def test_a_session_that_went_on_is_not_overwritten(patient: Patient) -> None:
-    """What was read before a turn was committed must not take the place of what is there after it."""
-    store = open_raw(patient.url)
-    await store.open(Mode.READ)
-    old = await store.session(KEY)
-    await store.close()
-    assert old is not None
-    async with patient.served() as server:
-        await server.begin(KEY, request("q9", "t9"))
-        await server.commit(KEY, "t9", "fp-q9", turn_record(6, "q9"), counts(7))
-    store = open_raw(patient.url)
-    await store.open(Mode.ALONE)
-    assert await store.put(old, over=old.stamp) is False
-    assert await store.put(old, over=None) is False
-    await store.flush()
-    await store.close()
-    async with patient.served() as server:
-        assert (await server.load(KEY)).revision == 7
-        assert len(await server.read(KEY)) == 7
-    assert {one.session for one in (await patient.check()).findings} <= {KEY.session_id}
-
-
-@pytest.mark.redis
-@pytest.mark.parametrize("patient", ["redis"], indirect=True)
-async def test_what_is_repaired_is_sealed_again(patient: Patient, client: redis.Redis) -> None:
-    """Servers notice what happens to it afterwards, as they do with what they wrote themselves."""
-    client.zrem(index_key(KEY.tenant), KEY.session_id)
-    assert (await patient.repair()).left == []
-    client.delete(session_keys(KEY)[1])
-    async with patient.served() as store:
-        with pytest.raises(DataLoss):
-            await store.begin(KEY, request("q0", "t"))

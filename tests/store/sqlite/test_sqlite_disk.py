@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support.faults.failing_disk import SCENES
+from support.faults.failing_disk import STORIES
 from support.faults.io_errors import IoErrors
 
 ROOT = Path(__file__).parents[3]
@@ -51,17 +51,18 @@ def test_the_preloaded_library_fails_what_it_is_told_to(tmp_path: Path) -> None:
     assert disk.met() == {"sync": 4, "write": 1}
 
 
-@pytest.mark.parametrize("scene", SCENES)
-def test_a_failing_disk(tmp_path: Path, scene: str) -> None:
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: str(story[0]))
+def test_a_failing_disk(tmp_path: Path, story: list[str]) -> None:
     disk = IoErrors(tmp_path, tmp_path / "h.db")
     path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
-    done = subprocess.run(
-        [sys.executable, "-m", "support.faults.failing_disk", scene, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": path, **disk.environment},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "passed\n"
+    for scene in story:
+        done = subprocess.run(
+            [sys.executable, "-m", "support.faults.failing_disk", scene, str(tmp_path)],
+            env={**os.environ, "PYTHONPATH": path, **disk.environment},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == "passed\n"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -146,15 +147,42 @@ async def disk_is_full(scene: Scene) -> None:
     assert await scene.after_a_power_cut("cut") == 3
 
 
+async def dies_before_it_knows(scene: Scene) -> None:
+    """The flush of a commit fails, and the process ends before it could make sure of anything."""
+    await scene.begin(2)
+    scene.disk.fail("sync", times=1)
+    await scene.refused(scene.commit(2))
+    scene.disk.heal()
+    print("passed", flush=True)
+    os._exit(0)
+
+
+async def starts_again(scene: Scene) -> None:
+    """The process after that one finds the commit in memory: if it says that it was kept, it must be on the disk."""
+    revision = (await scene.store.load(KEY)).revision
+    assert revision == 3, "the system has not forgotten what it could not write, or this test shows nothing"
+    assert await scene.store.find_request(KEY, "r2") == 3
+    assert await scene.after_a_power_cut("cut") == 3
+
+
 SCENES = {
     scene.__name__: scene
-    for scene in (flush_fails, one_flush_fails, writes_fail, emptying_fails, disk_is_full)
+    for scene in (
+        *(flush_fails, one_flush_fails, writes_fail, emptying_fails, disk_is_full),
+        *(dies_before_it_knows, starts_again),
+    )
 }
+STORIES = [["flush_fails"], ["one_flush_fails"], ["writes_fail"], ["emptying_fails"], ["disk_is_full"]]
+STORIES += [["dies_before_it_knows", "starts_again"]]
+"""Scenes that are played one after the other over one folder, each in its process."""
 
 
 async def run(name: str, folder: Path) -> None:
     scene = Scene(folder)
-    await scene.start()
+    if scene.path.exists():
+        await scene.store.open()
+    else:
+        await scene.start()
     await SCENES[name](scene)
     scene.disk.heal()
     await scene.store.close()
