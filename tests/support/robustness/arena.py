@@ -27,7 +27,6 @@ from support.store.redis_server import redis_server
 
 NETWORK = frozenset({"cut", "cut in a message", "delay", "half-open"})
 PROCESSES = frozenset(FAULTS) - NETWORK
-QUIET_LIMIT_S = 60.0
 LEASE_S = 1.0
 
 
@@ -54,8 +53,7 @@ class Leg:
         for replica in self.targets.replicas:
             replica.failpoints.clear()
             replica.wires.cut()
-            async with asyncio.timeout(QUIET_LIMIT_S):
-                await replica.up.wait()
+            await replica.wait_up()
 
     async def last_look(self, at_once: int = 6) -> None:
         """Ask for every turn and every history. Settles what clients do not know."""
@@ -169,7 +167,7 @@ async def leg(
         keepers = [asyncio.create_task(replica.keep(), name="keeper") for replica in replicas]
         try:
             for replica in replicas:
-                await replica.up.wait()
+                await replica.wait_up()
             io = disk if redis is None else None
             yield Leg(Targets(name, replicas, floor, redis, io, LEASE_S), talkers, keepers, recorder)
         finally:

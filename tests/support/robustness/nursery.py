@@ -147,6 +147,14 @@ class Replica:
     """Of the present life: an engine that dies again and again is started ever later."""
     stillborn: int = 0
 
+    async def wait_up(self) -> None:
+        """Returns when it accepts calls. Raises AssertionError, with the end of its log, when it does not."""
+        try:
+            async with asyncio.timeout(START_LIMIT_S):
+                await self.up.wait()
+        except TimeoutError:
+            raise AssertionError(f"the server does not come up:\n{self.log()[-3000:]}") from None
+
     async def keep(self) -> None:
         """Runs for ever."""
         while True:

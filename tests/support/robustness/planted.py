@@ -176,7 +176,7 @@ def plant(bug: str) -> None:
         return
     around, open_store = _STORES[bug], app.open_store
 
-    def opened(url: str) -> Any:
-        return around(open_store(url), url)
+    def opened(url: str, *options: Any, **more: Any) -> Any:
+        return around(open_store(url, *options, **more), url)
 
     app.open_store = opened

@@ -8,11 +8,11 @@ with the one that started it.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
 import sys
+import traceback
 from pathlib import Path
 
 import msgspec
@@ -55,6 +55,15 @@ def _child(order: Birth, connection: socket.socket, parent: int) -> int:
     return run(order.options, builder=BUILDER)
 
 
+def _status(order: Birth, connection: socket.socket, parent: int) -> int:
+    """The child must not return into the zygote's loop, whatever it raises."""
+    try:
+        return _child(order, connection, parent)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+
+
 def main(path: str, owner: int) -> None:
     """Serve until the owner is gone."""
     if not die_with_parent(owner):
@@ -75,10 +84,7 @@ def main(path: str, owner: int) -> None:
                     continue
                 if os.fork() == 0:
                     listener.close()
-                    status = 1
-                    with contextlib.suppress(BaseException):
-                        status = _child(msgspec.json.decode(line, type=Birth), connection, parent)
-                    os._exit(status)
+                    os._exit(_status(msgspec.json.decode(line, type=Birth), connection, parent))
 
 
 if __name__ == "__main__":
