@@ -3,7 +3,7 @@
 ``memory_store`` and ``sqlite_store`` run these inside their own transaction, so the order of checks exists once for
 both; the Lua scripts of ``redis_store`` state the same order for Redis, and one test suite holds all three together.
 ``now`` is always the store's two clocks: expiry goes by the time of day, leases by the monotonic clock. One process
-owns such a store, and at its start it ends the leases of the process before it (``lapsed``).
+owns such a store, and at its start it ends the leases of the process before it (``_leases.lapsed``).
 
 A lease whose time is over is not removed: until someone else takes it, its holder may still commit (nothing can
 have come in between), and its seed is there for a retry of the same request.
@@ -18,16 +18,9 @@ import msgspec
 from pensieve.store import _refusals
 from pensieve.store._clock import Moment
 from pensieve.store.contract import (
-    Began,
-    BeginOutcome,
-    BeginRequest,
-    CalledOff,
     Counts,
     EndOrder,
     Key,
-    Renewed,
-    Replay,
-    RunningElsewhere,
 )
 from pensieve.store.records import Record, RecordKind, RunningTurn, SessionConfig, SessionRow, State
 
@@ -69,13 +62,6 @@ class Known(NamedTuple):
 
     fingerprint: str
     revision: int
-
-
-class Begun(NamedTuple):
-    """Outcome of ``begin`` and the metadata to store, None when nothing changes."""
-
-    outcome: BeginOutcome
-    meta: Meta | None
 
 
 def view(meta: Meta, now: Moment) -> SessionRow:
@@ -151,91 +137,6 @@ def create(
         running=None,
     )
     return Meta(fresh, fingerprint)
-
-
-def begin(
-    meta: Meta | None, known: Known | None, request: BeginRequest, now: Moment, *, hash_there: str = ""
-) -> Begun:
-    """Take the lease, or say why not. Order of checks: exists → state → request id known → went back → busy → revision.
-
-    ``hash_there``: the log's chain hash at the request's ``known_revision``, "" if it was not looked up.
-    """
-    meta = present(meta, now)
-    if meta.row.state is State.DAMAGED:
-        raise _refusals.damaged()
-    if known is not None:
-        check_same_request(known, request.request_id, request.fingerprint)
-        return Begun(Replay(view(meta, now), known.revision), None)
-    check_not_regressed(meta, request, hash_there)
-    lease = meta.lease
-    if lease is not None:
-        if lease.token == request.token:  # this very call, sent again
-            return Begun(Began(view(meta, now), lease.seed), None)
-        if lease.until_ms > now.steady_ms:
-            met = _met_running(meta, lease, request, now)
-            if not request.follows or lease.followed:
-                return Begun(met, None)
-            heard_of = msgspec.structs.replace(lease, followed=True)
-            return Begun(met, msgspec.structs.replace(meta, lease=heard_of))
-        if request.follows and lease.called_off and lease.request_id == request.request_id:
-            return Begun(CalledOff(view(meta, now)), None)
-    check_revision(meta, request.expected_revision)
-    seed = request.seed
-    if lease is not None and (lease.request_id, lease.fingerprint) == (
-        request.request_id,
-        request.fingerprint,
-    ):
-        seed = lease.seed
-    taken = Lease(
-        request_id=request.request_id,
-        fingerprint=request.fingerprint,
-        token=request.token,
-        owner=request.owner,
-        attempt=request.attempt,
-        seed=seed,
-        start_ms=request.start_ms,
-        until_ms=now.steady_ms + request.lease_ms,
-    )
-    after = Meta(_kept_until(meta.row, now.wall_ms + request.lease_ms), meta.create_fingerprint, taken)
-    return Begun(Began(view(after, now), seed), after)
-
-
-def _met_running(meta: Meta, lease: Lease, request: BeginRequest, now: Moment) -> RunningElsewhere:
-    left = lease.until_ms - now.steady_ms
-    if lease.request_id != request.request_id:
-        raise _refusals.busy(lease.request_id, left)
-    if lease.fingerprint != request.fingerprint:
-        raise _refusals.request_reused(request.request_id)
-    return RunningElsewhere(view(meta, now), lease.owner, lease.attempt, left)
-
-
-def renew(meta: Meta | None, token: str, lease_ms: int, now: Moment) -> tuple[Renewed, Meta]:
-    """The news for the holder, and metadata with a longer lease. Raises TurnFenced when the token lost it."""
-    meta = present(meta, now)
-    lease = meta.lease
-    if lease is None or lease.token != token:
-        raise _refusals.fenced()
-    after = msgspec.structs.replace(lease, until_ms=now.steady_ms + lease_ms, followed=False)
-    news = Renewed(lease.order, lease.followed)
-    return news, Meta(_kept_until(meta.row, now.wall_ms + lease_ms), meta.create_fingerprint, after)
-
-
-def ask_to_end(meta: Meta | None, request_id: str, order: EndOrder, now: Moment) -> Meta | None:
-    """Metadata with the order, or with the one that came before it; None when no such turn runs."""
-    meta = present(meta, now)
-    lease = meta.lease
-    if lease is None or lease.request_id != request_id or lease.until_ms <= now.steady_ms:
-        return None
-    return msgspec.structs.replace(meta, lease=msgspec.structs.replace(lease, order=lease.order or order))
-
-
-def abort(meta: Meta | None, token: str, called_off: bool) -> Meta | None:
-    """Metadata without the lease, or with its mark; None when the token does not hold it."""
-    lease = None if meta is None else meta.lease
-    if meta is None or lease is None or lease.token != token:
-        return None
-    mark = msgspec.structs.replace(lease, token="", until_ms=0, called_off=True) if called_off else None
-    return msgspec.structs.replace(meta, lease=mark)
 
 
 def commit(
@@ -331,26 +232,7 @@ def check_revision(meta: Meta, expected: int | None) -> None:
         raise _refusals.wrong_revision(meta.row.revision, expected)
 
 
-def lapsed(meta: Meta) -> Meta:
-    """``meta`` at the start of a process: the turn that held the lease is gone, its seed stays for a retry."""
-    if meta.lease is None:
-        return meta
-    return msgspec.structs.replace(meta, lease=msgspec.structs.replace(meta.lease, until_ms=0))
-
-
-def check_not_regressed(meta: Meta, request: BeginRequest, hash_there: str) -> None:
-    """Raises DataLoss (HISTORY_REGRESSED) when the store no longer has what the caller knows it had."""
-    row = meta.row
-    if request.known_create_ms and request.known_create_ms != row.create_ms:
-        return
-    if request.known_revision > row.revision:
-        raise _refusals.wrong_revision(row.revision, request.known_revision)
-    there = row.head_hash if request.known_revision == row.revision else hash_there
-    if request.known_head and there and request.known_head != there:
-        raise _refusals.diverged(request.known_revision)
-
-
-def _kept_until(row: SessionRow, until_ms: int) -> SessionRow:
+def kept_until(row: SessionRow, until_ms: int) -> SessionRow:
     """A session does not expire under a running turn: it is not idle."""
     if 0 < row.expire_ms < until_ms:
         return msgspec.structs.replace(row, expire_ms=until_ms)

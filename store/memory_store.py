@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pensieve.store import _rules
+from pensieve.store import _leases, _rules
 from pensieve.store._clock import Moment, steady_clock_ms, wall_clock_ms
 from pensieve.store._codec import StoredRecord, marking_damage, read_log, store_record
 from pensieve.store._listing import decode_cursor, encode_cursor, has_labels, position
@@ -117,17 +117,17 @@ class MemoryStore:
     async def begin(self, key: Key, request: BeginRequest) -> BeginOutcome:
         known = self._known(key, request.request_id)
         hash_there = self._hash_at(key, request.known_revision)
-        begun = _rules.begin(self._meta(key), known, request, self._now(), hash_there=hash_there)
+        begun = _leases.begin(self._meta(key), known, request, self._now(), hash_there=hash_there)
         if begun.meta is not None:
             self._sessions[key].meta = begun.meta
         return begun.outcome
 
     async def renew(self, key: Key, token: str, lease_ms: int) -> Renewed:
-        news, self._sessions[key].meta = _rules.renew(self._meta(key), token, lease_ms, self._now())
+        news, self._sessions[key].meta = _leases.renew(self._meta(key), token, lease_ms, self._now())
         return news
 
     async def ask_to_end(self, key: Key, request_id: str, order: EndOrder) -> bool:
-        meta = _rules.ask_to_end(self._meta(key), request_id, order, self._now())
+        meta = _leases.ask_to_end(self._meta(key), request_id, order, self._now())
         if meta is not None:
             self._sessions[key].meta = meta
         return meta is not None
@@ -143,7 +143,7 @@ class MemoryStore:
         return self._append(self._sessions[key], meta, record, fingerprint=fingerprint, now=now)
 
     async def abort(self, key: Key, token: str, *, called_off: bool = False) -> None:
-        meta = _rules.abort(self._meta(key), token, called_off)
+        meta = _leases.abort(self._meta(key), token, called_off)
         if meta is not None:
             self._sessions[key].meta = meta
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from pensieve.errors import DataLoss
-from pensieve.store import _rules
+from pensieve.store import _leases, _rules
 from pensieve.store._clock import Moment, steady_clock_ms, wall_clock_ms
 from pensieve.store._codec import marking_damage, read_log
 from pensieve.store._listing import decode_cursor, encode_cursor, position
@@ -165,7 +165,8 @@ class SqliteStore:
     async def begin(self, key: Key, request: BeginRequest) -> BeginOutcome:
         def work(rows: Rows) -> BeginOutcome:
             known = rows.known(key, request.request_id)
-            begun = _rules.begin(rows.meta(key), known, request, self._now())
+            hash_there = rows.hash_at(key, request.known_revision) if request.known_head else ""
+            begun = _leases.begin(rows.meta(key), known, request, self._now(), hash_there=hash_there)
             if begun.meta is not None:
                 rows.put(key, begun.meta)
             return begun.outcome
@@ -174,7 +175,7 @@ class SqliteStore:
 
     async def renew(self, key: Key, token: str, lease_ms: int) -> Renewed:
         def work(rows: Rows) -> Renewed:
-            news, meta = _rules.renew(rows.meta(key), token, lease_ms, self._now())
+            news, meta = _leases.renew(rows.meta(key), token, lease_ms, self._now())
             rows.put(key, meta)
             return news
 
@@ -182,7 +183,7 @@ class SqliteStore:
 
     async def ask_to_end(self, key: Key, request_id: str, order: EndOrder) -> bool:
         def work(rows: Rows) -> bool:
-            meta = _rules.ask_to_end(rows.meta(key), request_id, order, self._now())
+            meta = _leases.ask_to_end(rows.meta(key), request_id, order, self._now())
             if meta is not None:
                 rows.put(key, meta)
             return meta is not None
@@ -205,7 +206,7 @@ class SqliteStore:
 
     async def abort(self, key: Key, token: str, *, called_off: bool = False) -> None:
         def work(rows: Rows) -> None:
-            meta = _rules.abort(rows.meta(key), token, called_off)
+            meta = _leases.abort(rows.meta(key), token, called_off)
             if meta is not None:
                 rows.put(key, meta)
 

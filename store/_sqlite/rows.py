@@ -11,7 +11,8 @@ import msgspec
 from pensieve.store._clock import Moment
 from pensieve.store._codec import StoredRecord, store_record
 from pensieve.store._listing import Position
-from pensieve.store._rules import Known, Meta, at_head, is_gone, lapsed
+from pensieve.store._leases import lapsed
+from pensieve.store._rules import Known, Meta, at_head, is_gone
 from pensieve.store._salvage import salvaged
 from pensieve.store.contract import Key, TenantUsage
 from pensieve.store.records import Record, State
@@ -139,6 +140,14 @@ class Rows:
         if not isinstance(fingerprint, str) or not isinstance(revision, int):
             raise DamagedSession(key)
         return Known(fingerprint, revision)
+
+    def hash_at(self, key: Key, revision: int) -> str:
+        """Chain hash of the record with that revision; "" when there is none."""
+        found = self._one(
+            f"SELECT head_hash FROM records WHERE session = {_ID} AND revision = ?",
+            *(key.tenant, key.session_id, revision),
+        )
+        return "" if found is None else str(found[0])
 
     def log(self, key: Key, from_revision: int) -> list[StoredRecord]:
         """Records with a revision of at least ``from_revision``, oldest first.

@@ -152,7 +152,8 @@ async def test_a_store_that_is_behind_what_its_caller_knows_begins_nothing(bench
     lost = replace(after, revision=3, head_hash="00" * 20)
     forked = replace(after, head_hash="00" * 20)
     await bench.store.begin(KEY, request("r2", "t2"))
-    for seen in (lost, forked):  # told before busy: whoever runs builds on what has lost its end
+    before = replace(created, head_hash="00" * 20)
+    for seen in (lost, forked, before):  # told before busy: whoever runs builds on what has lost its end
         with pytest.raises(DataLoss) as caught:
             await bench.store.begin(KEY, request("r3", "t3", known=seen))
         assert caught.value.reason == "HISTORY_REGRESSED"
