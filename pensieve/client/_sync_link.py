@@ -11,9 +11,10 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
-from pensieve.client._flows import Flow, Invoke, SessionCore, Sleep, discard
+from pensieve.client._flows import SessionCore
 from pensieve.client._janitor import Janitor, Watch
 from pensieve.client._requests import Keep
+from pensieve.client._steps import Flow, Invoke, Sleep, discard
 from pensieve.client._transport import ClientSettings, open_channel
 from pensieve.client._turn_machine import TurnMachine
 from pensieve.client._values import Piece, Turn

@@ -10,8 +10,8 @@ import msgspec
 
 from pensieve.store._clock import Moment
 from pensieve.store._codec import StoredRecord, store_record
-from pensieve.store._listing import Position
 from pensieve.store._leases import lapsed
+from pensieve.store._listing import Position
 from pensieve.store._rules import Known, Meta, at_head, is_gone
 from pensieve.store._salvage import salvaged
 from pensieve.store.contract import Key, TenantUsage
