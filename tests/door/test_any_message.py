@@ -133,6 +133,7 @@ async def outcome(rig: Rig, method: MethodDescriptor, data: bytes) -> grpc.Statu
     return grpc.StatusCode.OK
 
 
+@pytest.mark.fault(16, 18, 20, 21, 22, 23)
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_no_message_meets_a_bug(
     running: tuple[asyncio.AbstractEventLoop, Rig], method: MethodDescriptor
@@ -149,6 +150,7 @@ def test_no_message_meets_a_bug(
     answered()
 
 
+@pytest.mark.fault(16)
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_no_bytes_meet_a_bug(
     running: tuple[asyncio.AbstractEventLoop, Rig], method: MethodDescriptor

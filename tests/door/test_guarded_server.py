@@ -81,6 +81,7 @@ def address_of(server: ServerProcess, method: MethodDescriptor) -> str:
     return server.admin if method.containing_service.name == "AdminService" else server.grpc
 
 
+@pytest.mark.fault(55)
 async def test_each_method_asks_for_its_scope(server: ServerProcess) -> None:
     """Nothing is decoded first: what would be refused as malformed is refused for the credential."""
 
@@ -120,6 +121,7 @@ def naming(method: MethodDescriptor, session: str) -> bytes | None:
     return data
 
 
+@pytest.mark.fault(22)
 async def test_a_foreign_session_is_not_there(server: ServerProcess) -> None:
     async with aio.insecure_channel(server.grpc) as channel:
         api = pensieve_pb2_grpc.ConversationServiceStub(channel)
@@ -142,6 +144,7 @@ async def test_a_foreign_session_is_not_there(server: ServerProcess) -> None:
     assert asked >= 2 * 12
 
 
+@pytest.mark.fault(56)
 async def test_nothing_that_was_said_or_shown_is_written_anywhere(tmp_path: Path) -> None:
     """At the most talkative level: the log, the metrics and the texts of errors."""
     canary = f"canary{secrets.token_hex(8)}"
@@ -200,6 +203,7 @@ async def test_nothing_that_was_said_or_shown_is_written_anywhere(tmp_path: Path
     assert "draining" in written, "the log was looked at"
 
 
+@pytest.mark.fault(34)
 async def test_too_many_open_files_are_survived(tmp_path: Path) -> None:
     """Connections beyond the limit are refused or wait; when they have gone, calls are served as before."""
     with launched(tmp_path) as server:

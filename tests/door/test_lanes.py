@@ -115,6 +115,7 @@ async def test_what_waits_is_bounded_per_tenant(bench: Bench) -> None:
     await bench.all_done()
 
 
+@pytest.mark.fault(19, 36)
 async def test_counting_a_flood_of_long_texts_leaves_others_their_turns() -> None:
     """The real tokenizer; how long it takes for the flood does not matter, only that another tenant is served first."""
     async with serving(context_limit=1 << 20) as rig:
@@ -151,6 +152,7 @@ async def test_each_text_waits_in_its_tenants_name(monkeypatch: pytest.MonkeyPat
 TOO_LONG = ("OUT_OF_RANGE", "CONTEXT_LIMIT_EXCEEDED")
 
 
+@pytest.mark.fault(19)
 async def test_what_can_never_fit_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving() as rig:
 
@@ -178,6 +180,7 @@ def words() -> Iterator[str]:
     yield "🦊" * 50_000
 
 
+@pytest.mark.fault(19)
 async def test_strange_texts_stop_nobody() -> None:
     """One long word, nothing but spaces, combining marks: the loop goes on answering meanwhile."""
     async with serving(context_limit=1 << 20) as rig:

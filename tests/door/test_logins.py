@@ -51,6 +51,7 @@ async def session(rig: Rig, metadata: Login, **fields: Any) -> str:
     return str(answer.session.name)
 
 
+@pytest.mark.fault(55)
 @pytest.mark.parametrize(
     ("after", "reason"),
     [
@@ -176,6 +177,7 @@ async def test_request_sizes_of_a_tenant(tmp_path: Path) -> None:
         assert theirs.reason == "CONTEXT_LIMIT_EXCEEDED" or theirs.code == "OUT_OF_RANGE"
 
 
+@pytest.mark.fault(58)
 async def test_names_that_exist_take_as_long_as_names_that_do_not(tmp_path: Path) -> None:
     """Row 58. The same work is done for both, so the same time: compared by the statements of the store."""
     async with guarded(tmp_path, entry("them", "s4", tenant="them")) as (rig, _, _):

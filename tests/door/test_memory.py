@@ -53,6 +53,7 @@ BOMBS: dict[str, tuple[str, bytes]] = {
 }
 
 
+@pytest.mark.fault(17)
 @pytest.mark.parametrize("case", BOMBS)
 def test_bombs_are_not_decoded(case: str) -> None:
     method, data = BOMBS[case]
@@ -93,6 +94,7 @@ def test_counting_takes_any_bytes(data: bytes, kind: Any) -> None:
     assert 0 <= counted <= MAX_FIELDS + 101
 
 
+@pytest.mark.fault(17)
 @pytest.mark.parametrize("bad", ["invalid", "malformed", "too many fields"])
 async def test_a_refused_request_is_freed_at_once(bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at the next full collection, which may be minutes away: what is refused is often large."""
@@ -135,6 +137,7 @@ def resident(pid: int, name: str) -> int:
     return int(found[1]) // 1024
 
 
+@pytest.mark.fault(17)
 async def test_fifty_bombs_at_once_take_the_memory_of_a_few(tmp_path: Path) -> None:
     method, data = BOMBS["empty items"]
     with launched(tmp_path) as server:

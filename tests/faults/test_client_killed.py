@@ -6,6 +6,8 @@ import asyncio
 import subprocess
 import sys
 
+import pytest
+
 from pensieve.debug import child_environment
 from support.service.service_rig import encode, serving
 
@@ -25,6 +27,7 @@ asyncio.run(main(sys.argv[1], int(sys.argv[2])))
 """
 
 
+@pytest.mark.fault(3)
 async def test_all_its_turns_end() -> None:
     async with serving(answer=None, disconnect_grace_s=0.2) as rig:
         process = subprocess.Popen(

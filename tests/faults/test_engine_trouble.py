@@ -72,6 +72,7 @@ def meanwhile(work: Callable[[], None]) -> Iterator[None]:
     assert not failures, failures
 
 
+@pytest.mark.fault(28)
 def test_a_stopped_engine_is_no_serving_one(server: ServerProcess) -> None:
     """Promised are 5 s; a machine that is busy with other tests may need longer."""
     with Client(server.grpc) as client:

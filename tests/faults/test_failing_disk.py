@@ -15,6 +15,7 @@ from support.faults.fault_server import fault_server
 from support.faults.io_errors import IoErrors
 
 
+@pytest.mark.fault(39)
 async def test_no_turn_is_acknowledged_that_a_power_cut_would_undo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

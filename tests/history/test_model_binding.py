@@ -74,6 +74,7 @@ async def refused(rig: Rig, name: str, differs: str) -> None:
     assert [item.text for item in await rig.items(name)] == ["Be brief.", "hi", ANSWER]
 
 
+@pytest.mark.fault(54)
 async def test_another_tokenizer_never_reads_the_ids_of_the_first(permuted: ChatTokenizer) -> None:
     store, first = MemoryStore(), spec("hi")
     async with serving(store=store) as rig:
@@ -100,6 +101,7 @@ async def test_another_tokenizer_never_reads_the_ids_of_the_first(permuted: Chat
         assert (await refusal(rig.call(name, spec("and then?")))).reason == "MODEL_MISMATCH"
 
 
+@pytest.mark.fault(54)
 async def test_another_template_and_other_weights_only_rebind(retemplated: ChatTokenizer) -> None:
     store = MemoryStore()
     async with serving(store=store, model_sha256="aa" * 32) as rig:
@@ -115,6 +117,7 @@ async def test_another_template_and_other_weights_only_rebind(retemplated: ChatT
         assert (await rig.run(name, "and now?")).revision == 5
 
 
+@pytest.mark.fault(54)
 async def test_a_session_with_token_ids_of_its_client_cannot_be_moved(permuted: ChatTokenizer) -> None:
     store = MemoryStore()
     async with serving(store=store) as rig:
@@ -128,6 +131,7 @@ async def test_a_session_with_token_ids_of_its_client_cannot_be_moved(permuted: 
         assert "import" in error.message and (await rig.session(name)).revision == 2
 
 
+@pytest.mark.fault(54)
 async def test_the_sdk_says_what_is_wrong_and_moves_the_session(permuted: ChatTokenizer) -> None:
     store = MemoryStore()
     async with serving(store=store) as rig, AsyncClient(rig.target) as client:
@@ -144,6 +148,7 @@ async def test_the_sdk_says_what_is_wrong_and_moves_the_session(permuted: ChatTo
         assert (await session.send("and now?")).revision == 4
 
 
+@pytest.mark.fault(54)
 async def test_a_view_that_hides_old_turns_survives_the_move(permuted: ChatTokenizer) -> None:
     store = MemoryStore()
     config = pb.SessionConfig(system_prompt="Be brief.", overflow_policy=pb.OVERFLOW_POLICY_DROP_OLDEST_TURNS)
@@ -170,6 +175,7 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         await opened.close()
 
 
+@pytest.mark.fault(54)
 async def test_an_old_session_is_bound_by_its_next_turn(
     store: HistoryStore, permuted: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +197,7 @@ async def test_an_old_session_is_bound_by_its_next_turn(
         assert (await refusal(rig.call(name, spec("x")))).reason == "MODEL_MISMATCH"
 
 
+@pytest.mark.fault(54)
 async def test_ids_beyond_the_vocabulary_never_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A session of the time before it was bound, under a model with fewer tokens."""
     store = MemoryStore()
@@ -208,6 +215,7 @@ async def test_ids_beyond_the_vocabulary_never_reach_the_engine(monkeypatch: pyt
         await rig.run(name, "x")
 
 
+@pytest.mark.fault(54)
 async def test_a_fork_belongs_to_what_its_source_does(permuted: ChatTokenizer) -> None:
     store = MemoryStore()
     async with serving(store=store) as rig:

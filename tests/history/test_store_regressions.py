@@ -95,6 +95,7 @@ async def test_a_client_that_says_it_has_seen_more_is_counted_apart() -> None:
         assert (error.code, error.reason) == REGRESSED and counted.seen_by == ["client"]
 
 
+@pytest.mark.fault(42, 47)
 @pytest.mark.redis
 async def test_redis_restarted_on_an_earlier_prefix_of_its_log(tmp_path: Path) -> None:
     with redis_server(appendfsync="always") as redis:

@@ -57,6 +57,7 @@ async def threaded(script: Script) -> AsyncIterator[InProcessLink]:
         await link.stop()
 
 
+@pytest.mark.fault(29)
 async def test_a_poisonous_request_ends_two_engines_and_nobody_else() -> None:
     async with threaded(Script(poison=POISON, step_s=0.001)) as link:
         assert await tried(link, "bad", [1, POISON]) == QUARANTINED
@@ -104,12 +105,14 @@ async def test_one_that_hangs_real_engine_processes() -> None:
         await link.stop()
 
 
+@pytest.mark.fault(30)
 async def test_one_that_the_memory_does_not_suffice_for() -> None:
     async with threaded(Script(poison=POISON, poison_does="exhaust memory", step_s=0.001)) as link:
         bad, good = tried(link, "bad", [1, POISON]), tried(link, "good", [1, 2], output=20)
         assert list(await asyncio.gather(bad, good)) == [QUARANTINED, "20 tokens"]
 
 
+@pytest.mark.fault(27)
 async def test_kills_from_outside_condemn_nobody() -> None:
     """An operator's kill, or two, says nothing of the requests that were running."""
     link = ProcessLink(options(Script(step_s=0.01)), builder=BUILDER)

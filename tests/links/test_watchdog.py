@@ -157,6 +157,7 @@ def test_estimates() -> None:
     assert times.expected(64) == 0.01, "what was slow once is forgotten"
 
 
+@pytest.mark.fault(28)
 async def test_an_engine_process_is_judged_by_what_its_steps_took(monkeypatch: pytest.MonkeyPatch) -> None:
     script = options(Script(step_s=0, token_s=0.0001, poison=7, poison_does="hang"))
     link = ProcessLink(script, builder=BUILDER, stall_limit_s=1000.0)

@@ -67,6 +67,7 @@ async def test_a_stream_at_the_other_server_gets_the_whole_turn() -> None:
         assert not there.link.generations, "it was generated twice"
 
 
+@pytest.mark.fault(2)
 async def test_a_resumed_stream_goes_on_where_it_was_cut() -> None:
     async with pair() as (here, there):
         name, turn = await here.create(), spec("hi")
@@ -247,6 +248,7 @@ async def test_a_server_that_does_not_hear_is_told_of(monkeypatch: pytest.Monkey
         assert (error.code, error.reason) == ("UNAVAILABLE", "TURN_RUNNING_ELSEWHERE")
 
 
+@pytest.mark.fault(8)
 async def test_fifty_duplicates_at_both_servers_are_one_turn() -> None:
     async with pair() as (here, there):
         name, turn = await here.create(), spec("hi")

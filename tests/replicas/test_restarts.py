@@ -93,6 +93,7 @@ async def _kills(whole: Service, client: AsyncClient) -> list[Talker]:
     return talkers
 
 
+@pytest.mark.fault(14, 15, 25, 32)
 async def test_restarts_and_kills_fail_no_turn(tmp_path: Path) -> None:
     async with service(tmp_path, STORE, pace_s=PACE_S) as whole, whole.client() as client:
         talkers = await _rolling_restart(whole, client)

@@ -107,6 +107,7 @@ async def _use(rig: Rig) -> None:
     assert (await rig.run(NAME, "six")).revision == 12
 
 
+@pytest.mark.fault(53)
 @pytest.mark.parametrize("version", ["previous", "next"])
 async def test_a_session_of_another_version_goes_on_and_keeps_what_it_had(
     plain: redis.Redis, version: str
@@ -121,6 +122,7 @@ async def test_a_session_of_another_version_goes_on_and_keeps_what_it_had(
     assert plain.hget(META, "novelty") == (b"kept" if extra else None)
 
 
+@pytest.mark.fault(53)
 async def test_what_only_a_newer_version_understands_is_refused_and_left_alone(plain: redis.Redis) -> None:
     """The format of a record grows when ignoring a field of it would be wrong."""
     log = rewritten(lambda record: record, FORMAT + 1)

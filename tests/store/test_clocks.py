@@ -55,6 +55,7 @@ async def clocks(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
     await made.store.close()
 
 
+@pytest.mark.fault(51)
 @pytest.mark.parametrize("step_ms", [HOUR_MS, -HOUR_MS])
 async def test_a_step_of_the_wall_clock_neither_ends_nor_prolongs_a_lease(
     clocks: Clocks, step_ms: int

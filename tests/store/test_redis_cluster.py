@@ -64,6 +64,7 @@ async def test_a_cluster_keeps_every_promise_of_a_store(group: ClusterGroup) -> 
                     raise
 
 
+@pytest.mark.fault(50)
 async def test_sessions_lie_on_all_servers_and_follow_their_slots(group: ClusterGroup) -> None:
     names = [f"s{number}" for number in range(SESSIONS)]
     async with opened_redis(group.url) as store:

@@ -61,6 +61,7 @@ def content(plain: Any) -> list[Any]:
     return [plain.xrange(LOG), plain.hgetall(REQUESTS)]
 
 
+@pytest.mark.fault(43)
 @pytest.mark.usefixtures("session")
 @pytest.mark.parametrize("tampering", TAMPERINGS)
 @pytest.mark.parametrize("operation", ["begin", "retry", "commit", "apply"])
@@ -181,6 +182,7 @@ async def test_usage_is_put_right_while_the_listing_is_read(store: RedisStore, c
 # ---- clocks
 
 
+@pytest.mark.fault(51)
 @pytest.mark.usefixtures("session")
 async def test_a_clock_that_is_set_back_lengthens_no_lease(store: RedisStore, client: redis.Redis) -> None:
     """Redis' clock goes back by an hour after a turn was begun: its lease then ends an hour from now."""
@@ -199,6 +201,7 @@ async def test_a_clock_that_is_set_back_lengthens_no_lease(store: RedisStore, cl
     assert int(client.hget(META, "run_until_ms") or 0) <= until + 20_000, "it is over when a lease is"
 
 
+@pytest.mark.fault(51)
 @pytest.mark.usefixtures("session")
 async def test_the_clock_of_a_server_decides_nothing(
     store: RedisStore, monkeypatch: pytest.MonkeyPatch

@@ -65,6 +65,7 @@ async def until_served(call: Callable[[], Awaitable[object]]) -> int:
 # ---- back in time
 
 
+@pytest.mark.fault(42)
 async def test_a_redis_that_went_back_in_time_begins_no_turn(
     own_redis: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -100,6 +101,7 @@ async def test_a_redis_that_went_back_in_time_begins_no_turn(
     assert "is behind revision 3" in told[0] and "has another record at revision 3" in told[1]
 
 
+@pytest.mark.fault(47)
 async def test_an_emptied_redis_that_others_fill_again_is_noticed(own_redis: RedisServer) -> None:
     """The session is there, so no answer says "there is nothing"; but it is in another store."""
     async with opened_redis(own_redis.url) as store:
@@ -118,6 +120,7 @@ async def test_an_emptied_redis_that_others_fill_again_is_noticed(own_redis: Red
 # ---- no answer
 
 
+@pytest.mark.fault(46)
 async def test_a_redis_that_hangs_is_waited_for_once_and_shortly(
     own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +157,7 @@ def test_a_call_is_bounded_below_what_health_allows() -> None:
     assert link.WAIT_MS / 1000 < link.SOCKET_TIMEOUT_S < link.CALL_LIMIT_S
 
 
+@pytest.mark.fault(50)
 async def test_a_redis_that_is_busy_with_a_script(own_redis: RedisServer) -> None:
     async with opened_redis(own_redis.url) as store:
         await store.create(row(KEY), first_record(), "fp")
@@ -177,6 +181,7 @@ async def test_a_redis_that_is_busy_with_a_script(own_redis: RedisServer) -> Non
         await store.commit(KEY, "t1", "fp-r1", turn_record(1, "r1"), counts(2))
 
 
+@pytest.mark.fault(50)
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
@@ -202,6 +207,7 @@ def test_what_redis_says_when_it_cannot_serve(error: Exception, reason: str) -> 
 # ---- writes that are refused
 
 
+@pytest.mark.fault(44, 49)
 @pytest.mark.parametrize(
     ("setting", "reason"), [("maxmemory", "STORE_FULL"), ("replicaof", "STORE_UNAVAILABLE")]
 )
@@ -226,6 +232,7 @@ async def test_a_ping_notices_that_writes_are_refused(
         await whole_turn(store, KEY, 1)
 
 
+@pytest.mark.fault(44)
 async def test_a_full_disk_acknowledges_nothing_that_is_in_memory_alone(own_redis: RedisServer) -> None:
     """Append-only file, fsync every second: the first write that meets the full disk is answered as if it were kept."""
     async with opened_redis(own_redis.url) as store:
@@ -252,6 +259,7 @@ async def test_a_full_disk_acknowledges_nothing_that_is_in_memory_alone(own_redi
         assert len(await store.read(KEY)) == 3
 
 
+@pytest.mark.fault(45)
 async def test_a_full_disk_ends_a_redis_that_syncs_each_write() -> None:
     with redis_server(appendfsync="always") as server:
         async with opened_redis(server.url) as store:

@@ -89,6 +89,7 @@ async def until_more(acknowledged: dict[str, int], count: int, *, limit_s: float
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.fault(48)
 @pytest.mark.parametrize("how", ["hung", "lagging"])
 async def test_a_fail_over_loses_and_doubles_no_acknowledged_turn(group: SentinelGroup, how: str) -> None:
     """hung: the old primary comes back, takes itself for the primary still, and our connections to it are open.
@@ -125,6 +126,7 @@ async def test_a_fail_over_loses_and_doubles_no_acknowledged_turn(group: Sentine
     assert len(found) <= len(acknowledged) + 2, "more than what was under way at the end"
 
 
+@pytest.mark.fault(48)
 async def test_what_no_replica_has_is_not_acknowledged(
     group: SentinelGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from support.store.patient import KEY, Patient, execute
 from support.store.store_bench import counts, request, turn_record
 
 
+@pytest.mark.fault(33)
 @pytest.mark.parametrize("patient", ["sqlite"], indirect=True)
 async def test_a_served_file_can_be_checked_and_not_repaired(patient: Patient) -> None:
     async with patient.served() as store:

@@ -23,6 +23,7 @@ from support.store.store_bench import SqliteBench, request
 # ---- damage to both kinds
 
 
+@pytest.mark.fault(43)
 async def test_a_flipped_bit_is_found_marked_and_cut_on_demand(patient: Patient, tmp_path: Path) -> None:
     patient.bench.damage(KEY, 4)
     assert await patient.problems() == {Problem.LOG}
@@ -59,6 +60,7 @@ async def test_a_missing_record_is_found(patient: Patient) -> None:
     assert [(one.problem, one.detail) for one in found] == [(Problem.LOG, "record 3 is missing")]
 
 
+@pytest.mark.fault(42)
 async def test_records_missing_at_the_end_are_found(patient: Patient, tmp_path: Path) -> None:
     for revision in (6, 5):
         patient.bench.drop_record(KEY, revision)
@@ -259,6 +261,7 @@ async def test_a_lost_log_in_redis_is_found_and_marked(patient: Patient, client:
         assert (await store.load(KEY)).state is State.DAMAGED
 
 
+@pytest.mark.fault(47)
 @pytest.mark.redis
 @pytest.mark.parametrize("patient", ["redis"], indirect=True)
 async def test_a_lost_marker_is_found_and_made_again(patient: Patient, client: redis.Redis) -> None:

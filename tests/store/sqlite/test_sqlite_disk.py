@@ -51,6 +51,7 @@ def test_the_preloaded_library_fails_what_it_is_told_to(tmp_path: Path) -> None:
     assert disk.met() == {"sync": 4, "write": 1}
 
 
+@pytest.mark.fault(38, 39)
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: str(story[0]))
 def test_a_failing_disk(tmp_path: Path, story: list[str]) -> None:
     disk = IoErrors(tmp_path, tmp_path / "h.db")

@@ -54,6 +54,7 @@ async def reason(store: SqliteStore, base: int = 2) -> str:
 # ---- where the file is
 
 
+@pytest.mark.fault(47)
 @pytest.mark.parametrize("suffix", ["", "-wal"])
 async def test_a_turn_is_not_kept_in_a_file_that_was_moved_away(store: SqliteStore, suffix: str) -> None:
     """The path leads nowhere, then to another file; when the file is back, its turns are."""
@@ -135,6 +136,7 @@ async def test_ping_makes_a_change_unless_one_was_just_made(
         await store.ping()
 
 
+@pytest.mark.fault(38)
 async def test_ping_tells_of_a_disk_that_is_nearly_full(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +276,7 @@ async def test_a_listing_by_label_looks_at_the_sessions_that_carry_it(
 ENDLESS = "WITH RECURSIVE n(x) AS (SELECT COUNT(*) FROM sessions UNION ALL SELECT x + 1 FROM n) SELECT MAX(x) FROM n"
 
 
+@pytest.mark.fault(40)
 async def test_a_read_without_end_does_not_let_the_log_of_changes_grow_without_end(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
