@@ -19,7 +19,7 @@ from support.robustness.planted import BUGS
 Ground = tuple[Path, Nursery, IoErrors]
 SCRIPTS = {
     "ack before commit": ("server kill", "server kill"),
-    "retry appended twice": ("cut", "cut", "cut"),
+    "retry appended twice": ("cut",) * 8,
     "commit drops input": ("cut",),
     "older state at restart": ("server kill", "server kill", "server kill"),
     "stale context": ("cut", "engine kill", "cut"),

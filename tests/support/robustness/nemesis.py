@@ -187,7 +187,8 @@ class Nemesis:
         return replica.wires.cuts - before
 
     async def _delay(self) -> int:
-        wires = list(self._replica().wires.open)
+        replica = self._replica()
+        wires = list(replica.wires.open) if replica.working else []
         for wire in wires:
             wire.free.clear()
         await asyncio.sleep(self.random.uniform(0.05, 0.5))
@@ -196,12 +197,13 @@ class Nemesis:
         return int(bool(wires))
 
     async def _half_open(self) -> int:
-        wires = list(self._replica().wires.open)
+        replica = self._replica()
+        wires = list(replica.wires.open) if replica.working else []
         for wire in wires:
             wire.deaf = True
         await asyncio.sleep(self.random.uniform(0.05, 0.7))
         for wire in wires:
-            wire.cut()
+            wire.cut()  # harmless where it has ended by itself
         return len(wires)
 
     def _busy(self) -> bool:

@@ -55,16 +55,18 @@ class AcknowledgesEarly(_Around):
 
 
 class Forgets(_Around):
-    """Knows no request id again: a retry of a committed turn is another turn."""
+    """Forgets each request id once: the first retry of a committed turn is another turn."""
 
     def __init__(self, store: Any) -> None:
         super().__init__(store)
         self._aliases: dict[str, str] = {}
+        self._forgotten: set[str] = set()
 
     async def begin(self, key: Key, request: BeginRequest) -> BeginOutcome:
         outcome: BeginOutcome = await self._store.begin(key, request)
-        if not isinstance(outcome, Replay):
+        if not isinstance(outcome, Replay) or request.request_id in self._forgotten:
             return outcome
+        self._forgotten.add(request.request_id)
         alias = f"{request.request_id}#{outcome.row.revision}"
         self._aliases[request.token] = alias
         again: BeginOutcome = await self._store.begin(key, dataclasses.replace(request, request_id=alias))
@@ -113,7 +115,7 @@ class FallsBack(_Around):
     ) -> SessionRow:
         row: SessionRow = await self._store.commit(key, token, fingerprint, record, counts)
         self._commits += 1
-        if self._commits % 4 == 2:
+        if self._commits == 2:
             await asyncio.to_thread(self._save)
         return row
 

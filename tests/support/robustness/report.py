@@ -75,7 +75,7 @@ def table(outcomes: list[Outcome], command: str) -> str:
         f"| processes that ended at a failpoint | {crashes.total():,} |",
         f"| operations of clients | {sum(n for one in outcomes for n in one.operations.values()):,} |",
         f"| sessions | {sum(one.sessions for one in verdicts):,} |",
-        f"| turns committed, each of them acknowledged | {sum(one.acknowledged for one in verdicts):,} |",
+        f"| turns committed, each told to some client | {sum(one.acknowledged for one in verdicts):,} |",
         f"| answers computed again and found equal | {sum(one.answers for one in verdicts):,} |",
         f"| turns lost | {sum(one.count('lost') for one in verdicts)} |",
         f"| turns doubled | {sum(one.count('doubled') for one in verdicts)} |",
