@@ -23,7 +23,7 @@ BATCH_LIMITS = {"cpu": (512, 64), "cuda": (2048, 256)}
 LEASE_S = 10.0
 HEARTBEAT_S = 10.0
 DISCONNECT_GRACE_S = 15.0
-MAX_WAIT_S = 3.0
+MAX_WAIT_S = 2.0
 """Times of the service; ``options.table`` has the reasons."""
 MAX_QUEUED_TOKENS = 1_000_000
 """Input tokens that may wait."""

@@ -100,12 +100,17 @@ class FairQueue:
         """The first of each tenant: before others those whose tenant has less than its share of the places, then by
         what was served; among equals first whoever has fewer that run, then the older request."""
         heads = [line[0] for line in self._lines.values()]
-        return sorted(heads, key=self._order) if len(heads) > 1 else heads
+        if len(heads) < 2:
+            return heads
+        places_by_weight = self._places / sum(self._weights[tenant] for tenant in self._present)
 
-    def _order(self, request: Request) -> tuple[bool, float, int, tuple[float, int]]:
-        tenant = request.tenant
-        runs = self._present[tenant] - len(self._lines[tenant])
-        return runs + 1 > self.share(tenant), self._served[tenant], runs, request.place
+        def order(request: Request) -> tuple[bool, float, int, tuple[float, int]]:
+            tenant = request.tenant
+            runs = self._present[tenant] - len(self._lines[tenant])
+            share = places_by_weight * self._weights[tenant]
+            return runs + 1 > share, self._served[tenant], runs, request.place
+
+        return sorted(heads, key=order)
 
     def line(self, tenant: str) -> Sequence[Request]:
         """Those of a tenant that wait, the next one first."""
