@@ -8,7 +8,7 @@ What the SDK does with an error is decided by the reason, never by that trailer,
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -23,6 +23,8 @@ DETAILS_KEY = "grpc-status-details-bin"
 TRANSPORT = "TRANSPORT"
 """Reason of an error that no Pensieve server made: the connection, a proxy or the gRPC library did."""
 TRANSPORT_FINAL = "TRANSPORT_FINAL"
+BROKEN: Final = ("UNAVAILABLE", "INTERNAL", "UNKNOWN", "CANCELLED")
+"""What a connection that died in the middle of a call looks like, directly or behind one proxy or another."""
 """The same, with a pushback that forbids trying again."""
 
 LIBRARY_MAY_RETRY: dict[str, int | None] = {
@@ -119,7 +121,9 @@ def from_rpc_error(error: Any) -> PensieveError:
             ours.retry_after_s = pushback / 1000
         return ours
     code = error.code().name
-    final = pushback is not None and pushback < 0
+    # A refusal of ours comes with details. With the trailer alone it was torn on its way, as a dying connection does
+    # it: what became of the call is unknown, and a request id makes it safe to ask again.
+    final = pushback is not None and pushback < 0 and code not in BROKEN
     return BY_CODE.get(code, PensieveError)(
         error.details() or code,
         reason=TRANSPORT_FINAL if final else TRANSPORT,

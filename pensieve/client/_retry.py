@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pensieve.errors import PensieveError
-from pensieve.rpc_status import TRANSPORT, TRANSPORT_FINAL
+from pensieve.rpc_status import BROKEN, TRANSPORT, TRANSPORT_FINAL
 
 STREAM_INCONSISTENT = "STREAM_INCONSISTENT"
 """Reason of a stream that contradicts what was received before; made by the SDK, never raised before retries end."""
@@ -45,13 +45,12 @@ _BY_REASON = {
     STREAM_INCONSISTENT: Verdict.RESEND,
     TRANSPORT_FINAL: Verdict.RAISE,
 }
-_BROKEN = ("UNAVAILABLE", "INTERNAL", "UNKNOWN", "CANCELLED")
 
 
 def verdict(error: PensieveError) -> Verdict:
     """What ``error`` calls for, as in the table above."""
     if error.reason == TRANSPORT:
-        return Verdict.RESEND if error.metadata.get("grpc_code", error.code) in _BROKEN else Verdict.RAISE
+        return Verdict.RESEND if error.metadata.get("grpc_code", error.code) in BROKEN else Verdict.RAISE
     if error.reason in _BY_REASON:
         return _BY_REASON[error.reason]
     return Verdict.RESEND if error.code == "UNAVAILABLE" else Verdict.RAISE

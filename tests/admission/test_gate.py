@@ -104,6 +104,7 @@ class Service:
         return waits[int(0.99 * (len(waits) - 1))]
 
 
+@pytest.mark.fault(35)
 @pytest.mark.parametrize("times", [2, 5, 10])
 def test_under_any_overload_the_wait_is_bounded_and_the_engine_full(times: int) -> None:
     service = Service()
@@ -148,6 +149,7 @@ def test_those_who_are_refused_come_back_one_after_another_and_are_all_served() 
     assert service.now - begin < 1.6 * callers / RATE
 
 
+@pytest.mark.fault(36)
 def test_a_newcomer_is_not_refused_for_the_flood_of_another() -> None:
     service = Service()
     service.offer(10 * RATE, 10.0, "flood")

@@ -40,6 +40,7 @@ def overload(rig: Rig, wait_s: float = 60.0) -> None:
     gate._speed._seconds, gate._speed._work = 10.0, 10.0 * gate._backlog.work / wait_s
 
 
+@pytest.mark.fault(35)
 async def test_a_turn_that_would_wait_too_long_costs_nothing() -> None:
     store = Watched()
     async with serving(store=store, max_wait_s=2.0) as rig:
@@ -86,6 +87,7 @@ async def _listeners(rig: Rig, count: int) -> bool:
     return audience._listeners == count
 
 
+@pytest.mark.fault(11)
 async def test_a_deadline_that_would_pass_in_the_queue_is_told_at_once() -> None:
     store = Watched()
     async with serving(store=store, max_wait_s=0.0) as rig:
@@ -99,6 +101,7 @@ async def test_a_deadline_that_would_pass_in_the_queue_is_told_at_once() -> None
         assert (await rig.run(name, "hello")).state == pb.Turn.STATE_COMMITTED  # whoever has the time waits
 
 
+@pytest.mark.fault(11)
 async def test_a_deadline_that_passes_in_the_queue_leaves_no_trace() -> None:
     async with serving(answer=None) as rig:
         name = await rig.create()

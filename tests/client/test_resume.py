@@ -9,13 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from pensieve.errors import (
-    DeadlineExceeded,
-    Internal,
-    ResourceExhausted,
-    TurnInProgress,
-    Unavailable,
-)
+from pensieve.errors import DeadlineExceeded, Internal, ResourceExhausted, TurnInProgress, Unavailable
 from pensieve.rpc_status import PUSHBACK_KEY, TRANSPORT_FINAL
 from support.faults.fake_faults import Fault, answer_to
 from support.service.fake_conversations import FakeConversations
@@ -155,9 +149,17 @@ def test_pushback_is_honoured(client: Any, fake: FakeConversations) -> None:
     assert time.monotonic() - start >= 0.3
 
 
-def test_pushback_that_forbids_to_try_again(client: Any, fake: FakeConversations) -> None:
+def test_a_refusal_that_was_torn_on_its_way_is_asked_for_again(client: Any, fake: FakeConversations) -> None:
+    """Its trailer came, its details did not: the connection died in between."""
     fake.script.append(Fault(after=2, code=grpc.StatusCode.UNAVAILABLE, trailers=((PUSHBACK_KEY, "-1"),)))
-    with pytest.raises(Unavailable) as caught:
+    assert client.create_session().send(TEXT).text == answer_to(TEXT)
+    assert len(fake.stream_requests) == 2
+
+
+def test_pushback_that_forbids_to_try_again(client: Any, fake: FakeConversations) -> None:
+    refusal = grpc.StatusCode.RESOURCE_EXHAUSTED
+    fake.script.append(Fault(after=2, code=refusal, trailers=((PUSHBACK_KEY, "-1"),)))
+    with pytest.raises(ResourceExhausted) as caught:
         client.create_session().send(TEXT)
     assert caught.value.reason == TRANSPORT_FINAL
     assert len(fake.stream_requests) == 1

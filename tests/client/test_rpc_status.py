@@ -101,8 +101,8 @@ def test_pushback(error: PensieveError, expected: int | None) -> None:
     [
         (None, TRANSPORT, None),
         (((PUSHBACK_KEY, "250"),), TRANSPORT, 0.25),
-        (((PUSHBACK_KEY, "-1"),), TRANSPORT_FINAL, None),
-        (((PUSHBACK_KEY, "soon"),), TRANSPORT_FINAL, None),
+        (((PUSHBACK_KEY, "-1"),), TRANSPORT, None),
+        (((PUSHBACK_KEY, "soon"),), TRANSPORT, None),
         (((DETAILS_KEY, b"\xff\xff"),), TRANSPORT, None),
         (((DETAILS_KEY, status_pb2.Status(code=14).SerializeToString()),), TRANSPORT, None),
     ],
@@ -112,6 +112,11 @@ def test_errors_that_are_not_ours(trailers: Any, reason: str, wait: float | None
     assert type(error) is Unavailable
     assert (error.reason, error.retry_after_s) == (reason, wait)
     assert error.metadata == {"grpc_code": "UNAVAILABLE"}
+
+
+def test_a_refusal_without_details_that_forbids_to_try_again() -> None:
+    error = from_rpc_error(Failed(grpc.StatusCode.RESOURCE_EXHAUSTED, "no", ((PUSHBACK_KEY, "-1"),)))
+    assert error.reason == TRANSPORT_FINAL
 
 
 def test_a_foreign_domain_is_not_ours() -> None:

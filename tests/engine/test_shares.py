@@ -224,6 +224,7 @@ class Bench:
         raise AssertionError("stuck")
 
 
+@pytest.mark.fault(36)
 def test_a_newcomer_joins_while_another_tenant_prefills() -> None:
     bench = Bench()
     for _ in range(20):
@@ -247,6 +248,7 @@ def test_long_prefills_share_the_steps_by_weight() -> None:
     bench.finish()
 
 
+@pytest.mark.fault(36)
 def test_a_tenant_that_fills_the_batch_makes_room_for_another() -> None:
     bench = Bench()
     flood = [bench.submit("flood", 3, 100) for _ in range(30)]

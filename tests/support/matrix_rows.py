@@ -188,9 +188,5 @@ ROWS: Final[dict[int, tuple[str, str]]] = {
     58: ("Guessing names by how they are refused", "Unknown and foreign sessions are answered alike"),
 }
 
-UNTESTED: Final[dict[int, str]] = {
-    36: "No test yet.",
-    45: "No test yet.",
-    48: "No test yet.",
-}
+UNTESTED: Final[dict[int, str]] = {}
 """Why no test provokes a row."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pensieve.core import Role
 from pensieve.errors import DataLoss
 from pensieve.server.history.known import KnownRevisions, Seen
-from pensieve.store import HistoryStore, Key, LoggedRecord
+from pensieve.store import HistoryStore, Key, LoggedRecord, head_hash_after
 from pensieve.store.records import History, Record, SessionRow
 
 _ITEM_OVERHEAD = 256
@@ -77,10 +77,12 @@ class Histories:
     def committed(self, key: Key, base: History, record: Record, row: SessionRow) -> None:
         """Note what this process has just committed on top of ``base``.
 
-        ``base``: as cached, i.e. before truncation or any view was applied.
+        ``base``: as cached, i.e. before truncation or any view was applied. Kept only if the row ends in this very
+        record: a change that is sent again is answered with the row as it is now, and the revision that it asked for
+        may meanwhile be somebody else's.
         """
         self.known.note(key, row)
-        if row.revision == record.revision and base.revision + 1 == record.revision:
+        if row.revision == record.revision and row.head_hash == head_hash_after(record, base.head_hash):
             self._keep(key, base.apply(record, row.head_hash))
         else:
             self._drop(key)
