@@ -7,7 +7,7 @@ import re
 from typing import Final, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from pensieve.http.common.failures import HttpFailure
 
@@ -46,6 +46,10 @@ async def _read(request: Request, max_bytes: int) -> bytes:
                 if size > max_bytes:
                     raise too_large
                 parts.append(part)
+    except ClientDisconnect:
+        raise HttpFailure(
+            400, "the caller left before the body was whole", code="client_disconnected"
+        ) from None
     except TimeoutError:
         raise HttpFailure(408, f"the body did not come within {BODY_S:g} s", code="request_timeout") from None
     return b"".join(parts)

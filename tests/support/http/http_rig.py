@@ -21,7 +21,7 @@ from support.service.service_rig import ANSWER, Rig, serving
 class BearerTenant:
     """Takes the tenant from the bearer token: a stand-in for credentials."""
 
-    def check(self, method: str, metadata: Any) -> Identity:
+    def check(self, method: str, metadata: Any, peer: str = "") -> Identity:
         token = str(dict(metadata or ()).get("authorization", "Bearer acme")).removeprefix("Bearer ")
         return Identity(tenant=token, key_id="", scopes=ALL_SCOPES)
 

@@ -123,7 +123,7 @@ def test_suffixes_of_all_lengths(dtype: torch.dtype) -> None:
     check(step)
 
 
-@pytest.mark.parametrize("context", [32, 33, 40, 47, 48, 49])
+@pytest.mark.parametrize("context", [32, 33, 47, 48])
 def test_contexts_that_are_the_same_to_the_end(context: int) -> None:
     """Also of whole tiles, where nothing is left to see for a member alone, and with a last page partly filled."""
     step = shared(decodes([context] * 5), first_of(5, -(-context // 8)))
@@ -144,7 +144,7 @@ def test_grouped_heads(heads: tuple[int, int], processors: int) -> None:
     check(shared(decodes(contexts), first_of(9, 12), heads=heads[0], kv_heads=heads[1]), processors)
 
 
-@pytest.mark.parametrize("page", [1, 3, 16, 64])
+@pytest.mark.parametrize("page", [1, 3, 64])
 def test_page_sizes(page: int) -> None:
     check(shared(decodes([130, 140, 150, 131]), first_of(4, 120 // page), heads=2, kv_heads=1, page=page))
 
@@ -175,7 +175,7 @@ def test_rows_outside_spans_come_out_zero() -> None:
     assert (out[4:] == 0).all() and torch.isneginf(lse[4:]).all()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_any_pattern(seed: int) -> None:
     dice = random.Random(seed)
     count = dice.randrange(5, 14)
