@@ -32,8 +32,6 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Tokens computed and generated for it, as a mean over a minute."""
     weight: Annotated[float, msgspec.Meta(gt=0, le=1000)] | None = None
     """Its part of a loaded server, in relation to the weights of the others; 1 where it is not set."""
-    cache_share: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
-    """Share of the cache, 0 to 1, below which nothing of it is evicted for another tenant."""
 
 
 NO_LIMITS = TenantLimits()
