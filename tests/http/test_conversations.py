@@ -48,6 +48,16 @@ async def test_instructions_change_and_responses_stay() -> None:
         assert (await rig.client.responses.retrieve(first.id)).output_text == ANSWER
 
 
+async def test_a_conversation_outlives_its_responses() -> None:
+    async with door() as rig:
+        made = await rig.client.conversations.create()
+        only = await rig.client.responses.create(model="tiny", input="hi", conversation=made.id)
+        await rig.client.responses.delete(only.id)
+        assert (await rig.client.conversations.items.list(made.id)).data == []
+        again = await rig.client.responses.create(model="tiny", input="again", conversation=made.id)
+        assert again.output_text == ANSWER
+
+
 async def test_what_a_history_cannot_honour_is_refused() -> None:
     async with door() as rig:
         conversations = rig.client.conversations

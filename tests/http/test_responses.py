@@ -142,6 +142,16 @@ async def test_what_is_not_stored_leaves_nothing_behind() -> None:
         assert await said_in(rig, kept) == ["hi", ANSWER]
 
 
+async def test_a_named_session_leads_nobody_into_it() -> None:
+    async with door() as rig:
+        said = [{"role": "user", "content": "hi"}]
+        await rig.client.chat.completions.create(model="tiny", messages=said, extra_body={"session": "mine"})  # type: ignore[arg-type]
+        resent: Any = [*said, {"role": "assistant", "content": ANSWER}, {"role": "user", "content": "again"}]
+        answer = await rig.client.responses.create(model="tiny", input=resent)
+        assert await said_in(rig, answer) == ["hi", ANSWER, "again", ANSWER]
+        assert len(await rig.service.items("sessions/mine")) == 2
+
+
 async def test_in_the_background() -> None:
     async with door(answer=None) as rig:
         begun = await respond(rig, "hi", background=True)
@@ -221,6 +231,11 @@ BAD: dict[str, tuple[dict[str, Any], int, str]] = {
     ),
     "an unknown response": ({"previous_response_id": "resp_x"}, 400, "previous_response_id"),
     "an unknown conversation": ({"conversation": f"conv_{'0' * 32}"}, 404, ""),
+    "a conversation without store": (
+        {"conversation": f"conv_{'0' * 32}", "store": False},
+        400,
+        "store",
+    ),
     "background without store": ({"background": True, "store": False}, 400, "background"),
     "truncation": ({"truncation": "much"}, 400, "truncation"),
     "tools": ({"tools": [{"type": "function"}]}, 400, "tools"),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pensieve.client import AsyncSession, AsyncTurnStream, TurnOptions
+from pensieve.client import AsyncSession, AsyncTurnStream, Turn, TurnOptions
 from pensieve.errors import NotFound
 from pensieve.http.chat.completions import ChatCompletion
 from pensieve.http.chat.requests import ChatRequest
@@ -17,7 +16,7 @@ from pensieve.http.common.bodies import read_json
 from pensieve.http.common.callers import Caller
 from pensieve.http.common.contents import Talk
 from pensieve.http.common.door import HttpDoor
-from pensieve.http.common.heads import begin
+from pensieve.http.common.heads import begin, noting
 from pensieve.http.common.requests import request_id_of
 from pensieve.http.common.streams import EventStream
 
@@ -39,31 +38,19 @@ async def create(request: Request) -> Response:
             )
         held.callback(stream.close)
         completion = ChatCompletion.of(stream, model, session.id)
+
+        def note(turn: Turn) -> None:
+            # What a named session holds is not what was resent: nobody is led there by it.
+            if not body.session:
+                door.heads.ended(caller.scope, talk, session.id, turn)
+
         if not body.stream:
             turn = await stream.finish()
-            door.heads.ended(caller.scope, talk, session.id, turn)
+            note(turn)
             return door.answer(completion.whole(turn), request)
         include_usage = body.stream_options is not None and body.stream_options.include_usage
-        chunks = completion.chunks(stream, include_usage=include_usage)
-        remembered = _remembered(chunks, door, caller, talk, session.id, stream)
-        return EventStream(remembered, held.pop_all(), door.headers(request))
-
-
-async def _remembered(
-    chunks: AsyncIterator[bytes],
-    door: HttpDoor,
-    caller: Caller,
-    talk: Talk,
-    session_id: str,
-    stream: AsyncTurnStream,
-) -> AsyncIterator[bytes]:
-    """The chunks; what the turn was is known before the client can have the last one and come back."""
-    known = False
-    async for chunk in chunks:
-        if stream.done and not known:
-            known = True
-            door.heads.ended(caller.scope, talk, session_id, stream.turn)
-        yield chunk
+        chunks = noting(completion.chunks(stream, include_usage=include_usage), stream, note)
+        return EventStream(chunks, held.pop_all(), door.headers(request))
 
 
 async def _named(

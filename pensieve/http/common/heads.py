@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
 from pensieve.client import AsyncSession, AsyncTurnStream, Role, Turn, TurnOptions
@@ -57,6 +58,18 @@ class Heads:
         self._heads[digest(scope, talk.system, (*talk.history, *talk.new, answered))] = head
         while len(self._heads) > self._limit:
             self._heads.popitem(last=False)
+
+
+async def noting(
+    chunks: AsyncIterator[bytes], stream: AsyncTurnStream, note: Callable[[Turn], None]
+) -> AsyncIterator[bytes]:
+    """``chunks``; the turn is noted before the client can have the last one and come back."""
+    noted = False
+    async for chunk in chunks:
+        if stream.done and not noted:
+            noted = True
+            note(stream.turn)
+        yield chunk
 
 
 async def begin(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -16,6 +15,7 @@ from pensieve.http.common.bodies import read_json
 from pensieve.http.common.callers import Caller
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import HttpFailure, bad
+from pensieve.http.common.heads import noting
 from pensieve.http.common.requests import request_id_of
 from pensieve.http.common.streams import EventStream
 from pensieve.http.responses.chain import BegunResponse, Chain, answer_item
@@ -41,7 +41,11 @@ async def create(request: Request) -> HttpResponse:
         held.callback(begun.stream.close)
         response = Response(begun.id, model, int(time.time()), body, body.conversation_id)
         if body.stream:
-            chunks = _remembered(Events(response).of(begun.stream), door, caller, begun)
+            chunks = noting(
+                Events(response).of(begun.stream),
+                begun.stream,
+                lambda turn: _remember(door, caller, begun, turn),
+            )
             return EventStream(chunks, held.pop_all(), door.headers(request))
         if body.background:
             return door.answer(response.begun(), request)
@@ -130,9 +134,10 @@ async def _erase(session: AsyncSession, turn: Turn) -> None:
             kind="conflict_error",
             code="has_successors",
         )
-    before = [one.item for one in items if one.request_id != turn.request_id and one.role is not Role.SYSTEM]
-    if before:
-        await session.rewind(to_item=before[-1], expected_revision=revision)
+    before = [one for one in items if one.request_id != turn.request_id]
+    # A conversation stays when it is empty; any other session was made for its responses.
+    if conversation_id(session.id) or any(one.role is not Role.SYSTEM for one in before):
+        await session.rewind(to_item=before[-1].item if before else 0, expected_revision=revision)
     else:
         await session.delete(expected_revision=revision, allow_missing=True)
 
@@ -155,14 +160,3 @@ def _missing(text: str) -> HttpFailure:
 def _remember(door: HttpDoor, caller: Caller, begun: BegunResponse, turn: Turn) -> None:
     if begun.talk is not None and begun.id.instructions == b"":
         door.heads.ended(caller.scope, begun.talk, begun.session.id, turn)
-
-
-async def _remembered(
-    chunks: AsyncIterator[bytes], door: HttpDoor, caller: Caller, begun: BegunResponse
-) -> AsyncIterator[bytes]:
-    known = False
-    async for chunk in chunks:
-        if begun.stream.done and not known:
-            known = True
-            _remember(door, caller, begun, begun.stream.turn)
-        yield chunk

@@ -75,6 +75,8 @@ class ResponseRequest(Drawing, kw_only=True):
         """Raises HttpFailure for contradictions, and for what is asked for and not done."""
         if self.conversation is not None and self.previous_response_id is not None:
             raise bad("previous_response_id", "does not go together with conversation", "mutually_exclusive")
+        if self.conversation is not None and not self.stored:
+            raise bad("store", "a response of a conversation is part of it, and so is kept")
         if self.background and not self.stored:
             raise bad("background", "needs store: nobody could fetch the answer otherwise")
         if self.truncation not in (None, "auto", "disabled"):
