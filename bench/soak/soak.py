@@ -4,16 +4,17 @@
     python bench/soak/soak.py --minutes 10 --device cuda --device-cache 1GiB --host-cache 1GiB --clients 64
 
 Conversations together hold ``--times`` as many tokens as both tiers of the cache; the next turn goes to any of them, so
-most of what a turn needs was swapped out or dropped. Told in the end: throughput of the first tenth against the last,
-memory of both processes, the longest silence while turns were under way, and that every answer's receipt added up. With
-``--check`` (PENSIEVE_DEBUG=1 in the server) the engine balances the books of its cache after each step, and ends when
-they do not.
+most of what a turn needs was swapped out or dropped. Told in the end: throughput of the first tenth against the last
+(per second, and per second of the server's processor time, which a shared machine does not disturb), memory of both
+processes, the longest silence while turns were under way, and that every answer's receipt added up. With ``--check``
+(PENSIEVE_DEBUG=1 in the server) the engine balances the books of its cache after each step, and ends when they do not.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -44,6 +45,8 @@ class Sample:
     output_tokens: int
     front_end_mib: float
     engine_mib: float
+    processor_s: float
+    """Processor time of the server's processes: what else runs on the machine does not count in it."""
 
 
 @dataclass
@@ -107,6 +110,7 @@ class Soak:
             await asyncio.sleep(SAMPLE_S)
             children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
             engine = sum(resident_mib(int(child)) for child in children)
+            used = processor_s(server.pid) + sum(processor_s(int(child)) for child in children)
             self.samples.append(
                 Sample(
                     time.monotonic() - began,
@@ -114,6 +118,7 @@ class Soak:
                     self.output_tokens,
                     resident_mib(server.pid),
                     engine,
+                    used,
                 )
             )
             if len(self.samples) % 12 == 0:
@@ -129,14 +134,25 @@ def resident_mib(pid: int) -> float:
     return int(status.split("VmRSS:")[1].split()[0]) / 1024
 
 
+def processor_s(pid: int) -> float:
+    """Processor time that a process has used; 0 when it is gone."""
+    try:
+        user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    except FileNotFoundError:
+        return 0.0
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 def tenth(samples: list[Sample], last: bool) -> dict[str, float]:
     """Output tokens per second and memory over the first or the last tenth, the first minute of warming up left out."""
     kept = [one for one in samples if one.seconds >= min(60.0, samples[-1].seconds / 10)]
     count = max(2, len(kept) // 10)
     part = kept[-count:] if last else kept[:count]
     span = part[-1].seconds - part[0].seconds
+    tokens = part[-1].output_tokens - part[0].output_tokens
     return {
-        "output_tokens_per_s": round((part[-1].output_tokens - part[0].output_tokens) / span, 2),
+        "output_tokens_per_s": round(tokens / span, 2),
+        "output_tokens_per_processor_s": round(tokens / (part[-1].processor_s - part[0].processor_s), 2),
         "front_end_mib": round(sum(one.front_end_mib for one in part) / len(part), 1),
         "engine_mib": round(sum(one.engine_mib for one in part) / len(part), 1),
     }
