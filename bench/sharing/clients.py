@@ -101,13 +101,13 @@ class Client(Protocol):
 
 class PensieveClient:
     def __init__(self, address: str, admin: str) -> None:
-        self._address, self._admin = address, admin
+        self.address, self._admin = address, admin
         self._channels: list[tuple[grpc.aio.Channel, Any]] = []
         self._next = 0
 
     async def open(self) -> None:
         for _ in range(4):
-            channel = grpc.aio.insecure_channel(self._address, options=_OPTIONS)
+            channel = grpc.aio.insecure_channel(self.address, options=_OPTIONS)
             self._channels.append((channel, rpc.ConversationServiceStub(channel)))
         await self._stub().GetServerInfo(pb.GetServerInfoRequest(), timeout=30)
 
@@ -202,12 +202,12 @@ class OpenAIClient:
     """A server without sessions: every turn sends the whole context."""
 
     def __init__(self, url: str) -> None:
-        self._url, self._model = url, ""
+        self.url, self._model = url, ""
         self._http: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
         self._http = aiohttp.ClientSession(
-            self._url, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
+            self.url, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
             timeout=aiohttp.ClientTimeout(total=None, connect=10.0),
             json_serialize=lambda value: msgspec.json.encode(value).decode(),
         )  # fmt: skip
@@ -265,7 +265,7 @@ class OpenAIClient:
                 raise Refused(f"the prefix cache was not emptied: HTTP {response.status}")
 
     def used_tokens(self) -> float:
-        samples = read_metrics(self._url.removeprefix("http://"))
+        samples = read_metrics(self.url.removeprefix("http://"))
         share = max((one.value for one in samples if one.name == "vllm:kv_cache_usage_perc"), default=0.0)
         blocks = next((one.labels for one in samples if one.name == "vllm:cache_config_info"), None)
         if blocks is None:

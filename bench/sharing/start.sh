@@ -4,7 +4,8 @@
 #
 #     bench/sharing/start.sh WHEELS SITE OUT [options of peers.py]
 #
-# SITE is made: packages, compiled graphs. PYTHON names a Python whose torch has CUDA.
+# SITE is made: packages, compiled graphs. PYTHON names a Python whose torch has CUDA. PROGRAM names another program that
+# takes --out; bench/http_door/peers.py needs starlette and uvicorn with h11, anyio and idna, which vLLM has too.
 set -euo pipefail
 wheels=$(realpath "$1")
 mkdir -p "$2" "$3"
@@ -52,8 +53,9 @@ export DO_NOT_TRACK=1 HF_HUB_OFFLINE=1 TRITON_CACHE_DIR=$site/.triton
 cd "$root"
 "$python" -P -c 'import torch, sys; print(sys.version.split()[0], torch.__version__, torch.cuda.is_available())
 import grpc, google.protobuf, pensieve; print("grpc", grpc.__version__, "protobuf", google.protobuf.__version__)
-from pensieve.v1 import pensieve_pb2_grpc' || true
+from pensieve.v1 import pensieve_pb2_grpc
+import pensieve.http.run, starlette, uvicorn; print("starlette", starlette.__version__, "uvicorn", uvicorn.__version__)' || true
 # Beside the first server's start: whether all that vLLM imports is there, and its bytecode for later.
 "$python" -P -c 'import vllm; print("vllm", vllm.__version__)
 import vllm.entrypoints.openai.api_server, vllm.v1.worker.gpu_worker, vllm.v1.engine.core' >"$out/vllm-import.log" 2>&1 &
-exec "$python" bench/sharing/peers.py --out "$out" "$@"
+exec "$python" "${PROGRAM:-bench/sharing/peers.py}" --out "$out" "$@"
