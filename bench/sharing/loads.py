@@ -153,6 +153,19 @@ async def prompt_at_once(trial: Trial, *, warm: bool, shared: bool = True) -> No
         await asyncio.gather(*(trial.timed(_new_session(trial, prompt, user, shared)) for user in users))
 
 
+async def prompt_open(trial: Trial) -> None:
+    """The same, one had a turn before and the sessions were made before: what a turn alone takes."""
+    prompt, users = trial.tokens(trial.sizes.system_prompt), _user_turns(trial)
+    await _one_before(trial, prompt)
+    opened = [await trial.begin(prompt) for _ in users]
+
+    def turn(context: Context, user: Sequence[int]) -> Callable[[], Awaitable[Answer]]:
+        return lambda: trial.client.turn(context, user, Draw(trial.sizes.answer))
+
+    async with trial.measured():
+        await asyncio.gather(*(trial.timed(turn(*one)) for one in zip(opened, users, strict=True)))
+
+
 async def prompt_stream(trial: Trial) -> None:
     """The same, one had a turn before, and they arrive as a Poisson process."""
     sizes = trial.sizes
@@ -224,6 +237,7 @@ async def warm_up(trial: Trial) -> None:
 LOADS: dict[str, Callable[[Trial], Awaitable[None]]] = {
     "prompt, cold": lambda trial: prompt_at_once(trial, warm=False),
     "prompt, warm": lambda trial: prompt_at_once(trial, warm=True),
+    "prompt, open": prompt_open,
     "prompt, stream": prompt_stream,
     "agents": agents,
     "candidates, seeded": lambda trial: candidates(trial, seeded=True),
