@@ -60,6 +60,7 @@ class Soak:
     """Tokens of context after which a conversation ends and another begins."""
     outputs: int
     idle: list[AsyncSession] = field(default_factory=list)
+    begun: int = 0
     turns: int = 0
     output_tokens: int = 0
     sources: Counter[str] = field(default_factory=Counter)
@@ -73,11 +74,11 @@ class Soak:
         """One client: a turn of any conversation that nobody else has in hand, again and again."""
         while time.monotonic() < until:
             if len(self.idle) < self.open_sessions and self.random.random() < 0.5:
-                session = await self.client.create_session(system_prompt="You are a helpful assistant.")
+                session = await self.client.create_session(system_prompt=self._system_prompt())
             elif self.idle:
                 session = self.idle.pop(self.random.randrange(len(self.idle)))
             else:
-                session = await self.client.create_session()
+                session = await self.client.create_session(system_prompt=self._system_prompt())
             try:
                 if await self._turn(session) < self.longest:
                     self.idle.append(session)
@@ -85,6 +86,12 @@ class Soak:
                     await session.delete()
             except PensieveError as error:
                 self.errors[error.reason] += 1
+
+    def _system_prompt(self) -> str:
+        """The first conversations begin anywhere between their beginning and their end, as they are later on."""
+        self.begun += 1
+        words = self.random.randrange(self.longest // 2) if self.begun <= self.open_sessions else 0
+        return " ".join(("You are a helpful assistant.", *self.random.choices(INPUT_WORDS, k=words)))
 
     async def _turn(self, session: AsyncSession) -> int:
         """The conversation's length behind it."""

@@ -5,6 +5,8 @@ must not cost others anything: when all places are taken and somebody wants in, 
 its place, and its call ends. It is overdue after ``PATIENCE_S`` within its caller's share of the places, which is the
 same for all who hold or want one, and after ``HASTE_S`` beyond it. It loses its place to callers that hold fewer,
 and to others of its own. A place that is left goes to whoever holds fewest.
+
+And a caller's bodies are taken in at a pace (``Pace``): what is done with large ones keeps the event loop from others.
 """
 
 from __future__ import annotations
@@ -23,6 +25,50 @@ PATIENCE_S: Final = 2.0
 HASTE_S: Final = 0.05
 LIMIT_S: Final = 30.0
 """No body may take longer, whether anybody wants its place or not."""
+RATE: Final = 16 * 2**20
+"""Bytes a second of one caller, in the long run."""
+BURST: Final = 8 * 2**20
+"""Bytes that a caller who has been quiet may send without waiting."""
+KNOWN: Final = 1024
+"""Callers of which is remembered what they sent, before those who have been quiet are forgotten."""
+
+
+class Pace:
+    """Bytes that each caller may send: a bucket of ``burst`` bytes that fills with ``rate`` bytes a second.
+
+    How large a body is shows when it has been read, so as many bytes as the caller's last one had are taken for it
+    before. Used on one event loop.
+    """
+
+    def __init__(self, rate: float = RATE, burst: float = BURST) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._paid_until: dict[str, float] = {}
+        """By caller, on the loop's clock: until then what it has sent is more than the bucket gives."""
+        self._last: dict[str, int] = {}
+        """Size of each caller's last body."""
+
+    async def wait(self, caller: str) -> int:
+        """Until the caller may send; returns the bytes that were taken for it."""
+        now = asyncio.get_running_loop().time()
+        until = self._paid_until.get(caller, 0.0)
+        expected = self._last.get(caller, 0)
+        self._take(caller, expected, now)
+        if until > now:
+            await asyncio.sleep(until - now)
+        return expected
+
+    def came(self, caller: str, size: int, expected: int) -> None:
+        """A body of ``size`` bytes came, for which ``expected`` were taken."""
+        self._last[caller] = size
+        self._take(caller, size - expected, asyncio.get_running_loop().time())
+
+    def _take(self, caller: str, size: int, now: float) -> None:
+        full = now - self._burst / self._rate
+        if caller not in self._paid_until and len(self._paid_until) >= KNOWN:
+            self._paid_until = {name: until for name, until in self._paid_until.items() if until > full}
+            self._last = {name: self._last[name] for name in self._paid_until if name in self._last}
+        self._paid_until[caller] = max(self._paid_until.get(caller, full), full) + size / self._rate
 
 
 class _Place:

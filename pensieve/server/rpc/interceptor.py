@@ -1,10 +1,10 @@
 """The outermost layer of both gRPC servers: who may come in, how many, and what an error looks like from outside.
 
-In the order of a call: credential, number of calls in flight, number of bodies being read, the body's size, decoding,
-handler, errors. Both numbers are divided among the callers: tenants, or addresses where there are no credentials.
-Handlers are registered for raw bytes and decoded here: what fails inside grpc.aio's own decoding is UNKNOWN to the
-client. Whatever is raised leaves as a ``google.rpc.Status``: a ``PensieveError`` as itself, anything else as
-INTERNAL/BUG with an error id and nothing more; grpc.aio would send the exception's text.
+In the order of a call: credential, number of calls in flight, the caller's pace, number of bodies being read, the
+body's size, decoding, handler, errors. Both numbers are divided among the callers: tenants, or addresses where there
+are no credentials. Handlers are registered for raw bytes and decoded here: what fails inside grpc.aio's own decoding
+is UNKNOWN to the client. Whatever is raised leaves as a ``google.rpc.Status``: a ``PensieveError`` as itself, anything
+else as INTERNAL/BUG with an error id and nothing more; grpc.aio would send the exception's text.
 
 Health checks take no place among the calls in flight: they must work under load.
 """
@@ -23,7 +23,7 @@ from pensieve import rpc_status
 from pensieve.errors import InvalidArgument, PensieveError, Unauthenticated
 from pensieve.server.bugs import bug
 from pensieve.server.rpc.auth import ANONYMOUS, Identity, Peer
-from pensieve.server.rpc.bodies import BodyGate
+from pensieve.server.rpc.bodies import BodyGate, Pace
 from pensieve.server.rpc.calls import Calls, RunningCall
 from pensieve.server.rpc.decode import decode
 from pensieve.server.rpc.logins import FailedLogins
@@ -64,6 +64,7 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
         self._authorizer = authorizer
         self._calls = Calls(max_in_flight)
         self._bodies = bodies or BodyGate()
+        self._pace = Pace()
         self._tenants = tenants or TenantTable()
         self._logins = logins or FailedLogins()
 
@@ -127,11 +128,13 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
     async def _answer(
         self, call: RunningCall, inner: Handler, parse: Callable[[bytes], Any], context: Any
     ) -> Any:
+        expected = await self._pace.wait(call.caller)
         async with self._bodies.place(call):
             data = await context.read()
         if not isinstance(data, bytes):
             # No message came before the end of the call: it was cancelled, or gRPC has refused it for its size.
             raise InvalidArgument("the call ended without a request", reason="REQUEST_MALFORMED")
+        self._pace.came(call.caller, len(data), expected)
         token = _identity.set(call.identity)
         try:
             self._check_size(call.identity.tenant, len(data))
