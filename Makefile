@@ -24,7 +24,7 @@ EXPERIMENTS ?= systems-13b-sharegpt
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-gpu lint structure types proto proto-release bench-replay bench-ops bench-engine bench-evaluate redis chromium haproxy clean
+.PHONY: help setup demo test test-gpu lint structure types proto proto-release bench-replay bench-ops bench-engine bench-evaluate prepared programs redis chromium haproxy clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -47,11 +47,15 @@ $(VENV)/.ready: pyproject.toml constraints.txt proto/requirements.txt
 demo: setup ## Watch a small model remember: how much sooner it answers, and that nothing is lost
 	@$(BIN)/pensieve demo
 
-test: setup redis chromium haproxy lint types ## Everything that CI checks: lint, types, stubs, tests
+test: prepared lint types ## Everything that CI checks: lint, types, stubs, tests
 	@command -v redis-server >/dev/null || export PENSIEVE_TEST_WITHOUT_REDIS=1; \
 	command -v chromium >/dev/null || export PENSIEVE_TEST_WITHOUT_CHROMIUM=1; \
 	command -v haproxy >/dev/null || export PENSIEVE_TEST_WITHOUT_HAPROXY=1; \
-	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+# Packages of Python and of Debian come from different places and wait for different things: both at once.
+prepared:
+	@$(MAKE) --no-print-directory -j2 setup programs
 
 # The first of two Pythons that has a GPU. Nothing is installed: a GPU machine has its own build of torch.
 FIND_GPU = for python in "$(PYTHON_GPU)" "$(PYTHON)"; do \
@@ -99,6 +103,12 @@ bench-evaluate: ## Systems and ablations on GPUs: EXPERIMENTS= names of bench/ev
 
 # The Redis store is tested against a real server, the HTML report in a real browser, several servers behind a real proxy.
 # Without the right to install one, its tests are left out, loudly.
+programs: redis chromium haproxy
+
+# One after the other, whatever else runs beside them: there is one lock on Debian's packages.
+chromium: | redis
+haproxy: | chromium
+
 redis:
 	@$(call INSTALL,redis-server,redis-server,the Redis store)
 

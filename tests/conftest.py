@@ -8,6 +8,8 @@ import shutil
 import hypothesis
 import pytest
 
+from support.lengths import turn_of
+
 # Before torch and transformers are imported anywhere. Several test processes share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -20,7 +22,8 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run. A missing program skips only when it was said to be missing."""
+    """The slowest files first; skip what this machine cannot run, a missing program only if said to be missing."""
+    items.sort(key=lambda item: turn_of(item.nodeid.split("::")[0]))
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu:
         import torch

@@ -16,7 +16,7 @@ import pytest
 import pensieve
 from pensieve.cli import main as cli
 from pensieve.options.table import OPTIONS
-from support import structure
+from support import lengths, structure
 from support.sources import LINKS, ROOT, files, python_files, tree
 
 TOP_FOLDERS = {"proto", "pensieve", "kernels", "store", "tests", "bench", "deploy", "docs"}
@@ -227,6 +227,12 @@ def test_ci_runs_make_test() -> None:
     assert os.access(script, os.X_OK)
     assert "set -euo pipefail" in script.read_text()
     assert script.read_text().rstrip().endswith("make test")
+
+
+def test_the_slowest_test_files_exist_and_start_first() -> None:
+    assert len(set(lengths.SLOWEST)) == len(lengths.SLOWEST)
+    assert {name for name in lengths.SLOWEST if not (ROOT / name).is_file()} == set()
+    assert "--no-loadscope-reorder" in (ROOT / "Makefile").read_text(), "pytest-xdist has an order of its own"
 
 
 def test_versions_agree() -> None:

@@ -170,11 +170,10 @@ def turns_due(found: list[Script], start: float, end: float, token_s: float = 0.
 def test_what_is_offered_in_a_window_hardly_rises() -> None:
     """The load changes by less than what is called unsteady; without the run-in it would change by more."""
     found = table().experiments(table().FULL).items()
-    for load in {experiment.lines[0].workload for name, experiment in found if name.startswith("systems-")}:
+    loads = [experiment.lines[0].workload for name, experiment in found if name.startswith("systems-")]
+    # The rise is the same at any rate, and chance less at a high one.
+    for many in {replace(load, rates=(400.0,), most=400.0) for load in loads}:
         rises = {}
-        many = replace(
-            load, rates=(400.0,)
-        )  # the rise is the same at any rate, and chance less at a high one
         talks = generate(many.dataset, many.conversations, 0).conversations
         drawn = scripts(talks, Arrivals(400.0, many.think_s))
         edges = [many.warm_up_s + half * many.window_s / 2 for half in range(3)]

@@ -11,6 +11,7 @@ import pytest
 from pensieve.config import CacheConfig, PolicyName, SchedulerConfig
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hash_worker import VOCABULARY, HashWorker, verify_beams, verify_tokens
+from support.lengths import at_length
 
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 
@@ -40,11 +41,12 @@ def random_setup(rng: random.Random) -> tuple[CacheConfig, SchedulerConfig]:
 
 @pytest.mark.fault(12, 31)
 @pytest.mark.parametrize("overlapped", [False, True], ids=["in_turn", "overlapped"])
-@pytest.mark.parametrize("block", range(6))
+@pytest.mark.parametrize("block", range(at_length(3, 12)))
 def test_answers_equal_a_stateless_run(block: int, overlapped: bool) -> None:
     totals = {"swapped": 0, "recomputed": 0, "cached": 0, "suspended": 0, "found": 0, "warmed": 0}
     warmed: Counter[str] = Counter()
-    for seed in range(block * 18, block * 18 + 18):
+    first = (2 * block + overlapped) * 18  # no schedule is played in both ways: others find more
+    for seed in range(first, first + 18):
         rng = random.Random(seed)
         cache, scheduler = random_setup(rng)
         clock = Clock()

@@ -19,6 +19,7 @@ from pensieve.engine.kv.timeline import Lane
 from pensieve.engine.plan import Copy, Plan, Span
 from support.engine.fake_lanes import FakeLanes
 from support.engine.swap_plans import DEVICE_PAGES, HOST_PAGES, PAGE_TOKENS, Pools, make_plan, work_of
+from support.lengths import at_length
 
 LAYERS, WORDS = 5, 2
 IN, OUT, COMPUTE = Lane.IN, Lane.OUT, Lane.COMPUTE
@@ -89,7 +90,7 @@ class Rig:
         return self.right()
 
 
-@settings(max_examples=400)
+@settings(max_examples=at_length(150, 400))
 @given(seed=st.integers(0, 10**9), pipelined=st.booleans())
 def test_plans_take_effect_one_after_the_other(seed: int, pipelined: bool) -> None:
     rig = Rig(seed, pipelined=pipelined)

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import os
 import signal
+import time
 import urllib.request
 import uuid
 from collections.abc import AsyncIterator
@@ -219,6 +220,7 @@ def test_sigterm_while_the_engine_loads_ends_quietly(tmp_path: Path) -> None:
     with launched(tmp_path, script, ready=False) as server:
         while "loading" not in server.stderr:
             assert server.process.poll() is None
+            time.sleep(0.01)
         server.terminate()
         assert server.finish() == (0, "")
 

@@ -22,6 +22,7 @@ from pensieve.simulate.scenario.settings import Settings
 from pensieve.simulate.scenario.tally import Span, Tally
 from pensieve.simulate.turns.engine import TurnSimulation
 from support.engine.hash_worker import HashWorker
+from support.lengths import at_length
 
 SIZE = 8
 MACHINE = Machine(overlapped=False)
@@ -170,8 +171,9 @@ def test_active_sessions_are_open_from_arrival_to_last_answer(engine: EngineName
 
 @pytest.mark.parametrize(("rate", "steady"), [(3.0, True), (400.0, False)])
 def test_a_load_that_piles_up_is_not_steady(rate: float, steady: bool) -> None:
-    load = Load(talks(1, 200), 3000, rate, 0.5, 1)
-    span = 3000 / load.starts_per_s
+    sessions = at_length(1000, 3000)
+    load = Load(talks(1, 200), sessions, rate, 0.5, 1)
+    span = sessions / load.starts_per_s
     result = simulate(settings(400, 400), load, "turns", "retention", (span / 2, span))
     assert result["window"]["steady"] is steady
 
@@ -204,7 +206,7 @@ def test_full_engine_makes_the_plans_of_an_engine_with_kv() -> None:
     )
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(at_length(3, 6)))
 def test_nobody_beats_the_future(seed: int) -> None:
     config = settings(50, 70)
     load = Load(talks(seed, 60, 300), None, 2.0, 10.0, seed)
@@ -265,7 +267,7 @@ def test_memory_follows_sessions_alive_not_sessions_seen() -> None:
         simulation.run(Load(talks(1), sessions, 20.0, 1.0, 3))
         return simulation.most_alive, len(simulation.replicas[0].cache.index._sessions)
 
-    small, large = held(500), held(2000)
+    small, large = held(300), held(1200)
     assert large[0] < 2 * small[0] < 500 and large[1] < 2 * small[1] < 500
 
 

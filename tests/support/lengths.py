@@ -1,0 +1,51 @@
+"""How long the tests take: how much they draw at random, and which of them come first."""
+
+from __future__ import annotations
+
+import os
+
+LONG = os.environ.get("PENSIEVE_LONG_TESTS") == "1"
+
+
+def at_length(short: int, long: int) -> int:
+    """``short``, or ``long`` where PENSIEVE_LONG_TESTS=1 asks for it."""
+    return long if LONG else short
+
+
+SLOWEST = (
+    "tests/exactness/test_families.py",
+    "tests/e2e/test_demo.py",
+    "tests/robustness/test_under_faults.py",
+    "tests/e2e/test_readme.py",
+    "tests/e2e/test_real_server.py",
+    "tests/engine/test_random_schedules.py",
+    "tests/simulate/test_fidelity.py",
+    "tests/server_infra/test_app.py",
+    "tests/engine/test_groups.py",
+    "tests/faults/test_server_killed.py",
+    "tests/simulate/test_validation.py",
+    "tests/e2e/test_three_systems.py",
+    "tests/simulate/test_command.py",
+    "tests/bench/test_evaluate_jobs.py",
+    "tests/simulate/test_simulations.py",
+    "tests/simulate/test_sharing.py",
+    "tests/ops/test_decoder_ops.py",
+    "tests/ops/test_prefixes.py",
+    "tests/ops/test_triton_attention.py",
+    "tests/simulate/test_turn_sharing.py",
+    "tests/replay_presentation/test_compare.py",
+    "tests/test_distribution.py",
+    "tests/engine/test_beams.py",
+    "tests/bench/test_evaluate_plan.py",
+    "tests/server_infra/test_process_link.py",
+    "tests/engine/test_mutants.py",
+    "tests/replay/test_crew.py",
+    "tests/exactness/test_groups.py",
+    "tests/replay_presentation/test_report_page.py",
+)
+"""The files that take longest, longest first: started early, none of them keeps one worker busy at the end alone."""
+
+
+def turn_of(file: str) -> int:
+    """When the tests of a file, relative to the root, are to start: lower is sooner."""
+    return SLOWEST.index(file) if file in SLOWEST else len(SLOWEST)
