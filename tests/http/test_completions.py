@@ -178,10 +178,20 @@ async def test_bad_input_is_refused_by_name() -> None:
             with pytest.raises(BadRequestError) as caught:
                 await complete(rig, "the fox", extra_body=fields)
             assert caught.value.param == param, (name, caught.value.body)
+
+
+async def nothing_runs(rig: HttpRig) -> None:
+    async with asyncio.timeout(20):
+        while rig.service.conversations.turns.running:
+            await asyncio.sleep(0.01)
+
+
+async def test_one_bad_prompt_ends_the_turns_of_the_others() -> None:
+    async with door(answer=None) as rig:
         with pytest.raises(BadRequestError) as caught:
             await complete(rig, ["the fox", "the " * 300])
         assert caught.value.code == "context_length_exceeded"
-        assert not rig.service.conversations.turns.running, "the other prompt's turn goes on"
+        await nothing_runs(rig)
 
 
 async def test_who_leaves_discards_all_turns() -> None:
@@ -191,6 +201,4 @@ async def test_who_leaves_discards_all_turns() -> None:
             await asyncio.sleep(0.01)
         stream = await asyncio.wait_for(waiting, 5)
         await stream.close()
-        async with asyncio.timeout(20):
-            while rig.service.conversations.turns.running:
-                await asyncio.sleep(0.01)
+        await nothing_runs(rig)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from pensieve.http.common.logprobs import token_scores
 from pensieve.v1 import pensieve_pb2 as pb
 from support.http.http_rig import HttpRig, door, opened
 from support.service.real_engine import TinyModel, really_serving
-from support.service.service_rig import says
+from support.service.service_rig import encode, eos, says
 
 SMILE = "a\U0001f600b"
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -51,6 +52,27 @@ async def test_chat_has_one_entry_for_each_token() -> None:
             {-1.0},
             {-0.5},
         ]
+
+
+async def test_a_token_without_text_is_an_entry_too() -> None:
+    async with door(answer=None) as rig:
+        asked: Any = {"logprobs": True, "stream": True}
+        for streamed in (chat(rig, **asked), respond(rig, include=INCLUDE, stream=True)):
+            waiting = asyncio.create_task(streamed)
+            generation = await rig.service.link.next_generation()
+            generation.admit()
+            generation.emit(*encode("a"))
+            stream = (await waiting).__aiter__()
+            seen = ""
+            while '"a"' not in seen:
+                seen += (await anext(stream)).model_dump_json()
+            generation.emit(eos())
+            async with asyncio.timeout(20):
+                while "<|im_end|>" not in seen:
+                    seen += (await anext(stream)).model_dump_json()
+            generation.finish()
+            async for _ in stream:
+                pass
 
 
 async def test_a_replayed_chat_has_none() -> None:
