@@ -149,6 +149,20 @@ class HintReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Hints that had no effect, by their names in ``pensieve.v1.TurnHints``."""
 
 
+class TokenText(msgspec.Struct, frozen=True, array_like=True):
+    """What a token stands for in a text."""
+
+    piece: bytes = b""
+    """What it adds to the text, perhaps a part of a character; empty for control tokens."""
+    name: str = ""
+    """Of a control token, else empty."""
+
+    @property
+    def text(self) -> str:
+        """For people: bytes that are no whole character show like ``\\xf0\\x9f``."""
+        return self.name or self.piece.decode("utf-8", "backslashreplace")
+
+
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """Log-probability of a chosen token: natural logarithm of the softmax of the raw logits, at temperature 1."""
 
@@ -156,6 +170,10 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     """The most likely (token id, logprob) pairs, best first."""
+    token: TokenText = TokenText()
+    """Empty where nobody has looked it up, as in an engine."""
+    top_tokens: tuple[TokenText, ...] = ()
+    """Those of ``top``, in its order."""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -9,7 +9,7 @@ May import: core, errors, rpc_status, v1.
 
 from pensieve.client._aio import AsyncClient, AsyncSession
 from pensieve.client._aio_link import AsyncTurnStream
-from pensieve.client._requests import SamplingOptions, SessionChanges, TurnOptions
+from pensieve.client._requests import RawText, SamplingOptions, SessionChanges, TurnOptions
 from pensieve.client._retry import RetryPolicy
 from pensieve.client._sync import Client, Session
 from pensieve.client._sync_link import TurnStream
@@ -28,7 +28,7 @@ from pensieve.client._values import (
     TurnState,
     Warming,
 )
-from pensieve.core import FinishReason, HintReceipt, Phase, Role, TokenLogprob, Usage
+from pensieve.core import FinishReason, HintReceipt, Phase, Role, TokenLogprob, TokenText, Usage
 
 __all__ = [
     "AsyncClient",
@@ -43,6 +43,7 @@ __all__ = [
     "Phase",
     "Piece",
     "Progress",
+    "RawText",
     "Residency",
     "RetryPolicy",
     "Role",
@@ -54,6 +55,7 @@ __all__ = [
     "SessionState",
     "TokenCount",
     "TokenLogprob",
+    "TokenText",
     "Turn",
     "TurnOptions",
     "TurnState",

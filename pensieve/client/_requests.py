@@ -14,12 +14,21 @@ from pensieve.errors import InvalidArgument
 from pensieve.v1 import pensieve_pb2 as pb
 
 Content = str | Sequence[int]
-"""Text goes through the model's chat template; token ids are appended verbatim."""
+"""Text goes through the model's chat template, unless it is a ``RawText``; token ids are appended verbatim."""
 InputLike = tuple[Role | str, Content] | Item
 """``("user", "Hi")``, ``(Role.TOOL, [1, 2, 3])``, or an item of another session."""
 Overflow = Literal["reject", "drop_oldest_turns"]
 Keep = Literal["partial", "nothing"]
 Choice = Literal["first", "best_logprob"]
+
+
+class RawText(str):
+    """Text that goes to the model without the chat template, as its own tokenizer encodes it, control tokens included.
+
+    >>> session.stream(items=[("user", RawText("Once upon a time"))])  # doctest: +SKIP
+    """
+
+    __slots__ = ()
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -188,6 +197,8 @@ def input_item(value: InputLike) -> pb.InputItem:
         content: Content = value.token_ids or value.text
         return input_item((Role(value.role), content))
     who, content = value
+    if isinstance(content, RawText):
+        return pb.InputItem(role=role(who), raw_text=content)
     if isinstance(content, str):
         return pb.InputItem(role=role(who), text=content)
     return pb.InputItem(role=role(who), tokens=pb.TokenIds(ids=content))

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pensieve.client import decode
 from pensieve.client._retry import STREAM_INCONSISTENT, Backoff, RetryPolicy, Verdict, verdict
 from pensieve.client._values import Piece, Progress, Turn
-from pensieve.core import FinishReason
+from pensieve.core import FinishReason, TokenLogprob
 from pensieve.errors import Cancelled, DeadlineExceeded, Internal, PensieveError, Unavailable
 from pensieve.rpc_status import TRANSPORT
 from pensieve.v1 import pensieve_pb2 as pb
@@ -200,7 +200,17 @@ class TurnMachine:
             elif len(text) > len(had.value):
                 rest = text[len(had.value) :]
                 self.pending.append(Piece(text=rest, token_offset=had.tokens, candidate=candidate))
-        self.turn = turn
+        self.turn = self._with_logprobs(turn)
+
+    def _with_logprobs(self, turn: Turn) -> Turn:
+        """The turn with what was streamed of its log-probabilities, where that is all of an answer."""
+        candidates = tuple(
+            replace(one, logprobs=self._texts[one.candidate].scores(one.output_tokens))
+            for one in turn.candidates
+        )
+        answer = turn.chosen if candidates else 0
+        logprobs = self._texts[answer].scores(turn.usage.output_tokens)
+        return replace(turn, candidates=candidates, logprobs=logprobs)
 
     def _restart(self) -> None:
         if not all(text.empty for text in self._texts.values()):
@@ -234,6 +244,7 @@ class _Text:
         self._borders = {0: 0}
         """Token count -> text length when that many tokens had been received, the first time."""
         self.tokens = 0
+        self._logprobs: list[TokenLogprob] = []
         self._token_at = 0
         """Position of the stream: equal to ``tokens`` except while the server repeats itself."""
         self._text_at = 0
@@ -247,6 +258,11 @@ class _Text:
         if len(self._parts) > 1:
             self._parts = ["".join(self._parts)]
         return self._parts[0] if self._parts else ""
+
+    def scores(self, tokens: int) -> tuple[TokenLogprob, ...]:
+        """Log-probabilities of the first ``tokens`` tokens; empty unless all are known."""
+        known = len(self._logprobs) == self.tokens >= tokens
+        return tuple(self._logprobs[:tokens]) if known else ()
 
     def rewind_to_tokens(self) -> None:
         """A new stream starts at the last token border. Text held back there (a possible stop string) comes again."""
@@ -275,6 +291,7 @@ class _Text:
             return None
         offset = self.tokens
         self._parts.append(fresh_text)
+        self._logprobs += piece.logprobs[skip:]
         self._length += len(fresh_text)
         self.tokens += fresh_tokens
         self._borders.setdefault(self.tokens, self._text_at)

@@ -79,6 +79,8 @@ class Candidate:
     """Per output token; with ``candidate_choice="best_logprob"``."""
     token_ids: tuple[int, ...] = ()
     """Output tokens, if the server sent them."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """As ``Turn.logprobs``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,9 @@ class Turn:
     """The candidate that ``text`` and ``output`` are."""
     hints: HintReceipt | None = None
     """What the server made of the turn's hints; None: it gave none."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One entry per output token when ``top_logprobs`` was asked for and this stream has seen them all. History keeps
+    none: a turn that is fetched or replayed is without them."""
 
     @property
     def items(self) -> tuple[Item, ...]:

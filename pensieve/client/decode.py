@@ -25,7 +25,7 @@ from pensieve.client._values import (
     TurnState,
     Warming,
 )
-from pensieve.core import FinishReason, HintReceipt, Phase, Role, TokenLogprob, Usage
+from pensieve.core import FinishReason, HintReceipt, Phase, Role, TokenLogprob, TokenText, Usage
 from pensieve.v1 import pensieve_pb2 as pb
 
 E = TypeVar("E", bound=IntEnum)
@@ -138,6 +138,8 @@ def piece(message: pb.TurnDelta) -> Piece:
                 token_id=one.token_id,
                 logprob=one.logprob,
                 top=tuple((top.token_id, top.logprob) for top in one.top),
+                token=TokenText(one.piece, one.name),
+                top_tokens=tuple(TokenText(top.piece, top.name) for top in one.top),
             )
             for one in message.logprobs
         ),

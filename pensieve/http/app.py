@@ -20,6 +20,7 @@ from pensieve.http.chat import endpoint as chat
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import HttpFailure, failure_of
 from pensieve.http.common.settings import DoorSettings
+from pensieve.http.completions import endpoint as completions
 from pensieve.http.conversations import endpoint as conversations
 from pensieve.http.metrics import HttpMetrics, Measured
 from pensieve.http.responses import endpoint as responses
@@ -46,6 +47,7 @@ def make_app(settings: DoorSettings) -> Starlette:
             Route("/v1/models", models.listing),
             Route("/v1/models/{model:path}", models.retrieve),
             Route("/v1/chat/completions", chat.create, methods=["POST"]),
+            Route("/v1/completions", completions.create, methods=["POST"]),
             Route("/v1/responses", responses.create, methods=["POST"]),
             Route("/v1/responses/{response}", responses.retrieve, methods=["GET"]),
             Route("/v1/responses/{response}", responses.delete, methods=["DELETE"]),

@@ -21,6 +21,12 @@ class InputEntry(msgspec.Struct, frozen=True):
     tokens: bytes | None = None
 
 
+class RawEntry(InputEntry, frozen=True):
+    """Text that goes to the model without the template. A class of its own: what others hash to stays what it was."""
+
+    raw: bool = True
+
+
 class OutputChoice(msgspec.Struct, frozen=True):
     """How a stream wants its deltas. It says how the answer is delivered, and is not part of what the turn is."""
 

@@ -16,6 +16,7 @@ May import: core, errors.
 from pensieve.tokenizer.chat import (
     ChatTokenizer,
     HistoryItem,
+    RawMessage,
     Rendered,
     TextMessage,
     TokenMessage,
@@ -29,6 +30,7 @@ __all__ = [
     "ChatTokenizer",
     "Detokenizer",
     "HistoryItem",
+    "RawMessage",
     "Rendered",
     "StopMatcher",
     "StopResult",

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pensieve.core import Role, TokenArray
+from pensieve.core import Role, TokenArray, TokenText
 from pensieve.errors import InvalidArgument
 from pensieve.tokenizer.detokenizer import Detokenizer, TokenBytes
 from pensieve.tokenizer.encoding import Before, Part, TextEncoder
@@ -40,6 +40,14 @@ class HistoryItem:
 @dataclass(frozen=True, slots=True)
 class TextMessage:
     """A message whose text goes through the chat template."""
+
+    role: Role
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RawMessage:
+    """A message whose text is encoded as the model's own tokenizer does it, control tokens included, without glue."""
 
     role: Role
     text: str
@@ -82,6 +90,7 @@ class ChatTokenizer:
         """Ids below this are valid input."""
         self.eos_token_ids: tuple[int, ...] = folder.eos_token_ids
         self.bos_token_id: int | None = folder.bos_token_id
+        self._adds_bos = folder.adds_bos
         self.sha256: str = folder.sha256
         """Hash over the tokenizer's files, its chat template excepted."""
         self.template_sha256: str = hashlib.sha256(template.source.encode()).hexdigest()
@@ -110,7 +119,7 @@ class ChatTokenizer:
     def render(
         self,
         history: Sequence[HistoryItem],
-        new: Sequence[TextMessage | TokenMessage],
+        new: Sequence[TextMessage | RawMessage | TokenMessage],
         *,
         generation_prompt: bool,
     ) -> Rendered:
@@ -123,8 +132,8 @@ class ChatTokenizer:
         before = self._behind(items)
         arrays: list[TokenArray] = []
         for message in new:
-            if isinstance(message, TokenMessage):
-                tokens = self._checked(message.tokens)
+            if not isinstance(message, TextMessage):
+                tokens = self._verbatim(message, before)
                 items.append(HistoryItem(message.role, True, self.is_closed(tokens)))
                 before = Before.CONTROL if items[-1].closed else Before.TEXT
             else:
@@ -146,6 +155,13 @@ class ChatTokenizer:
         """The text of an answer: special tokens are left out, invalid UTF-8 becomes U+FFFD."""
         stream = self.detokenizer()
         return stream.push(ids) + stream.finish()
+
+    def token_text(self, token_id: int, *, first: bool = False) -> TokenText:
+        """What one token stands for. ``first``: no token before it in its text adds anything to it."""
+        piece = self._token_bytes[token_id]
+        if first and self._token_bytes.strips_leading_space:
+            piece = piece.removeprefix(b" ")
+        return TokenText(piece, self._token_bytes.name(token_id))
 
     def detokenizer(self) -> Detokenizer:
         """A detokenizer for one answer, from its first token on."""
@@ -200,6 +216,15 @@ class ChatTokenizer:
             return Before.TEXT
         closing = self._template.glue(_roles(items)).closing
         return self._encoder.encode([Part(closing, True)], Before.TEXT)[1]
+
+    def _verbatim(self, message: RawMessage | TokenMessage, before: Before) -> TokenArray:
+        if isinstance(message, TokenMessage):
+            return self._checked(message.tokens)
+        ids = self._encoder.encode_raw(message.text, before)
+        # Who writes the token themselves does not want it twice.
+        if self._adds_bos and before is Before.NOTHING and ids[:1] != [self.bos_token_id]:
+            ids.insert(0, self.bos_token_id or 0)
+        return np.asarray(ids, dtype=np.int32)
 
     def _checked(self, tokens: TokenArray) -> TokenArray:
         wrong = tokens[(tokens < 0) | (tokens >= self.vocab_size)]

@@ -52,6 +52,10 @@ class TokenBytes:
         self.strips_leading_space = False
         self._to_bytes = self._reader(decoder)
 
+    def name(self, token_id: int) -> str:
+        """Of a special token; empty for any other id."""
+        return (self._tokenizer.id_to_token(token_id) or "") if token_id in self._special else ""
+
     def __getitem__(self, token_id: int) -> bytes:
         data = self._cache.get(token_id)
         if data is None:

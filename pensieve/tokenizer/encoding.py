@@ -38,11 +38,13 @@ class Part:
 
 
 class TextEncoder:
-    """Encodes parts of messages. Thread-safe: nothing is written after it is made."""
+    """Encodes parts of messages. Thread-safe: nothing is written after it is made. Keeps ``backend``."""
 
     def __init__(self, backend: Tokenizer) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._raw = backend
         spec = json.loads(backend.to_str())
-        spec["truncation"] = spec["padding"] = None
         added = spec["added_tokens"]
         self._control = {token["content"]: token for token in added if token["content"].strip()}
         self.control_ids = frozenset(token["id"] for token in self._control.values())
@@ -86,14 +88,19 @@ class TextEncoder:
             before = Before.TEXT
         return ids, before
 
+    def encode_raw(self, text: str, before: Before) -> list[int]:
+        """The ids of a text as the model's own tokenizer gives them, control tokens in it included."""
+        if before is not Before.NOTHING:
+            return self.encode([Part(text, True)], before)[0]
+        _check_text(text)
+        (encoding,) = self._raw.encode_batch_fast([text], add_special_tokens=False)
+        return list(encoding.ids)
+
     def _encode_run(self, text: str, before: Before) -> list[int]:
         if not text:
             return []
         tokenizer = self._continuing if before is Before.TEXT else self._fresh
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidArgument.field("text", "has a surrogate that is not part of a pair") from error
+        _check_text(text)
         mark = "" if before is Before.NOTHING else self._mark
         # As a batch of one: ``encode`` holds the interpreter lock, seconds for a megabyte, and with it the event loop.
         (encoding,) = tokenizer.encode_batch_fast([mark + text], add_special_tokens=False)
@@ -118,6 +125,13 @@ class TextEncoder:
         raise InvalidArgument.field(
             "text", f"has a control token of the model, and no token for {char!r} alone"
         )
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument.field("text", "has a surrogate that is not part of a pair") from error
 
 
 def _without_prefix_space(node: Any) -> Any:

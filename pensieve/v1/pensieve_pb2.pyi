@@ -318,14 +318,16 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class InputItem(_message.Message):
-    __slots__ = ("role", "text", "tokens")
+    __slots__ = ("role", "text", "tokens", "raw_text")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RAW_TEXT_FIELD_NUMBER: _ClassVar[int]
     role: Role
     text: str
     tokens: TokenIds
-    def __init__(self, role: _Optional[_Union[Role, str]] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ...) -> None: ...
+    raw_text: str
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., raw_text: _Optional[str] = ...) -> None: ...
 
 class Item(_message.Message):
     __slots__ = ("item", "role", "text", "tokens", "request_id", "finish_reason", "create_time")
@@ -571,22 +573,30 @@ class TurnDelta(_message.Message):
     def __init__(self, token_offset: _Optional[int] = ..., token_count: _Optional[int] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., padding: _Optional[bytes] = ..., candidate: _Optional[int] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
-    __slots__ = ("token_id", "logprob", "top")
+    __slots__ = ("token_id", "logprob", "top", "piece", "name")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     TOP_FIELD_NUMBER: _ClassVar[int]
+    PIECE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
     token_id: int
     logprob: float
     top: _containers.RepeatedCompositeFieldContainer[TopToken]
-    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TopToken, _Mapping]]] = ...) -> None: ...
+    piece: bytes
+    name: str
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TopToken, _Mapping]]] = ..., piece: _Optional[bytes] = ..., name: _Optional[str] = ...) -> None: ...
 
 class TopToken(_message.Message):
-    __slots__ = ("token_id", "logprob")
+    __slots__ = ("token_id", "logprob", "piece", "name")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    PIECE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
     token_id: int
     logprob: float
-    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
+    piece: bytes
+    name: str
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., piece: _Optional[bytes] = ..., name: _Optional[str] = ...) -> None: ...
 
 class Turn(_message.Message):
     __slots__ = ("session", "request_id", "state", "base_revision", "revision", "input", "output", "finish_reason", "stop_sequence", "seed", "usage", "discard_reason", "hints", "candidates", "chosen_candidate")

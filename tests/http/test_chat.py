@@ -116,7 +116,15 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "json": ({"response_format": {"type": "json_object"}}, "response_format"),
     "a word as token": ({"logit_bias": {"word": 1}}, "logit_bias"),
     "many stops": ({"stop": ["x"] * 1000}, "stop"),
-    "logprobs": ({"logprobs": True}, "logprobs"),
+    "likely tokens alone": ({"top_logprobs": 2}, "top_logprobs"),
+    "21 likely tokens": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    "a voice": ({"modalities": ["text", "audio"], "audio": {"voice": "x"}}, "modalities"),
+    "a search": ({"web_search_options": {}}, "web_search_options"),
+    "a large token": ({"logit_bias": {"99999999999": 1}}, "logit_bias"),
+    "a token that there is not": ({"logit_bias": {"9999": 1}}, "logit_bias"),
+    "a great bias": ({"logit_bias": {"5": 101}}, "logit_bias"),
+    "no room to answer": ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    "a schema": ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
 }
 
 

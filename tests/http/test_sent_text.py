@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.client import Piece
+from pensieve.client import Piece, TokenLogprob
 from pensieve.errors import Internal
-from pensieve.http.common.answers import SentText
+from pensieve.http.common.answers import SentText, SentTokens
 
 
 def told(*texts: str | None) -> list[str | None]:
@@ -34,3 +34,27 @@ def test_candidates_are_apart() -> None:
     assert sent.new_text(Piece(restarted=True)) is None
     assert sent.new_text(Piece(text="bc", candidate=1)) == "c"
     assert sent.new_text(Piece(text="a")) is None
+
+
+def scored(ids: tuple[int, ...], offset: int, base: float = 0.0) -> Piece:
+    """Tokens of an answer; ``base`` tells attempts apart."""
+    return Piece(
+        token_ids=ids, token_offset=offset, logprobs=tuple(TokenLogprob(one, base - one) for one in ids)
+    )
+
+
+def test_tokens_are_sent_once_whatever_begins_anew() -> None:
+    sent = SentTokens(wanted=True)
+    assert sent.new_tokens(scored((5, 6), 0)) == ((5, 6), (TokenLogprob(5, -5), TokenLogprob(6, -6)))
+    assert sent.new_tokens(Piece(restarted=True)) == ((), ())
+    assert sent.new_tokens(scored((5,), 0, 0.5)) == ((), ())
+    ids, scores = sent.new_tokens(scored((6, 7), 1, 0.5))
+    assert ids == (7,) and scores == (TokenLogprob(7, -6.5),)
+    assert SentTokens(wanted=False).new_tokens(scored((5,), 0)) == ((), ())
+
+
+def test_other_tokens_of_the_same_text_are_an_error_where_tokens_are_shown() -> None:
+    sent = SentTokens(wanted=True)
+    sent.new_tokens(scored((5, 6), 0))
+    with pytest.raises(Internal):
+        sent.new_tokens(scored((5, 8), 0))

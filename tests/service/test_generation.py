@@ -58,7 +58,7 @@ class Turn:
 
 
 async def read(buffer: TurnBuffer) -> list[StreamEvent]:
-    async with aclosing(events(buffer, StreamOptions(OutputChoice(), 5.0))) as stream:
+    async with aclosing(events(buffer, StreamOptions(OutputChoice(top_logprobs=1), 5.0))) as stream:
         return [event async for event in stream]
 
 
@@ -84,7 +84,7 @@ async def test_of_progress_only_the_latest_is_kept() -> None:
     task, engine = await turn.running()
     for position in range(1000):
         engine.progress(Phase.QUEUED, queue_position=position)
-    async with aclosing(events(turn.buffer, StreamOptions(OutputChoice(), 5.0))) as stream:
+    async with aclosing(events(turn.buffer, StreamOptions(OutputChoice(top_logprobs=1), 5.0))) as stream:
         assert isinstance(await anext(stream), Accepted)
         assert await anext(stream) == ProgressView(Phase.QUEUED, 999)
         waiting = asyncio.ensure_future(anext(stream))

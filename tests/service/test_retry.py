@@ -8,11 +8,11 @@ from contextlib import aclosing
 import pytest
 
 from pensieve import debug
-from pensieve.core import FinishReason
+from pensieve.core import FinishReason, Role, pack_tokens
 from pensieve.server.turns.buffer import TurnBuffer
 from pensieve.server.turns.stream import StreamOptions, events
 from pensieve.server.turns.text import OutputText
-from pensieve.server.values import Accepted, OutputChoice
+from pensieve.server.values import Accepted, InputEntry, NewTurn, OutputChoice, RawEntry
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service.service_rig import ANSWER, Streamed, encode, refusal, says, serving, spec, tokenizer, uid
 
@@ -284,3 +284,11 @@ async def test_slow_reader_gets_few_large_deltas_and_holds_nobody_up() -> None:
             await asyncio.sleep(0)
         got = Streamed([event async for event in call])
         assert got.tokens == len(tokens) and len(got.deltas) < 10
+
+
+def test_raw_text_is_another_turn_and_others_are_what_they_were() -> None:
+    """A turn that was begun by an older server is known by its hash."""
+    entries = (InputEntry(Role.USER, "hi"), InputEntry(Role.USER, tokens=pack_tokens([1])))
+    assert NewTurn("r", input=entries).fingerprint() == "77ece6c963a50ba64efab3612db33e52"
+    raw = NewTurn("r", input=(RawEntry(Role.USER, "hi"), entries[1]))
+    assert raw.fingerprint() != NewTurn("r", input=entries).fingerprint()

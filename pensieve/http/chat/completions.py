@@ -7,11 +7,14 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-from pensieve.client import AsyncTurnStream, FinishReason, Turn
+from pensieve.client import AsyncTurnStream, TokenLogprob, Turn
 from pensieve.errors import PensieveError
-from pensieve.http.common.answers import SentText, cached_tokens, output_tokens, was_cut
+from pensieve.http.common.answers import SentText, SentTokens, finish_reason, usage_of
 from pensieve.http.common.failures import failure_of
+from pensieve.http.common.logprobs import token_scores
 from pensieve.http.common.streams import DONE, event
+
+Scores = tuple[TokenLogprob, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,31 +36,34 @@ class ChatCompletion:
             {
                 "index": index,
                 "message": {"role": "assistant", "content": text, "refusal": None},
-                "logprobs": None,
+                "logprobs": _scored(scores),
                 "finish_reason": reason,
             }
-            for index, text, reason in _answers(turn)
+            for index, text, reason, scores in _answers(turn)
         ]
         return {**self._frame("chat.completion"), "choices": choices, "usage": usage_of(turn)}
 
-    async def chunks(self, stream: AsyncTurnStream, *, include_usage: bool) -> AsyncIterator[bytes]:
-        """The answer as it comes; errors after the first chunk are an event too."""
+    async def chunks(
+        self, stream: AsyncTurnStream, *, include_usage: bool, scored: bool
+    ) -> AsyncIterator[bytes]:
+        """The answer as it comes, ``scored`` with log-probabilities; errors after the first chunk are an event too."""
         begun: set[int] = set()
-        sent = SentText()
+        sent, tokens = SentText(), SentTokens(scored)
         try:
             async for piece in stream:
-                text = sent.new_text(piece)
-                if text is None:
+                text, (_, scores) = sent.new_text(piece), tokens.new_tokens(piece)
+                if text is None and not scores:
                     continue
                 if piece.candidate not in begun:
                     begun.add(piece.candidate)
-                    yield self._chunk(piece.candidate, {"role": "assistant", "content": text})
-                elif text:
-                    yield self._chunk(piece.candidate, {"content": text})
+                    delta = {"role": "assistant", "content": text or ""}
+                    yield self._chunk(piece.candidate, delta, scores=scores)
+                elif text or scores:
+                    yield self._chunk(piece.candidate, {"content": text or ""}, scores=scores)
         except PensieveError as error:
             yield event(failure_of(error).body)
             return
-        for index, _, reason in _answers(stream.turn):
+        for index, _, reason, _ in _answers(stream.turn):
             if index not in begun:
                 yield self._chunk(index, {"role": "assistant", "content": ""})
             yield self._chunk(index, {}, reason)
@@ -67,8 +73,10 @@ class ChatCompletion:
             )
         yield DONE
 
-    def _chunk(self, index: int, delta: dict[str, str], reason: str | None = None) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+    def _chunk(
+        self, index: int, delta: dict[str, str], reason: str | None = None, scores: Scores = ()
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": _scored(scores), "finish_reason": reason}
         return event({**self._frame("chat.completion.chunk"), "choices": [choice]})
 
     def _frame(self, kind: str) -> dict[str, Any]:
@@ -83,24 +91,15 @@ class ChatCompletion:
         }
 
 
-def usage_of(turn: Turn) -> dict[str, Any]:
-    """Token counts. ``cached_tokens``: of the context, what was not computed for this turn."""
-    prompt, answer = turn.usage.context_tokens, output_tokens(turn)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": answer,
-        "total_tokens": prompt + answer,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens(turn.usage), "audio_tokens": 0},
-        "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0},
-    }
-
-
-def _answers(turn: Turn) -> list[tuple[int, str, str]]:
-    """Number, text and reason of each answer."""
+def _answers(turn: Turn) -> list[tuple[int, str, str, Scores]]:
+    """Number, text, reason and log-probabilities of each answer."""
     if turn.candidates:
-        return [(one.candidate, one.text, _reason(one.finish_reason)) for one in turn.candidates]
-    return [(0, turn.text, _reason(turn.finish_reason))]
+        return [
+            (one.candidate, one.text, finish_reason(one.finish_reason), one.logprobs)
+            for one in turn.candidates
+        ]
+    return [(0, turn.text, finish_reason(turn.finish_reason), turn.logprobs)]
 
 
-def _reason(reason: FinishReason | int | None) -> str:
-    return "length" if was_cut(reason) else "stop"
+def _scored(scores: Scores) -> dict[str, Any] | None:
+    return {"content": token_scores(scores), "refusal": None} if scores else None

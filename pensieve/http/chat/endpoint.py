@@ -49,7 +49,8 @@ async def create(request: Request) -> Response:
             note(turn)
             return door.answer(completion.whole(turn), request)
         include_usage = body.stream_options is not None and body.stream_options.include_usage
-        chunks = noting(completion.chunks(stream, include_usage=include_usage), stream, note)
+        said = completion.chunks(stream, include_usage=include_usage, scored=bool(body.logprobs))
+        chunks = noting(said, stream, note)
         return EventStream(chunks, held.pop_all(), door.headers(request))
 
 

@@ -9,7 +9,8 @@ import msgspec
 from pensieve.client import TurnOptions
 from pensieve.http.common.contents import Content, Talk, said, talk_of
 from pensieve.http.common.failures import bad, unsupported
-from pensieve.http.common.requests import Drawing, Positive
+from pensieve.http.common.logprobs import MAX_TOP
+from pensieve.http.common.requests import ChunkOptions, Drawing, Positive, by_token
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -19,12 +20,6 @@ class Message(msgspec.Struct, frozen=True):
     content: Content = None
     name: str | None = None
     tool_calls: list[Any] | None = None
-
-
-class ChunkOptions(msgspec.Struct, frozen=True):
-    """Options of a stream."""
-
-    include_usage: bool = False
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
@@ -52,6 +47,8 @@ class ChatRequest(Drawing, kw_only=True):
     tool_choice: Any = None
     functions: list[Any] | None = None
     modalities: list[str] | None = None
+    audio: Any = None
+    web_search_options: Any = None
     session: str | None = None
 
     def check(self) -> None:
@@ -62,12 +59,18 @@ class ChatRequest(Drawing, kw_only=True):
             raise unsupported("tools", "tool calls are not supported")
         if self.functions:
             raise unsupported("functions", "function calls are not supported")
-        if self.logprobs or self.top_logprobs is not None:
-            raise unsupported("logprobs", "log-probabilities are not supported")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad("top_logprobs", "needs logprobs")
+        if not 0 <= (self.top_logprobs or 0) <= MAX_TOP:
+            raise bad("top_logprobs", f"must be from 0 to {MAX_TOP}")
         if self.response_format is not None and self.response_format.type != "text":
             raise unsupported("response_format", "only text is supported")
         if self.modalities and self.modalities != ["text"]:
             raise unsupported("modalities", "only text is supported")
+        if self.audio is not None:
+            raise unsupported("audio", "only text is supported")
+        if self.web_search_options is not None:
+            raise unsupported("web_search_options", "searching is not supported")
         for number, message in enumerate(self.messages):
             if message.tool_calls:
                 raise unsupported(f"messages[{number}].tool_calls", "tool calls are not supported")
@@ -92,12 +95,7 @@ class ChatRequest(Drawing, kw_only=True):
         if self.n is not None and self.n > 1:
             options["candidates"] = self.n
         if self.logit_bias:
-            options["logit_bias"] = _by_token(self.logit_bias)
+            options["logit_bias"] = by_token(self.logit_bias)
+        if self.logprobs:
+            options["top_logprobs"] = self.top_logprobs or 0
         return options
-
-
-def _by_token(biases: dict[str, float]) -> dict[int, float]:
-    wrong = [name for name in biases if not name.isdecimal()]
-    for name in wrong[:1]:
-        raise bad("logit_bias", f"{name!r} is no token id")
-    return {int(name): bias for name, bias in biases.items()}

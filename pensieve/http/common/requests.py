@@ -9,11 +9,18 @@ import msgspec
 from starlette.requests import Request
 
 from pensieve.client import TurnOptions
+from pensieve.http.common.failures import bad
 
 _KEYS: Final = uuid.UUID("6c0cbb0c-6c43-4b0e-9f5c-2a4a52c0a3d1")
 """Namespace of request ids made of ``Idempotency-Key``s."""
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class ChunkOptions(msgspec.Struct, frozen=True):
+    """Options of a stream."""
+
+    include_usage: bool = False
 
 
 class Drawing(msgspec.Struct, kw_only=True):
@@ -54,6 +61,14 @@ class Drawing(msgspec.Struct, kw_only=True):
         if self.min_tokens is not None:
             given["min_output_tokens"] = self.min_tokens
         return given
+
+
+def by_token(biases: dict[str, float]) -> dict[int, float]:
+    """Logit biases by token id. Raises HttpFailure for a key that is none."""
+    wrong = [name for name in biases if not (name.isdecimal() and int(name) < 1 << 32)]
+    for name in wrong[:1]:
+        raise bad("logit_bias", f"{name!r} is no token id")
+    return {int(name): bias for name, bias in biases.items()}
 
 
 def request_id_of(request: Request) -> uuid.UUID:

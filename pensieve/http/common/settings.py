@@ -18,6 +18,8 @@ class DoorSettings:
     max_body_bytes: int = 4 * 1024 * 1024
     chat_ttl_s: float = 24 * 3600.0
     """Idle lifetime of a session that a chat completion made: its client keeps the history anyway."""
+    completion_ttl_s: float = 600.0
+    """Of a session that a completion made: so long the same prompt finds its state cached."""
     unstored_ttl_s: float = 600.0
     """Of a session that is deleted with its answer, in case that fails."""
     max_heads: int = 100_000

@@ -7,8 +7,9 @@ from typing import Any
 
 from pensieve.client import AsyncTurnStream, Piece, Turn
 from pensieve.errors import PensieveError
-from pensieve.http.common.answers import SentText
+from pensieve.http.common.answers import SentText, SentTokens
 from pensieve.http.common.failures import failure_of
+from pensieve.http.common.logprobs import token_scores
 from pensieve.http.common.streams import DONE, event
 from pensieve.http.responses.objects import Response, status_of, text_part
 
@@ -23,6 +24,7 @@ class Events:
         self._message = response.id.message
         self._sequence = 0
         self._sent = SentText()
+        self._tokens = SentTokens(response.asked.scored)
 
     async def of(self, stream: AsyncTurnStream) -> AsyncIterator[bytes]:
         """All of them; a failure is the last but one."""
@@ -35,7 +37,7 @@ class Events:
         yield self._whole("response.created", self._response.begun())
         yield self._whole("response.in_progress", self._response.begun())
         yield self._event("response.output_item.added", item=self._item("in_progress", []), output_index=0)
-        yield self._part("response.content_part.added", "")
+        yield self._event("response.content_part.added", **self._place, part=text_part(""))
         try:
             async for piece in stream:
                 yield self._delta(piece)
@@ -47,20 +49,23 @@ class Events:
                 yield chunk
 
     def _delta(self, piece: Piece) -> bytes:
-        text = self._sent.new_text(piece)
-        if text is None or not (text or self._response.id.background):
+        text, (_, scores) = self._sent.new_text(piece), self._tokens.new_tokens(piece)
+        silent = text is None or not (text or self._response.id.background)
+        if silent and not scores:
             return b""
-        return self._event("response.output_text.delta", **self._place, delta=text, logprobs=[])
+        logprobs = token_scores(scores)
+        return self._event("response.output_text.delta", **self._place, delta=text or "", logprobs=logprobs)
 
     def _ended(self, turn: Turn) -> list[bytes]:
         status = status_of(turn)
         done = "completed" if status == "completed" else "incomplete"
+        part = text_part(turn.text, turn.logprobs)
         return [
-            self._event("response.output_text.done", **self._place, text=turn.text, logprobs=[]),
-            self._part("response.content_part.done", turn.text),
             self._event(
-                "response.output_item.done", item=self._item(done, [text_part(turn.text)]), output_index=0
+                "response.output_text.done", **self._place, text=turn.text, logprobs=part["logprobs"]
             ),
+            self._event("response.content_part.done", **self._place, part=part),
+            self._event("response.output_item.done", item=self._item(done, [part]), output_index=0),
             self._whole(
                 "response.completed" if status == "completed" else "response.incomplete",
                 self._response.ended(turn),
@@ -83,9 +88,6 @@ class Events:
 
     def _item(self, status: str, content: list[Any]) -> dict[str, Any]:
         return {**self._response.message("", status), "status": status, "content": content}
-
-    def _part(self, name: str, text: str) -> bytes:
-        return self._event(name, **self._place, part=text_part(text))
 
     def _whole(self, name: str, snapshot: dict[str, Any]) -> bytes:
         return self._event(name, response=snapshot)

@@ -6,8 +6,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from pensieve.client import FinishReason, Item, Role, Turn, TurnState, Usage
+from pensieve.client import FinishReason, Item, Role, TokenLogprob, Turn, TurnState, Usage
 from pensieve.http.common.answers import cached_tokens, was_cut
+from pensieve.http.common.logprobs import token_scores
 from pensieve.http.responses.ids import ResponseId, item_id
 from pensieve.http.responses.requests import ResponseRequest
 
@@ -34,7 +35,7 @@ class Response:
     def ended(self, turn: Turn) -> Document:
         """With the answer, however it ended."""
         status = status_of(turn)
-        message = [self.message(turn.text, status)] if turn.output is not None else []
+        message = [self.message(turn.text, status, turn.logprobs)] if turn.output is not None else []
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             **self._snapshot(status),
@@ -48,14 +49,14 @@ class Response:
         """When there is no answer."""
         return {**self._snapshot("failed"), "error": {"code": code, "message": message}}
 
-    def message(self, text: str, status: str) -> Document:
+    def message(self, text: str, status: str, scores: tuple[TokenLogprob, ...] = ()) -> Document:
         """The answer as an item."""
         return {
             "id": self.id.message,
             "type": "message",
             "role": "assistant",
             "status": "completed" if status == "completed" else "incomplete",
-            "content": [text_part(text)],
+            "content": [text_part(text, scores)],
         }
 
     def _snapshot(self, status: str) -> Document:
@@ -89,7 +90,7 @@ class Response:
             "text": {"format": {"type": "text"}},
             "tool_choice": "auto",
             "tools": [],
-            "top_logprobs": 0,
+            "top_logprobs": asked.top_logprobs or 0,
             "top_p": 1.0 if asked.top_p is None else asked.top_p,
             "truncation": asked.truncation or "disabled",
             "usage": None,
@@ -121,9 +122,9 @@ def usage_of(usage: Usage) -> Document:
     }
 
 
-def text_part(text: str) -> Document:
+def text_part(text: str, scores: tuple[TokenLogprob, ...] = ()) -> Document:
     """A part of an answer."""
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": token_scores(scores)}
 
 
 def input_message(session_id: str, item: Item) -> Document:

@@ -10,6 +10,7 @@ import msgspec
 from pensieve.client import TurnOptions
 from pensieve.http.common.contents import Content, Said, said
 from pensieve.http.common.failures import bad, unsupported
+from pensieve.http.common.logprobs import MAX_TOP
 from pensieve.http.common.requests import Drawing, Positive
 
 MAX_METADATA: Final = 16
@@ -87,13 +88,18 @@ class ResponseRequest(Drawing, kw_only=True):
             raise unsupported("text.format", "only text is supported")
         if self.prompt is not None:
             raise unsupported("prompt", "stored prompts are not supported")
-        if self.top_logprobs or "message.output_text.logprobs" in (self.include or ()):
-            raise unsupported("top_logprobs", "log-probabilities are not supported")
+        if not 0 <= (self.top_logprobs or 0) <= MAX_TOP:
+            raise bad("top_logprobs", f"must be from 0 to {MAX_TOP}")
         check_metadata(self.metadata or {})
 
     @property
     def stored(self) -> bool:
         return self.store is not False
+
+    @property
+    def scored(self) -> bool:
+        """Whether log-probabilities are wanted."""
+        return "message.output_text.logprobs" in (self.include or ())
 
     @property
     def conversation_id(self) -> str | None:
@@ -115,6 +121,8 @@ class ResponseRequest(Drawing, kw_only=True):
         options = self.options()
         if self.max_output_tokens is not None:
             options["max_output_tokens"] = self.max_output_tokens
+        if self.scored:
+            options["top_logprobs"] = self.top_logprobs or 0
         if self.background:
             options["on_disconnect"] = "finish"
             options["max_chunk_tokens"] = 1  # for a number of each event that does not depend on the time

@@ -12,9 +12,9 @@ import numpy as np
 from pensieve.core import Role, TokenArray, pack_tokens, packed_length, unpack_tokens
 from pensieve.errors import ContextLimitExceeded, InvalidArgument
 from pensieve.server.history.lanes import TextLanes
-from pensieve.server.values import InputEntry
+from pensieve.server.values import InputEntry, RawEntry
 from pensieve.store.records import History, Item, Overflow
-from pensieve.tokenizer import ChatTokenizer, HistoryItem, TextMessage, TokenMessage
+from pensieve.tokenizer import ChatTokenizer, HistoryItem, RawMessage, TextMessage, TokenMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class Renderer:
                 tokens=pack_tokens(tokens),
                 request_id=stamp.request_id,
                 create_ms=stamp.time_ms,
-                verbatim=entry.tokens is not None,
+                verbatim=entry.tokens is not None or isinstance(entry, RawEntry),
             )
             for index, (entry, tokens) in enumerate(zip(entries, rendered.item_tokens, strict=True))
         )
@@ -223,7 +223,9 @@ def _size(entries: Sequence[InputEntry]) -> int:
     return sum(len(entry.text) if entry.tokens is None else packed_length(entry.tokens) for entry in entries)
 
 
-def _message(entry: InputEntry) -> TextMessage | TokenMessage:
+def _message(entry: InputEntry) -> TextMessage | RawMessage | TokenMessage:
+    if isinstance(entry, RawEntry):
+        return RawMessage(entry.role, entry.text)
     if entry.tokens is None:
         return TextMessage(entry.role, entry.text)
     return TokenMessage(entry.role, unpack_tokens(entry.tokens))

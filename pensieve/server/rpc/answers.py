@@ -237,8 +237,7 @@ def _delta(delta: Delta, output: OutputChoice) -> pb.TurnDelta:
         message.candidate = delta.candidate
     if output.token_ids:
         message.tokens.ids.extend(delta.tokens)
-    if output.top_logprobs is not None:
-        message.logprobs.extend(_logprob(one) for one in delta.logprobs)
+    message.logprobs.extend(_logprob(one) for one in delta.logprobs)
     if output.pad_chunks:
         message.padding = os.urandom((-message.ByteSize() - 3) % PAD_BYTES)
         # Key and length of the padding take 3 bytes, or 2 when it is short.
@@ -250,7 +249,12 @@ def _logprob(value: TokenLogprob) -> pb.TokenLogprob:
     return pb.TokenLogprob(
         token_id=value.token_id,
         logprob=value.logprob,
-        top=[pb.TopToken(token_id=token, logprob=logprob) for token, logprob in value.top],
+        top=[
+            pb.TopToken(token_id=token, logprob=logprob, piece=text.piece, name=text.name)
+            for (token, logprob), text in zip(value.top, value.top_tokens, strict=True)
+        ],
+        piece=value.token.piece,
+        name=value.token.name,
     )
 
 

@@ -113,7 +113,7 @@ def entries(count: FromBounds, element: Check) -> Check:
         if len(value) > count(bounds):
             problems.append((path, f"has more than {count(bounds):g} items"))
             return
-        if sum(len(item.text) for item in value) > bounds.limits.max_input_chars:
+        if sum(len(item.text) + len(item.raw_text) for item in value) > bounds.limits.max_input_chars:
             problems.append((path, f"has more than {bounds.limits.max_input_chars} characters"))
             return
         for index, item in enumerate(value):

@@ -8,7 +8,14 @@ from typing import Any
 from pensieve.core import Role, pack_tokens
 from pensieve.server.rpc.checks import UPDATABLE, seconds
 from pensieve.server.sessions.records import NewSession, SessionChange
-from pensieve.server.values import InputEntry, NewTurn, OnDisconnect, OutputChoice, TurnHints
+from pensieve.server.values import (
+    InputEntry,
+    NewTurn,
+    OnDisconnect,
+    OutputChoice,
+    RawEntry,
+    TurnHints,
+)
 from pensieve.store.records import CandidateChoice, Overflow, PrefixSharing, SamplingDefaults, SessionConfig
 from pensieve.v1 import pensieve_pb2 as pb
 
@@ -32,12 +39,17 @@ _SCALARS = (
 
 
 def entries(items: Iterable[pb.InputItem]) -> tuple[InputEntry, ...]:
-    return tuple(
-        InputEntry(Role(item.role), item.text)
-        if item.WhichOneof("content") == "text"
-        else InputEntry(Role(item.role), tokens=pack_tokens(item.tokens.ids))
-        for item in items
-    )
+    return tuple(map(_entry, items))
+
+
+def _entry(item: pb.InputItem) -> InputEntry:
+    role = Role(item.role)
+    match item.WhichOneof("content"):
+        case "tokens":
+            return InputEntry(role, tokens=pack_tokens(item.tokens.ids))
+        case "raw_text":
+            return RawEntry(role, item.raw_text)
+    return InputEntry(role, item.text)
 
 
 def sampling(params: pb.SamplingParams) -> SamplingDefaults:

@@ -93,15 +93,18 @@ class TurnBuffer:
         assert self._outcome is not None
         return self._outcome
 
-    def delta(self, candidate: int, start: int, limit: int | None) -> Delta:
-        """The next delta of a stream that has sent ``start`` tokens of a candidate, which has more to show."""
+    def delta(self, candidate: int, start: int, limit: int | None, *, scores: bool = False) -> Delta:
+        """The next delta of a stream that has sent ``start`` tokens of a candidate, which has more to show.
+
+        ``scores``: with log-probabilities, if the turn has them.
+        """
         output = self.outputs[candidate]
         end = output.slice(start, limit)
         return Delta(
             start,
             tuple(output.tokens[start:end]),
             "".join(output.pieces[start:end]),
-            tuple(output.logprobs[start:end]),
+            output.scores(start, end) if scores else (),
             candidate,
         )
 

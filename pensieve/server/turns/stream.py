@@ -61,7 +61,12 @@ async def events(
                     await _gather(buffer, sent, options)
                     if (candidate := buffer.behind(sent, last)) is None:
                         continue  # taken back meanwhile
-                delta = buffer.delta(candidate, sent[candidate], options.output.max_chunk_tokens)
+                delta = buffer.delta(
+                    candidate,
+                    sent[candidate],
+                    options.output.max_chunk_tokens,
+                    scores=options.output.top_logprobs is not None,
+                )
                 sent[candidate] += len(delta.tokens)
                 last = candidate
                 if buffer.behind(sent, last) is None:  # else more is there, and follows at once

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
+
 from pensieve.core import TokenLogprob
 from pensieve.tokenizer import ChatTokenizer, StopMatcher
 
@@ -26,6 +28,8 @@ class OutputText:
         self._chars = 0
         self._final_chars = 0
         self._undecided: list[tuple[int, int]] = []
+        self._first: int | None = None
+        """Index of the first token that adds anything to the text."""
         self.tokens: list[int] = []
         self.pieces: list[str] = []
         self.logprobs: list[TokenLogprob] = []
@@ -43,6 +47,8 @@ class OutputText:
         if self.stop is not None:
             return
         piece = self._stream.push((token,))
+        if self._first is None and self._tokenizer.token_text(token).piece:
+            self._first = len(self.tokens)
         self.tokens.append(token)
         self.pieces.append(piece)
         self._chars += len(piece)
@@ -90,6 +96,18 @@ class OutputText:
         if end is None:
             end = next(i for i in range(start + limit + 1, self.ready + 1) if self.clean[i])
         return end
+
+    def scores(self, start: int, end: int) -> tuple[TokenLogprob, ...]:
+        """Log-probabilities of tokens ``[start, end)``, with what each token stands for; empty when there are none."""
+        return tuple(self._named(at, one) for at, one in enumerate(self.logprobs[start:end], start))
+
+    def _named(self, at: int, one: TokenLogprob) -> TokenLogprob:
+        first = self._first is None or at <= self._first
+        return msgspec.structs.replace(
+            one,
+            token=self._tokenizer.token_text(one.token_id, first=first),
+            top_tokens=tuple(self._tokenizer.token_text(token, first=first) for token, _ in one.top),
+        )
 
     def _settle(self) -> None:
         """Positions whose text has become final are clean."""

@@ -189,17 +189,19 @@ async def serving(
     bodies: BodyGate | None = None,
     door: Door | None = None,
     credentials: grpc.ServerCredentials | None = None,
+    link: Any = None,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
     """``answer``: what the engine says to everything; None: the test plays the engine. ``speaks``: its tokenizer.
 
+    ``link``: another engine than the scripted one.
     With a ``door``, that is who lets calls in. With ``credentials`` the rig's own channel is of no use.
     """
 
     def script(_: ScriptedGeneration) -> Sequence[int]:
         return says(answer or "")
 
-    link = ScriptedLink(
+    link = link or ScriptedLink(
         script if answer is not None else None, context_limit=context_limit, vocab_size=vocab_size
     )
     held = store or MemoryStore()

@@ -1,0 +1,32 @@
+"""``POST /v1/completions``."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pensieve.http.common.bodies import read_json
+from pensieve.http.common.door import HttpDoor
+from pensieve.http.common.requests import request_id_of
+from pensieve.http.common.streams import EventStream
+from pensieve.http.completions.answers import TextCompletion
+from pensieve.http.completions.begin import begin_all
+from pensieve.http.completions.requests import CompletionRequest
+
+
+async def create(request: Request) -> Response:
+    """Go on with the prompts."""
+    door = HttpDoor.of(request)
+    body = await read_json(request, CompletionRequest, door.settings.max_body_bytes)
+    body.check()
+    prompts, turn_id = body.prompts, request_id_of(request)
+    async with AsyncExitStack() as held:
+        caller = await held.enter_async_context(door.callers.of(request))
+        model = await door.model_of(caller, body.model)
+        begun = await begin_all(caller, body, prompts, turn_id, door.settings.completion_ttl_s, held)
+        completion = TextCompletion(f"cmpl-{turn_id.hex}", model, body, begun)
+        if body.stream:
+            return EventStream(completion.chunks(), held.pop_all(), door.headers(request))
+        return door.answer(await completion.whole(), request)
