@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from pathlib import Path
 
 import grpc
@@ -16,10 +15,10 @@ from pensieve.server.rpc.door import Door
 from pensieve.server.rpc.grpc_server import tls_credentials
 from pensieve.v1 import pensieve_pb2 as pb
 from pensieve.v1 import pensieve_pb2_grpc
+from support.service.certificates import authority, signed
 from support.service.service_rig import serving
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl")
-CURVE = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1"]
 KEYS = """
 [[certificate]]
 name = "spiffe://acme/web"
@@ -35,38 +34,6 @@ name = "old.example"
 tenant = "acme"
 expires = 2020-01-01T00:00:00Z
 """
-
-
-def openssl(*arguments: object) -> None:
-    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True, timeout=60)
-
-
-def authority(folder: Path, name: str) -> Path:
-    openssl(
-        "req",
-        "-x509",
-        *CURVE,
-        "-subj",
-        f"/CN={name}",
-        "-keyout",
-        folder / f"{name}.key",
-        "-out",
-        folder / f"{name}.crt",
-    )
-    return folder / f"{name}.crt"
-
-
-def signed(folder: Path, ca: Path, name: str, subject: str, alternative: str = "") -> tuple[Path, Path]:
-    """Certificate and key of ``subject``, signed by ``ca``."""
-    key, request, cert = (folder / f"{name}.{end}" for end in ("key", "csr", "crt"))
-    openssl("req", *CURVE, "-subj", subject, "-keyout", key, "-out", request)
-    extensions = folder / f"{name}.ext"
-    extensions.write_text(f"subjectAltName={alternative}\n" if alternative else "basicConstraints=CA:FALSE\n")
-    openssl(
-        "x509", "-req", "-in", request, "-CA", ca, "-CAkey", ca.with_suffix(".key"), "-CAcreateserial", "-days", 1,
-        "-extfile", extensions, "-out", cert,
-    )  # fmt: skip
-    return cert, key
 
 
 async def test_a_certificate_says_who_calls(tmp_path: Path) -> None:
