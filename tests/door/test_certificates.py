@@ -11,6 +11,7 @@ from grpc import aio
 
 from pensieve import rpc_status
 from pensieve.server.operations.metrics import Metrics
+from pensieve.server.rpc.auth import TOLD_NAME
 from pensieve.server.rpc.door import Door
 from pensieve.server.rpc.grpc_server import tls_credentials
 from pensieve.v1 import pensieve_pb2 as pb
@@ -52,7 +53,7 @@ async def test_a_certificate_says_who_calls(tmp_path: Path) -> None:
     door = Door(keys, Metrics())
     async with serving(door=door, credentials=tls_credentials(*server, ours)) as rig:
 
-        async def call(client: str, *, header: str = "") -> str:
+        async def call(client: str, *, header: str = "", told: str = "") -> str:
             cert, key = clients.get(client, (None, None))
             credentials = grpc.ssl_channel_credentials(
                 ours.read_bytes(), key and key.read_bytes(), cert and cert.read_bytes()
@@ -60,7 +61,9 @@ async def test_a_certificate_says_who_calls(tmp_path: Path) -> None:
             options = (("grpc.enable_retries", 0),)
             async with aio.secure_channel(rig.target, credentials, options) as channel:
                 api = pensieve_pb2_grpc.ConversationServiceStub(channel)
-                metadata = (("authorization", header),) if header else ()
+                metadata: list[tuple[str, str | bytes]] = [("authorization", header)] if header else []
+                if told:
+                    metadata.append((TOLD_NAME, told.encode()))
                 try:
                     name = f"sessions/{client}-session"
                     await api.CreateSession(
@@ -76,6 +79,9 @@ async def test_a_certificate_says_who_calls(tmp_path: Path) -> None:
         assert (await rig.store.list_sessions("acme", limit=9)).rows
         assert await call("plain") == "SCOPE_MISSING"
         assert await call("hidden") == "CREDENTIAL_MISSING"
+        assert await call("hidden", told="spiffe://acme/web") == "CREDENTIAL_MISSING", (
+            "the HTTP door alone is believed"
+        )
         assert await call("old") == "CREDENTIAL_EXPIRED"
         assert await call("web", header="Bearer ck_a_b") == "CREDENTIAL_INVALID", (
             "a header is judged by itself"

@@ -29,13 +29,24 @@ pytestmark = [
 
 async def seen_by(program: str, rig: HttpRig) -> dict[str, Any]:
     """What a client's program saw of the door."""
-    done = await asyncio.to_thread(
-        subprocess.run, [PYTHON, FOLDER / program, rig.url, "acme", "tiny"], capture_output=True, text=True,
-        timeout=300, env={**os.environ, "no_proxy": "127.0.0.1", "PYTHONPATH": ""},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    seen: dict[str, Any] = json.loads(done.stdout)
+    seen: dict[str, Any] = json.loads(await said_by(FOLDER / program, rig, rig.url, "acme", "tiny"))
     return seen
+
+
+async def said_by(program: Path, rig: HttpRig, *arguments: str) -> str:
+    settings = {"OPENAI_BASE_URL": f"{rig.url}/v1", "OPENAI_API_KEY": "acme", "MODEL": "tiny"}
+    environment = {**os.environ, "no_proxy": "127.0.0.1", "PYTHONPATH": "", **settings}
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [PYTHON, program, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    text: str = done.stdout
+    return text
 
 
 def session_of(response: str) -> str:
@@ -76,3 +87,9 @@ async def test_pydantic_ai() -> None:
         assert len(sessions) == 1
         turns = [text for said in ("hi", "again", "more") for text in (said, ANSWER)]
         assert await said_in(rig, sessions.pop()) == turns
+
+
+async def test_the_example_for_langchain() -> None:
+    async with door() as rig:
+        example = Path(__file__).parents[2] / "docs" / "examples" / "langchain_chat.py"
+        assert await said_by(example, rig) == f"{ANSWER}\n"
