@@ -78,6 +78,7 @@ def gateway(
     with listener:
         click.echo(f"ready http={host}:{listener.getsockname()[1]}")
         try:
-            asyncio.run(door.serve(settings, listener, files))
+            with asyncio.Runner(loop_factory=door.loop_factory()) as runner:
+                runner.run(door.serve(settings, listener, files))
         except (OSError, ValueError) as error:
             raise click.ClickException(f"cannot serve: {error}") from error

@@ -3,8 +3,8 @@
 The process inherits two sockets: one that listens, and one end of a pair on which the server tells it what to do, a
 word a line. It answers ``ready`` when it takes calls, and ``metrics`` with a line that has the length of the page, and
 the page. At ``drain`` it takes no more calls and lets running ones end; at ``finish`` those that still run end with an
-error. It leaves when the other end closes, and the kernel kills it should it be stuck at that time. SIGINT and SIGTERM,
-which a terminal and a service manager send to both, are for the server to act on.
+error. It leaves when the other end closes, and the kernel kills it should it be stuck at that time. SIGINT, SIGTERM
+and SIGHUP, which a terminal and a service manager send to both, are for the server to act on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pensieve.http.app import make_app
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.settings import DoorSettings
 from pensieve.http.metrics import HttpMetrics
-from pensieve.http.run import ManagedServer, running
+from pensieve.http.run import ManagedServer, loop_factory, running
 from pensieve.http.tls import TlsFiles
 from pensieve.lifeline import die_with_parent
 from pensieve.logs import configure_logging
@@ -87,14 +87,16 @@ def main(
 ) -> None:
     """Run the door of a server."""
     configure_logging(level=log_level, json_lines=log_json)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if not die_with_parent(parent):
         return
     files = TlsFiles(*tls, tls_client_ca) if tls else None
     settings = DoorSettings(target, shows_metrics=False, vouches=True)
     try:
-        asyncio.run(_serve(settings, socket.socket(fileno=listener), socket.socket(fileno=control), files))
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            sockets = socket.socket(fileno=listener), socket.socket(fileno=control)
+            runner.run(_serve(settings, *sockets, files))
     except (OSError, ValueError) as error:
         click.echo(f"the HTTP door: {error}", err=True)
         sys.exit(1)

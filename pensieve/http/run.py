@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from types import FrameType
 
@@ -16,7 +16,7 @@ from pensieve.http.app import make_app
 from pensieve.http.common.settings import DoorSettings
 from pensieve.http.tls import TlsFiles, naming, renewing
 
-__all__ = ["DoorSettings", "TlsFiles", "running", "serve"]
+__all__ = ["DoorSettings", "TlsFiles", "loop_factory", "running", "serve"]
 
 DRAIN_S = 30
 """How long running answers may take to end when the door is closed."""
@@ -29,6 +29,11 @@ async def serve(settings: DoorSettings, listener: socket.socket, tls: TlsFiles |
         # did, that is no failure.
         signal.signal(number, _ended)
     await uvicorn.Server(_config(make_app(settings), tls, DRAIN_S)).serve(sockets=[listener])
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's event loop where that package is installed, else asyncio's own."""
+    return uvicorn.Config("").get_loop_factory()
 
 
 class ManagedServer(uvicorn.Server):

@@ -114,8 +114,8 @@ class Gateway(Collector):
             self._keeping.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._keeping
-        if self._first is not None:
-            self._first.cancel()
+        if self._first is not None and not self._first.cancel() and not self._first.cancelled():
+            self._first.exception()  # seen now, if nobody has waited for it
         if self._listener is not None:
             self._listener.close()
 
