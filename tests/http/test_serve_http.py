@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import shutil
 import signal
 import socket
 import ssl
-import time
 import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -203,42 +205,70 @@ def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch)
         Gateway(GatewayCommand("unix:x")).open("127.0.0.1", 0)
 
 
-async def test_pauses_grow_while_it_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "FIRST_PAUSE_S", 0.001)
-    pauses: list[float] = []
-    monkeypatch.setattr(keeper.log, "error", lambda *_, extra: pauses.append(extra["pause_s"]), raising=True)
+class StandIn:
+    """In place of a process: ready at once, lives until it is killed."""
 
-    class Dying:
-        """A process that is ready and ends."""
+    def __init__(self) -> None:
+        self._over = asyncio.Event()
 
-        pid = 0
+    @classmethod
+    async def spawn(cls, *_: object) -> StandIn:
+        return cls()
 
-        @classmethod
-        async def spawn(cls, *_: object) -> Dying:
-            if len(pauses) == 5:
-                ended.append(time.monotonic())
-                await keeper.asyncio.sleep(60)  # type: ignore[attr-defined]
-            return cls()
+    async def ready(self) -> None:
+        return
 
-        async def ready(self) -> None:
-            return
+    async def wait(self) -> int:
+        await self._over.wait()
+        return -9
 
-        async def wait(self) -> int:
-            return -9
+    def tell(self, word: str) -> None:
+        assert word == "drain"
 
-        def last_words(self, status: int) -> str:
-            return f"signal {-status}"
+    def last_words(self, status: int) -> str:
+        return f"signal {-status}"
 
-        def kill(self) -> None:
-            return
+    def kill(self) -> None:
+        self._over.set()
 
-    ended: list[float] = []
-    monkeypatch.setattr(keeper, "GatewayProcess", Dying)
+
+class Dying(StandIn):
+    """One that dies when it is ready."""
+
+    async def wait(self) -> int:
+        return -9
+
+
+@asynccontextmanager
+async def kept(monkeypatch: pytest.MonkeyPatch, process: type[StandIn]) -> AsyncIterator[tuple[Gateway, int]]:
+    """A door whose process is a stand-in, and its port."""
+    monkeypatch.setattr(keeper, "GatewayProcess", process)
     door = Gateway(GatewayCommand("unix:x"))
-    door.open("127.0.0.1", 0)
-    door.start()
-    await door.ready()
-    while not ended:
-        await keeper.asyncio.sleep(0.001)  # type: ignore[attr-defined]
-    assert pauses == [0.001 * 2**n for n in range(5)]
-    await door.close()
+    try:
+        port = door.open("127.0.0.1", 0)
+        door.start()
+        await door.ready()
+        yield door, port
+    finally:
+        await door.close()
+
+
+async def test_pauses_grow_while_it_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(keeper, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(keeper, "LONGEST_PAUSE_S", 0.003)
+    monkeypatch.setattr(keeper.log, "error", lambda *_, extra: pauses.append(extra["pause_s"]))
+    async with kept(monkeypatch, Dying):
+        while len(pauses) < 5:
+            await asyncio.sleep(0.001)
+        assert pauses[:5] == [0.001, 0.002, 0.003, 0.003, 0.003]
+
+
+async def test_while_it_drains_nobody_waits_in_the_backlog(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with kept(monkeypatch, StandIn) as (door, port):
+        where = "127.0.0.1", port
+        with socket.socket() as early, socket.socket() as late:
+            assert early.connect_ex(where) == 0
+            await door.drain()
+            assert late.connect_ex(where) != 0
+        assert door.problem == "draining"
