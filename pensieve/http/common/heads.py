@@ -11,7 +11,6 @@ from pensieve.client import AsyncSession, AsyncTurnStream, Role, Turn, TurnOptio
 from pensieve.errors import Aborted, FailedPrecondition, NotFound
 from pensieve.http.common.callers import Caller
 from pensieve.http.common.contents import Said, Talk, digest
-from pensieve.http.common.refusals import made_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +103,7 @@ async def begin(
         overflow="drop_oldest_turns" if drops_oldest else None,
         request_id=str(uuid.uuid5(turn_id, "session")),
     )
-    async with made_for(turn_id, session):
-        return session, await _accepted(session, talk, options)
+    return session, await _accepted(session, talk, options)
 
 
 async def _go_on(
@@ -124,8 +122,7 @@ async def _go_on(
     session = await session.fork(
         head.item, session_id=f"chat-{turn_id.hex}", request_id=str(uuid.uuid5(turn_id, "fork"))
     )
-    async with made_for(turn_id, session):
-        return session, await _accepted(session, talk, options)
+    return session, await _accepted(session, talk, options)
 
 
 async def _accepted(session: AsyncSession, talk: Talk, options: TurnOptions) -> AsyncTurnStream:

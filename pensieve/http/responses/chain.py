@@ -11,7 +11,6 @@ from pensieve.http.common.callers import Caller
 from pensieve.http.common.contents import Talk, talk_of
 from pensieve.http.common.failures import HttpFailure
 from pensieve.http.common.heads import Heads, begin
-from pensieve.http.common.refusals import made_for
 from pensieve.http.responses.ids import ResponseId, conversation_session, mark
 from pensieve.http.responses.requests import ResponseRequest
 
@@ -79,10 +78,9 @@ class Chain:
         assert branch.info is not None
         if not self.body.stored:
             changes["ttl"] = unstored_ttl_s
-        async with made_for(self.turn_id, branch):
-            if changes and branch.info.revision == 1:  # else an earlier try of this request has made them
-                await branch.update(**changes)
-            return await self._turn(branch, {})
+        if changes and branch.info.revision == 1:  # else an earlier try of this request has made them
+            await branch.update(**changes)
+        return await self._turn(branch, {})
 
     async def _branch(self, session: AsyncSession, head: ResponseId, previous: str) -> AsyncSession:
         """A session with the history up to a response; the same one for every try of this request."""
