@@ -85,7 +85,7 @@ BAD: tuple[tuple[str, dict[str, Any] | bytes, int, str | None, str | None], ...]
     # Fields that are missing.
     (RESPONSES, {}, 400, "input", None),
     (RESPONSES, asks(conversation={}), 400, "conversation.id", GONE),
-    (RESPONSES, {"input": [{"content": "x"}]}, 400, "input[0].role", GONE),
+    (RESPONSES, {"input": [{"content": "x"}]}, 400, "input[0].role", None),
     (RESPONSES, {"input": [{"role": "user"}]}, 400, "input[0].content", GONE),
     (RESPONSES, part("input_text"), 400, "input[0].content[0].text", GONE),
     (CHAT, {}, 400, "messages", GONE),

@@ -128,7 +128,7 @@ def messages_of(items: Sequence[InputItem], param: str) -> list[Said]:
         if item.type != "message":
             raise unsupported(f"{param}[{number}]", f"items of type {item.type!r} are not supported")
         if item.role is None:
-            raise bad(f"{param}[{number}].role", "is missing", "missing_required_parameter")
+            raise bad(f"{param}[{number}].role", "is missing")
         found.append(said(item.role, item.content, f"{param}[{number}]"))
     return found
 
