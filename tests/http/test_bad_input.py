@@ -129,7 +129,6 @@ BAD: tuple[tuple[str, dict[str, Any] | bytes, int, str | None, str | None], ...]
     (CHAT, says("x", max_tokens=0), 400, "max_tokens", TYPE),
     (CHAT, says("x", stop=[""]), 400, "stop", FIELD),
     (CHAT, says("x", logit_bias={"1": 1000}), 400, "logit_bias", FIELD),
-    (CHAT, says("x", logit_bias={"9" * 40: 1}), 400, "logit_bias", FIELD),
     (CHAT, says("x", frequency_penalty=9), 400, "frequency_penalty", FIELD),
     (CHAT, says(LONG), 400, None, LENGTH),
     (CONVERSATIONS, {"items": [{"role": "user", "content": "x"}] * 21}, 400, "items", None),
