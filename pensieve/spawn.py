@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,7 +22,7 @@ from prometheus_client.samples import Sample
 
 from pensieve.debug import child_environment
 
-READY = re.compile(r"ready grpc=(?P<grpc>\S+) admin=(?P<admin>\S+)")
+READY = re.compile(r"ready grpc=(?P<grpc>\S+) admin=(?P<admin>\S+)(?: http=(?P<http>\S+))?")
 STOP_GRACE_S = 60.0
 
 
@@ -30,8 +30,23 @@ class SpawnError(RuntimeError):
     """The server did not come up; the message has its last words."""
 
 
+class ServerAddresses(NamedTuple):
+    """Where a server is, each as HOST:PORT."""
+
+    grpc: str
+    admin: str
+    http: str
+    """"" without ``--http``."""
+
+
 def wait_ready(process: subprocess.Popen[str], timeout_s: float) -> tuple[str, str]:
     """Read a server's first line: its gRPC address and its admin address. Raises SpawnError; kills it at the limit."""
+    found = wait_addresses(process, timeout_s)
+    return found.grpc, found.admin
+
+
+def wait_addresses(process: subprocess.Popen[str], timeout_s: float) -> ServerAddresses:
+    """As ``wait_ready``, with all addresses."""
     assert process.stdout is not None
     timer = threading.Timer(timeout_s, process.kill)
     timer.start()
@@ -42,7 +57,7 @@ def wait_ready(process: subprocess.Popen[str], timeout_s: float) -> tuple[str, s
     match = READY.fullmatch(line)
     if match is None:
         raise SpawnError(f"the server did not start (it said {line!r})")
-    return match["grpc"], match["admin"]
+    return ServerAddresses(match["grpc"], match["admin"], match["http"] or "")
 
 
 def read_metrics(admin: str) -> list[Sample]:
@@ -88,14 +103,14 @@ class ServerProcess:
         self._drain.start()
         self._start_timeout_s = start_timeout_s
         self.ready = False
-        self.target = self.admin = ""
+        self.target = self.admin = self.http = ""
         if wait:
             self.wait_ready()
 
     def wait_ready(self) -> None:
-        """Return when the server accepts calls: ``target`` and ``admin`` are known then. Raises SpawnError."""
+        """Return when the server accepts calls, with ``target``, ``admin`` and ``http`` known. Raises SpawnError."""
         try:
-            self.target, self.admin = wait_ready(self._process, self._start_timeout_s)
+            self.target, self.admin, self.http = wait_addresses(self._process, self._start_timeout_s)
         except BaseException as error:
             self.kill()
             if isinstance(error, SpawnError):

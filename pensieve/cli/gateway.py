@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import importlib
 import socket
+from pathlib import Path
+from typing import Final
 
 import click
+
+_FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.command(name="gateway", context_settings={"help_option_names": ["-h", "--help"]})
@@ -19,6 +23,8 @@ import click
     help="Where to take HTTP calls.",
 )
 @click.option("--tls", is_flag=True, help="TLS towards --target, with the system's root certificates.")
+@click.option("--tls-cert", type=_FILE, metavar="FILE", help="PEM certificate chain: take calls over TLS.")
+@click.option("--tls-key", type=_FILE, metavar="FILE", help="PEM private key.")
 @click.option(
     "--max-body",
     default="4",
@@ -39,7 +45,14 @@ import click
     "--cors-origin", multiple=True, metavar="ORIGIN", help="Let pages of this origin call; repeatable."
 )
 def gateway(
-    target: str, listen: str, tls: bool, max_body: int, patience: float, cors_origin: tuple[str, ...]
+    target: str,
+    listen: str,
+    tls: bool,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    max_body: int,
+    patience: float,
+    cors_origin: tuple[str, ...],
 ) -> None:
     """Serve OpenAI's HTTP protocols from a Pensieve server.
 
@@ -52,6 +65,9 @@ def gateway(
     host, _, port = listen.rpartition(":")
     if not host or not port.isdecimal():
         raise click.UsageError(f"--listen: {listen!r} is not HOST:PORT")
+    if (tls_cert is None) != (tls_key is None):
+        raise click.UsageError("--tls-cert and --tls-key go together")
+    files = door.TlsFiles(tls_cert, tls_key) if tls_cert is not None else None
     settings = door.DoorSettings(
         target, tls, max_body_bytes=int(max_body) << 20, patience_s=patience, cors_origins=cors_origin
     )
@@ -61,4 +77,8 @@ def gateway(
         raise click.ClickException(f"cannot listen on {listen}: {error.strerror}") from error
     with listener:
         click.echo(f"ready http={host}:{listener.getsockname()[1]}")
-        asyncio.run(door.serve(settings, listener))
+        try:
+            with asyncio.Runner(loop_factory=door.loop_factory()) as runner:
+                runner.run(door.serve(settings, listener, files))
+        except (OSError, ValueError) as error:
+            raise click.ClickException(f"cannot serve: {error}") from error

@@ -100,7 +100,8 @@ def cli() -> None:
 def serve(ctx: click.Context, /, config: Path | None, print_config: bool, **given: Any) -> None:
     """Run the server.
 
-    Prints one line, `ready grpc=HOST:PORT admin=HOST:PORT`, when it accepts calls. SIGTERM lets running turns finish.
+    Prints one line, `ready grpc=HOST:PORT admin=HOST:PORT`, when it accepts calls, with
+    `http=HOST:PORT` behind it if there is --http. SIGTERM lets running turns finish.
     """
     resolved = options.resolve(options.by_name(given), config)
     if print_config:

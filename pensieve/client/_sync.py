@@ -29,6 +29,7 @@ class Client:
 
     ``target`` is ``HOST:PORT``. ``api_key`` goes out as a bearer token. ``tls`` uses the system's roots,
     ``credentials`` is for anything else. ``timeout`` bounds every call that is not a turn, in seconds.
+    ``metadata`` goes out with every call, for what stands before the server.
     """
 
     def __init__(
@@ -41,8 +42,11 @@ class Client:
         timeout: float = 60.0,
         retry: RetryPolicy | None = None,
         options: Sequence[tuple[str, Any]] = (),
+        metadata: Sequence[tuple[str, str | bytes]] = (),
     ) -> None:
-        settings = ClientSettings(target, api_key, tls, credentials, timeout, retry or RetryPolicy(), options)
+        settings = ClientSettings(
+            target, api_key, tls, credentials, timeout, retry or RetryPolicy(), options, metadata
+        )
         self._link = Link(settings)
 
     def create_session(

@@ -63,6 +63,8 @@ class ClientSettings:
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     options: Sequence[tuple[str, Any]] = ()
     """More channel options; a later one wins over ours."""
+    more_metadata: Sequence[tuple[str, str | bytes]] = ()
+    """Sent with every call."""
 
     @property
     def address(self) -> str:
@@ -79,9 +81,10 @@ class ClientSettings:
     def channel_options(self) -> list[tuple[str, Any]]:
         return list({**dict(CHANNEL_OPTIONS), **dict(self.options)}.items())
 
-    def metadata(self, session: str) -> list[tuple[str, str]]:
+    def metadata(self, session: str) -> list[tuple[str, str | bytes]]:
         """Metadata of one call: the routing key for proxies, and the credential."""
-        pairs = [(ROUTE_KEY, session)] if session else []
+        pairs: list[tuple[str, str | bytes]] = [(ROUTE_KEY, session)] if session else []
+        pairs += self.more_metadata
         if self.api_key is not None:
             pairs.append(("authorization", f"Bearer {self.api_key}"))
         return pairs

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pensieve.errors import PensieveError
-from pensieve.http import models
+from pensieve.http import health, models
 from pensieve.http.chat import endpoint as chat
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import HttpFailure, failure_of
@@ -35,15 +35,16 @@ def make_app(settings: DoorSettings) -> Starlette:
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
-        await door.callers.close()
+        await door.close()
 
     cors = Middleware(
         CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
     )
     app = Starlette(
         routes=[
-            Route("/health", models.health),
-            Route("/metrics", metrics.show),
+            Route("/health", health.alive),
+            Route("/ready", health.ready),
+            *([Route("/metrics", metrics.show)] if settings.shows_metrics else []),
             Route("/v1/models", models.listing),
             Route("/v1/models/{model:path}", models.retrieve),
             Route("/v1/chat/completions", chat.create, methods=["POST"]),
@@ -72,6 +73,7 @@ def make_app(settings: DoorSettings) -> Starlette:
         lifespan=lifespan,
     )
     app.state.door = door
+    app.state.metrics = metrics
     return app
 
 

@@ -28,11 +28,6 @@ async def retrieve(request: Request) -> Response:
     return door.answer(_model(info), request)
 
 
-async def health(request: Request) -> Response:
-    """Whether this process answers; whether the service does, is told by its own port."""
-    return HttpDoor.of(request).answer({"status": "ok"}, request)
-
-
 def _model(info: ServerInfo) -> dict[str, Any]:
     """The last two are not OpenAI's: the longest context and the vocabulary, in tokens."""
     return {

@@ -52,6 +52,7 @@ class ServeOptions(EngineTuning, frozen=True, kw_only=True):
     model: str = "demo"
     listen: str = "127.0.0.1:50051"
     admin: str = "127.0.0.1:0"
+    http: str | None = None
     store: str = msgspec.field(default_factory=default_store)
     tensor_parallel: int = 1
     threads: int = 0
@@ -206,13 +207,14 @@ def _check_together(options: ServeOptions) -> None:
             f"--admin: {options.admin} is not loopback and the admin port has no TLS; "
             "use 127.0.0.1, or --insecure-i-know behind your own protection"
         )
-    if not is_loopback(options.listen):
-        missing_flag = "--tls-cert and --tls-key" if options.tls_cert is None else "--api-keys"
-        if options.tls_cert is None or options.api_keys is None:
-            raise click.UsageError(
-                f"--listen: {options.listen} is not loopback; give {missing_flag}, "
-                "or --insecure-i-know behind your own protection"
-            )
+    for name, address in (("listen", options.listen), ("http", options.http)):
+        if address is not None and not is_loopback(address):
+            missing_flag = "--tls-cert and --tls-key" if options.tls_cert is None else "--api-keys"
+            if options.tls_cert is None or options.api_keys is None:
+                raise click.UsageError(
+                    f"--{name}: {address} is not loopback; give {missing_flag}, "
+                    "or --insecure-i-know behind your own protection"
+                )
 
 
 def _without_password(value: object) -> object:

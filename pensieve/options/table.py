@@ -35,6 +35,13 @@ OPTIONS: tuple[Option, ...] = (
         "HOST:PORT",
     ),
     Option(
+        "http",
+        values.address,
+        "Address of the HTTP door, for OpenAI's clients (extra `http`); port 0 picks a free one.",
+        "not opened unasked",
+        "HOST:PORT",
+    ),
+    Option(
         "store",
         values.store_url,
         f"Where history is kept: {values.STORE_FORMS}.",

@@ -16,17 +16,14 @@ import logging
 import os
 import resource
 import secrets
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 import msgspec
-from grpc import aio
 
 from pensieve.debug import debug_enabled
 from pensieve.engine.process.host import DEFAULT_BUILDER
@@ -38,40 +35,27 @@ from pensieve.model.folder import load_generation
 from pensieve.model.resolve import display_name, resolve_model
 from pensieve.options.serve import ServeOptions
 from pensieve.server.conversations import Conversations
+from pensieve.server.gateway.keeper import GatewayError
 from pensieve.server.links.process_link import ProcessLink
-from pensieve.server.operations.admin_port import AdminPort
 from pensieve.server.operations.health import HealthMonitor
 from pensieve.server.operations.housekeeping import end_task, purge_forever
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.operations.recording import TraceRecorder, header, open_recorder
-from pensieve.server.rpc.admin_service import AdminService
+from pensieve.server.ports import Ports
 from pensieve.server.rpc.door import Door
-from pensieve.server.rpc.grpc_server import (
-    BindError,
-    add_health_and_reflection,
-    bind,
-    split_address,
-    tls_credentials,
-)
-from pensieve.server.rpc.interceptor import DEFAULT_IN_FLIGHT
-from pensieve.server.rpc.service import ConversationService
+from pensieve.server.rpc.grpc_server import BindError
 from pensieve.server.settings import TurnSettings
 from pensieve.server.values import TurnEnd
 from pensieve.store import HistoryStore, open_store
 from pensieve.store.records import SamplingDefaults
 from pensieve.tokenizer import ChatTokenizer
-from pensieve.v1 import pensieve_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-DATA_SERVICE: Final = "pensieve.v1.ConversationService"
-ADMIN_SERVICE: Final = "pensieve.v1.AdminService"
 SWITCH_INTERVAL_S: Final = 0.0005
 """How long the event loop may keep the interpreter from the threads of store and tokenizer. They ask for it after every
 statement: with Python's default of 5 ms, a turn's begin waited for much of its time on a front end near its limit; on
 one with time to spare there is no difference."""
-LAST_CALLS_S: Final = 2.0
-"""Time after the drain for answers that are on their way."""
 
 
 class StartError(Exception):
@@ -92,8 +76,7 @@ class App:
         self._metrics = Metrics(by_tenant=options.tenant_metrics)
         self._recorder: TraceRecorder | None = None
         self._door: Door | None = None
-        self.grpc_address = ""
-        self.admin_address = ""
+        self._ports: Ports | None = None
 
     async def start(self) -> None:
         """Returns when calls are accepted. Raises StartError, with nothing left running."""
@@ -106,13 +89,21 @@ class App:
     async def drain(self) -> None:
         """Refuse new turns, let running ones finish within the grace time, then end all calls."""
         await self._monitor.shut_down()
+        assert self._ports is not None, "not started"
+        await self._ports.drain()
         left = await self._conversations.drain(self._options.drain_grace_s)
         if left:
             log.warning("turns were discarded at the end of the drain", extra={"turns": left})
-        await self._data_server.stop(LAST_CALLS_S)
+        await self._ports.end()
 
     async def close(self) -> None:
         await self._stack.aclose()
+
+    @property
+    def ready_line(self) -> str:
+        """What a program that starts a server waits for."""
+        assert self._ports is not None, "not started"
+        return self._ports.ready_line
 
     def reload_keys(self) -> None:
         """Read the key file now, changed or not."""
@@ -163,17 +154,18 @@ class App:
         # Pushed before the ports are: calls end first, then turns, then the engine, then the store.
         self._stack.push_async_callback(self._link.stop)
         self._stack.push_async_callback(self._conversations.close)
-        self._data_server = self._make_data_server(door)
+        self._ports = ports = Ports(options, door, self._stack)
+        ports.bind(self._conversations, self._monitor)
         await self._monitor.start()
         self._stack.push_async_callback(self._monitor.stop)
         self._stack.push_async_callback(end_task, asyncio.create_task(purge_forever(store), name="purge"))
-        await self._open_admin_port(door)
+        await ports.open_admin(self._link, self._conversations, self._monitor, self._metrics)
         self._stack.push_async_callback(end_task, asyncio.create_task(door.watch(), name="keys"))
         await self._link.start()
         if self._recorder is not None:
             self._recorder.start(header(self._link.info, options))
         await self._monitor.refresh()
-        await self._data_server.start()
+        await ports.start()
 
     def _turn_ended(self, end: TurnEnd) -> None:
         self._metrics.turn_ended(end.outcome, end.key.tenant, end.usage)
@@ -207,48 +199,6 @@ class App:
             page_secret=hashlib.sha256(f"pages of {store_id}".encode()).digest(),
         )
 
-    def _make_data_server(self, door: Door) -> aio.Server:
-        """The data server. Its port is bound at once, so that a taken one is told before a model is loaded."""
-        options = self._options
-        credentials = None
-        if options.tls_cert is not None and options.tls_key is not None:
-            credentials = tls_credentials(options.tls_cert, options.tls_key, options.tls_client_ca)
-        # Whatever the engine would take or queue has to get this far; a full queue is told as such.
-        in_flight = max(DEFAULT_IN_FLIGHT, 2 * options.max_queued)
-        server = door.server(in_flight)
-        pensieve_pb2_grpc.add_ConversationServiceServicer_to_server(
-            ConversationService(self._conversations), server
-        )
-        # Whoever has no key may not even learn what there is; operators ask on the admin port.
-        reflects = options.api_keys is None
-        add_health_and_reflection(server, self._monitor.servicer, [DATA_SERVICE], reflects=reflects)
-        port = bind(server, options.listen, credentials)
-        self._stack.push_async_callback(server.stop, None)
-        self.grpc_address = _with_port(options.listen, port)
-        return server
-
-    async def _open_admin_port(self, door: Door) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="pensieve-"))  # Mode 0700: the socket in it is ours alone.
-        self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        grpc_socket = folder / "admin"
-        server = door.server()
-        pensieve_pb2_grpc.add_AdminServiceServicer_to_server(
-            AdminService(self._link, self._conversations), server
-        )
-        add_health_and_reflection(server, self._monitor.servicer, [ADMIN_SERVICE, DATA_SERVICE])
-        server.add_insecure_port(f"unix:{grpc_socket}")
-        self._stack.push_async_callback(server.stop, None)
-        await server.start()
-        port = AdminPort(self._metrics.registry, lambda: self._monitor.problem, grpc_socket)
-        self._stack.push_async_callback(port.close)
-        host, number = split_address(self._options.admin)
-        try:
-            bound = await port.start(host, number)
-        except OSError as error:
-            why = os.strerror(error.errno) if error.errno else str(error)
-            raise BindError(f"cannot listen on {self._options.admin}: {why}") from error
-        self.admin_address = _with_port(self._options.admin, bound)
-
 
 def _sampling_defaults(folder: Path) -> SamplingDefaults:
     """The values that the model's authors recommend (generation_config.json): greedy unless they say otherwise."""
@@ -270,17 +220,13 @@ def _load_tokenizer(folder: Path, options: ServeOptions) -> ChatTokenizer:
     )
 
 
-def _with_port(address: str, port: int) -> str:
-    return f"{address.rpartition(':')[0]}:{port}"
-
-
 def _explained(error: BaseException) -> BaseException:
     """An error that an operator can act on becomes a StartError of one line; any other is a bug and stays as it is."""
     if isinstance(error, PensieveError):
         return StartError(error.message)
     if isinstance(error, ModelError | BindError | OSError):
         return StartError(str(error))
-    if isinstance(error, ValueError):
+    if isinstance(error, ValueError | GatewayError):
         return StartError(str(error), status=2)
     return error
 
@@ -312,7 +258,7 @@ async def _serve(options: ServeOptions, builder: str) -> None:
     # What is here now stays: without this every full collection walks through it and stops all streams meanwhile.
     gc.collect()
     gc.freeze()
-    print(f"ready grpc={app.grpc_address} admin={app.admin_address}", flush=True)
+    print(app.ready_line, flush=True)
     log.info("draining", extra={"signal": (await stopping).name})
     draining = asyncio.create_task(app.drain(), name="drain")
     again = asyncio.create_task(asked.get(), name="second signal")

@@ -140,6 +140,7 @@ def test_targets_and_credentials() -> None:
     assert ClientSettings("pensieve://h:1").address == ClientSettings("h:1").address == "h:1"
     assert ClientSettings("h:1").channel_credentials is None
     assert ClientSettings("h:1", tls=True).channel_credentials is not None
+    assert ClientSettings("h:1", more_metadata=[("a", "b")]).metadata("") == [("a", "b")]
     assert ClientSettings("h:1", api_key="ck_1").metadata("sessions/a") == [
         ("x-session-route", "sessions/a"),
         ("authorization", "Bearer ck_1"),

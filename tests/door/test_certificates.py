@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from pathlib import Path
 
 import grpc
@@ -12,14 +11,15 @@ from grpc import aio
 
 from pensieve import rpc_status
 from pensieve.server.operations.metrics import Metrics
+from pensieve.server.rpc.auth import TOLD_NAME
 from pensieve.server.rpc.door import Door
 from pensieve.server.rpc.grpc_server import tls_credentials
 from pensieve.v1 import pensieve_pb2 as pb
 from pensieve.v1 import pensieve_pb2_grpc
+from support.service.certificates import authority, signed
 from support.service.service_rig import serving
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl")
-CURVE = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1"]
 KEYS = """
 [[certificate]]
 name = "spiffe://acme/web"
@@ -35,38 +35,6 @@ name = "old.example"
 tenant = "acme"
 expires = 2020-01-01T00:00:00Z
 """
-
-
-def openssl(*arguments: object) -> None:
-    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True, timeout=60)
-
-
-def authority(folder: Path, name: str) -> Path:
-    openssl(
-        "req",
-        "-x509",
-        *CURVE,
-        "-subj",
-        f"/CN={name}",
-        "-keyout",
-        folder / f"{name}.key",
-        "-out",
-        folder / f"{name}.crt",
-    )
-    return folder / f"{name}.crt"
-
-
-def signed(folder: Path, ca: Path, name: str, subject: str, alternative: str = "") -> tuple[Path, Path]:
-    """Certificate and key of ``subject``, signed by ``ca``."""
-    key, request, cert = (folder / f"{name}.{end}" for end in ("key", "csr", "crt"))
-    openssl("req", *CURVE, "-subj", subject, "-keyout", key, "-out", request)
-    extensions = folder / f"{name}.ext"
-    extensions.write_text(f"subjectAltName={alternative}\n" if alternative else "basicConstraints=CA:FALSE\n")
-    openssl(
-        "x509", "-req", "-in", request, "-CA", ca, "-CAkey", ca.with_suffix(".key"), "-CAcreateserial", "-days", 1,
-        "-extfile", extensions, "-out", cert,
-    )  # fmt: skip
-    return cert, key
 
 
 async def test_a_certificate_says_who_calls(tmp_path: Path) -> None:
@@ -85,7 +53,7 @@ async def test_a_certificate_says_who_calls(tmp_path: Path) -> None:
     door = Door(keys, Metrics())
     async with serving(door=door, credentials=tls_credentials(*server, ours)) as rig:
 
-        async def call(client: str, *, header: str = "") -> str:
+        async def call(client: str, *, header: str = "", told: str = "") -> str:
             cert, key = clients.get(client, (None, None))
             credentials = grpc.ssl_channel_credentials(
                 ours.read_bytes(), key and key.read_bytes(), cert and cert.read_bytes()
@@ -93,7 +61,9 @@ async def test_a_certificate_says_who_calls(tmp_path: Path) -> None:
             options = (("grpc.enable_retries", 0),)
             async with aio.secure_channel(rig.target, credentials, options) as channel:
                 api = pensieve_pb2_grpc.ConversationServiceStub(channel)
-                metadata = (("authorization", header),) if header else ()
+                metadata: list[tuple[str, str | bytes]] = [("authorization", header)] if header else []
+                if told:
+                    metadata.append((TOLD_NAME, told.encode()))
                 try:
                     name = f"sessions/{client}-session"
                     await api.CreateSession(
@@ -109,6 +79,9 @@ async def test_a_certificate_says_who_calls(tmp_path: Path) -> None:
         assert (await rig.store.list_sessions("acme", limit=9)).rows
         assert await call("plain") == "SCOPE_MISSING"
         assert await call("hidden") == "CREDENTIAL_MISSING"
+        assert await call("hidden", told="spiffe://acme/web") == "CREDENTIAL_MISSING", (
+            "the HTTP door alone is believed"
+        )
         assert await call("old") == "CREDENTIAL_EXPIRED"
         assert await call("web", header="Bearer ck_a_b") == "CREDENTIAL_INVALID", (
             "a header is judged by itself"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,15 +34,28 @@ def test_the_session_in_the_readme() -> None:
 @pytest.mark.timeout(200)
 def test_commands_against_the_server_of_the_readme(tmp_path: Path) -> None:
     """Every line of the README that talks to its server, in a shell that has the environment on its path."""
+    (tmp_path / "docs").symlink_to(README.parent / "docs")
     text = README.read_text(encoding="utf-8")
     lines = re.findall(r"^\$ (pensieve \w+ .*--target .*127\.0\.0\.1:50051)$", text, re.MULTILINE)
     assert {line.split()[1] for line in lines} == {"chat", "replay"}
+    lines += re.findall(r"^\$ (.*127\.0\.0\.1:8080.*)$", text, re.MULTILINE)[1:]
+    programs = [line.split()[0] for line in lines[-2:]]
+    assert programs == ["curl", "OPENAI_BASE_URL=http://127.0.0.1:8080/v1"], (
+        "behind the line that starts the server"
+    )
+    if shutil.which("curl") is None:
+        del lines[-2]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    with ServerProcess("--model", "demo", "--store", "memory:", "--threads", "1") as server:
+    options = ("--model", "demo", "--store", "memory:", "--threads", "1", "--http", "127.0.0.1:0")
+    with ServerProcess(*options) as server:
         for line in lines:
             done = subprocess.run(
-                line.replace("127.0.0.1:50051", server.target), shell=True, cwd=tmp_path, text=True, timeout=150,
-                input="My name is Ada.\n/quit\n", env=os.environ | {"PATH": path}, capture_output=True, check=False,
+                line.replace("127.0.0.1:50051", server.target).replace("127.0.0.1:8080", server.http), shell=True,
+                cwd=tmp_path, text=True, timeout=150, input="My name is Ada.\n/quit\n",
+                env=os.environ | {"PATH": path}, capture_output=True, check=False,
             )  # fmt: skip
             assert done.returncode == 0, f"{line}: {done.stderr}"
-            assert done.stdout.strip(), line
+            assert done.stdout.strip() and '"error":{' not in done.stdout, f"{line}: {done.stdout}"
+        assert "Your name is Ada." in done.stdout and "Rex" in done.stdout, (
+            "what the last of them, the example, says"
+        )

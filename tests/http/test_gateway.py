@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from openai import APIStatusError, OpenAI
 
+from pensieve.cli.gateway import gateway as gateway_command
 from pensieve.spawn import ServerProcess
 from support.http.gateway import gateway
 
@@ -83,3 +85,19 @@ def test_a_service_that_is_away_is_a_503() -> None:
     ):
         client.models.list()
     assert caught.value.status_code == 503
+
+
+def test_a_certificate_needs_its_key(tmp_path: Path) -> None:
+    (tmp_path / "cert.pem").touch()
+    arguments = [
+        "--target",
+        "127.0.0.1:1",
+        "--listen",
+        "127.0.0.1:0",
+        "--tls-cert",
+        str(tmp_path / "cert.pem"),
+    ]
+    said = CliRunner().invoke(gateway_command, arguments)
+    assert said.exit_code == 2 and "--tls-cert and --tls-key go together" in said.output
+    broken = CliRunner().invoke(gateway_command, [*arguments, "--tls-key", str(tmp_path / "cert.pem")])
+    assert broken.exit_code == 1 and "cannot serve: " in broken.output

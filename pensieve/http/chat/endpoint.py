@@ -17,6 +17,7 @@ from pensieve.http.common.callers import Caller
 from pensieve.http.common.contents import Talk
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.heads import begin, noting
+from pensieve.http.common.refusals import leaving_nothing
 from pensieve.http.common.requests import request_id_of
 from pensieve.http.common.streams import EventStream
 
@@ -33,9 +34,10 @@ async def create(request: Request) -> Response:
         if body.session:
             session, stream = await _named(caller, body.session, talk, turn_id, options)
         else:
-            session, stream = await begin(
-                caller, door.heads, talk, turn_id, options, door.settings.chat_ttl_s
-            )
+            async with leaving_nothing(caller.client, turn_id):
+                session, stream = await begin(
+                    caller, door.heads, talk, turn_id, options, door.settings.chat_ttl_s
+                )
         held.callback(stream.close)
         completion = ChatCompletion.of(stream, model, session.id)
 

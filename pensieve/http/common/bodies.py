@@ -17,6 +17,7 @@ BODY_S: Final = 30.0
 """How long a body may take."""
 _PATH: Final = re.compile(r" - at `\$\.?(.*)`$")
 """Where msgspec says that a value is wrong."""
+_MISSING: Final = re.compile(r"Object missing required field `(.*?)`")
 
 
 async def read_json(request: Request, kind: type[T], max_bytes: int) -> T:
@@ -24,12 +25,19 @@ async def read_json(request: Request, kind: type[T], max_bytes: int) -> T:
     try:
         return msgspec.json.decode(await _read(request, max_bytes), type=kind)
     except msgspec.ValidationError as error:
-        message = str(error)
-        found = _PATH.search(message)
-        param = found.group(1) if found is not None else None
-        raise HttpFailure(400, message, param=param or None, code="invalid_type") from error
+        raise _wrong(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise HttpFailure(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+
+
+def _wrong(message: str) -> HttpFailure:
+    found, missing = _PATH.search(message), _MISSING.match(message)
+    # A key of an object is not told: the object is.
+    param = found.group(1).replace("[...]", "") if found is not None else ""
+    if missing is None:
+        return HttpFailure(400, message, param=param or None, code="invalid_type")
+    param = f"{param}.{missing.group(1)}" if param else missing.group(1)
+    return HttpFailure(400, f"{param}: is missing", param=param, code="missing_required_parameter")
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:

@@ -56,7 +56,10 @@ def text_of(content: Content, param: str) -> str:
             raise unsupported(
                 f"{param}[{number}]", f"parts of type {part.type!r} are not supported: text only"
             )
-        texts.append(part.text if part.text is not None else part.refusal or "")
+        text = part.text if part.text is not None else part.refusal
+        if text is None:
+            raise bad(f"{param}[{number}].text", "is missing", "missing_required_parameter")
+        texts.append(text)
     return "".join(texts)
 
 
@@ -64,6 +67,8 @@ def said(role: str, content: Content, param: str) -> Said:
     """One message of a request."""
     if role not in ROLES:
         raise unsupported(f"{param}.role", f"{role!r} is not supported: one of {', '.join(ROLES)}")
+    if content is None and ROLES[role] is not Role.ASSISTANT:
+        raise bad(f"{param}.content", "is missing", "missing_required_parameter")
     return Said(ROLES[role], text_of(content, f"{param}.content"))
 
 

@@ -14,6 +14,7 @@ from pensieve.client import ServerInfo
 from pensieve.http.common.callers import Caller, Callers
 from pensieve.http.common.failures import HttpFailure
 from pensieve.http.common.heads import Heads
+from pensieve.http.common.readiness import Readiness
 from pensieve.http.common.settings import DoorSettings
 
 _INFO_S: Final = 30.0
@@ -27,7 +28,13 @@ class HttpDoor:
         self.settings = settings
         self.callers = Callers(settings)
         self.heads = Heads(settings.max_heads)
+        self.readiness = Readiness(settings)
         self._infos: dict[bytes, tuple[float, ServerInfo]] = {}
+
+    async def close(self) -> None:
+        """End all connections: streams end with an error event, calls with 503."""
+        await self.callers.close()
+        await self.readiness.close()
 
     @staticmethod
     def of(request: Request) -> HttpDoor:

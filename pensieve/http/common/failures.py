@@ -70,6 +70,10 @@ _PARAMS: Final = {
 
 def failure_of(error: PensieveError) -> HttpFailure:
     """What the service said, as the door says it."""
+    if error.reason == "CLIENT_CLOSED":  # the door closed it, because it ends
+        return HttpFailure(
+            503, "the server is shutting down", kind="server_error", code="draining", retry_after_s=1.0
+        )
     status, kind = _STATUS.get(error.code, (500, "server_error"))
     param = None
     if isinstance(error, InvalidArgument) and error.violations:

@@ -10,7 +10,7 @@ class DoorSettings:
     """Bounds are checked before a body is parsed, times are seconds."""
 
     target: str
-    """HOST:PORT of the conversation service."""
+    """HOST:PORT of the conversation service, or any gRPC target."""
     tls: bool = False
     """TLS towards ``target``, with the system's root certificates."""
     patience_s: float = 20.0
@@ -28,3 +28,7 @@ class DoorSettings:
     """Connections to the service that are kept, one for each credential."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call the door from a browser; none unless said."""
+    shows_metrics: bool = True
+    """Serve ``/metrics``; not where a server's admin port shows them."""
+    vouches: bool = False
+    """The service believes what the door says of its callers' certificates, as on a server's private socket."""

@@ -16,6 +16,7 @@ from pensieve.http.common.callers import Caller
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import HttpFailure, bad
 from pensieve.http.common.heads import noting
+from pensieve.http.common.refusals import leaving_nothing
 from pensieve.http.common.requests import request_id_of
 from pensieve.http.common.streams import EventStream
 from pensieve.http.responses.chain import BegunResponse, Chain, answer_item
@@ -35,7 +36,8 @@ async def create(request: Request) -> HttpResponse:
         caller = await held.enter_async_context(door.callers.of(request))
         model = await door.model_of(caller, body.model)
         chain = Chain(caller, body, request_id_of(request))
-        begun = await chain.begin(door.heads, door.settings.unstored_ttl_s)
+        async with leaving_nothing(caller.client, chain.turn_id):
+            begun = await chain.begin(door.heads, door.settings.unstored_ttl_s)
         if not body.stored:
             held.push_async_callback(begun.session.delete, allow_missing=True)
         held.callback(begun.stream.close)

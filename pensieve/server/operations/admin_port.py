@@ -2,7 +2,8 @@
 
 The first line of a connection tells which: HTTP/2 begins with ``PRI * HTTP/2.0``. Such a connection is handed, byte for
 byte, to a gRPC server on a Unix socket that only this user can reach. Every other one is HTTP/1: ``/metrics``
-(Prometheus text), ``/healthz`` (this process answers) and ``/readyz`` (calls are served). HTTP is up before the gRPC
+(Prometheus text), ``/healthz`` (this process answers), ``/readyz`` (calls are served) and, with an HTTP door,
+``/readyz/http`` (it takes calls). HTTP is up before the gRPC
 server is, so a supervisor sees a server that is loading its model alive and not ready.
 
 Nobody is refused for want of room: who reaches the port may open as many connections as they like, and a supervisor has
@@ -18,7 +19,7 @@ import logging
 from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
@@ -32,6 +33,19 @@ _PIPE_CHUNK: Final = 1 << 16
 _MAX_HTTP: Final = 192
 _MAX_GRPC: Final = 64
 _BACKLOG: Final = 512
+
+
+class HttpState(Protocol):
+    """What the port tells of the HTTP door."""
+
+    @property
+    def problem(self) -> str:
+        """Why it takes no calls; "" when it does."""
+        ...
+
+    async def refresh(self) -> None:
+        """Bring its share of the registry up to date."""
+        ...
 
 
 class _Connection:
@@ -70,11 +84,18 @@ class _Places:
 class AdminPort:
     """The port. It listens from ``start`` to ``close``."""
 
-    def __init__(self, registry: CollectorRegistry, ready: Callable[[], str], grpc_socket: Path) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        ready: Callable[[], str],
+        grpc_socket: Path,
+        http: HttpState | None = None,
+    ) -> None:
         """``ready`` says why calls are not served, "" when they are. ``grpc_socket`` need not exist yet."""
         self._registry = registry
         self._ready = ready
         self._grpc_socket = grpc_socket
+        self._door = http
         self._server: asyncio.Server | None = None
         self._http = _Places(_MAX_HTTP)
         self._grpc = _Places(_MAX_GRPC)
@@ -129,6 +150,8 @@ class AdminPort:
             return
         async with asyncio.timeout(_HEAD_TIMEOUT_S):
             accept = await _accept_header(reader)
+        if self._door is not None and b" /metrics" in first:
+            await self._door.refresh()
         status, content_type, body = self._answer(first, accept)
         head = (
             f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {content_type}\r\n"
@@ -148,8 +171,8 @@ class AdminPort:
             return HTTPStatus.OK, content_type, encode(self._registry)
         if path == "/healthz":
             return HTTPStatus.OK, plain, b"ok\n"
-        if path == "/readyz":
-            problem = self._ready()
+        if path == "/readyz" or (path == "/readyz/http" and self._door is not None):
+            problem = self._ready() if self._door is None or path == "/readyz" else self._door.problem
             if problem:
                 return HTTPStatus.SERVICE_UNAVAILABLE, plain, f"{problem}\n".encode()
             return HTTPStatus.OK, plain, b"ok\n"

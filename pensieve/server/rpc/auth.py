@@ -41,6 +41,7 @@ PUBLIC: Final = ""
 """Scope of methods that anyone may call: health."""
 ANY: Final = "any"
 """Scope of methods that take a credential, whatever its scopes: reflection."""
+TOLD_NAME: Final = "pensieve-certificate-name-bin"
 RELOAD_S: Final = 1.0
 DEFAULT_TENANT: Final = "default"
 
@@ -78,8 +79,10 @@ SCOPE_OF_METHOD: Final[dict[str, str]] = {
 class Peer:
     """What a call's connection says of the caller. Nothing is looked up before it is asked for."""
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: Any, told: tuple[str, ...] | None = None) -> None:
+        """``told``: the names that whoever verified the certificate found in it, where that was not gRPC."""
         self._context = context
+        self._told = told
 
     @property
     def address(self) -> str:
@@ -90,9 +93,17 @@ class Peer:
     @property
     def names(self) -> tuple[str, ...]:
         """Alternative names of the verified client certificate, or its common name if it has none; () without one."""
+        if self._told is not None:
+            return self._told
         properties = self._context.auth_context()
         found = properties.get("x509_subject_alternative_name") or properties.get("x509_common_name") or ()
         return tuple(name.decode("utf-8", "replace") for name in found)
+
+
+def told_names(metadata: Iterable[tuple[str, str | bytes]]) -> tuple[str, ...]:
+    """The names in a client certificate that the HTTP door has verified. To be asked of its private socket only."""
+    values = (value for name, value in metadata if name == TOLD_NAME)
+    return tuple(value.decode("utf-8", "replace") for value in values if isinstance(value, bytes))
 
 
 @dataclass(frozen=True, slots=True)

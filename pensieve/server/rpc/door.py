@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from grpc import aio
 
@@ -17,6 +17,8 @@ from pensieve.server.rpc.logins import FailedLogins
 from pensieve.server.tenants import TenantTable
 
 log = logging.getLogger(__name__)
+
+STREAMS_OF_THE_DOOR: Final = 8192
 
 
 class DoorObserver(Protocol):
@@ -51,6 +53,15 @@ class Door:
         )
         self._interceptors.append(interceptor)
         return make_server([interceptor])
+
+    def private_server(self) -> aio.Server:
+        """One for the HTTP door, on a socket that nobody else reaches. Its calls have places among those of the first.
+
+        Each of the door's connections carries many callers, or all of those without a key.
+        """
+        interceptor = self._interceptors[0].beside()
+        self._interceptors.append(interceptor)
+        return make_server([interceptor], most_streams=STREAMS_OF_THE_DOOR)
 
     def look(self, *, always: bool = False) -> None:
         """Read the key file if it changed (or ``always``), and end the calls that it no longer lets in."""

@@ -56,9 +56,14 @@ class BindError(Exception):
     """A port cannot be listened on; the text is for the operator."""
 
 
-def make_server(interceptors: Sequence[aio.ServerInterceptor]) -> aio.Server:
-    """A server with this project's options, not yet bound."""
-    return aio.server(interceptors=tuple(interceptors), options=SERVER_OPTIONS)
+def make_server(
+    interceptors: Sequence[aio.ServerInterceptor], *, most_streams: int | None = None
+) -> aio.Server:
+    """A server with this project's options, not yet bound. ``most_streams``: of a connection, for another limit."""
+    options = dict(SERVER_OPTIONS)
+    if most_streams is not None:
+        options["grpc.max_concurrent_streams"] = most_streams
+    return aio.server(interceptors=tuple(interceptors), options=tuple(options.items()))
 
 
 def add_health_and_reflection(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import copy
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Final, Protocol
 
@@ -22,7 +23,7 @@ from grpc import aio
 from pensieve import rpc_status
 from pensieve.errors import InvalidArgument, PensieveError, Unauthenticated
 from pensieve.server.bugs import bug
-from pensieve.server.rpc.auth import ANONYMOUS, Identity, Peer
+from pensieve.server.rpc.auth import ANONYMOUS, Identity, Peer, told_names
 from pensieve.server.rpc.bodies import BodyGate, Pace
 from pensieve.server.rpc.calls import Calls, RunningCall
 from pensieve.server.rpc.decode import decode
@@ -61,12 +62,19 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
         tenants: TenantTable | None = None,
         logins: FailedLogins | None = None,
     ) -> None:
+        self._believes = False
         self._authorizer = authorizer
         self._calls = Calls(max_in_flight)
         self._bodies = bodies or BodyGate()
         self._pace = Pace()
         self._tenants = tenants or TenantTable()
         self._logins = logins or FailedLogins()
+
+    def beside(self) -> Interceptor:
+        """One for another server, which shares all limits and believes what its callers say of certificates."""
+        other = copy.copy(self)
+        other._believes = True
+        return other
 
     def recheck(self, problem: Callable[[Identity], PensieveError | None]) -> int:
         """End the calls whose credential has become a problem; returns how many. On the server's event loop."""
@@ -94,7 +102,7 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
         async def guarded(requests: Any, context: Any) -> Any:
             held_back = 0.0
             try:
-                peer = Peer(context)
+                peer = Peer(context, told_names(metadata) if self._believes else None)
                 identity = self._authorizer.check(method, metadata, peer)
                 if handler.request_streaming:  # reflection
                     return await _relayed(inner, requests, context)

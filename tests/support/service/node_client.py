@@ -41,15 +41,29 @@ def run_openai_client(url: str, api_key: str) -> dict[str, Any]:
     return _run("openai.js", url, api_key)
 
 
+def run_openai_example(url: str, api_key: str) -> str:
+    """What the example of the documentation prints."""
+    settings = {
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_KEY": api_key,
+        "NODE_PATH": str(FOLDER / "node_modules"),
+    }
+    return _said(str(ROOT / "docs" / "examples" / "responses.js"), **settings)
+
+
 def _run(program: str, *arguments: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(_said(program, *arguments))
+    return result
+
+
+def _said(program: str, *arguments: str, **environment: str) -> str:
     done = subprocess.run(
         ["node", program, *arguments],
         cwd=FOLDER,
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, "no_proxy": "127.0.0.1,localhost"},  # grpc-js obeys http_proxy.
+        env={**os.environ, "no_proxy": "127.0.0.1,localhost", **environment},  # grpc-js obeys http_proxy.
     )
     assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+    return done.stdout

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from pensieve.debug import child_environment
-from pensieve.spawn import SpawnError, wait_ready
+from pensieve.spawn import SpawnError, wait_addresses
 from support.engine.fake_engine import BUILDER, SCRIPT_FILE, Script
 from support.tokenizers_ import byte_level, write_folder
 
@@ -43,16 +43,17 @@ def model_folder(folder: Path, script: Script | None = None) -> Path:
 
 @dataclass
 class ServerProcess:
-    """A started server; ``grpc`` and ``admin`` are HOST:PORT after ``wait_ready``."""
+    """A started server; ``grpc``, ``admin`` and, with that option, ``http`` are HOST:PORT after ``wait_ready``."""
 
     process: subprocess.Popen[str]
     errors: Path
     grpc: str = ""
     admin: str = ""
+    http: str = ""
 
     def wait_ready(self) -> None:
         try:
-            self.grpc, self.admin = wait_ready(self.process, START_LIMIT_S)
+            self.grpc, self.admin, self.http = wait_addresses(self.process, START_LIMIT_S)
         except SpawnError as error:
             raise AssertionError(f"{error}\n{self.stderr}") from error
 

@@ -1,0 +1,106 @@
+"""Main of the door of ``pensieve serve --http``: ``python -P -m pensieve.http.child``.
+
+The process inherits two sockets: one that listens, and one end of a pair on which the server tells it what to do, a
+word a line. It answers ``ready`` when it takes calls, and ``metrics`` with a line that has the length of the page, and
+the page. At ``drain`` it takes no more calls and lets running ones end; at ``finish`` those that still run end with an
+error. It leaves when the other end closes, and the kernel kills it should it be stuck at that time. SIGINT, SIGTERM
+and SIGHUP, which a terminal and a service manager send to both, are for the server to act on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import click
+from prometheus_client import generate_latest
+
+from pensieve.http.app import make_app
+from pensieve.http.common.door import HttpDoor
+from pensieve.http.common.settings import DoorSettings
+from pensieve.http.metrics import HttpMetrics
+from pensieve.http.run import ManagedServer, loop_factory, running
+from pensieve.http.tls import TlsFiles
+from pensieve.lifeline import die_with_parent
+from pensieve.logs import configure_logging
+
+log = logging.getLogger("pensieve.http.child")  # Also when this module is __main__.
+
+
+async def _obey(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: ManagedServer) -> None:
+    """Do what the server says, until it has nothing more to say."""
+    door, metrics = server.config.app.state.door, server.config.app.state.metrics  # type: ignore[union-attr]
+    assert isinstance(door, HttpDoor) and isinstance(metrics, HttpMetrics)
+    while line := await reader.readline():
+        match line.strip():
+            case b"metrics":
+                page = generate_latest(metrics.registry)
+                writer.write(b"%d\n%b" % (len(page), page))
+            case b"drain":
+                server.should_exit = True
+            case b"finish":
+                await door.close()
+    server.should_exit = server.force_exit = True
+
+
+async def _serve(
+    settings: DoorSettings, listener: socket.socket, control: socket.socket, tls: TlsFiles | None
+) -> None:
+    reader, writer = await asyncio.open_connection(sock=control)
+    async with running(make_app(settings), listener, tls) as server:
+        writer.write(b"ready\n")
+        obeying = asyncio.create_task(_obey(reader, writer, server), name="control")
+        obeying.add_done_callback(_told)
+    obeying.cancel()
+    writer.close()
+
+
+def _told(task: asyncio.Task[None]) -> None:
+    """Without its server the process would serve for ever: it does not outlive the task that listens to it."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("the door lost its server", exc_info=error)
+        sys.exit(1)
+
+
+@click.command()
+@click.option("--listener", type=int, required=True)
+@click.option("--control", type=int, required=True)
+@click.option("--parent", type=int, required=True)
+@click.option("--target", required=True)
+@click.option("--tls", nargs=2, type=click.Path(path_type=Path))
+@click.option("--tls-client-ca", type=click.Path(path_type=Path))
+@click.option("--log-level", default="info")
+@click.option("--log-json", is_flag=True)
+def main(
+    listener: int,
+    control: int,
+    parent: int,
+    target: str,
+    tls: tuple[Path, Path] | None,
+    tls_client_ca: Path | None,
+    log_level: str,
+    log_json: bool,
+) -> None:
+    """Run the door of a server."""
+    configure_logging(level=log_level, json_lines=log_json)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if not die_with_parent(parent):
+        return
+    files = TlsFiles(*tls, tls_client_ca) if tls else None
+    settings = DoorSettings(target, shows_metrics=False, vouches=True)
+    try:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            sockets = socket.socket(fileno=listener), socket.socket(fileno=control)
+            runner.run(_serve(settings, *sockets, files))
+    except (OSError, ValueError) as error:
+        click.echo(f"the HTTP door: {error}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Keeps the door's process alive: starts it, starts it again after it died, ends it with the server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from typing import Final
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from pensieve.server.gateway.process import GatewayCommand, GatewayEnded, GatewayProcess
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S: Final = 0.1
+LONGEST_PAUSE_S: Final = 30.0
+STEADY_S: Final = 60.0
+"""A process that has lived so long is started again at once when it dies; else each pause is twice the one before."""
+METRICS_S: Final = 1.0
+"""How long a scrape waits for the door's share."""
+_BACKLOG: Final = 2048
+
+
+class GatewayError(Exception):
+    """The door cannot be opened; the text is for the operator."""
+
+
+class Gateway(Collector):
+    """The door of one server. ``open``, ``start`` and ``ready``; then ``drain``, ``finish`` and ``close``.
+
+    The socket that listens stays here: while the process is started again, callers wait in its backlog.
+    """
+
+    def __init__(self, command: GatewayCommand) -> None:
+        self._command = command
+        self._listener: socket.socket | None = None
+        self._process: GatewayProcess | None = None
+        self._serving = False
+        self._ending = False
+        self._restarts = 0
+        self._keeping: asyncio.Task[None] | None = None
+        self._first: asyncio.Future[None] | None = None
+        self._page = ""
+
+    @property
+    def problem(self) -> str:
+        """Why the door takes no calls; "" when it does."""
+        if self._ending:
+            return "draining"
+        return "" if self._serving else "the HTTP door is starting"
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while there is one."""
+        return self._process.pid if self._process is not None else None
+
+    def open(self, host: str, port: int) -> int:
+        """Listen; the port, found by the system when it was 0. Raises GatewayError."""
+        if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
+            raise GatewayError(f"needs {' and '.join(missing)}: pip install 'pensieve[http]'")
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            # Python adds the address to ``strerror``; errors of names have numbers of their own.
+            why = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+            raise GatewayError(f"cannot listen on {host}:{port}: {why}") from error
+        bound: int = self._listener.getsockname()[1]
+        return bound
+
+    def start(self) -> None:
+        """Start the process, and keep it alive from here on."""
+        self._first = asyncio.get_running_loop().create_future()
+        self._keeping = asyncio.create_task(self._keep(), name="http")
+
+    async def ready(self) -> None:
+        """Returns when calls are taken. Raises GatewayError when the first process did not come to that."""
+        assert self._first is not None, "not started"
+        await self._first
+
+    async def drain(self) -> None:
+        """Take no new calls; those that run go on."""
+        self._ending = True
+        if self._listener is not None:
+            self._listener.close()  # else whoever connects would wait in its backlog, for nothing
+        if self._process is not None:
+            self._process.tell("drain")
+
+    async def finish(self, patience_s: float) -> None:
+        """After ``drain``, when no turn runs any more: last answers have ``patience_s`` to get out.
+
+        What has not ended then waits for what this server will not do, and ends with an error, in as much time again.
+        """
+        if self._keeping is None:
+            return
+        await asyncio.wait({self._keeping}, timeout=patience_s)
+        if self._process is not None:
+            self._process.tell("finish")
+            await asyncio.wait({self._keeping}, timeout=patience_s)
+
+    async def close(self) -> None:
+        """End it at once, if it has not ended."""
+        self._ending = True
+        if self._keeping is not None:
+            self._keeping.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._keeping
+        if self._first is not None and not self._first.cancel() and not self._first.cancelled():
+            self._first.exception()  # seen now, if nobody has waited for it
+        if self._listener is not None:
+            self._listener.close()
+
+    def watch_in(self, registry: CollectorRegistry) -> None:
+        """Show its metrics there."""
+        registry.register(self)
+
+    async def refresh(self) -> None:
+        """Ask the process for its metrics; ``collect`` tells the latest."""
+        if self._process is not None and self._serving:
+            self._page = await self._process.metrics(METRICS_S)
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily("pensieve_http_up", "Whether the HTTP door takes calls.", self._serving)
+        yield CounterMetricFamily(
+            "pensieve_http_restarts", "Times the HTTP door's process was started again.", self._restarts
+        )
+        yield from text_string_to_metric_families(self._page)
+
+    async def _keep(self) -> None:
+        """One process after the other. What ends the first before it was ready ends this."""
+        pause = FIRST_PAUSE_S
+        while True:
+            began = time.monotonic()
+            why = await self._live()
+            if self._ending:
+                return
+            assert self._first is not None
+            if not self._first.done():
+                self._first.set_exception(GatewayError(f"the HTTP door did not start: {why}"))
+                return
+            if time.monotonic() - began > STEADY_S:
+                pause = FIRST_PAUSE_S
+            log.error("the HTTP door ended and is started again: %s", why, extra={"pause_s": pause})
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+            self._restarts += 1
+
+    async def _live(self) -> str:
+        """Run a process to its end; why it ended."""
+        assert self._listener is not None
+        try:
+            self._process = process = await GatewayProcess.spawn(self._command, self._listener)
+        except OSError as error:
+            return str(error)
+        try:
+            await process.ready()
+            self._serving = True
+            if self._first is not None and not self._first.done():
+                self._first.set_result(None)
+            return process.last_words(await process.wait())
+        except GatewayEnded as error:
+            return str(error)
+        finally:
+            self._serving, self._page = False, ""
+            process.kill()
+            await process.wait()
+            self._process = None

@@ -1,0 +1,168 @@
+"""Where a server is reached: the gRPC port, the admin port, and the HTTP door with the private socket behind it.
+
+Ports are bound at once, so that a taken one is told before a model is loaded. They take calls when ``start`` says so,
+but for health on the admin port, which answers from the beginning. All calls pass one ``Door``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Final
+
+from grpc import aio
+
+from pensieve.options.serve import ServeOptions
+from pensieve.server.conversations import Conversations
+from pensieve.server.gateway.keeper import Gateway, GatewayError
+from pensieve.server.gateway.process import GatewayCommand
+from pensieve.server.links.process_link import ProcessLink
+from pensieve.server.operations.admin_port import AdminPort
+from pensieve.server.operations.health import HealthMonitor
+from pensieve.server.operations.metrics import Metrics
+from pensieve.server.rpc.admin_service import AdminService
+from pensieve.server.rpc.door import Door
+from pensieve.server.rpc.grpc_server import (
+    BindError,
+    add_health_and_reflection,
+    bind,
+    split_address,
+    tls_credentials,
+)
+from pensieve.server.rpc.interceptor import DEFAULT_IN_FLIGHT
+from pensieve.server.rpc.service import ConversationService
+from pensieve.v1 import pensieve_pb2_grpc
+
+DATA_SERVICE: Final = "pensieve.v1.ConversationService"
+ADMIN_SERVICE: Final = "pensieve.v1.AdminService"
+LAST_CALLS_S: Final = 2.0
+"""Time after the drain for answers that are on their way."""
+_LONGEST_PATH: Final = 90
+"""Of a folder for Unix sockets: the system takes 107 bytes with the name."""
+
+
+class Ports:
+    """The ports of one server. What it opens is closed by the stack that it was given."""
+
+    def __init__(self, options: ServeOptions, door: Door, stack: AsyncExitStack) -> None:
+        self._options = options
+        self._door = door
+        self._stack = stack
+        self._servers: list[aio.Server] = []
+        self._gateway: Gateway | None = None
+        self._folder = _private_folder()
+        stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
+        self.grpc_address = self.admin_address = self.http_address = ""
+
+    @property
+    def ready_line(self) -> str:
+        """What a program that starts a server waits for."""
+        line = f"ready grpc={self.grpc_address} admin={self.admin_address}"
+        return f"{line} http={self.http_address}" if self.http_address else line
+
+    def bind(self, conversations: Conversations, monitor: HealthMonitor) -> None:
+        """Bind the gRPC port and the HTTP door's. Raises BindError, GatewayError or OSError."""
+        options = self._options
+        credentials = None
+        if options.tls_cert is not None and options.tls_key is not None:
+            credentials = tls_credentials(options.tls_cert, options.tls_key, options.tls_client_ca)
+        # Whatever the engine would take or queue has to get this far; a full queue is told as such.
+        server = self._door.server(max(DEFAULT_IN_FLIGHT, 2 * options.max_queued))
+        service = ConversationService(conversations)
+        pensieve_pb2_grpc.add_ConversationServiceServicer_to_server(service, server)
+        # Whoever has no key may not even learn what there is; operators ask on the admin port.
+        reflects = options.api_keys is None
+        add_health_and_reflection(server, monitor.servicer, [DATA_SERVICE], reflects=reflects)
+        port = bind(server, options.listen, credentials)
+        self._opened(server)
+        self.grpc_address = _with_port(options.listen, port)
+        if options.http is not None:
+            self._bind_http(options.http, service, monitor)
+
+    async def open_admin(
+        self, link: ProcessLink, conversations: Conversations, monitor: HealthMonitor, metrics: Metrics
+    ) -> None:
+        """Open the admin port, and have the HTTP door's process started meanwhile. Raises BindError."""
+        grpc_socket = self._folder / "admin"
+        server = self._door.server()
+        pensieve_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(link, conversations), server)
+        add_health_and_reflection(server, monitor.servicer, [ADMIN_SERVICE, DATA_SERVICE])
+        server.add_insecure_port(f"unix:{grpc_socket}")
+        self._stack.push_async_callback(server.stop, None)
+        await server.start()
+        port = AdminPort(metrics.registry, lambda: monitor.problem, grpc_socket, self._gateway)
+        self._stack.push_async_callback(port.close)
+        host, number = split_address(self._options.admin)
+        try:
+            bound = await port.start(host, number)
+        except OSError as error:
+            why = os.strerror(error.errno) if error.errno else str(error)
+            raise BindError(f"cannot listen on {self._options.admin}: {why}") from error
+        self.admin_address = _with_port(self._options.admin, bound)
+        if self._gateway is not None:
+            self._gateway.watch_in(metrics.registry)
+            self._stack.push_async_callback(self._gateway.close)
+            self._gateway.start()
+
+    async def start(self) -> None:
+        """Take calls. Raises GatewayError."""
+        for server in self._servers:
+            await server.start()
+        if self._gateway is not None:
+            await self._gateway.ready()
+
+    async def drain(self) -> None:
+        """The HTTP door takes no more calls; gRPC has its own answer to those."""
+        if self._gateway is not None:
+            await self._gateway.drain()
+
+    async def end(self) -> None:
+        """End all calls: the last answers have ``LAST_CALLS_S``, those through the HTTP door first."""
+        if self._gateway is not None:
+            await self._gateway.finish(LAST_CALLS_S)
+        for server in self._servers:
+            await server.stop(LAST_CALLS_S)
+
+    def _bind_http(self, address: str, service: ConversationService, monitor: HealthMonitor) -> None:
+        options = self._options
+        server = self._door.private_server()
+        pensieve_pb2_grpc.add_ConversationServiceServicer_to_server(service, server)
+        add_health_and_reflection(server, monitor.servicer, [DATA_SERVICE], reflects=False)
+        target = f"unix:{self._folder / 'http'}"
+        server.add_insecure_port(target)
+        self._opened(server)
+        self._gateway = Gateway(
+            GatewayCommand(
+                target,
+                options.tls_cert,
+                options.tls_key,
+                options.tls_client_ca,
+                options.log_level,
+                options.log_json,
+            )
+        )
+        try:
+            port = self._gateway.open(*split_address(address))
+        except GatewayError as error:
+            raise GatewayError(f"--http: {error}") from error
+        self.http_address = _with_port(address, port)
+
+    def _opened(self, server: aio.Server) -> None:
+        self._servers.append(server)
+        self._stack.push_async_callback(server.stop, None)
+
+
+def _private_folder() -> Path:
+    """A folder of mode 0700: the sockets in it are ours alone."""
+    folder = Path(tempfile.mkdtemp(prefix="pensieve-"))
+    if len(os.fsencode(folder)) > _LONGEST_PATH:
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix="pensieve-", dir="/tmp"))
+    return folder
+
+
+def _with_port(address: str, port: int) -> str:
+    return f"{address.rpartition(':')[0]}:{port}"

@@ -1,0 +1,274 @@
+"""``pensieve serve --http``: the door as a child of the server, from the ready line to the last call."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import shutil
+import signal
+import socket
+import ssl
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from openai import OpenAI
+
+from pensieve.server.gateway import keeper
+from pensieve.server.gateway.keeper import Gateway, GatewayError
+from pensieve.server.gateway.process import GatewayCommand
+from pensieve.spawn import read_metric
+from support.engine.fake_engine import Script
+from support.processes import alive, children, until
+from support.service.certificates import authority, signed
+from support.service.server_process import ServerProcess, launched
+
+pytestmark = pytest.mark.timeout(300)
+ANY_PORT = "127.0.0.1:0"
+SLOW = Script(step_s=0.02)
+TOO_LONG = 4000
+"""Tokens that nobody waits for."""
+
+
+def client_of(server: ServerProcess, key: str = "none", **options: Any) -> OpenAI:
+    url = f"http://{server.http}/v1"
+    return OpenAI(
+        base_url=url, api_key=key, max_retries=0, timeout=60, _strict_response_validation=True, **options
+    )
+
+
+def door_of(server: ServerProcess) -> int:
+    """Process id of the door; 0 while there is none."""
+    for pid in children(server.process.pid):
+        if b"pensieve.http.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return pid
+    return 0
+
+
+def page(address: str, path: str) -> str:
+    with urllib.request.urlopen(f"http://{address}{path}", timeout=20) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+def respond(client: OpenAI, text: str, tokens: int = 6, **options: Any) -> Any:
+    return client.responses.create(model="model", input=text, max_output_tokens=tokens, **options)
+
+
+def test_a_door_that_dies_comes_back_and_a_drain_lets_streams_end(tmp_path: Path) -> None:
+    with launched(tmp_path, SLOW, http=ANY_PORT) as server, client_of(server) as client:
+        assert page(server.http, "/health") == page(server.http, "/ready") == '{"status":"ok"}'
+        assert page(server.admin, "/readyz/http") == "ok\n"
+        first = respond(client, "My name is Ada.")
+        with httpx.Client() as http:
+            assert http.get(f"http://{server.http}/metrics").status_code == 404, "for operators only"
+        counted = {"route": "/v1/responses", "status": "200"}
+        assert read_metric(server.admin, "pensieve_http_calls_total", **counted) == 1
+
+        killed = door_of(server)
+        os.kill(killed, signal.SIGKILL)
+        # Whoever connects now waits until the next one is there.
+        with client_of(server) as patient:
+            second = respond(patient, "What is my name?", previous_response_id=first.id)
+        assert second.usage.input_tokens > first.usage.input_tokens
+        assert door_of(server) not in (0, killed) and server.process.poll() is None
+        assert read_metric(server.admin, "pensieve_http_restarts_total") == 1
+        assert read_metric(server.admin, "pensieve_http_up") == 1
+
+        stream = respond(client, "And mine?", tokens=100, stream=True, previous_response_id=second.id)
+        next(event for event in stream if event.type == "response.output_text.delta")
+        server.terminate()
+        host, port = server.http.split(":")
+
+        def refused() -> bool:
+            with socket.socket() as probe:
+                return probe.connect_ex((host, int(port))) != 0
+
+        until(refused, "new calls are refused while it drains")
+        last = list(stream)[-1]
+        assert last.type == "response.incomplete" and last.response.usage.output_tokens == 100
+        assert server.finish() == (0, "")
+        assert "Traceback" not in server.stderr
+
+
+def test_the_chain_goes_on_after_a_power_cut(tmp_path: Path) -> None:
+    store = f"sqlite:///{tmp_path / 'history.sqlite3'}"
+    chain = []
+    with launched(tmp_path / "one", http=ANY_PORT, store=store) as server, client_of(server) as client:
+        for text in ("My name is Ada.", "I live in Lisbon."):
+            previous = chain[-1].id if chain else None
+            chain.append(respond(client, text, previous_response_id=previous))
+        door = door_of(server)
+        server.process.kill()
+        server.process.wait()
+        until(lambda: not alive(door), "the door outlived its server")
+    with launched(tmp_path / "one", http=ANY_PORT, store=store) as server, client_of(server) as client:
+        assert client.responses.retrieve(chain[-1].id).output_text == chain[-1].output_text
+        more = respond(client, "Where do I live?", previous_response_id=chain[-1].id)
+        assert more.usage.input_tokens > chain[-1].usage.total_tokens
+        branch = respond(client, "Who am I?", previous_response_id=chain[0].id)
+        assert chain[0].usage.total_tokens < branch.usage.input_tokens < more.usage.input_tokens
+        server.terminate()
+        assert server.finish() == (0, "")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl")
+def test_tls_keys_and_certificates_are_those_of_the_server(tmp_path: Path) -> None:
+    ours, strange = authority(tmp_path, "ours"), authority(tmp_path, "strange")
+    cert, key = signed(tmp_path, ours, "server", "/CN=server", "IP:127.0.0.1")
+    web = signed(tmp_path, ours, "web", "/CN=x", "URI:spiffe://acme/web")
+    nobody = signed(tmp_path, ours, "nobody", "/CN=x", "URI:spiffe://nobody")
+    forged = signed(tmp_path, strange, "forged", "/CN=x", "URI:spiffe://acme/web")
+    digest = hashlib.sha256(b"secret").hexdigest()
+    keys = tmp_path / "keys.toml"
+    keys.write_text(
+        f'[[key]]\nid = "k"\nsha256 = "{digest}"\ntenant = "keyed"\n'
+        '[[certificate]]\nname = "spiffe://acme/web"\ntenant = "acme"\n'
+    )
+    files = {"tls_cert": str(cert), "tls_key": str(key), "tls_client_ca": str(ours), "api_keys": str(keys)}
+    with launched(tmp_path / "server", SLOW, http=ANY_PORT, drain_grace_s=0.2, **files) as server:
+
+        def calling(shown: tuple[Path, Path] | None, **headers: str) -> httpx.Client:
+            context = ssl.create_default_context(cafile=str(ours))
+            if shown is not None:
+                context.load_cert_chain(*shown)
+            url = f"https://{server.http}/v1"
+            return httpx.Client(verify=context, base_url=url, headers=headers, timeout=60)
+
+        def status(shown: tuple[Path, Path] | None, **headers: str) -> int:
+            with calling(shown, **headers) as http:
+                return http.get("/models").status_code
+
+        bearer, told = "Bearer ck_k_secret", {"pensieve-certificate-name-bin": "c3BpZmZlOi8vYWNtZS93ZWI="}
+        assert status(nobody, authorization=bearer) == 200
+        assert status(web, authorization="Bearer ck_k_wrong") == 401, "a header is judged by itself"
+        assert status(web) == 200, "the certificate logs in"
+        assert status(nobody) == 401
+        assert status(nobody, **told) == 401, "what a caller says of itself is not believed"
+        for unknown in (None, forged):
+            with pytest.raises(httpx.TransportError):
+                status(unknown)
+
+        # A renewed certificate, and another authority, are taken up by the next connection.
+        renewed = signed(tmp_path, strange, "renewed", "/CN=server", "IP:127.0.0.1")
+        shutil.copy(renewed[1], key)
+        shutil.copy(renewed[0], cert)
+        shutil.copy(strange, ours)
+        until(lambda: status(forged) == 200, "the new files are not used")
+        with pytest.raises(httpx.TransportError):
+            status(web)
+
+        # The grace time of a drain is over: the stream ends with an error, not with a cut.
+        with calling(forged) as http:
+            body = {"input": "hello", "stream": True, "max_output_tokens": TOO_LONG}
+            with http.stream("POST", "/responses", json=body) as answer:
+                lines = answer.iter_lines()
+                assert next(line for line in lines if "output_text.delta" in line)
+                server.terminate()
+                rest = list(lines)
+        assert [line for line in rest if line.startswith("event: ")][-2:] == [
+            "event: error",
+            "event: response.failed",
+        ]
+        assert [line for line in rest if line][-1] == "data: [DONE]"
+        assert server.finish() == (0, "")
+
+
+def test_what_keeps_it_from_opening_is_said_in_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with launched(tmp_path, ready=False, http=address) as server:
+            assert server.finish() == (2, "")
+            line = f"pensieve serve: --http: cannot listen on {address}: Address already in use"
+            assert server.stderr.strip().splitlines()[-1] == line
+
+
+async def test_files_of_no_use_are_refused_at_the_start(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.pem"
+    broken.write_text("not a certificate")
+    door = Gateway(GatewayCommand(f"unix:{tmp_path / 'socket'}", broken, broken))
+    door.open("127.0.0.1", 0)
+    door.start()
+    with pytest.raises(GatewayError, match="the HTTP door did not start: it ended with status 1 after: "):
+        await door.ready()
+    await door.close()
+
+
+def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper.importlib.util, "find_spec", lambda _: None)  # type: ignore[attr-defined]
+    with pytest.raises(GatewayError, match=r"pip install 'pensieve\[http\]'"):
+        Gateway(GatewayCommand("unix:x")).open("127.0.0.1", 0)
+
+
+class StandIn:
+    """In place of a process: ready at once, lives until it is killed."""
+
+    def __init__(self) -> None:
+        self._over = asyncio.Event()
+
+    @classmethod
+    async def spawn(cls, *_: object) -> StandIn:
+        return cls()
+
+    async def ready(self) -> None:
+        return
+
+    async def wait(self) -> int:
+        await self._over.wait()
+        return -9
+
+    def tell(self, word: str) -> None:
+        assert word == "drain"
+
+    def last_words(self, status: int) -> str:
+        return f"signal {-status}"
+
+    def kill(self) -> None:
+        self._over.set()
+
+
+class Dying(StandIn):
+    """One that dies when it is ready."""
+
+    async def wait(self) -> int:
+        return -9
+
+
+@asynccontextmanager
+async def kept(monkeypatch: pytest.MonkeyPatch, process: type[StandIn]) -> AsyncIterator[tuple[Gateway, int]]:
+    """A door whose process is a stand-in, and its port."""
+    monkeypatch.setattr(keeper, "GatewayProcess", process)
+    door = Gateway(GatewayCommand("unix:x"))
+    try:
+        port = door.open("127.0.0.1", 0)
+        door.start()
+        await door.ready()
+        yield door, port
+    finally:
+        await door.close()
+
+
+async def test_pauses_grow_while_it_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(keeper, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(keeper, "LONGEST_PAUSE_S", 0.003)
+    monkeypatch.setattr(keeper.log, "error", lambda *_, extra: pauses.append(extra["pause_s"]))
+    async with kept(monkeypatch, Dying):
+        while len(pauses) < 5:
+            await asyncio.sleep(0.001)
+        assert pauses[:5] == [0.001, 0.002, 0.003, 0.003, 0.003]
+
+
+async def test_while_it_drains_nobody_waits_in_the_backlog(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with kept(monkeypatch, StandIn) as (door, port):
+        where = "127.0.0.1", port
+        with socket.socket() as early, socket.socket() as late:
+            assert early.connect_ex(where) == 0
+            await door.drain()
+            assert late.connect_ex(where) != 0
+        assert door.problem == "draining"

@@ -1,0 +1,95 @@
+"""LangChain and Pydantic AI against the HTTP door, unchanged, each in a program of its own.
+
+They are large, so they are run on demand, by a Python that has them: ``python/requirements.txt`` says how.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve.http.responses.ids import ResponseId
+from support.http.http_rig import HttpRig, door
+from support.service.service_rig import ANSWER
+
+PYTHON = os.environ.get("PENSIEVE_TEST_CLIENTS", "")
+FOLDER = Path(__file__).parent / "python"
+
+pytestmark = [
+    pytest.mark.skipif(not PYTHON, reason="PENSIEVE_TEST_CLIENTS names no Python that has the clients"),
+    pytest.mark.timeout(400),
+]
+
+
+async def seen_by(program: str, rig: HttpRig) -> dict[str, Any]:
+    """What a client's program saw of the door."""
+    seen: dict[str, Any] = json.loads(await said_by(FOLDER / program, rig, rig.url, "acme", "tiny"))
+    return seen
+
+
+async def said_by(program: Path, rig: HttpRig, *arguments: str) -> str:
+    settings = {"OPENAI_BASE_URL": f"{rig.url}/v1", "OPENAI_API_KEY": "acme", "MODEL": "tiny"}
+    environment = {**os.environ, "no_proxy": "127.0.0.1", "PYTHONPATH": "", **settings}
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [PYTHON, program, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    text: str = done.stdout
+    return text
+
+
+def session_of(response: str) -> str:
+    found = ResponseId.parse(response)
+    assert found is not None
+    return found.session_id
+
+
+async def said_in(rig: HttpRig, session: str) -> list[str]:
+    return [item.text for item in await rig.service.items(f"sessions/{session}")]
+
+
+async def test_langchain() -> None:
+    async with door() as rig:
+        seen = await seen_by("langchain_client.py", rig)
+        chat, chain = seen["chat"], seen["responses"]
+        assert [chat["first"], chat["second"], chat["streamed"], *chat["batch"]] == [ANSWER] * 6
+        assert chat["reason"] == "stop" and chat["tokens"][1] > chat["tokens"][0]
+        assert chat["streamed_tokens"] > 0
+        assert [*chain["answers"], chain["streamed"], *chain["batch"], *seen["async"]] == [ANSWER] * 9
+        assert (
+            chain["tokens"] == sorted(set(chain["tokens"])) and chain["streamed_tokens"] > chain["tokens"][-1]
+        )
+        # One session, to which each call has brought its own turn and nothing else.
+        sessions = {session_of(one) for one in (*chain["ids"], chain["streamed_id"])}
+        assert len(sessions) == 1
+        turns = [text for said in ("hi", "again", "more", "streamed") for text in (said, ANSWER)]
+        assert await said_in(rig, sessions.pop()) == turns
+
+
+async def test_pydantic_ai() -> None:
+    async with door() as rig:
+        seen = await seen_by("pydantic_ai_client.py", rig)
+        for kind in ("chat", "responses"):
+            assert [*seen[kind]["answers"], seen[kind]["streamed"]] == [ANSWER] * 3
+            assert seen[kind]["tokens"][1] > seen[kind]["tokens"][0] > 0
+        sessions = {session_of(one) for one in seen["responses"]["ids"]}
+        assert len(sessions) == 1
+        turns = [text for said in ("hi", "again", "more") for text in (said, ANSWER)]
+        assert await said_in(rig, sessions.pop()) == turns
+
+
+async def test_the_example_for_langchain() -> None:
+    async with door() as rig:
+        example = Path(__file__).parents[2] / "docs" / "examples" / "langchain_chat.py"
+        assert await said_by(example, rig) == f"{ANSWER}\n"
