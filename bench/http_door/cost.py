@@ -99,7 +99,7 @@ def tokens(streams: int, step_ms: float, output: int, seconds: float) -> Iterato
                 "tokens_per_piece": came.tokens / came.pieces,
                 "server_us_per_token": served / came.tokens * 1e6,
                 "door_us_per_token": passed / came.tokens * 1e6,
-                "tokens_per_s_per_core": came.tokens / spent,
+                "tokens_per_s_per_core": came.tokens / spent if spent else None,
             }  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def first(turns: int, output: int) -> Iterator[dict[str, Any]]:
         ordered = sorted(taken)
         yield {
             "part": "first", "way": way, "turns": len(ordered), "p50_ms": 1e3 * statistics.median(ordered),
-            "p95_ms": 1e3 * ordered[int(0.95 * (len(ordered) - 1))],
+            "p95_ms": 1e3 * ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))],
             "p50_over_grpc_ms": 1e3 * (statistics.median(ordered) - direct),
         }  # fmt: skip
 

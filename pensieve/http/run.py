@@ -23,6 +23,9 @@ async def serve(settings: DoorSettings, listener: socket.socket) -> None:
         # uvicorn takes both over, and when it has ended it raises them again: to the program that was asked to end and
         # did, that is no failure.
         signal.signal(number, _ended)
+    # Connections inherit it. asyncio would set it only where a socket says that it is TCP, which this one does not; and
+    # without it an event waits up to 40 ms for the caller's acknowledgement of the one before.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     config = uvicorn.Config(
         make_app(settings),
         log_level="warning",
