@@ -64,12 +64,12 @@ async def served(
             yield Serving(client, client.url, start_s)
             return
         # Not in the folder that the server removes at its end.
-        async with _door(client.address, log.with_name(f"{log.stem}-door.log")) as (url, door):
-            yield Serving(client, url, time.monotonic() - began, door)
+        async with door(client.address, log.with_name(f"{log.stem}-door.log")) as (url, pid):
+            yield Serving(client, url, time.monotonic() - began, pid)
 
 
 @asynccontextmanager
-async def _door(target: str, log: Path) -> AsyncIterator[tuple[str, int]]:
+async def door(target: str, log: Path) -> AsyncIterator[tuple[str, int]]:
     """``pensieve gateway``: its address and process id."""
     command = [
         *(sys.executable, "-P", "-m", "pensieve", "gateway"),

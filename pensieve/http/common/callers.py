@@ -1,8 +1,9 @@
-"""One SDK client for each credential: the service sees every caller as itself."""
+"""SDK clients for each credential: the service sees every caller as itself."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,11 +20,16 @@ CERTIFICATE_NAMES: Final = "certificate_names"
 """Where a connection's state has the names in its verified client certificate."""
 CERTIFICATE_KEY: Final = "pensieve-certificate-name-bin"
 """Metadata that tells the service a name; it listens to that on its private socket only."""
+REQUESTS_EACH: Final = 100
+"""At once on one connection. A server takes 256 calls on each, and a request may make several at a time; what goes
+beyond would wait in silence until another call ends."""
+_OPTIONS: Final = (("grpc.use_local_subchannel_pool", 1),)
+"""Else all clients of one process share one connection."""
 
 
 @dataclass(slots=True)
 class Caller:
-    """A credential and its connection."""
+    """A credential and one of its connections."""
 
     client: AsyncClient
     scope: bytes
@@ -36,7 +42,8 @@ class Callers:
 
     def __init__(self, settings: DoorSettings) -> None:
         self._settings = settings
-        self._callers: OrderedDict[tuple[str, tuple[str, ...]], Caller] = OrderedDict()
+        self._callers: OrderedDict[tuple[str, tuple[str, ...], int], Caller] = OrderedDict()
+        """By key, names, and the number of the connection among those of both: a full one is followed by the next."""
         self._closed = False
 
     @asynccontextmanager
@@ -47,14 +54,19 @@ class Callers:
         """
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         key = key.strip() if kind.lower() == "bearer" else ""
-        names: tuple[str, ...] = request.scope.get("state", {}).get(CERTIFICATE_NAMES, ())
-        shown = key, names if self._settings.vouches else ()
-        caller = self._callers.get(shown)
+        state = request.scope.get("state", {})
+        names: tuple[str, ...] = state.get(CERTIFICATE_NAMES, ()) if self._settings.vouches else ()
+        place = next(
+            (key, names, number)
+            for number in itertools.count()
+            if (found := self._callers.get((key, names, number))) is None or found.busy < REQUESTS_EACH
+        )
+        caller = self._callers.get(place)
         if caller is None:
             if self._closed:
                 raise Cancelled("the door is closed", reason="CLIENT_CLOSED")
-            caller = self._callers[shown] = self._connected(*shown)
-        self._callers.move_to_end(shown)
+            caller = self._callers[place] = self._connected(key, names)
+        self._callers.move_to_end(place)
         caller.busy += 1
         try:
             yield caller
@@ -75,6 +87,7 @@ class Callers:
             api_key=key or None,
             tls=self._settings.tls,
             retry=RetryPolicy(max_wait_s=self._settings.patience_s),
+            options=_OPTIONS,
             metadata=[(CERTIFICATE_KEY, name.encode()) for name in names],
         )
         scope = hashlib.blake2b(key.encode())
@@ -84,6 +97,8 @@ class Callers:
 
     async def _shrink(self) -> None:
         surplus = len(self._callers) - self._settings.max_callers
-        idle = [shown for shown, caller in self._callers.items() if not caller.busy]
-        for key in idle[: max(0, surplus)]:
-            await self._callers.pop(key).client.close()
+        if surplus <= 0:
+            return
+        idle = [place for place, caller in self._callers.items() if not caller.busy]
+        for place in idle[:surplus]:
+            await self._callers.pop(place).client.close()

@@ -25,7 +25,7 @@ class DoorSettings:
     max_heads: int = 100_000
     """Ends of conversations that are remembered, so that who resends a history is found to go on with it."""
     max_callers: int = 256
-    """Connections to the service that are kept, one for each credential."""
+    """Connections to the service that are kept: for each credential one, and more while it has many requests."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call the door from a browser; none unless said."""
     shows_metrics: bool = True
