@@ -64,8 +64,8 @@ async def running(
 def _without_delay(listener: socket.socket) -> None:
     """Events leave when they are written, on all connections of this socket: they inherit the option.
 
-    asyncio would set it only where a socket says that it is TCP, which these do not; and without it an event waits up to
-    40 ms for the caller's acknowledgement of the one before.
+    asyncio would set it only where a socket says that it is TCP, which these do not; and without it an event waits up
+    to 40 ms for the caller's acknowledgement of the one before.
     """
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
