@@ -19,6 +19,7 @@ from pensieve.client._steps import Flow, Sleep, call
 from pensieve.client._transport import ClientSettings
 from pensieve.client._turn_machine import TurnMachine
 from pensieve.client._values import (
+    FoundTurn,
     Item,
     ServerInfo,
     SessionInfo,
@@ -73,6 +74,17 @@ def create_session(
     )
     response = yield from call(settings, "CreateSession", request)
     return decode.session(response.session)
+
+
+def find_turn(
+    settings: ClientSettings, mark: str, answer: str, request_id: str | None
+) -> Flow[FoundTurn | None]:
+    request = pb.FindTurnRequest(mark=mark, answer=answer, request_id=request_id)
+    try:
+        response = yield from call(settings, "FindTurn", request)
+    except NotFound:
+        return None
+    return FoundTurn(decode.turn(response.turn), response.candidate)
 
 
 class SessionCore:

@@ -20,7 +20,7 @@ from pensieve.client._requests import (
 from pensieve.client._retry import RetryPolicy
 from pensieve.client._sync_link import Link, TurnStream
 from pensieve.client._transport import ClientSettings
-from pensieve.client._values import Item, ServerInfo, SessionInfo, TokenCount, Turn, Warming
+from pensieve.client._values import FoundTurn, Item, ServerInfo, SessionInfo, TokenCount, Turn, Warming
 from pensieve.client._view import SessionView
 
 
@@ -94,6 +94,13 @@ class Client:
     ) -> list[SessionInfo]:
         """Sessions with all these labels, newest first, eventually consistent."""
         return self._link.run(_flows.list_sessions(self._link.settings, labels, limit))
+
+    def find_turn(self, mark: str, answer: str, *, request_id: str | None = None) -> FoundTurn | None:
+        """The newest turn, in any session, that was given this ``mark`` and has this answer; None: there is none.
+
+        Of several, the one in whose session ``request_id`` has a turn goes first.
+        """
+        return self._link.run(_flows.find_turn(self._link.settings, mark, answer, request_id))
 
     def server_info(self) -> ServerInfo:
         return self._link.run(_flows.server_info(self._link.settings))

@@ -5,6 +5,7 @@ Enumerations are open, as the contract says: a value that this SDK does not know
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -107,6 +108,8 @@ class Turn:
     """The candidate that ``text`` and ``output`` are."""
     hints: HintReceipt | None = None
     """What the server made of the turn's hints; None: it gave none."""
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    """As they were given with the turn; of one that runs at another server, not before it is committed."""
 
     @property
     def items(self) -> tuple[Item, ...]:
@@ -117,6 +120,15 @@ class Turn:
     def token_ids(self) -> tuple[int, ...]:
         """Ids of the answer's item, if the server sent them."""
         return self.output.token_ids if self.output is not None else ()
+
+
+@dataclass(frozen=True, slots=True)
+class FoundTurn:
+    """Answer of ``find_turn``."""
+
+    turn: Turn
+    candidate: int
+    """The turn's candidate that the answer is; ``turn.chosen`` is the one in history."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +229,8 @@ class Limits:
     disconnect_grace_s: float
     max_candidates: int
     max_beam_width: int
+    max_annotations: int = 0
+    max_annotation_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,11 @@ class ConversationServiceStub(object):
                 request_serializer=pensieve_dot_v1_dot_pensieve__pb2.GetTurnRequest.SerializeToString,
                 response_deserializer=pensieve_dot_v1_dot_pensieve__pb2.GetTurnResponse.FromString,
                 _registered_method=True)
+        self.FindTurn = channel.unary_unary(
+                '/pensieve.v1.ConversationService/FindTurn',
+                request_serializer=pensieve_dot_v1_dot_pensieve__pb2.FindTurnRequest.SerializeToString,
+                response_deserializer=pensieve_dot_v1_dot_pensieve__pb2.FindTurnResponse.FromString,
+                _registered_method=True)
         self.CancelTurn = channel.unary_unary(
                 '/pensieve.v1.ConversationService/CancelTurn',
                 request_serializer=pensieve_dot_v1_dot_pensieve__pb2.CancelTurnRequest.SerializeToString,
@@ -201,6 +206,14 @@ class ConversationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FindTurn(self, request, context):
+        """The newest turn of the tenant with this mark and this answer, in whichever
+        session. NOT_FOUND / TURN_NOT_FOUND if there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CancelTurn(self, request, context):
         """Stops a running turn, whichever server runs it; returns what is in history afterwards.
         """
@@ -295,6 +308,11 @@ def add_ConversationServiceServicer_to_server(servicer, server):
                     servicer.GetTurn,
                     request_deserializer=pensieve_dot_v1_dot_pensieve__pb2.GetTurnRequest.FromString,
                     response_serializer=pensieve_dot_v1_dot_pensieve__pb2.GetTurnResponse.SerializeToString,
+            ),
+            'FindTurn': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindTurn,
+                    request_deserializer=pensieve_dot_v1_dot_pensieve__pb2.FindTurnRequest.FromString,
+                    response_serializer=pensieve_dot_v1_dot_pensieve__pb2.FindTurnResponse.SerializeToString,
             ),
             'CancelTurn': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelTurn,
@@ -621,6 +639,33 @@ class ConversationService(object):
             '/pensieve.v1.ConversationService/GetTurn',
             pensieve_dot_v1_dot_pensieve__pb2.GetTurnRequest.SerializeToString,
             pensieve_dot_v1_dot_pensieve__pb2.GetTurnResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindTurn(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pensieve.v1.ConversationService/FindTurn',
+            pensieve_dot_v1_dot_pensieve__pb2.FindTurnRequest.SerializeToString,
+            pensieve_dot_v1_dot_pensieve__pb2.FindTurnResponse.FromString,
             options,
             channel_credentials,
             insecure,

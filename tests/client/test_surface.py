@@ -43,6 +43,7 @@ SDK = set(
         "Candidate",
         "Client",
         "FinishReason",
+        "FoundTurn",
         "HintReceipt",
         "Item",
         "Limits",
@@ -68,7 +69,7 @@ SDK = set(
         "Warming",
     ]
 )
-CLIENT = "close create_session server_info session sessions"
+CLIENT = "close create_session find_turn server_info session sessions"
 SESSION = """attach cancel choose count_tokens delete edit fork get_turn id info items last_turn last_user_item name
 rebind refresh regenerate revision rewind send stream update warm"""
 STREAM = (

@@ -115,6 +115,8 @@ class ResponseRequest(Drawing, kw_only=True):
         options = self.options()
         if self.max_output_tokens is not None:
             options["max_output_tokens"] = self.max_output_tokens
+        if not self.stored:
+            options["session_finished"] = True
         if self.background:
             options["on_disconnect"] = "finish"
             options["max_chunk_tokens"] = 1  # for a number of each event that does not depend on the time

@@ -58,6 +58,7 @@ SCOPE_OF_METHOD: Final[dict[str, str]] = {
     _CONVERSATION + "StreamTurn": WRITE,
     _CONVERSATION + "RunTurn": WRITE,
     _CONVERSATION + "GetTurn": READ,
+    _CONVERSATION + "FindTurn": READ,
     _CONVERSATION + "CancelTurn": WRITE,
     _CONVERSATION + "ChooseCandidate": WRITE,
     _CONVERSATION + "WarmSession": READ,

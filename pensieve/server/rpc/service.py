@@ -169,6 +169,11 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         view = await self._turns.get(key_of(self._valid(request).session), request.request_id)
         return pb.GetTurnResponse(turn=answers.turn(view))
 
+    async def FindTurn(self, request: pb.FindTurnRequest, _context: Any) -> pb.FindTurnResponse:
+        mark, answer = self._valid(request).mark, request.answer
+        found = await self._conversations.finder.find(caller().tenant, mark, answer, request.request_id)
+        return pb.FindTurnResponse(turn=answers.turn(found.view), candidate=found.candidate)
+
     async def CancelTurn(self, request: pb.CancelTurnRequest, _context: Any) -> pb.CancelTurnResponse:
         view = await self._turns.cancel(
             key_of(self._valid(request).session),

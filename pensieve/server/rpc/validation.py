@@ -154,6 +154,11 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
     ),
     pb.RunTurnRequest: (_SESSION,),
     pb.GetTurnRequest: (_SESSION, _must("request_id", c.request_id)),
+    pb.FindTurnRequest: (
+        _must("mark", c.not_empty, c.mark),
+        _may("answer", c.prompt),
+        _may("request_id", c.request_id),
+    ),
     pb.CancelTurnRequest: (
         _SESSION,
         _must("request_id", c.request_id),
@@ -190,6 +195,8 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
         _may("max_duration", c.duration(0.001, lambda b: b.limits.max_turn_s)),
         _may("priority", c.between(-10, 10)),
         _may("hints", _nested),
+        _may("annotations", c.turn_annotations),
+        _may("mark", c.mark),
     ),
     pb.TurnHints: (
         _may("next_turn_in", c.duration(0.0, lambda _: c.LONGEST_DURATION_S)),

@@ -114,6 +114,8 @@ def build(
             candidates=answer.candidates,
             chosen=answer.chosen,
             hints=answer.hints,
+            annotations=spec.annotations,
+            mark=spec.mark,
         ),
         config=config,
         hidden_before=hidden if hidden != base.hidden_before else None,
@@ -153,6 +155,7 @@ def committed_view(key: Key, turn: CommittedTurn) -> TurnView:
         hints=record.turn.hints,
         candidates=record.turn.candidates,
         chosen=record.turn.chosen,
+        annotations=record.turn.annotations,
     )
     if change is None or change.candidate is None:
         return view

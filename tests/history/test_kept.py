@@ -1,0 +1,138 @@
+"""What a client writes on a turn is kept with it, is never the model's, and leads back to the turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from pensieve.client import AsyncClient, Client
+from pensieve.store import HistoryStore, Key, open_store
+from pensieve.v1 import pensieve_pb2 as pb
+from support.service.service_rig import ANSWER, Rig, refusal, serving, spec
+from support.store.redis_server import redis_server_fixture
+
+redis_server = redis_server_fixture("module")
+NOTES = {"app": '{"temperature":0.5}', "naïve".encode().hex(): "\N{ELEPHANT}"}
+
+
+@pytest.fixture(params=["memory", "sqlite", pytest.param("redis", marks=pytest.mark.redis)])
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[HistoryStore]:
+    if request.param == "redis":
+        url = request.getfixturevalue("redis_server").url
+    else:
+        url = {"memory": "memory:", "sqlite": f"sqlite:///{tmp_path / 'history.db'}"}[request.param]
+    made = open_store(url)
+    await made.open()
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+async def find(rig: Rig, mark: str, answer: str = ANSWER, **fields: str) -> pb.FindTurnResponse:
+    return await rig.api.FindTurn(pb.FindTurnRequest(mark=mark, answer=answer, **fields))
+
+
+async def test_annotations_come_back_with_their_turn(store: HistoryStore) -> None:
+    turn = spec("hi", annotations=NOTES)
+    plain = spec("hi")
+    async with serving(store=store) as rig:
+        name, other = await rig.create(), await rig.create()
+        done = (await rig.stream(name, turn)).completed
+        await rig.stream(other, plain)
+        assert dict(done.annotations) == NOTES
+        first, second = rig.link.generations
+        assert first.tokens == second.tokens, "the model saw them"
+        # They are no part of what the turn is: a retry without them is the same turn.
+        del turn.annotations["app"]
+        again = (await rig.stream(name, turn)).completed
+        assert dict(again.annotations) == NOTES and again.revision == done.revision
+    async with serving(store=store) as rig:
+        assert dict((await rig.get_turn(name, turn.request_id)).annotations) == NOTES
+        assert not (await rig.get_turn(other, plain.request_id)).annotations
+
+
+async def test_a_running_turn_has_them_already() -> None:
+    async with serving(answer=None) as rig:
+        name, turn = await rig.create(), spec("hi", annotations=NOTES)
+        call = asyncio.create_task(rig.stream(name, turn))
+        while not rig.link.generations:
+            await asyncio.sleep(0.005)
+        running = await rig.get_turn(name, turn.request_id)
+        assert (running.state, dict(running.annotations)) == (pb.Turn.STATE_RUNNING, NOTES)
+        await rig.cancel(name, turn.request_id, keep=pb.CancelTurnRequest.KEEP_NOTHING)
+        assert (await refusal_of(call)).reason == "TURN_CANCELLED"
+
+
+async def refusal_of(call: asyncio.Task[object]) -> object:
+    return await refusal(call)
+
+
+async def test_a_turn_is_found_by_its_mark(store: HistoryStore) -> None:
+    async with serving(store=store) as rig:
+        name = await rig.create()
+        turn = spec("hi", mark="m")
+        await rig.stream(name, turn)
+        await rig.stream(name, "more")
+    async with serving(store=store) as rig:
+        found = await find(rig, "m")
+        assert (found.turn.session, found.turn.request_id) == (name, turn.request_id)
+        assert (found.candidate, found.turn.output.text) == (0, ANSWER)
+        for mark, answer in (("m", "other"), ("n", ANSWER)):
+            assert (await refusal(find(rig, mark, answer))).reason == "TURN_NOT_FOUND"
+        theirs = rig.api.FindTurn(
+            pb.FindTurnRequest(mark="m", answer=ANSWER), metadata=(("tenant", "other"),)
+        )
+        assert (await refusal(theirs)).reason == "TURN_NOT_FOUND"
+        # Of several the newest, or the one where a first try went.
+        newer, later = await rig.create(), spec("hi", mark="m")
+        await rig.stream(newer, later)
+        assert (await find(rig, "m")).turn.session == newer
+        assert (await find(rig, "m", request_id=turn.request_id)).turn.session == name
+        await rig.api.DeleteSession(pb.DeleteSessionRequest(name=newer))
+        assert (await find(rig, "m")).turn.session == name
+
+
+async def test_an_index_that_is_wrong_leads_nowhere() -> None:
+    """What it names is read before it is believed."""
+    async with serving() as rig:
+        name = await rig.create()
+        await rig.stream(name, spec("hi", mark="m"))
+        marks = rig.store._marks
+        (where,) = marks.values()
+        for wrong in ("another turn", "no turn", "no session"):
+            session = "nowhere" if wrong == "no session" else where[0].session_id
+            revision = {"another turn": 1, "no turn": 9}.get(wrong, 2)
+            for at in marks:
+                marks[at] = [type(where[0])(session, revision), *where]
+            assert (await find(rig, "m")).turn.session == name, wrong
+        row = await rig.store.load(Key("acme", name.removeprefix("sessions/")))
+        assert row.state.value == "active"
+
+
+async def test_both_clients() -> None:
+    async with serving() as rig:
+        async with AsyncClient(rig.target) as client:
+            session = await client.create_session()
+            turn = await session.send("hi", annotations=NOTES, mark="m")
+            assert turn.annotations == NOTES
+            assert (await session.get_turn(turn.request_id)).annotations == NOTES
+            found = await client.find_turn("m", ANSWER, request_id=turn.request_id)
+            assert found is not None and (found.turn, found.candidate) == (
+                await session.get_turn(turn.request_id),
+                0,
+            )
+            assert await client.find_turn("m", "other") is None
+            limits = (await client.server_info()).limits
+            assert (limits.max_annotations, limits.max_annotation_bytes) == (16, 1 << 20)
+
+        def blocking() -> str:
+            with Client(rig.target) as other:
+                found = other.find_turn("m", ANSWER)
+                assert found is not None
+                return found.turn.session
+
+        assert await asyncio.to_thread(blocking) == session.name
