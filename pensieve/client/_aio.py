@@ -206,6 +206,16 @@ class AsyncSession(SessionView):
         """The live history, oldest first, all from one revision."""
         return await self._link.run(self._core.items(include_tokens, after_item))
 
+    async def append(
+        self,
+        items: Sequence[InputLike],
+        *,
+        expected_revision: int | None = None,
+        request_id: str | None = None,
+    ) -> tuple[Item, ...]:
+        """Add items behind the history without a turn, as ``create_session`` imports them; as they are in it."""
+        return await self._link.run(self._core.append(items, expected_revision, request_id))
+
     async def rewind(
         self, *, to_item: int, expected_revision: int | None = None, request_id: str | None = None
     ) -> SessionInfo:

@@ -223,6 +223,19 @@ class SessionCore:
                 return found, response.revision
             request.page_token = response.next_page_token
 
+    def append(
+        self, items: Sequence[InputLike], expected_revision: int | None, request_id: str | None
+    ) -> Flow[tuple[Item, ...]]:
+        request = pb.AppendItemsRequest(
+            name=self.name,
+            request_id=request_id or _requests.new_request_id(),
+            items=[_requests.input_item(one) for one in items],
+            expected_revision=expected_revision,
+        )
+        response = yield from self.call("AppendItems", request)
+        self._learn(response.session)
+        return tuple(decode.item(one) for one in response.items)
+
     def rewind(
         self, to_item: int, expected_revision: int | None, request_id: str | None
     ) -> Flow[SessionInfo]:

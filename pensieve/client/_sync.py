@@ -204,6 +204,16 @@ class Session(SessionView):
         """The live history, oldest first, all from one revision."""
         return self._link.run(self._core.items(include_tokens, after_item))
 
+    def append(
+        self,
+        items: Sequence[InputLike],
+        *,
+        expected_revision: int | None = None,
+        request_id: str | None = None,
+    ) -> tuple[Item, ...]:
+        """Add items behind the history without a turn, as ``create_session`` imports them; as they are in it."""
+        return self._link.run(self._core.append(items, expected_revision, request_id))
+
     def rewind(
         self, *, to_item: int, expected_revision: int | None = None, request_id: str | None = None
     ) -> SessionInfo:

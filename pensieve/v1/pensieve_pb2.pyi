@@ -345,6 +345,26 @@ class Item(_message.Message):
     create_time: _timestamp_pb2.Timestamp
     def __init__(self, item: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., request_id: _Optional[str] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
+class AppendItemsRequest(_message.Message):
+    __slots__ = ("name", "request_id", "items", "expected_revision")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_REVISION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    request_id: str
+    items: _containers.RepeatedCompositeFieldContainer[InputItem]
+    expected_revision: int
+    def __init__(self, name: _Optional[str] = ..., request_id: _Optional[str] = ..., items: _Optional[_Iterable[_Union[InputItem, _Mapping]]] = ..., expected_revision: _Optional[int] = ...) -> None: ...
+
+class AppendItemsResponse(_message.Message):
+    __slots__ = ("session", "items")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    session: Session
+    items: _containers.RepeatedCompositeFieldContainer[Item]
+    def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ..., items: _Optional[_Iterable[_Union[Item, _Mapping]]] = ...) -> None: ...
+
 class ListItemsRequest(_message.Message):
     __slots__ = ("name", "page_size", "page_token", "include_tokens", "after_item")
     NAME_FIELD_NUMBER: _ClassVar[int]

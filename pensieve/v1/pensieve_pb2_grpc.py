@@ -71,6 +71,11 @@ class ConversationServiceStub(object):
                 request_serializer=pensieve_dot_v1_dot_pensieve__pb2.RewindSessionRequest.SerializeToString,
                 response_deserializer=pensieve_dot_v1_dot_pensieve__pb2.RewindSessionResponse.FromString,
                 _registered_method=True)
+        self.AppendItems = channel.unary_unary(
+                '/pensieve.v1.ConversationService/AppendItems',
+                request_serializer=pensieve_dot_v1_dot_pensieve__pb2.AppendItemsRequest.SerializeToString,
+                response_deserializer=pensieve_dot_v1_dot_pensieve__pb2.AppendItemsResponse.FromString,
+                _registered_method=True)
         self.ListItems = channel.unary_unary(
                 '/pensieve.v1.ConversationService/ListItems',
                 request_serializer=pensieve_dot_v1_dot_pensieve__pb2.ListItemsRequest.SerializeToString,
@@ -172,6 +177,13 @@ class ConversationServiceServicer(object):
 
     def RewindSession(self, request, context):
         """Drops items after a point (without a new turn).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AppendItems(self, request, context):
+        """Adds items behind the history without a turn, as CreateSession imports them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -288,6 +300,11 @@ def add_ConversationServiceServicer_to_server(servicer, server):
                     servicer.RewindSession,
                     request_deserializer=pensieve_dot_v1_dot_pensieve__pb2.RewindSessionRequest.FromString,
                     response_serializer=pensieve_dot_v1_dot_pensieve__pb2.RewindSessionResponse.SerializeToString,
+            ),
+            'AppendItems': grpc.unary_unary_rpc_method_handler(
+                    servicer.AppendItems,
+                    request_deserializer=pensieve_dot_v1_dot_pensieve__pb2.AppendItemsRequest.FromString,
+                    response_serializer=pensieve_dot_v1_dot_pensieve__pb2.AppendItemsResponse.SerializeToString,
             ),
             'ListItems': grpc.unary_unary_rpc_method_handler(
                     servicer.ListItems,
@@ -531,6 +548,33 @@ class ConversationService(object):
             '/pensieve.v1.ConversationService/RewindSession',
             pensieve_dot_v1_dot_pensieve__pb2.RewindSessionRequest.SerializeToString,
             pensieve_dot_v1_dot_pensieve__pb2.RewindSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AppendItems(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pensieve.v1.ConversationService/AppendItems',
+            pensieve_dot_v1_dot_pensieve__pb2.AppendItemsRequest.SerializeToString,
+            pensieve_dot_v1_dot_pensieve__pb2.AppendItemsResponse.FromString,
             options,
             channel_credentials,
             insecure,

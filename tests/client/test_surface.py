@@ -70,8 +70,8 @@ SDK = set(
     ]
 )
 CLIENT = "close create_session find_turn server_info session sessions"
-SESSION = """attach cancel choose count_tokens delete edit fork get_turn id info items last_turn last_user_item name
-rebind refresh regenerate revision rewind send stream update warm"""
+SESSION = """append attach cancel choose count_tokens delete edit fork get_turn id info items last_turn last_user_item
+name rebind refresh regenerate revision rewind send stream update warm"""
 STREAM = (
     "accepted base_revision cancel close done finish progress request_id resumes seed text token_count turn"
 )

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from pensieve.client import AsyncClient, Client
+from pensieve.errors import PensieveError
 from pensieve.store import HistoryStore, Key, open_store
 from pensieve.v1 import pensieve_pb2 as pb
-from support.service.service_rig import ANSWER, Rig, refusal, serving, spec
+from support.service.service_rig import ANSWER, Rig, Streamed, refusal, serving, spec, uid, user
 from support.store.redis_server import redis_server_fixture
 
 redis_server = redis_server_fixture("module")
@@ -67,7 +68,7 @@ async def test_a_running_turn_has_them_already() -> None:
         assert (await refusal_of(call)).reason == "TURN_CANCELLED"
 
 
-async def refusal_of(call: asyncio.Task[object]) -> object:
+async def refusal_of(call: asyncio.Task[Streamed]) -> PensieveError:
     return await refusal(call)
 
 
@@ -126,6 +127,8 @@ async def test_both_clients() -> None:
                 0,
             )
             assert await client.find_turn("m", "other") is None
+            (added,) = await session.append([("user", "more")])
+            assert (added.text, (await session.items())[-1].item) == ("more", added.item)
             limits = (await client.server_info()).limits
             assert (limits.max_annotations, limits.max_annotation_bytes) == (16, 1 << 20)
 
@@ -133,6 +136,45 @@ async def test_both_clients() -> None:
             with Client(rig.target) as other:
                 found = other.find_turn("m", ANSWER)
                 assert found is not None
+                other.session(found.turn.session).append([("user", "last")])
                 return found.turn.session
 
         assert await asyncio.to_thread(blocking) == session.name
+
+
+async def test_items_are_appended_without_a_turn(store: HistoryStore) -> None:
+    async with serving(store=store) as rig:
+        name = await rig.create("Be brief.")
+        await rig.stream(name, "hi")
+        before = await rig.session(name)
+        request = pb.AppendItemsRequest(
+            name=name,
+            request_id=uid(),
+            items=[user("more"), pb.InputItem(role=pb.ROLE_ASSISTANT, text="said"), user("last")],
+            expected_revision=before.revision,
+        )
+        first, again = [await rig.api.AppendItems(request) for _ in range(2)]
+        assert first == again and first.session.revision == before.revision + 1
+        assert [item.text for item in first.items] == ["more", "said", "last"]
+        items = await rig.items(name, tokens=True)
+        assert [item.text for item in items[1:]] == ["hi", ANSWER, "more", "said", "last"]
+        request.request_id = uid()
+        assert (await refusal(rig.api.AppendItems(request))).reason == "REVISION_MISMATCH"
+        request.ClearField("expected_revision")
+        request.items[0].text = "word " * 190
+        assert (await refusal(rig.api.AppendItems(request))).reason == "CONTEXT_LIMIT_EXCEEDED"
+        await rig.stream(name, "and now")
+        tokens = [token for item in items for token in item.tokens.ids]
+        assert rig.link.generations[-1].tokens[: len(tokens)] == tokens
+
+
+async def test_nothing_is_appended_under_a_running_turn() -> None:
+    async with serving(answer=None) as rig:
+        name, turn = await rig.create(), spec("hi")
+        call = asyncio.create_task(rig.stream(name, turn))
+        while not rig.link.generations:
+            await asyncio.sleep(0.005)
+        error = await refusal(rig.api.AppendItems(pb.AppendItemsRequest(name=name, items=[user("x")])))
+        assert error.reason == "TURN_IN_PROGRESS"
+        await rig.cancel(name, turn.request_id, keep=pb.CancelTurnRequest.KEEP_NOTHING)
+        assert (await refusal_of(call)).reason == "TURN_CANCELLED"

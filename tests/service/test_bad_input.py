@@ -160,6 +160,7 @@ BY_NAME: list[Callable[[Rig, str], Any]] = [
     lambda rig, name: rig.api.DeleteSession(pb.DeleteSessionRequest(name=name)),
     lambda rig, name: rig.api.ForkSession(pb.ForkSessionRequest(name=name)),
     lambda rig, name: rig.api.RewindSession(pb.RewindSessionRequest(name=name, item=0)),
+    lambda rig, name: rig.api.AppendItems(pb.AppendItemsRequest(name=name, items=[user("x")])),
     lambda rig, name: rig.api.ListItems(pb.ListItemsRequest(name=name)),
     lambda rig, name: rig.call(name, spec("hi")),
     lambda rig, name: rig.call(name, spec("hi"), attach_only=True),
@@ -224,6 +225,10 @@ BAD_OTHERS: dict[str, Callable[[Rig], Any]] = {
     "stream: no turn": lambda rig: rig.api.StreamTurn(pb.StreamTurnRequest(session="sessions/abc")),
     "stream: 16 offsets beside the first": lambda rig: rig.api.StreamTurn(
         pb.StreamTurnRequest(session="sessions/abc", turn=spec("hi"), resume_candidate_offsets=[0] * 16)
+    ),
+    "append: nothing": lambda rig: rig.api.AppendItems(pb.AppendItemsRequest(name="sessions/abc")),
+    "append: role": lambda rig: rig.api.AppendItems(
+        pb.AppendItemsRequest(name="sessions/abc", items=[pb.InputItem(text="x")])
     ),
     "find: no mark": lambda rig: rig.api.FindTurn(pb.FindTurnRequest(answer="x")),
     "find: long mark": lambda rig: rig.api.FindTurn(pb.FindTurnRequest(mark="x" * 257)),

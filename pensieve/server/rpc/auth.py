@@ -54,6 +54,7 @@ SCOPE_OF_METHOD: Final[dict[str, str]] = {
     _CONVERSATION + "DeleteSession": WRITE,
     _CONVERSATION + "ForkSession": WRITE,
     _CONVERSATION + "RewindSession": WRITE,
+    _CONVERSATION + "AppendItems": WRITE,
     _CONVERSATION + "ListItems": READ,
     _CONVERSATION + "StreamTurn": WRITE,
     _CONVERSATION + "RunTurn": WRITE,

@@ -108,6 +108,14 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         row = await self._sessions.rewind(key_of(request.name), request.item, request.request_id, expected)
         return pb.RewindSessionResponse(session=self._session(row))
 
+    async def AppendItems(self, request: pb.AppendItemsRequest, _context: Any) -> pb.AppendItemsResponse:
+        entries = convert.entries(self._valid(request).items)
+        expected = convert.optional(request, "expected_revision")
+        row, items = await self._sessions.append(key_of(request.name), entries, request.request_id, expected)
+        return pb.AppendItemsResponse(
+            session=self._session(row), items=[answers.item(one, tokens=False) for one in items]
+        )
+
     async def ListItems(self, request: pb.ListItemsRequest, _context: Any) -> pb.ListItemsResponse:
         page = await self._sessions.items(
             key_of(self._valid(request).name),

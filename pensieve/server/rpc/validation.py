@@ -145,6 +145,11 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
     pb.DeleteSessionRequest: (_SESSION_NAME,),
     pb.ForkSessionRequest: (_SESSION_NAME, _REQUEST_ID, _NEW_ID, _may("item", c.item_number)),
     pb.RewindSessionRequest: (_SESSION_NAME, _REQUEST_ID, _must("item", c.item_number)),
+    pb.AppendItemsRequest: (
+        _SESSION_NAME,
+        _REQUEST_ID,
+        _must("items", c.entries(lambda b: b.limits.max_initial_items, _nested), c.not_empty),
+    ),
     pb.ListItemsRequest: (_SESSION_NAME, *_PAGE, _may("after_item", c.item_number)),
     pb.StreamTurnRequest: (
         _SESSION,

@@ -151,6 +151,30 @@ class Sessions:
             key, record, fingerprint("rewind", item, expected_revision), expected_revision
         )
 
+    async def append(
+        self, key: Key, entries: tuple[InputEntry, ...], request_id: str, expected_revision: int | None
+    ) -> tuple[SessionRow, tuple[Item, ...]]:
+        """Add items behind the history, without an answer; the row, and the items. Idempotent by request id."""
+        await self._quotas.change(key.tenant)
+        limit = context_limit(self._link.info)
+        self._renderer.check_size(entries, limit)
+        request_id = request_id or ids.new_request_id()
+        known = await self._store.find_request(key, request_id) is not None
+
+        async def record(base: History) -> Record:
+            made = await session_records.append(
+                self._renderer.of(key.tenant), base, entries, request_id, self._served
+            )
+            if not known:
+                self._fitting_counts(base.apply(made, ""), limit)
+            return made
+
+        row = await self._apply(
+            key, record, fingerprint("append", entries, expected_revision), expected_revision
+        )
+        history = await self._histories.at(key, row)
+        return row, tuple(item for item in history.items if item.request_id == request_id)
+
     async def fork(
         self, key: Key, *, item: int | None, request_id: str, session_id: str, expected_revision: int | None
     ) -> SessionRow:
