@@ -10,7 +10,7 @@ import pytest
 
 from pensieve.client import AsyncClient, Client
 from pensieve.errors import PensieveError
-from pensieve.store import HistoryStore, Key, open_store
+from pensieve.store import HistoryStore, Key, MarkedTurn, open_store
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service.service_rig import ANSWER, Rig, Streamed, refusal, serving, spec, uid, user
 from support.store.redis_server import redis_server_fixture
@@ -104,12 +104,13 @@ async def test_an_index_that_is_wrong_leads_nowhere() -> None:
         await rig.stream(name, spec("hi", mark="m"))
         marks = rig.store._marks
         (where,) = marks.values()
-        for wrong in ("another turn", "no turn", "no session"):
-            session = "nowhere" if wrong == "no session" else where[0].session_id
-            revision = {"another turn": 1, "no turn": 9}.get(wrong, 2)
+        other = await rig.create()
+        await rig.stream(other, "another turn with the same answer")
+        here, there = where[0].session_id, other.removeprefix("sessions/")
+        for session, revision in ((there, 2), (here, 1), (here, 9), ("nowhere", 2)):
             for at in marks:
-                marks[at] = [type(where[0])(session, revision), *where]
-            assert (await find(rig, "m")).turn.session == name, wrong
+                marks[at] = [*where, MarkedTurn(session, revision)]
+            assert (await find(rig, "m")).turn.session == name, (session, revision)
         row = await rig.store.load(Key("acme", name.removeprefix("sessions/")))
         assert row.state.value == "active"
 

@@ -139,7 +139,8 @@ async def test_a_retry_goes_where_its_first_try_went() -> None:
                 again = await say(client or other, imported, extra_headers={"Idempotency-Key": "two"})
                 assert (again.id, again.session) == (third.id, third.session)
                 try:
-                    await say(other, talk("hi", system="Other."), extra_headers={"Idempotency-Key": "two"})
+                    changed = [{"role": "system", "content": "Be rude."}, *imported[1:]]
+                    await say(other, changed, extra_headers={"Idempotency-Key": "two"})
                 except APIStatusError as error:
                     assert error.status_code == 409
                 else:
