@@ -222,8 +222,9 @@ class RedisStore:
     async def commit(
         self, key: Key, token: str, fingerprint: str, record: Record, counts: Counts
     ) -> SessionRow:
-        args = await self._record_args(key, record, fingerprint, counts)
-        await self._index.mark(key, markings(record))
+        args, _ = await asyncio.gather(
+            self._record_args(key, record, fingerprint, counts), self._index.mark(key, markings(record))
+        )
         reply = await self._append(self._commit, key, [token, *args])
         return await self._entered(key, reply, request_id=record.request_id, offered=record.revision)
 

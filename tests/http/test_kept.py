@@ -21,6 +21,7 @@ ASKED: dict[str, Any] = {
     "truncation": "auto",
     "prompt_cache_key": "k",
     "prompt_cache_retention": "24h",
+    "prompt_cache_options": {"mode": "explicit", "ttl": "12h"},
     "safety_identifier": "someone",
     "max_tool_calls": 3,
     "parallel_tool_calls": False,
@@ -42,6 +43,7 @@ async def told_elsewhere(rig: HttpRig, response: Any) -> Any:
 async def test_another_door_tells_what_was_asked() -> None:
     async with door() as rig:
         first = await respond(rig, "hi", **ASKED)
+        assert first.prompt_cache_options.ttl == "12h"
         assert (first.metadata, first.temperature, first.truncation) == (ASKED["metadata"], 0.5, "auto")
         second = await respond(
             rig, "again", previous_response_id=first.id, extra_body={"frequency_penalty": 0.25}

@@ -9,6 +9,7 @@ from pensieve.client import FinishReason, Item, Role, Turn, TurnState, Usage
 from pensieve.http.common.answers import cached_tokens, was_cut
 from pensieve.http.responses.ids import ResponseId, item_id
 from pensieve.http.responses.kept import KeptResponse, guessed
+from pensieve.http.responses.requests import ResponseRequest
 
 Document = dict[str, Any]
 
@@ -82,6 +83,7 @@ class Response:
             "presence_penalty": asked.presence_penalty or 0.0,
             "previous_response_id": asked.previous_response_id,
             "prompt_cache_key": asked.prompt_cache_key,
+            "prompt_cache_options": _cache_options(asked),
             "prompt_cache_retention": asked.prompt_cache_retention,
             "reasoning": None,
             "safety_identifier": asked.safety_identifier,
@@ -110,6 +112,13 @@ def status_of(turn: Turn) -> str:
     if turn.state is not TurnState.COMMITTED:
         return "failed"
     return "incomplete" if was_cut(turn.finish_reason) else "completed"
+
+
+def _cache_options(asked: ResponseRequest) -> Document | None:
+    options = asked.prompt_cache_options
+    if options is None:
+        return None
+    return {"mode": options.mode or "implicit", "ttl": options.ttl or "30m"}
 
 
 def completed_at(turn: Turn) -> int | None:

@@ -155,10 +155,10 @@ class Sessions:
         self, key: Key, entries: tuple[InputEntry, ...], request_id: str, expected_revision: int | None
     ) -> tuple[SessionRow, tuple[Item, ...]]:
         """Add items behind the history, without an answer; the row, and the items. Idempotent by request id."""
-        await self._quotas.change(key.tenant)
+        request_id = request_id or ids.new_request_id()
+        await self._quotas.turn(key, request_id)
         limit = context_limit(self._link.info)
         self._renderer.check_size(entries, limit)
-        request_id = request_id or ids.new_request_id()
         known = await self._store.find_request(key, request_id) is not None
 
         async def record(base: History) -> Record:
