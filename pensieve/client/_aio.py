@@ -229,9 +229,15 @@ class AsyncSession(SessionView):
         session_id: str | None = None,
         expected_revision: int | None = None,
         request_id: str | None = None,
+        candidate: int | None = None,
     ) -> AsyncSession:
-        """A new session with the history up to ``item`` (default: all of it)."""
-        info = await self._link.run(self._core.fork(item, session_id, expected_revision, request_id))
+        """A new session with the history up to ``item`` (default: all of it).
+
+        If that is a turn's answer, ``candidate`` makes another one of the turn the end of the copy.
+        """
+        info = await self._link.run(
+            self._core.fork(item, session_id, expected_revision, request_id, candidate)
+        )
         return AsyncSession(self._link, info.name, info)
 
     async def refresh(self, *, residency: bool = False) -> SessionInfo:

@@ -249,7 +249,12 @@ class SessionCore:
         return self._learn(response.session)
 
     def fork(
-        self, item: int | None, session_id: str | None, expected_revision: int | None, request_id: str | None
+        self,
+        item: int | None,
+        session_id: str | None,
+        expected_revision: int | None,
+        request_id: str | None,
+        candidate: int | None,
     ) -> Flow[SessionInfo]:
         request = pb.ForkSessionRequest(
             name=self.name,
@@ -257,6 +262,7 @@ class SessionCore:
             item=item,
             session_id=session_id or "",
             expected_revision=expected_revision,
+            candidate=candidate,
         )
         response = yield from self.call("ForkSession", request)
         return decode.session(response.session)

@@ -227,9 +227,13 @@ class Session(SessionView):
         session_id: str | None = None,
         expected_revision: int | None = None,
         request_id: str | None = None,
+        candidate: int | None = None,
     ) -> Session:
-        """A new session with the history up to ``item`` (default: all of it)."""
-        info = self._link.run(self._core.fork(item, session_id, expected_revision, request_id))
+        """A new session with the history up to ``item`` (default: all of it).
+
+        If that is a turn's answer, ``candidate`` makes another one of the turn the end of the copy.
+        """
+        info = self._link.run(self._core.fork(item, session_id, expected_revision, request_id, candidate))
         return Session(self._link, info.name, info)
 
     def refresh(self, *, residency: bool = False) -> SessionInfo:

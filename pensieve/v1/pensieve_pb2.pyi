@@ -274,18 +274,20 @@ class DeleteSessionResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ForkSessionRequest(_message.Message):
-    __slots__ = ("name", "request_id", "item", "session_id", "expected_revision")
+    __slots__ = ("name", "request_id", "item", "session_id", "expected_revision", "candidate")
     NAME_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ITEM_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_REVISION_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATE_FIELD_NUMBER: _ClassVar[int]
     name: str
     request_id: str
     item: int
     session_id: str
     expected_revision: int
-    def __init__(self, name: _Optional[str] = ..., request_id: _Optional[str] = ..., item: _Optional[int] = ..., session_id: _Optional[str] = ..., expected_revision: _Optional[int] = ...) -> None: ...
+    candidate: int
+    def __init__(self, name: _Optional[str] = ..., request_id: _Optional[str] = ..., item: _Optional[int] = ..., session_id: _Optional[str] = ..., expected_revision: _Optional[int] = ..., candidate: _Optional[int] = ...) -> None: ...
 
 class ForkSessionResponse(_message.Message):
     __slots__ = ("session",)

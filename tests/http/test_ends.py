@@ -22,6 +22,11 @@ def talk(*texts: str, system: str = "Be brief.") -> Messages:
     return [{"role": "system", "content": system}, *said]
 
 
+def odd(text: str) -> list[int]:
+    """Tokens of the text that no tokenizer would make of it."""
+    return [token for letter in text for token in encode(letter)]
+
+
 async def say(client: AsyncOpenAI, messages: Messages, **options: Any) -> Any:
     return await client.chat.completions.create(model="tiny", messages=messages, **options)
 
@@ -81,9 +86,8 @@ async def test_nobody_is_led_to_what_was_not_said() -> None:
 async def test_the_tokens_are_those_that_were_generated() -> None:
     """The answer's text would make other tokens."""
     async with door() as rig:
-        odd = [token for letter in ANSWER for token in encode(letter)]
-        assert odd != encode(ANSWER)
-        rig.service.link.answer = lambda _: [*odd, eos()]
+        assert odd(ANSWER) != encode(ANSWER)
+        rig.service.link.answer = lambda _: [*odd(ANSWER), eos()]
         first = await say(rig.client, talk("hi"))
         assert first.choices[0].message.content == ANSWER
         async with elsewhere(rig) as client:
@@ -92,7 +96,7 @@ async def test_the_tokens_are_those_that_were_generated() -> None:
             await say(client, talk("hi", ANSWER, "or else"))
         before, *after = rig.service.link.generations
         for one in after:
-            history = [*before.tokens, *odd]
+            history = [*before.tokens, *odd(ANSWER)]
             assert one.tokens[: len(history)] == history
 
 
@@ -108,7 +112,7 @@ async def test_any_of_several_answers_is_gone_on_with() -> None:
             (drawn,) = link.generations
             drawn.admit()
             for candidate, text in enumerate(texts):
-                drawn.emit(*says(text), candidate=candidate)
+                drawn.emit(*odd(text), eos(), candidate=candidate)
                 drawn.finish_candidate(candidate)
             drawn.finish()
             return await call
@@ -120,6 +124,15 @@ async def test_any_of_several_answers_is_gone_on_with() -> None:
             second = await say(client, talk("hi", "two", "again"))
         assert second.session == first.session
         assert await told(rig, second) == ["Be brief.", "hi", "two", "again", ANSWER]
+        # The others are still there, for branches with the tokens that were drawn.
+        for client in (rig.client, None):
+            for text in ("one", "three"):
+                async with elsewhere(rig) as other:
+                    branch = await say(client or other, talk("hi", text, "or else"))
+                assert branch.session not in (first.session, second.session)
+                assert await told(rig, branch) == ["Be brief.", "hi", text, "or else", ANSWER]
+                drawn = [*link.generations[0].tokens, *odd(text)]
+                assert link.generations[-1].tokens[: len(drawn)] == drawn
 
 
 async def test_a_retry_goes_where_its_first_try_went() -> None:

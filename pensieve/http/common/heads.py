@@ -184,10 +184,13 @@ async def _go_on(
             revision = (await session.choose(head.turn_id, head.candidate)).revision
         return session, await _accepted(session, talk, {**options, "expected_revision": revision})
     except (Aborted, FailedPrecondition):
-        # Somebody has gone on from here already, or is about to: this is a branch.
-        if head.candidate is not None:
-            raise NotFound("another answer was gone on with") from None
-    session = await session.fork(head.item, session_id=own, request_id=str(uuid.uuid5(turn_id, "fork")))
+        pass  # Somebody has gone on from here already, or is about to: this is a branch.
+    session = await session.fork(
+        head.item,
+        session_id=own,
+        request_id=str(uuid.uuid5(turn_id, "fork")),
+        candidate=head.candidate,
+    )
     return session, await _accepted(session, talk, options)
 
 

@@ -98,6 +98,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
             request_id=request.request_id,
             session_id=request.session_id,
             expected_revision=convert.optional(request, "expected_revision"),
+            candidate=convert.optional(request, "candidate"),
         )
         return pb.ForkSessionResponse(session=self._session(row))
 
