@@ -1,4 +1,4 @@
-"""By what a turn is found again: the mark that its client gave it, together with each of its answers.
+"""By what a turn is found again: the mark that its client gave it, alone and together with each of its answers.
 
 All of it follows from the turn's record, so an index can be made anew from the log.
 """
@@ -24,10 +24,10 @@ class Marking(NamedTuple):
     revision: int
 
 
-def found_by(mark: str, answer: str) -> str:
+def found_by(mark: str, answer: str | None) -> str:
     """128 bits, hex: what the index holds in place of both, so that it tells nobody what was said."""
     digest = hashlib.blake2b(digest_size=16)
-    for text in (mark, answer):
+    for text in (mark,) if answer is None else (mark, answer):
         data = text.encode("utf-8", "surrogatepass")
         digest.update(b"%d:" % len(data))
         digest.update(data)
@@ -35,12 +35,12 @@ def found_by(mark: str, answer: str) -> str:
 
 
 def markings(record: Record) -> list[Marking]:
-    """What a record adds to the index: one entry for each different answer of a turn with a mark."""
+    """What a record adds to the index: of a turn with a mark one entry, and one for each different answer."""
     turn = record.turn
     if turn is None or not turn.mark:
         return []
     texts = [one.text for one in turn.candidates] or [record.items[-1].text]
-    names = dict.fromkeys(found_by(turn.mark, text) for text in texts)
+    names = dict.fromkeys(found_by(turn.mark, text) for text in (None, *texts))
     return [Marking(name, record.time_ms, record.revision) for name in names]
 
 

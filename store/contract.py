@@ -198,8 +198,10 @@ class HistoryStore(Protocol):
         """Revision that committed this request id, if any."""
         ...
 
-    async def find_marked(self, tenant: str, mark: str, answer: str, *, limit: int) -> list[MarkedTurn]:
-        """Turns of the tenant with this mark and this answer, newest first.
+    async def find_marked(
+        self, tenant: str, mark: str, answer: str | None, *, limit: int
+    ) -> list[MarkedTurn]:
+        """Turns of the tenant with this mark, and this answer unless it is None, newest first.
 
         A hint: one that was never committed, or whose session is gone, may be among them, so the record is to be read.
         None that was acknowledged is left out.

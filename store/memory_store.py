@@ -122,7 +122,9 @@ class MemoryStore:
         known = self._sessions[key].requests.get(request_id)
         return None if known is None else known.revision
 
-    async def find_marked(self, tenant: str, mark: str, answer: str, *, limit: int) -> list[MarkedTurn]:
+    async def find_marked(
+        self, tenant: str, mark: str, answer: str | None, *, limit: int
+    ) -> list[MarkedTurn]:
         return self._marks.get((tenant, found_by(mark, answer)), [])[: -limit - 1 : -1]
 
     async def begin(self, key: Key, request: BeginRequest) -> BeginOutcome:

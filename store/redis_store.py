@@ -163,7 +163,9 @@ class RedisStore:
         await self._vouch(key, int(values[0]), values[1])
         return int(values[0])
 
-    async def find_marked(self, tenant: str, mark: str, answer: str, *, limit: int) -> list[MarkedTurn]:
+    async def find_marked(
+        self, tenant: str, mark: str, answer: str | None, *, limit: int
+    ) -> list[MarkedTurn]:
         return await self._index.marked(tenant, found_by(mark, answer), limit)
 
     async def begin(self, key: Key, request: BeginRequest) -> BeginOutcome:

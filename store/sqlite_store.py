@@ -164,7 +164,9 @@ class SqliteStore:
 
         return await self._read(work)
 
-    async def find_marked(self, tenant: str, mark: str, answer: str, *, limit: int) -> list[MarkedTurn]:
+    async def find_marked(
+        self, tenant: str, mark: str, answer: str | None, *, limit: int
+    ) -> list[MarkedTurn]:
         name = found_by(mark, answer)
         return await self._database.read(lambda rows: rows.marked(tenant, name, self._now(), limit))
 

@@ -95,8 +95,10 @@ class AsyncClient:
         """Sessions with all these labels, newest first, eventually consistent."""
         return await self._link.run(_flows.list_sessions(self._link.settings, labels, limit))
 
-    async def find_turn(self, mark: str, answer: str, *, request_id: str | None = None) -> FoundTurn | None:
-        """The newest turn, in any session, that was given this ``mark`` and has this answer; None: there is none.
+    async def find_turn(
+        self, mark: str, answer: str | None = None, *, request_id: str | None = None
+    ) -> FoundTurn | None:
+        """The newest turn, in any session, with this ``mark`` and this answer, or any; None: there is none.
 
         Of several, the one in whose session ``request_id`` has a turn goes first.
         """

@@ -77,7 +77,7 @@ def create_session(
 
 
 def find_turn(
-    settings: ClientSettings, mark: str, answer: str, request_id: str | None
+    settings: ClientSettings, mark: str, answer: str | None, request_id: str | None
 ) -> Flow[FoundTurn | None]:
     request = pb.FindTurnRequest(mark=mark, answer=answer, request_id=request_id)
     try:

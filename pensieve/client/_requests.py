@@ -82,7 +82,7 @@ class TurnOptions(SamplingOptions, total=False):
     annotations: Mapping[str, str]
     """Kept with the turn and given back with it (``Turn.annotations``); the model never sees them."""
     mark: str
-    """By this, together with its answer, ``find_turn`` finds the turn once it is committed."""
+    """By this, also together with its answer, ``find_turn`` finds the turn once it is committed."""
     on_disconnect: Literal["cancel", "finish"]
     """What becomes of the turn when this client goes away for good; default ``cancel``."""
     timeout: float

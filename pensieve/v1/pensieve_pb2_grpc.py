@@ -219,7 +219,7 @@ class ConversationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FindTurn(self, request, context):
-        """The newest turn of the tenant with this mark and this answer, in whichever
+        """The newest turn of the tenant with this mark, and this answer, in whichever
         session. NOT_FOUND / TURN_NOT_FOUND if there is none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -33,7 +33,7 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         await made.close()
 
 
-async def find(rig: Rig, mark: str, answer: str = ANSWER, **fields: str) -> pb.FindTurnResponse:
+async def find(rig: Rig, mark: str, answer: str | None = ANSWER, **fields: str) -> pb.FindTurnResponse:
     return await rig.api.FindTurn(pb.FindTurnRequest(mark=mark, answer=answer, **fields))
 
 
@@ -82,7 +82,8 @@ async def test_a_turn_is_found_by_its_mark(store: HistoryStore) -> None:
         found = await find(rig, "m")
         assert (found.turn.session, found.turn.request_id) == (name, turn.request_id)
         assert (found.candidate, found.turn.output.text) == (0, ANSWER)
-        for mark, answer in (("m", "other"), ("n", ANSWER)):
+        assert await find(rig, "m", None) == found
+        for mark, answer in (("m", "other"), ("n", None), ("n", ANSWER)):
             assert (await refusal(find(rig, mark, answer))).reason == "TURN_NOT_FOUND"
         theirs = rig.api.FindTurn(
             pb.FindTurnRequest(mark="m", answer=ANSWER), metadata=(("tenant", "other"),)
@@ -93,6 +94,7 @@ async def test_a_turn_is_found_by_its_mark(store: HistoryStore) -> None:
         await rig.stream(newer, later)
         assert (await find(rig, "m")).turn.session == newer
         assert (await find(rig, "m", request_id=turn.request_id)).turn.session == name
+        assert (await find(rig, "m", None)).turn.session == newer
         await rig.api.DeleteSession(pb.DeleteSessionRequest(name=newer))
         assert (await find(rig, "m")).turn.session == name
 
@@ -103,7 +105,8 @@ async def test_an_index_that_is_wrong_leads_nowhere() -> None:
         name = await rig.create()
         await rig.stream(name, spec("hi", mark="m"))
         marks = rig.store._marks
-        (where,) = marks.values()
+        where, same = marks.values()  # by mark and answer, and by the mark alone
+        assert where == same
         other = await rig.create()
         await rig.stream(other, "another turn with the same answer")
         here, there = where[0].session_id, other.removeprefix("sessions/")

@@ -179,7 +179,8 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         return pb.GetTurnResponse(turn=answers.turn(view))
 
     async def FindTurn(self, request: pb.FindTurnRequest, _context: Any) -> pb.FindTurnResponse:
-        mark, answer = self._valid(request).mark, request.answer
+        mark = self._valid(request).mark
+        answer = request.answer if request.HasField("answer") else None
         found = await self._conversations.finder.find(caller().tenant, mark, answer, request.request_id)
         return pb.FindTurnResponse(turn=answers.turn(found.view), candidate=found.candidate)
 

@@ -30,9 +30,10 @@ class TurnFinder:
         self._store = store
         self._runner = runner
 
-    async def find(self, tenant: str, mark: str, answer: str, request_id: str) -> MarkedView:
-        """The newest one; of several sessions the one that has ``request_id``, if any has, goes first.
+    async def find(self, tenant: str, mark: str, answer: str | None, request_id: str) -> MarkedView:
+        """The newest one, with any answer if that is None.
 
+        Of several sessions the one that has ``request_id``, if any has, goes first.
         Raises NotFound (TURN_NOT_FOUND).
         """
         marked = await self._store.find_marked(tenant, mark, answer, limit=MOST_LOOKED_AT)
@@ -54,7 +55,7 @@ class TurnFinder:
             return False
         return committed is not None or (running is not None and running.request_id == request_id)
 
-    async def _read(self, key: Key, one: MarkedTurn, mark: str, answer: str) -> MarkedView | None:
+    async def _read(self, key: Key, one: MarkedTurn, mark: str, answer: str | None) -> MarkedView | None:
         """The turn itself, because the index is a hint; None when it is another, or is not there."""
         try:
             turn = await self._runner.committed_turn(key, one.revision)
@@ -63,6 +64,8 @@ class TurnFinder:
         if turn is None or turn.record.turn is None or turn.record.turn.mark != mark:
             return None
         view = turn_record.committed_view(key, turn)
+        if answer is None:
+            return MarkedView(view, view.chosen)
         texts = [each.text for each in view.candidates] or [
             view.output.text if view.output is not None else ""
         ]
