@@ -42,6 +42,15 @@ class Page:
 
 
 @dataclass(frozen=True, slots=True)
+class MarkedTurn:
+    """Where a turn that was looked for by its mark lies."""
+
+    session_id: str
+    revision: int
+    """Of its record."""
+
+
+@dataclass(frozen=True, slots=True)
 class TenantUsage:
     """What a tenant's sessions take of a store; neither deleted nor expired ones count."""
 
@@ -187,6 +196,16 @@ class HistoryStore(Protocol):
 
     async def find_request(self, key: Key, request_id: str) -> int | None:
         """Revision that committed this request id, if any."""
+        ...
+
+    async def find_marked(
+        self, tenant: str, mark: str, answer: str | None, *, limit: int
+    ) -> list[MarkedTurn]:
+        """Turns of the tenant with this mark, and this answer unless it is None, newest first.
+
+        A hint: one that was never committed, or whose session is gone, may be among them, so the record is to be read.
+        None that was acknowledged is left out.
+        """
         ...
 
     async def begin(self, key: Key, request: BeginRequest) -> BeginOutcome:

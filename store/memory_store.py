@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ from pensieve.store import _leases, _rules
 from pensieve.store._clock import Moment, steady_clock_ms, wall_clock_ms
 from pensieve.store._codec import StoredRecord, marking_damage, read_log, store_record
 from pensieve.store._listing import decode_cursor, encode_cursor, has_labels, position
+from pensieve.store._marks import found_by, markings
 from pensieve.store._rules import Known, Meta
 from pensieve.store.contract import (
     BeginOutcome,
@@ -18,6 +20,7 @@ from pensieve.store.contract import (
     EndOrder,
     Key,
     LoggedRecord,
+    MarkedTurn,
     Page,
     Renewed,
     TenantUsage,
@@ -30,6 +33,8 @@ class _Session:
     meta: Meta
     log: list[StoredRecord] = field(default_factory=list)
     requests: dict[str, Known] = field(default_factory=dict)
+    marks: set[str] = field(default_factory=set)
+    """What its turns are found by."""
 
 
 class MemoryStore:
@@ -41,6 +46,8 @@ class MemoryStore:
         """``clock``: ms since the epoch; ``steady``: ms of a clock that never steps, for leases."""
         self._wall_clock, self._steady_clock = clock, steady
         self._sessions: dict[Key, _Session] = {}
+        self._marks: defaultdict[tuple[str, str], list[MarkedTurn]] = defaultdict(list)
+        """Tenant and what a turn is found by → where it is, oldest first."""
         self._store_id = uuid.uuid4().hex
 
     @property
@@ -66,6 +73,7 @@ class MemoryStore:
         meta = _rules.create(self._meta(key), key, row, record, fingerprint, now)
         if meta is None:
             return self._view(key, now)
+        self._unmark(key)
         self._sessions[key] = session = _Session(meta)
         return self._append(session, meta, record, fingerprint=None, now=now)
 
@@ -113,6 +121,11 @@ class MemoryStore:
         _rules.present(self._meta(key), self._now())
         known = self._sessions[key].requests.get(request_id)
         return None if known is None else known.revision
+
+    async def find_marked(
+        self, tenant: str, mark: str, answer: str | None, *, limit: int
+    ) -> list[MarkedTurn]:
+        return self._marks.get((tenant, found_by(mark, answer)), [])[: -limit - 1 : -1]
 
     async def begin(self, key: Key, request: BeginRequest) -> BeginOutcome:
         known = self._known(key, request.request_id)
@@ -169,6 +182,7 @@ class MemoryStore:
         now = self._now()
         tombstone = _rules.delete(self._meta(key), key, expected_revision, allow_missing, now)
         if tombstone is not None:
+            self._unmark(key)
             self._sessions[key] = _Session(tombstone)
 
     async def mark_damaged(self, key: Key) -> None:
@@ -180,8 +194,17 @@ class MemoryStore:
         now = self._now()
         gone = [key for key, session in self._sessions.items() if _rules.is_gone(session.meta, now)]
         for key in gone:
+            self._unmark(key)
             del self._sessions[key]
         return len(gone)
+
+    def _unmark(self, key: Key) -> None:
+        """Nothing of the session is found any more."""
+        for name in self._sessions[key].marks if key in self._sessions else ():
+            others = [one for one in self._marks[key.tenant, name] if one.session_id != key.session_id]
+            self._marks[key.tenant, name] = others
+            if not others:
+                del self._marks[key.tenant, name]
 
     def _now(self) -> Moment:
         return Moment(self._wall_clock(), self._steady_clock())
@@ -210,5 +233,9 @@ class MemoryStore:
         session.log.append(stored)
         if record.request_id and fingerprint is not None:
             session.requests[record.request_id] = Known(fingerprint, record.revision)
+        row = meta.row
+        for one in markings(record):
+            self._marks[row.tenant, one.found_by].append(MarkedTurn(row.session_id, record.revision))
+            session.marks.add(one.found_by)
         session.meta = _rules.at_head(meta, stored.head_hash)
         return _rules.view(session.meta, now)

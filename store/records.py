@@ -142,6 +142,10 @@ class TurnResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """All of them, if the turn drew more than one."""
     chosen: int = 0
     """The candidate that the record's last item is."""
+    annotations: dict[str, str] = {}
+    """What the client wants to be told of the turn again."""
+    mark: str = ""
+    """By it, together with one of its answers, the turn is found; "": it is not."""
 
 
 class CandidateChange(msgspec.Struct, frozen=True, omit_defaults=True):

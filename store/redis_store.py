@@ -14,12 +14,13 @@ from typing import Any, NoReturn
 from redis.exceptions import ResponseError
 
 from pensieve.errors import DataLoss, Unavailable
-from pensieve.store import _refusals
 from pensieve.store._codec import marking_damage, read_log, store_record
+from pensieve.store._marks import found_by, markings
 from pensieve.store._redis import scripts
 from pensieve.store._redis.dump import RedisDump
 from pensieve.store._redis.index import RedisIndex
 from pensieve.store._redis.link import RedisLink
+from pensieve.store._redis.outcomes import refusal
 from pensieve.store._redis.rows import (
     Fields,
     append_args,
@@ -43,6 +44,7 @@ from pensieve.store.contract import (
     EndOrder,
     Key,
     LoggedRecord,
+    MarkedTurn,
     Page,
     Renewed,
     Replay,
@@ -161,16 +163,31 @@ class RedisStore:
         await self._vouch(key, int(values[0]), values[1])
         return int(values[0])
 
+    async def find_marked(
+        self, tenant: str, mark: str, answer: str | None, *, limit: int
+    ) -> list[MarkedTurn]:
+        return await self._index.marked(tenant, found_by(mark, answer), limit)
+
     async def begin(self, key: Key, request: BeginRequest) -> BeginOutcome:
-        expected = "" if request.expected_revision is None else request.expected_revision
+        expected_revision = request.expected_revision
         args = [
-            *(request.request_id, request.fingerprint, expected, request.token, request.owner),
-            *(request.attempt, request.lease_ms, request.seed, request.start_ms),
+            *(
+                request.request_id,
+                request.fingerprint,
+                "" if expected_revision is None else expected_revision,
+            ),
+            *(
+                request.token,
+                request.owner,
+                request.attempt,
+                request.lease_ms,
+                request.seed,
+                request.start_ms,
+            ),
             *(request.known_revision, request.known_head, request.known_create_ms, int(request.follows)),
         ]
         outcome, *values = await self._link.call(self._begin, session_keys(key), args)
         if outcome not in (b"OK", b"REPLAY", b"ELSEWHERE", b"CALLED_OFF"):
-            expected_revision = request.expected_revision
             if outcome in (b"BEHIND", b"DIVERGED"):
                 at = "is behind" if outcome == b"BEHIND" else "has another record at"
                 log.error(
@@ -207,7 +224,9 @@ class RedisStore:
     async def commit(
         self, key: Key, token: str, fingerprint: str, record: Record, counts: Counts
     ) -> SessionRow:
-        args = await self._record_args(key, record, fingerprint, counts)
+        args, _ = await asyncio.gather(
+            self._record_args(key, record, fingerprint, counts), self._index.mark(key, markings(record))
+        )
         reply = await self._append(self._commit, key, [token, *args])
         return await self._entered(key, reply, request_id=record.request_id, offered=record.revision)
 
@@ -224,8 +243,8 @@ class RedisStore:
         expected_revision: int | None = None,
     ) -> SessionRow:
         args = await self._record_args(key, record, fingerprint, counts)
-        expected = "" if expected_revision is None else expected_revision
-        reply = await self._append(self._apply, key, [expected, *args])
+        args.insert(0, "" if expected_revision is None else expected_revision)
+        reply = await self._append(self._apply, key, args)
         return await self._entered(
             key, reply, request_id=record.request_id, expected=expected_revision, offered=record.revision
         )
@@ -233,8 +252,7 @@ class RedisStore:
     async def delete(
         self, key: Key, *, expected_revision: int | None = None, allow_missing: bool = False
     ) -> None:
-        expected = "" if expected_revision is None else expected_revision
-        args = [expected, TOMBSTONE_MS]
+        args = ["" if expected_revision is None else expected_revision, TOMBSTONE_MS]
         outcome, *values = await self._link.call_durably(self._delete, session_keys(key), args)
         if outcome == b"NOT_FOUND" and allow_missing:
             await self._link.check_marker()
@@ -320,28 +338,6 @@ class RedisStore:
         offered: int = 0,
     ) -> NoReturn:
         """Raise the error that a script's outcome stands for."""
-        match outcome:
-            case b"NOT_FOUND":
-                await self._link.check_marker()
-                raise _refusals.not_found()
-            case b"DELETED":
-                raise _refusals.deleted()
-            case b"EXISTS":
-                raise _refusals.session_exists(key)
-            case b"DAMAGED":
-                raise _refusals.damaged()
-            case b"REUSED":
-                raise _refusals.request_reused(request_id)
-            case b"BUSY":
-                raise _refusals.busy(values[0].decode(), int(values[1]))
-            case b"REVISION":
-                raise _refusals.wrong_revision(int(values[0]), expected or 0)
-            case b"CORRUPT":
-                raise _refusals.corrupt(key, int(values[0]), values[1].decode())
-            case b"DIVERGED":
-                raise _refusals.diverged(int(values[0]))
-            case b"NOT_NEXT":
-                raise _refusals.not_next(int(values[0]), offered)
-            case b"FENCED":
-                raise _refusals.fenced()
-        raise AssertionError(f"unknown script outcome {outcome!r}")
+        if outcome == b"NOT_FOUND":
+            await self._link.check_marker()
+        raise refusal(key, outcome, values, request_id, expected, offered)

@@ -24,6 +24,7 @@ from pensieve.store import _leases, _rules
 from pensieve.store._clock import Moment, steady_clock_ms, wall_clock_ms
 from pensieve.store._codec import marking_damage, read_log
 from pensieve.store._listing import decode_cursor, encode_cursor, position
+from pensieve.store._marks import found_by
 from pensieve.store._sqlite.database import SqliteDatabase
 from pensieve.store._sqlite.dump import SqliteDump
 from pensieve.store._sqlite.rows import DamagedSession, Rows
@@ -34,6 +35,7 @@ from pensieve.store.contract import (
     EndOrder,
     Key,
     LoggedRecord,
+    MarkedTurn,
     Page,
     Renewed,
     TenantUsage,
@@ -161,6 +163,12 @@ class SqliteStore:
             return None if known is None else known.revision
 
         return await self._read(work)
+
+    async def find_marked(
+        self, tenant: str, mark: str, answer: str | None, *, limit: int
+    ) -> list[MarkedTurn]:
+        name = found_by(mark, answer)
+        return await self._database.read(lambda rows: rows.marked(tenant, name, self._now(), limit))
 
     async def begin(self, key: Key, request: BeginRequest) -> BeginOutcome:
         def work(rows: Rows) -> BeginOutcome:

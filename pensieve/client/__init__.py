@@ -15,6 +15,7 @@ from pensieve.client._sync import Client, Session
 from pensieve.client._sync_link import TurnStream
 from pensieve.client._values import (
     Candidate,
+    FoundTurn,
     Item,
     Limits,
     Piece,
@@ -37,6 +38,7 @@ __all__ = [
     "Candidate",
     "Client",
     "FinishReason",
+    "FoundTurn",
     "HintReceipt",
     "Item",
     "Limits",

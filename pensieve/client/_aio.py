@@ -20,7 +20,7 @@ from pensieve.client._requests import (
 )
 from pensieve.client._retry import RetryPolicy
 from pensieve.client._transport import ClientSettings
-from pensieve.client._values import Item, ServerInfo, SessionInfo, TokenCount, Turn, Warming
+from pensieve.client._values import FoundTurn, Item, ServerInfo, SessionInfo, TokenCount, Turn, Warming
 from pensieve.client._view import SessionView
 
 
@@ -98,6 +98,15 @@ class AsyncClient:
     ) -> list[SessionInfo]:
         """Sessions with all these labels, newest first, eventually consistent."""
         return await self._link.run(_flows.list_sessions(self._link.settings, labels, limit))
+
+    async def find_turn(
+        self, mark: str, answer: str | None = None, *, request_id: str | None = None
+    ) -> FoundTurn | None:
+        """The newest turn, in any session, with this ``mark`` and this answer, or any; None: there is none.
+
+        Of several, the one in whose session ``request_id`` has a turn goes first.
+        """
+        return await self._link.run(_flows.find_turn(self._link.settings, mark, answer, request_id))
 
     async def server_info(self) -> ServerInfo:
         return await self._link.run(_flows.server_info(self._link.settings))
@@ -203,6 +212,16 @@ class AsyncSession(SessionView):
         """The live history, oldest first, all from one revision."""
         return await self._link.run(self._core.items(include_tokens, after_item))
 
+    async def append(
+        self,
+        items: Sequence[InputLike],
+        *,
+        expected_revision: int | None = None,
+        request_id: str | None = None,
+    ) -> tuple[Item, ...]:
+        """Add items behind the history without a turn, as ``create_session`` imports them; as they are in it."""
+        return await self._link.run(self._core.append(items, expected_revision, request_id))
+
     async def rewind(
         self, *, to_item: int, expected_revision: int | None = None, request_id: str | None = None
     ) -> SessionInfo:
@@ -216,9 +235,15 @@ class AsyncSession(SessionView):
         session_id: str | None = None,
         expected_revision: int | None = None,
         request_id: str | None = None,
+        candidate: int | None = None,
     ) -> AsyncSession:
-        """A new session with the history up to ``item`` (default: all of it)."""
-        info = await self._link.run(self._core.fork(item, session_id, expected_revision, request_id))
+        """A new session with the history up to ``item`` (default: all of it).
+
+        If that is a turn's answer, ``candidate`` makes another one of the turn the end of the copy.
+        """
+        info = await self._link.run(
+            self._core.fork(item, session_id, expected_revision, request_id, candidate)
+        )
         return AsyncSession(self._link, info.name, info)
 
     async def refresh(self, *, residency: bool = False) -> SessionInfo:

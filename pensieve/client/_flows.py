@@ -19,6 +19,7 @@ from pensieve.client._steps import Flow, Sleep, call
 from pensieve.client._transport import ClientSettings
 from pensieve.client._turn_machine import TurnMachine
 from pensieve.client._values import (
+    FoundTurn,
     Item,
     ServerInfo,
     SessionInfo,
@@ -73,6 +74,17 @@ def create_session(
     )
     response = yield from call(settings, "CreateSession", request)
     return decode.session(response.session)
+
+
+def find_turn(
+    settings: ClientSettings, mark: str, answer: str | None, request_id: str | None
+) -> Flow[FoundTurn | None]:
+    request = pb.FindTurnRequest(mark=mark, answer=answer, request_id=request_id)
+    try:
+        response = yield from call(settings, "FindTurn", request)
+    except NotFound:
+        return None
+    return FoundTurn(decode.turn(response.turn), response.candidate)
 
 
 class SessionCore:
@@ -211,6 +223,19 @@ class SessionCore:
                 return found, response.revision
             request.page_token = response.next_page_token
 
+    def append(
+        self, items: Sequence[InputLike], expected_revision: int | None, request_id: str | None
+    ) -> Flow[tuple[Item, ...]]:
+        request = pb.AppendItemsRequest(
+            name=self.name,
+            request_id=request_id or _requests.new_request_id(),
+            items=[_requests.input_item(one) for one in items],
+            expected_revision=expected_revision,
+        )
+        response = yield from self.call("AppendItems", request)
+        self._learn(response.session)
+        return tuple(decode.item(one) for one in response.items)
+
     def rewind(
         self, to_item: int, expected_revision: int | None, request_id: str | None
     ) -> Flow[SessionInfo]:
@@ -224,7 +249,12 @@ class SessionCore:
         return self._learn(response.session)
 
     def fork(
-        self, item: int | None, session_id: str | None, expected_revision: int | None, request_id: str | None
+        self,
+        item: int | None,
+        session_id: str | None,
+        expected_revision: int | None,
+        request_id: str | None,
+        candidate: int | None,
     ) -> Flow[SessionInfo]:
         request = pb.ForkSessionRequest(
             name=self.name,
@@ -232,6 +262,7 @@ class SessionCore:
             item=item,
             session_id=session_id or "",
             expected_revision=expected_revision,
+            candidate=candidate,
         )
         response = yield from self.call("ForkSession", request)
         return decode.session(response.session)

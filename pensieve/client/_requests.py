@@ -88,6 +88,10 @@ class TurnOptions(SamplingOptions, total=False):
     """Hint: worth of the session's cached state after this turn, against 1 for any other session."""
     session_finished: bool
     """Hint: no further turn is expected."""
+    annotations: Mapping[str, str]
+    """Kept with the turn and given back with it (``Turn.annotations``); the model never sees them."""
+    mark: str
+    """By this, also together with its answer, ``find_turn`` finds the turn once it is committed."""
     on_disconnect: Literal["cancel", "finish"]
     """What becomes of the turn when this client goes away for good; default ``cancel``."""
     timeout: float
@@ -239,6 +243,8 @@ def stream_turn(
         output=output,
         priority=options.get("priority", 0),
         hints=_hints(options),
+        annotations=options.get("annotations"),
+        mark=options.get("mark"),
     )
     if (limit := options.get("max_duration")) is not None:
         spec.max_duration.CopyFrom(duration(limit))

@@ -20,7 +20,7 @@ from pensieve.client._requests import (
 from pensieve.client._retry import RetryPolicy
 from pensieve.client._sync_link import Link, TurnStream
 from pensieve.client._transport import ClientSettings
-from pensieve.client._values import Item, ServerInfo, SessionInfo, TokenCount, Turn, Warming
+from pensieve.client._values import FoundTurn, Item, ServerInfo, SessionInfo, TokenCount, Turn, Warming
 from pensieve.client._view import SessionView
 
 
@@ -98,6 +98,15 @@ class Client:
     ) -> list[SessionInfo]:
         """Sessions with all these labels, newest first, eventually consistent."""
         return self._link.run(_flows.list_sessions(self._link.settings, labels, limit))
+
+    def find_turn(
+        self, mark: str, answer: str | None = None, *, request_id: str | None = None
+    ) -> FoundTurn | None:
+        """The newest turn, in any session, with this ``mark`` and this answer, or any; None: there is none.
+
+        Of several, the one in whose session ``request_id`` has a turn goes first.
+        """
+        return self._link.run(_flows.find_turn(self._link.settings, mark, answer, request_id))
 
     def server_info(self) -> ServerInfo:
         return self._link.run(_flows.server_info(self._link.settings))
@@ -201,6 +210,16 @@ class Session(SessionView):
         """The live history, oldest first, all from one revision."""
         return self._link.run(self._core.items(include_tokens, after_item))
 
+    def append(
+        self,
+        items: Sequence[InputLike],
+        *,
+        expected_revision: int | None = None,
+        request_id: str | None = None,
+    ) -> tuple[Item, ...]:
+        """Add items behind the history without a turn, as ``create_session`` imports them; as they are in it."""
+        return self._link.run(self._core.append(items, expected_revision, request_id))
+
     def rewind(
         self, *, to_item: int, expected_revision: int | None = None, request_id: str | None = None
     ) -> SessionInfo:
@@ -214,9 +233,13 @@ class Session(SessionView):
         session_id: str | None = None,
         expected_revision: int | None = None,
         request_id: str | None = None,
+        candidate: int | None = None,
     ) -> Session:
-        """A new session with the history up to ``item`` (default: all of it)."""
-        info = self._link.run(self._core.fork(item, session_id, expected_revision, request_id))
+        """A new session with the history up to ``item`` (default: all of it).
+
+        If that is a turn's answer, ``candidate`` makes another one of the turn the end of the copy.
+        """
+        info = self._link.run(self._core.fork(item, session_id, expected_revision, request_id, candidate))
         return Session(self._link, info.name, info)
 
     def refresh(self, *, residency: bool = False) -> SessionInfo:

@@ -5,6 +5,7 @@ Enumerations are open, as the contract says: a value that this SDK does not know
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -112,6 +113,8 @@ class Turn:
     logprobs: tuple[TokenLogprob, ...] = ()
     """One entry per output token when ``top_logprobs`` was asked for and this stream has seen them all. History keeps
     none: a turn that is fetched or replayed is without them."""
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    """As they were given with the turn; of one that runs at another server, not before it is committed."""
 
     @property
     def items(self) -> tuple[Item, ...]:
@@ -122,6 +125,15 @@ class Turn:
     def token_ids(self) -> tuple[int, ...]:
         """Ids of the answer's item, if the server sent them."""
         return self.output.token_ids if self.output is not None else ()
+
+
+@dataclass(frozen=True, slots=True)
+class FoundTurn:
+    """Answer of ``find_turn``."""
+
+    turn: Turn
+    candidate: int
+    """The turn's candidate that the answer is; ``turn.chosen`` is the one in history."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +234,8 @@ class Limits:
     disconnect_grace_s: float
     max_candidates: int
     max_beam_width: int
+    max_annotations: int = 0
+    max_annotation_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,7 @@ def turn(message: pb.Turn) -> Turn:
         candidates=tuple(candidate(one) for one in message.candidates),
         chosen=message.chosen_candidate,
         hints=hints(message.hints) if message.HasField("hints") else None,
+        annotations=dict(message.annotations),
     )
 
 
@@ -245,6 +246,8 @@ def server_info(message: pb.GetServerInfoResponse) -> ServerInfo:
             disconnect_grace_s=seconds(limits.disconnect_grace),
             max_candidates=limits.max_candidates,
             max_beam_width=limits.max_beam_width,
+            max_annotations=limits.max_annotations,
+            max_annotation_bytes=limits.max_annotation_bytes,
         ),
         features=tuple(message.features),
     )

@@ -59,9 +59,9 @@ def make_app(settings: DoorSettings) -> Starlette:
             Route("/v1/conversations/{conversation}", conversations.update, methods=["POST"]),
             Route("/v1/conversations/{conversation}", conversations.delete, methods=["DELETE"]),
             Route("/v1/conversations/{conversation}/items", conversations.items, methods=["GET"]),
-            Route("/v1/conversations/{conversation}/items", conversations.fixed, methods=["POST"]),
+            Route("/v1/conversations/{conversation}/items", conversations.add, methods=["POST"]),
             Route("/v1/conversations/{conversation}/items/{item}", conversations.item, methods=["GET"]),
-            Route("/v1/conversations/{conversation}/items/{item}", conversations.fixed, methods=["DELETE"]),
+            Route("/v1/conversations/{conversation}/items/{item}", conversations.remove, methods=["DELETE"]),
         ],
         middleware=[Middleware(Measured, metrics), *([cors] if settings.cors_origins else [])],
         exception_handlers={

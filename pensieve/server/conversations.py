@@ -20,6 +20,7 @@ from pensieve.server.history.known import KnownRevisions
 from pensieve.server.history.rendering import Renderer, Stamp
 from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.quotas import StorageQuotas
+from pensieve.server.sessions.finding import TurnFinder
 from pensieve.server.sessions.sessions import Sessions
 from pensieve.server.sessions.warming import SessionWarmer
 from pensieve.server.settings import TurnSettings
@@ -99,6 +100,7 @@ class Conversations:
         )
         self.turns = Turns(store, runner, settings, self.gate, on_turn_ended, on_turn_refused)
         self.candidates = CandidateChooser(store, link, histories, renderer, runner)
+        self.finder = TurnFinder(store, runner)
         self.quotas = StorageQuotas(store, tenants or TenantTable())
         self.sessions = Sessions(store, link, histories, renderer, self.turns, served, settings, self.quotas)
         self.warmer = SessionWarmer(store, link, histories, renderer, self.turns, served, settings, on_warmed)

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import re
 import secrets
+import uuid
 
 from pensieve.core import SessionKey
 from pensieve.store import Key
@@ -41,6 +42,11 @@ def derived_session_id(purpose: str, tenant: str, request_id: str) -> str:
     else:
         digest = secrets.token_bytes(16)
     return base64.b32encode(digest).decode("ascii").rstrip("=").lower()
+
+
+def new_request_id() -> str:
+    """For a change whose caller gave none."""
+    return str(uuid.uuid4())
 
 
 def new_token() -> str:

@@ -64,7 +64,7 @@ class StorageQuotas:
             raise self._too_many_bytes(tenant)
 
     async def turn(self, key: Key, request_id: str) -> None:
-        """Before a turn: as ``change``, unless this very turn is in history."""
+        """Before a turn, or items that are added: as ``change``, unless these very ones are in history."""
         if self._tenants.limits(key.tenant).max_stored_bytes is None:
             return
         if not self._has_too_many_bytes(key.tenant, await self._usage(key.tenant)):

@@ -36,6 +36,10 @@ class RequestLimits:
     max_top_logprobs: int = 20
     max_candidates: int = MAX_CANDIDATES
     max_beam_width: int = MAX_CANDIDATES
+    max_annotations: int = 16
+    max_annotation_bytes: int = 1024 * 1024
+    """Keys and values of one turn together, as UTF-8."""
+    max_mark_chars: int = 256
     max_labels: int = 64
     max_label_chars: int = 256
     max_ttl_s: float = 366 * 24 * 3600.0

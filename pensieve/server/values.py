@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -59,11 +60,14 @@ class NewTurn(msgspec.Struct, frozen=True):
     hints: TurnHints = TurnHints()
     known_revision: int | None = None
     """The newest revision that the client has seen: a store that is behind it has lost something."""
+    annotations: dict[str, str] = {}
+    mark: str = ""
 
     def fingerprint(self) -> str:
         """Hash over the fields that say what the turn is.
 
-        How it is delivered (output, priority), hints, and what the client knows of the session are not among them.
+        How it is delivered (output, priority), hints, what the client knows of the session, and what it writes on the
+        turn for itself are not among them.
         """
         return fingerprint(
             "turn",
@@ -120,6 +124,7 @@ class TurnView:
     chosen: int = 0
     """The candidate that ``output`` is."""
     hints: HintReceipt | None = None
+    annotations: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -274,18 +274,20 @@ class DeleteSessionResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ForkSessionRequest(_message.Message):
-    __slots__ = ("name", "request_id", "item", "session_id", "expected_revision")
+    __slots__ = ("name", "request_id", "item", "session_id", "expected_revision", "candidate")
     NAME_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ITEM_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_REVISION_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATE_FIELD_NUMBER: _ClassVar[int]
     name: str
     request_id: str
     item: int
     session_id: str
     expected_revision: int
-    def __init__(self, name: _Optional[str] = ..., request_id: _Optional[str] = ..., item: _Optional[int] = ..., session_id: _Optional[str] = ..., expected_revision: _Optional[int] = ...) -> None: ...
+    candidate: int
+    def __init__(self, name: _Optional[str] = ..., request_id: _Optional[str] = ..., item: _Optional[int] = ..., session_id: _Optional[str] = ..., expected_revision: _Optional[int] = ..., candidate: _Optional[int] = ...) -> None: ...
 
 class ForkSessionResponse(_message.Message):
     __slots__ = ("session",)
@@ -346,6 +348,26 @@ class Item(_message.Message):
     finish_reason: FinishReason
     create_time: _timestamp_pb2.Timestamp
     def __init__(self, item: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., request_id: _Optional[str] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+
+class AppendItemsRequest(_message.Message):
+    __slots__ = ("name", "request_id", "items", "expected_revision")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_REVISION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    request_id: str
+    items: _containers.RepeatedCompositeFieldContainer[InputItem]
+    expected_revision: int
+    def __init__(self, name: _Optional[str] = ..., request_id: _Optional[str] = ..., items: _Optional[_Iterable[_Union[InputItem, _Mapping]]] = ..., expected_revision: _Optional[int] = ...) -> None: ...
+
+class AppendItemsResponse(_message.Message):
+    __slots__ = ("session", "items")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    session: Session
+    items: _containers.RepeatedCompositeFieldContainer[Item]
+    def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ..., items: _Optional[_Iterable[_Union[Item, _Mapping]]] = ...) -> None: ...
 
 class ListItemsRequest(_message.Message):
     __slots__ = ("name", "page_size", "page_token", "include_tokens", "after_item")
@@ -435,7 +457,14 @@ class OutputOptions(_message.Message):
     def __init__(self, token_ids: bool = ..., top_logprobs: _Optional[int] = ..., max_chunk_tokens: _Optional[int] = ..., max_chunk_delay: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pad_chunks: bool = ...) -> None: ...
 
 class TurnSpec(_message.Message):
-    __slots__ = ("request_id", "input", "expected_revision", "replace_after_item", "sampling", "output", "max_duration", "priority", "hints", "known_revision")
+    __slots__ = ("request_id", "input", "expected_revision", "replace_after_item", "sampling", "output", "max_duration", "priority", "hints", "known_revision", "annotations", "mark")
+    class AnnotationsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INPUT_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_REVISION_FIELD_NUMBER: _ClassVar[int]
@@ -446,6 +475,8 @@ class TurnSpec(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     HINTS_FIELD_NUMBER: _ClassVar[int]
     KNOWN_REVISION_FIELD_NUMBER: _ClassVar[int]
+    ANNOTATIONS_FIELD_NUMBER: _ClassVar[int]
+    MARK_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     input: _containers.RepeatedCompositeFieldContainer[InputItem]
     expected_revision: int
@@ -456,7 +487,9 @@ class TurnSpec(_message.Message):
     priority: int
     hints: TurnHints
     known_revision: int
-    def __init__(self, request_id: _Optional[str] = ..., input: _Optional[_Iterable[_Union[InputItem, _Mapping]]] = ..., expected_revision: _Optional[int] = ..., replace_after_item: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., max_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., hints: _Optional[_Union[TurnHints, _Mapping]] = ..., known_revision: _Optional[int] = ...) -> None: ...
+    annotations: _containers.ScalarMap[str, str]
+    mark: str
+    def __init__(self, request_id: _Optional[str] = ..., input: _Optional[_Iterable[_Union[InputItem, _Mapping]]] = ..., expected_revision: _Optional[int] = ..., replace_after_item: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., max_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., hints: _Optional[_Union[TurnHints, _Mapping]] = ..., known_revision: _Optional[int] = ..., annotations: _Optional[_Mapping[str, str]] = ..., mark: _Optional[str] = ...) -> None: ...
 
 class TurnHints(_message.Message):
     __slots__ = ("next_turn_in", "importance", "session_finished")
@@ -599,7 +632,7 @@ class TopToken(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., piece: _Optional[bytes] = ..., name: _Optional[str] = ...) -> None: ...
 
 class Turn(_message.Message):
-    __slots__ = ("session", "request_id", "state", "base_revision", "revision", "input", "output", "finish_reason", "stop_sequence", "seed", "usage", "discard_reason", "hints", "candidates", "chosen_candidate")
+    __slots__ = ("session", "request_id", "state", "base_revision", "revision", "input", "output", "finish_reason", "stop_sequence", "seed", "usage", "discard_reason", "hints", "candidates", "chosen_candidate", "annotations")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Turn.State]
@@ -610,6 +643,13 @@ class Turn(_message.Message):
     STATE_RUNNING: Turn.State
     STATE_COMMITTED: Turn.State
     STATE_DISCARDED: Turn.State
+    class AnnotationsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     SESSION_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -625,6 +665,7 @@ class Turn(_message.Message):
     HINTS_FIELD_NUMBER: _ClassVar[int]
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     CHOSEN_CANDIDATE_FIELD_NUMBER: _ClassVar[int]
+    ANNOTATIONS_FIELD_NUMBER: _ClassVar[int]
     session: str
     request_id: str
     state: Turn.State
@@ -640,7 +681,8 @@ class Turn(_message.Message):
     hints: HintReceipt
     candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
     chosen_candidate: int
-    def __init__(self, session: _Optional[str] = ..., request_id: _Optional[str] = ..., state: _Optional[_Union[Turn.State, str]] = ..., base_revision: _Optional[int] = ..., revision: _Optional[int] = ..., input: _Optional[_Iterable[_Union[Item, _Mapping]]] = ..., output: _Optional[_Union[Item, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_sequence: _Optional[str] = ..., seed: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., discard_reason: _Optional[str] = ..., hints: _Optional[_Union[HintReceipt, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., chosen_candidate: _Optional[int] = ...) -> None: ...
+    annotations: _containers.ScalarMap[str, str]
+    def __init__(self, session: _Optional[str] = ..., request_id: _Optional[str] = ..., state: _Optional[_Union[Turn.State, str]] = ..., base_revision: _Optional[int] = ..., revision: _Optional[int] = ..., input: _Optional[_Iterable[_Union[Item, _Mapping]]] = ..., output: _Optional[_Union[Item, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_sequence: _Optional[str] = ..., seed: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., discard_reason: _Optional[str] = ..., hints: _Optional[_Union[HintReceipt, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., chosen_candidate: _Optional[int] = ..., annotations: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Candidate(_message.Message):
     __slots__ = ("candidate", "text", "tokens", "output_tokens", "finish_reason", "stop_sequence", "seed", "mean_logprob")
@@ -748,6 +790,24 @@ class GetTurnResponse(_message.Message):
     turn: Turn
     def __init__(self, turn: _Optional[_Union[Turn, _Mapping]] = ...) -> None: ...
 
+class FindTurnRequest(_message.Message):
+    __slots__ = ("mark", "answer", "request_id")
+    MARK_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    mark: str
+    answer: str
+    request_id: str
+    def __init__(self, mark: _Optional[str] = ..., answer: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class FindTurnResponse(_message.Message):
+    __slots__ = ("turn", "candidate")
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATE_FIELD_NUMBER: _ClassVar[int]
+    turn: Turn
+    candidate: int
+    def __init__(self, turn: _Optional[_Union[Turn, _Mapping]] = ..., candidate: _Optional[int] = ...) -> None: ...
+
 class CancelTurnRequest(_message.Message):
     __slots__ = ("session", "request_id", "keep", "keep_output_tokens")
     class Keep(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
@@ -821,7 +881,7 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., replica: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., chat_template_sha256: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_limit: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., features: _Optional[_Iterable[str]] = ..., model_sha256: _Optional[str] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_request_bytes", "max_input_chars", "max_stop_sequences", "max_top_logprobs", "max_ttl", "request_id_retention", "disconnect_grace", "max_candidates", "max_beam_width")
+    __slots__ = ("max_request_bytes", "max_input_chars", "max_stop_sequences", "max_top_logprobs", "max_ttl", "request_id_retention", "disconnect_grace", "max_candidates", "max_beam_width", "max_annotations", "max_annotation_bytes")
     MAX_REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_INPUT_CHARS_FIELD_NUMBER: _ClassVar[int]
     MAX_STOP_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
@@ -831,6 +891,8 @@ class Limits(_message.Message):
     DISCONNECT_GRACE_FIELD_NUMBER: _ClassVar[int]
     MAX_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     MAX_BEAM_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    MAX_ANNOTATIONS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ANNOTATION_BYTES_FIELD_NUMBER: _ClassVar[int]
     max_request_bytes: int
     max_input_chars: int
     max_stop_sequences: int
@@ -840,7 +902,9 @@ class Limits(_message.Message):
     disconnect_grace: _duration_pb2.Duration
     max_candidates: int
     max_beam_width: int
-    def __init__(self, max_request_bytes: _Optional[int] = ..., max_input_chars: _Optional[int] = ..., max_stop_sequences: _Optional[int] = ..., max_top_logprobs: _Optional[int] = ..., max_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., request_id_retention: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., disconnect_grace: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_candidates: _Optional[int] = ..., max_beam_width: _Optional[int] = ...) -> None: ...
+    max_annotations: int
+    max_annotation_bytes: int
+    def __init__(self, max_request_bytes: _Optional[int] = ..., max_input_chars: _Optional[int] = ..., max_stop_sequences: _Optional[int] = ..., max_top_logprobs: _Optional[int] = ..., max_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., request_id_retention: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., disconnect_grace: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_candidates: _Optional[int] = ..., max_beam_width: _Optional[int] = ..., max_annotations: _Optional[int] = ..., max_annotation_bytes: _Optional[int] = ...) -> None: ...
 
 class GetStatsRequest(_message.Message):
     __slots__ = ()

@@ -71,6 +71,11 @@ class ConversationServiceStub(object):
                 request_serializer=pensieve_dot_v1_dot_pensieve__pb2.RewindSessionRequest.SerializeToString,
                 response_deserializer=pensieve_dot_v1_dot_pensieve__pb2.RewindSessionResponse.FromString,
                 _registered_method=True)
+        self.AppendItems = channel.unary_unary(
+                '/pensieve.v1.ConversationService/AppendItems',
+                request_serializer=pensieve_dot_v1_dot_pensieve__pb2.AppendItemsRequest.SerializeToString,
+                response_deserializer=pensieve_dot_v1_dot_pensieve__pb2.AppendItemsResponse.FromString,
+                _registered_method=True)
         self.ListItems = channel.unary_unary(
                 '/pensieve.v1.ConversationService/ListItems',
                 request_serializer=pensieve_dot_v1_dot_pensieve__pb2.ListItemsRequest.SerializeToString,
@@ -90,6 +95,11 @@ class ConversationServiceStub(object):
                 '/pensieve.v1.ConversationService/GetTurn',
                 request_serializer=pensieve_dot_v1_dot_pensieve__pb2.GetTurnRequest.SerializeToString,
                 response_deserializer=pensieve_dot_v1_dot_pensieve__pb2.GetTurnResponse.FromString,
+                _registered_method=True)
+        self.FindTurn = channel.unary_unary(
+                '/pensieve.v1.ConversationService/FindTurn',
+                request_serializer=pensieve_dot_v1_dot_pensieve__pb2.FindTurnRequest.SerializeToString,
+                response_deserializer=pensieve_dot_v1_dot_pensieve__pb2.FindTurnResponse.FromString,
                 _registered_method=True)
         self.CancelTurn = channel.unary_unary(
                 '/pensieve.v1.ConversationService/CancelTurn',
@@ -172,6 +182,13 @@ class ConversationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AppendItems(self, request, context):
+        """Adds items behind the history without a turn, as CreateSession imports them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListItems(self, request, context):
         """History, oldest first, paginated; text or token ids.
         """
@@ -196,6 +213,14 @@ class ConversationServiceServicer(object):
 
     def GetTurn(self, request, context):
         """State and result of a turn by request id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FindTurn(self, request, context):
+        """The newest turn of the tenant with this mark, and this answer, in whichever
+        session. NOT_FOUND / TURN_NOT_FOUND if there is none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -276,6 +301,11 @@ def add_ConversationServiceServicer_to_server(servicer, server):
                     request_deserializer=pensieve_dot_v1_dot_pensieve__pb2.RewindSessionRequest.FromString,
                     response_serializer=pensieve_dot_v1_dot_pensieve__pb2.RewindSessionResponse.SerializeToString,
             ),
+            'AppendItems': grpc.unary_unary_rpc_method_handler(
+                    servicer.AppendItems,
+                    request_deserializer=pensieve_dot_v1_dot_pensieve__pb2.AppendItemsRequest.FromString,
+                    response_serializer=pensieve_dot_v1_dot_pensieve__pb2.AppendItemsResponse.SerializeToString,
+            ),
             'ListItems': grpc.unary_unary_rpc_method_handler(
                     servicer.ListItems,
                     request_deserializer=pensieve_dot_v1_dot_pensieve__pb2.ListItemsRequest.FromString,
@@ -295,6 +325,11 @@ def add_ConversationServiceServicer_to_server(servicer, server):
                     servicer.GetTurn,
                     request_deserializer=pensieve_dot_v1_dot_pensieve__pb2.GetTurnRequest.FromString,
                     response_serializer=pensieve_dot_v1_dot_pensieve__pb2.GetTurnResponse.SerializeToString,
+            ),
+            'FindTurn': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindTurn,
+                    request_deserializer=pensieve_dot_v1_dot_pensieve__pb2.FindTurnRequest.FromString,
+                    response_serializer=pensieve_dot_v1_dot_pensieve__pb2.FindTurnResponse.SerializeToString,
             ),
             'CancelTurn': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelTurn,
@@ -524,6 +559,33 @@ class ConversationService(object):
             _registered_method=True)
 
     @staticmethod
+    def AppendItems(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pensieve.v1.ConversationService/AppendItems',
+            pensieve_dot_v1_dot_pensieve__pb2.AppendItemsRequest.SerializeToString,
+            pensieve_dot_v1_dot_pensieve__pb2.AppendItemsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ListItems(request,
             target,
             options=(),
@@ -621,6 +683,33 @@ class ConversationService(object):
             '/pensieve.v1.ConversationService/GetTurn',
             pensieve_dot_v1_dot_pensieve__pb2.GetTurnRequest.SerializeToString,
             pensieve_dot_v1_dot_pensieve__pb2.GetTurnResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindTurn(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pensieve.v1.ConversationService/FindTurn',
+            pensieve_dot_v1_dot_pensieve__pb2.FindTurnRequest.SerializeToString,
+            pensieve_dot_v1_dot_pensieve__pb2.FindTurnResponse.FromString,
             options,
             channel_credentials,
             insecure,

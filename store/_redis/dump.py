@@ -17,6 +17,7 @@ import msgspec
 from pensieve.errors import DataLoss, FailedPrecondition
 from pensieve.store import _refusals
 from pensieve.store._codec import StoredRecord
+from pensieve.store._marks import markings_of_log
 from pensieve.store._raw import Finding, Mode, Problem, RawSession, Remedy, finding, in_order
 from pensieve.store._redis.index import RedisIndex
 from pensieve.store._redis.link import MARKER, SCHEMA, RedisLink
@@ -175,6 +176,7 @@ class RedisDump:
             await self._index.remove(session.key)
         else:
             await self._index.enter(row, as_fields(values[1]))
+            await self._index.mark(session.key, markings_of_log(session.log))
         return True
 
     async def flush(self) -> None:
@@ -203,6 +205,9 @@ class RedisDump:
             place = await self._link.command("ZSCORE", index_key(key.tenant), key.session_id)
             if place is None:
                 found.append(finding(key, Problem.LISTING, "it is not in the listing", Remedy.REBUILD))
+            if not await self._index.has_marks(key, markings_of_log(records)):
+                detail = "its turns are not found by their marks"
+                found.append(finding(key, Problem.LISTING, detail, Remedy.REBUILD))
         return RawSession(key, meta, records, requests, tuple(found), stamp.decode(errors="surrogateescape"))
 
 

@@ -6,6 +6,8 @@ KEYS of its scripts, in one hash slot (``t`` = ``{<tenant>}``)::
     2  pv1:u:t  HASH  session id → "<update time>|<bytes of its records>"
     3  pv1:e:t  ZSET  session id by the time it expires at, of those that do
     4  pv1:b:t  the sum of all bytes
+    5  pv1:k:t  ZSET  by what marked turns are found; each has two members, "m:…" to be found by and "s:…" to be removed
+                with its session (``_mark_members``), all of score 0
 
 They lie in another slot than the sessions, so they cannot change in the same script. They are written around every
 change and repaired while they are read: an entry of a session that is gone is removed, a wrong one corrected. A session
@@ -14,11 +16,14 @@ is entered before it is created, so that a crash in between leaves a superfluous
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final, NamedTuple
+from urllib.parse import quote, unquote
 
 from pensieve.errors import DataLoss
 from pensieve.store import _refusals
 from pensieve.store._listing import Position, decode_cursor, encode_cursor, has_labels, position
+from pensieve.store._marks import Marking
 from pensieve.store._redis.link import RedisLink
 from pensieve.store._redis.rows import (
     Fields,
@@ -33,7 +38,7 @@ from pensieve.store._redis.rows import (
     session_keys,
     tenant_keys,
 )
-from pensieve.store.contract import Key, Page, TenantUsage
+from pensieve.store.contract import Key, MarkedTurn, Page, TenantUsage
 from pensieve.store.records import SessionRow
 
 BATCH = 64
@@ -41,7 +46,7 @@ GRACE_MS = 60_000
 """An entry this young may belong to a session that is just being created."""
 
 _PRELUDE: Final = """
-local index, usage, ends, total = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local index, usage, ends, total, marks = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local function kept(session)
   local update, bytes = string.match(redis.call('HGET', usage, session) or '', '^(%d+)|(%d+)$')
   return tonumber(update or 0), tonumber(bytes or 0)
@@ -62,7 +67,7 @@ if expire > 0 then redis.call('ZADD', ends, ARGV[4], session) else redis.call('Z
 """
 )
 
-# ARGV: session id.
+# ARGV: session id, and what its members of `marks` begin with.
 _REMOVE: Final = (
     _PRELUDE
     + """
@@ -70,6 +75,9 @@ redis.call('ZREM', index, ARGV[1])
 redis.call('ZREM', ends, ARGV[1])
 local _, bytes = kept(ARGV[1])
 if redis.call('HDEL', usage, ARGV[1]) == 1 then redis.call('INCRBY', total, string.format('%.0f', -bytes)) end
+for _, member in ipairs(redis.call('ZRANGE', marks, '[' .. ARGV[2], '(' .. ARGV[2] .. '\\255', 'BYLEX')) do
+  redis.call('ZREM', marks, member, 'm:' .. string.sub(member, #ARGV[2] + 1) .. ':' .. string.sub(ARGV[2], 3, -2))
+end
 """
 )
 
@@ -119,7 +127,30 @@ class RedisIndex:
         )
 
     async def remove(self, key: Key) -> None:
-        await self._link.call(self._remove, tenant_keys(key.tenant), [key.session_id])
+        prefix = f"s:{quote(key.session_id, safe='')}:"
+        await self._link.call(self._remove, tenant_keys(key.tenant), [key.session_id, prefix])
+
+    async def mark(self, key: Key, entries: Iterable[Marking]) -> None:
+        """Enter what turns of the session are found by, before they are appended."""
+        members = [member for one in entries for member in _mark_members(key, one)]
+        if members:
+            name = tenant_keys(key.tenant)[4]
+            await self._link.command("ZADD", name, *(word for member in members for word in (0, member)))
+
+    async def has_marks(self, key: Key, entries: Iterable[Marking]) -> bool:
+        """Whether all of these are entered."""
+        members = [member for one in entries for member in _mark_members(key, one)]
+        name = tenant_keys(key.tenant)[4]
+        return not members or None not in await self._link.command("ZMSCORE", name, *members)
+
+    async def marked(self, tenant: str, name: str, limit: int) -> list[MarkedTurn]:
+        """Turns that are found by ``name``, newest first."""
+        members = await self._link.command(
+            *("ZRANGE", tenant_keys(tenant)[4], f"(m:{name};", f"[m:{name}:", "BYLEX", "REV"),
+            *("LIMIT", 0, limit),
+        )
+        parts = [member.decode().split(":") for member in members]
+        return [MarkedTurn(unquote(session_id), int(revision)) for *_, revision, session_id in parts]
 
     async def usage(self, tenant: str) -> TenantUsage:
         sessions, size = await self._link.call(self._usage, tenant_keys(tenant), [])
@@ -205,6 +236,12 @@ class RedisIndex:
         """Bytes of all records of a session that was last written by a program that does not keep the sum."""
         stream = session_keys(Key(row.tenant, row.session_id))[2]
         return log_bytes(await self._link.command("XRANGE", stream, "-", "+"))
+
+
+def _mark_members(key: Key, one: Marking) -> tuple[str, str]:
+    session_id = quote(key.session_id, safe="")
+    turn = f"{one.found_by}:{one.time_ms:015d}:{one.revision:010d}"
+    return f"m:{turn}:{session_id}", f"s:{session_id}:{turn}"
 
 
 def _is_entered(row: SessionRow, fields: Fields, kept: bytes | None) -> bool:

@@ -40,7 +40,7 @@ def index_key(tenant: str) -> str:
 def tenant_keys(tenant: str) -> list[str]:
     """KEYS of the listing's scripts, in one hash slot. Empty braces would name none; quoting makes no lone ``%``."""
     tag = quote(tenant, safe="") or "%"
-    return [f"pv1:{letter}:{{{tag}}}" for letter in "iueb"]
+    return [f"pv1:{letter}:{{{tag}}}" for letter in "iuebk"]
 
 
 def indexed_tenant(name: bytes) -> str:

@@ -20,6 +20,7 @@ from pensieve.errors import FailedPrecondition
 from pensieve.store import _refusals
 from pensieve.store._clock import wall_clock_ms
 from pensieve.store._codec import StoredRecord
+from pensieve.store._marks import markings_of_log
 from pensieve.store._raw import Finding, Mode, Problem, RawSession, Remedy, finding, in_order
 from pensieve.store._rules import Known, Meta
 from pensieve.store._sqlite.errors import lenient_text, translated
@@ -202,6 +203,11 @@ class SqliteDump:
         if set(labels) != right:
             yield finding(
                 key, Problem.LISTING, "it is listed under other labels than its own", Remedy.REBUILD
+            )
+        found_by = self._sql.execute("SELECT found_by, time_ms, revision FROM marks WHERE session = ?", (at,))
+        if set(found_by) != set(markings_of_log(log)):
+            yield finding(
+                key, Problem.LISTING, "its turns are found by other marks than theirs", Remedy.REBUILD
             )
 
     @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -12,9 +12,10 @@ from pensieve.store._clock import Moment
 from pensieve.store._codec import StoredRecord, store_record
 from pensieve.store._leases import lapsed
 from pensieve.store._listing import Position
+from pensieve.store._marks import Marking, markings, markings_of_log
 from pensieve.store._rules import Known, Meta, at_head, is_gone
 from pensieve.store._salvage import salvaged
-from pensieve.store.contract import Key, TenantUsage
+from pensieve.store.contract import Key, MarkedTurn, TenantUsage
 from pensieve.store.records import Record, State
 
 _ID = "(SELECT id FROM sessions WHERE tenant = ? AND session_id = ?)"
@@ -108,10 +109,11 @@ class Rows:
             raise DamagedSession(key) from error
         if record.labels is not None or record.revision == 1:
             self._label(key, after)
+        self._mark(key, markings(record))
         return after
 
     def replace(
-        self, key: Key, meta: Meta, log: Iterable[StoredRecord], requests: Mapping[str, Known]
+        self, key: Key, meta: Meta, log: Sequence[StoredRecord], requests: Mapping[str, Known]
     ) -> None:
         """Make the session exactly this, whatever there was."""
         self.erase(key)
@@ -125,6 +127,7 @@ class Rows:
             ((key.tenant, key.session_id, name, *known) for name, known in requests.items()),
         )
         self._label(key, meta)
+        self._mark(key, markings_of_log(log))
 
     def known(self, key: Key, request_id: str) -> Known | None:
         """Raises DamagedSession."""
@@ -140,6 +143,17 @@ class Rows:
         if not isinstance(fingerprint, str) or not isinstance(revision, int):
             raise DamagedSession(key)
         return Known(fingerprint, revision)
+
+    def marked(self, tenant: str, name: str, now: Moment, limit: int) -> list[MarkedTurn]:
+        """Turns of the tenant's live sessions that are found by ``name``, newest first."""
+        found = self._connection.execute(
+            "SELECT s.session_id, m.revision FROM marks AS m CROSS JOIN sessions AS s ON s.id = m.session"
+            " WHERE m.tenant = ? AND m.found_by = ? AND s.deleted = 0"
+            " AND (s.leased = 1 OR s.expire_ms = 0 OR s.expire_ms > ?)"
+            " ORDER BY m.time_ms DESC, m.revision DESC LIMIT ?",
+            (tenant, name, now.wall_ms, limit),
+        )
+        return [MarkedTurn(str(session_id), int(revision)) for session_id, revision in found]
 
     def hash_at(self, key: Key, revision: int) -> str:
         """Chain hash of the record with that revision; "" when there is none."""
@@ -234,6 +248,12 @@ class Rows:
                 (key.tenant, key.session_id, name, value, key.tenant, meta.row.update_ms, key.session_id)
                 for name, value in meta.row.labels.items()
             ],
+        )
+
+    def _mark(self, key: Key, entries: Iterable[Marking]) -> None:
+        self._connection.executemany(
+            f"INSERT OR REPLACE INTO marks (session, found_by, time_ms, revision, tenant) VALUES ({_ID}, ?, ?, ?, ?)",
+            ((key.tenant, key.session_id, *one, key.tenant) for one in entries),
         )
 
     def _carriers(self, tenant: str, name: str, value: str) -> int:

@@ -21,7 +21,7 @@ from pensieve.store._rules import Meta
 
 log = logging.getLogger(__name__)
 
-SCHEMA: Final = 2
+SCHEMA: Final = 3
 
 _FIRST = """
 CREATE TABLE store (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -103,6 +103,19 @@ END;
 """
 
 
+_THIRD = """
+CREATE TABLE marks (
+    session INTEGER NOT NULL REFERENCES sessions (id) ON DELETE CASCADE,
+    revision INTEGER NOT NULL,           -- of the turn
+    found_by TEXT NOT NULL,              -- _marks.found_by of its mark and one of its answers
+    tenant TEXT NOT NULL,
+    time_ms INTEGER NOT NULL,            -- of its record
+    PRIMARY KEY (session, revision, found_by)
+) WITHOUT ROWID;
+CREATE INDEX marks_found ON marks (tenant, found_by, time_ms);
+"""
+
+
 def found_schema(connection: sqlite3.Connection, path: Path) -> int:
     """The file's schema, 0 for an empty file. Raises FailedPrecondition (STORE_VERSION, STORE_FOREIGN)."""
     found: int = connection.execute("PRAGMA user_version").fetchone()[0]
@@ -131,6 +144,8 @@ def bring_up(connection: sqlite3.Connection, found: int) -> str:
                 _run(connection, _SECOND)
                 _enter_labels(connection)
                 _run(connection, _SECOND_KEPT)
+            if found < 3:
+                _run(connection, _THIRD)  # records of before have no mark
             connection.execute(f"PRAGMA user_version = {SCHEMA}")
             connection.execute("COMMIT")
         except BaseException:

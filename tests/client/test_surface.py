@@ -43,6 +43,7 @@ SDK = set(
         "Candidate",
         "Client",
         "FinishReason",
+        "FoundTurn",
         "HintReceipt",
         "Item",
         "Limits",
@@ -70,9 +71,9 @@ SDK = set(
         "Warming",
     ]
 )
-CLIENT = "close create_session server_info session sessions"
-SESSION = """attach cancel choose count_tokens delete edit fork get_turn id info items last_turn last_user_item name
-rebind refresh regenerate revision rewind send stream update warm"""
+CLIENT = "close create_session find_turn server_info session sessions"
+SESSION = """append attach cancel choose count_tokens delete edit fork get_turn id info items last_turn last_user_item
+name rebind refresh regenerate revision rewind send stream update warm"""
 STREAM = (
     "accepted base_revision cancel close done finish progress request_id resumes seed text token_count turn"
 )

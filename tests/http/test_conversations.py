@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from openai import BadRequestError, NotFoundError
 
@@ -58,13 +60,83 @@ async def test_a_conversation_outlives_its_responses() -> None:
         assert again.output_text == ANSWER
 
 
+async def test_items_are_added_behind_the_others() -> None:
+    async with door() as rig:
+        conversations = rig.client.conversations
+        made = await conversations.create(items=[{"role": "user", "content": "before"}])
+        headers = {"Idempotency-Key": "one"}
+        for _ in range(2):
+            added = await conversations.items.create(
+                made.id,
+                items=[{"role": "assistant", "content": "said"}, {"role": "developer", "content": "now"}],
+                extra_headers=headers,
+            )
+            assert [item.content[0].text for item in added.data] == ["said", "now"]  # type: ignore[union-attr]
+        answer = await rig.client.responses.create(model="tiny", input="hi", conversation=made.id)
+        page = await conversations.items.list(made.id, order="asc")
+        texts = [item.content[0].text for item in page.data]  # type: ignore[union-attr]
+        assert texts == ["before", "said", "now", "hi", ANSWER]
+        assert [item.id for item in page.data[1:3]] == [item.id for item in added.data]
+        imported = await conversations.create(
+            items=[
+                {"role": "user", "content": "before"},
+                {"role": "assistant", "content": "said"},
+                {"role": "developer", "content": "now"},
+            ]
+        )
+        await rig.client.responses.create(model="tiny", input="hi", conversation=imported.id)
+        one, other = rig.service.link.generations
+        assert one.tokens == other.tokens, "added items are not what imported ones are"
+        by_message = await conversations.items.retrieve(answer.output[0].id or "", conversation_id=made.id)
+        assert by_message == page.data[-1]
+
+
+async def test_pages_of_items() -> None:
+    async with door() as rig:
+        items = rig.client.conversations.items
+        said: Any = [{"role": "user", "content": str(number)} for number in range(6)]
+        made = await rig.client.conversations.create(items=said)
+        everything = [item.id async for item in items.list(made.id, limit=2)]
+        ids = [item.id for item in (await items.list(made.id, order="asc")).data]
+        assert everything == ids[::-1] and len(ids) == 6
+        for query, expected in (
+            ({"before": ids[3]}, ids[:3:-1]),
+            ({"before": ids[3], "order": "asc"}, ids[:3]),
+            ({"before": ids[4], "after": ids[1], "order": "asc", "limit": 1}, ids[2:3]),
+        ):
+            page = await items.list(made.id, extra_query=query)
+            assert [item.id for item in page.data] == expected, query
+        bad: list[dict[str, object]] = [{"order": "up"}, {"limit": 0}, {"after": "x"}, {"before": "x"}]
+        for wrong in bad:
+            with pytest.raises(BadRequestError) as caught:
+                await items.list(made.id, extra_query=wrong)
+            assert caught.value.param == next(iter(wrong))
+
+
+async def test_the_newest_item_is_taken_out() -> None:
+    async with door() as rig:
+        conversations = rig.client.conversations
+        made = await conversations.create()
+        await rig.client.responses.create(model="tiny", input="hi", conversation=made.id)
+        newest, oldest = (await conversations.items.list(made.id)).data
+        with pytest.raises(BadRequestError) as caught:
+            await conversations.items.delete(str(oldest.id), conversation_id=made.id)
+        assert caught.value.code == "unsupported_operation"
+        for one in (newest, oldest):
+            assert (await conversations.items.delete(str(one.id), conversation_id=made.id)).id == made.id
+            with pytest.raises(NotFoundError):
+                await conversations.items.retrieve(str(one.id), conversation_id=made.id)
+        assert (await conversations.items.list(made.id)).data == []
+
+
 async def test_what_a_history_cannot_honour_is_refused() -> None:
     async with door() as rig:
         conversations = rig.client.conversations
         made = await conversations.create()
-        with pytest.raises(BadRequestError):
-            await conversations.items.create(made.id, items=[{"role": "user", "content": "hi"}])
-        with pytest.raises(BadRequestError):
+        for count in (0, 21):
+            with pytest.raises(BadRequestError):
+                await conversations.items.create(made.id, items=[{"role": "user", "content": "hi"}] * count)
+        with pytest.raises(NotFoundError):
             await conversations.items.delete("msg_x", conversation_id=made.id)
         with pytest.raises(BadRequestError):
             await conversations.create(items=[{"role": "user", "content": "hi"}] * 21)

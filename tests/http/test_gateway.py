@@ -18,6 +18,8 @@ from support.http.gateway import gateway
 pytestmark = pytest.mark.timeout(300)
 LENGTH = 20
 """Responses of a chain."""
+O_TOKEN = "83"
+"""The demo model's token of the letter o; two of them, as text, are another token."""
 CHUNK = 16
 """Tokens: what is shared or kept is whole chunks."""
 
@@ -48,6 +50,7 @@ def test_a_chain_survives_a_power_cut(tmp_path: Path) -> None:
                     input=text,
                     previous_response_id=previous.id if previous else None,
                     max_output_tokens=12,
+                    metadata={"said": text},
                     **options,
                 )
 
@@ -57,10 +60,18 @@ def test_a_chain_survives_a_power_cut(tmp_path: Path) -> None:
             for before, after in itertools.pairwise(chain):
                 history = before.usage.input_tokens + before.usage.output_tokens
                 assert after.usage.input_tokens_details.cached_tokens >= 0.8 * history
+            said: list[Any] = [{"role": "user", "content": "Say o."}]
+            odd = client.chat.completions.create(
+                model=model, messages=said, logit_bias={O_TOKEN: 100}, max_tokens=40
+            )
+            assert odd.choices[0].message.content == 40 * "o"
             stream = respond("What is my name?", chain[-1], stream=True)
             cut = next(event.response for event in stream if event.type == "response.created")
             first.kill()
-            with server(tmp_path, port):
+            with server(tmp_path, port), gateway(f"127.0.0.1:{port}") as newer:
+                later = client.with_options(base_url=f"{newer}/v1")
+                assert [later.responses.retrieve(one.id) for one in chain[-2:]] == chain[-2:]
+                goes_on_with_its_tokens([later, client], said, odd)
                 found = client.responses.retrieve(chain[-1].id)
                 assert found.output_text == chain[-1].output_text
                 assert found.usage == chain[-1].usage
@@ -75,6 +86,23 @@ def test_a_chain_survives_a_power_cut(tmp_path: Path) -> None:
                 assert going_on.usage.input_tokens > chain[-1].usage.input_tokens
                 branch = respond("What is my name?", chain[0])
                 assert branch.usage.input_tokens < 100
+
+
+def goes_on_with_its_tokens(doors: list[OpenAI], said: list[Any], before: Any) -> None:
+    """Doors that know nothing of the answer are led to its session, where its text is not made tokens again."""
+    history = 0
+    for door in doors:
+        said += [{"role": "assistant", "content": before.choices[0].message.content}]
+        said += [{"role": "user", "content": "Again."}]
+        after = door.chat.completions.create(
+            model=before.model, messages=said, logit_bias={O_TOKEN: 100}, max_tokens=40
+        )
+        assert after.session == before.session  # type: ignore[attr-defined]
+        assert after.usage is not None and after.usage.prompt_tokens_details is not None
+        # The first was not cached: the server has just started.
+        assert after.usage.prompt_tokens_details.cached_tokens >= history // CHUNK * CHUNK
+        assert after.usage.prompt_tokens > before.usage.total_tokens
+        history, before = after.usage.total_tokens - 1, after
 
 
 def test_a_service_that_is_away_is_a_503() -> None:

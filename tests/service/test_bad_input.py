@@ -43,6 +43,10 @@ BAD_TURNS: dict[str, tuple[pb.TurnSpec, tuple[str, str]]] = {
     "no request id": (pb.TurnSpec(input=[user("hi")]), INVALID),
     "request id not a uuid": (spec("hi", request_id="1234"), INVALID),
     "no input": (pb.TurnSpec(request_id=uid()), INVALID),
+    "17 annotations": (spec("hi", annotations={f"k{i}": "" for i in range(17)}), INVALID),
+    "annotation without a name": (spec("hi", annotations={"": "x"}), INVALID),
+    "long annotations": (spec("hi", annotations={"a": "é" * 300_000, "b": "x" * 450_000}), INVALID),
+    "long mark": (spec("hi", mark="x" * 257), INVALID),
     "65 items": (pb.TurnSpec(request_id=uid(), input=[user("x")] * 65), INVALID),
     "item without content": (pb.TurnSpec(request_id=uid(), input=[pb.InputItem(role=2)]), INVALID),
     "item without role": (pb.TurnSpec(request_id=uid(), input=[pb.InputItem(text="x")]), INVALID),
@@ -156,6 +160,7 @@ BY_NAME: list[Callable[[Rig, str], Any]] = [
     lambda rig, name: rig.api.DeleteSession(pb.DeleteSessionRequest(name=name)),
     lambda rig, name: rig.api.ForkSession(pb.ForkSessionRequest(name=name)),
     lambda rig, name: rig.api.RewindSession(pb.RewindSessionRequest(name=name, item=0)),
+    lambda rig, name: rig.api.AppendItems(pb.AppendItemsRequest(name=name, items=[user("x")])),
     lambda rig, name: rig.api.ListItems(pb.ListItemsRequest(name=name)),
     lambda rig, name: rig.call(name, spec("hi")),
     lambda rig, name: rig.call(name, spec("hi"), attach_only=True),
@@ -221,6 +226,13 @@ BAD_OTHERS: dict[str, Callable[[Rig], Any]] = {
     "stream: 16 offsets beside the first": lambda rig: rig.api.StreamTurn(
         pb.StreamTurnRequest(session="sessions/abc", turn=spec("hi"), resume_candidate_offsets=[0] * 16)
     ),
+    "append: nothing": lambda rig: rig.api.AppendItems(pb.AppendItemsRequest(name="sessions/abc")),
+    "append: role": lambda rig: rig.api.AppendItems(
+        pb.AppendItemsRequest(name="sessions/abc", items=[pb.InputItem(text="x")])
+    ),
+    "find: no mark": lambda rig: rig.api.FindTurn(pb.FindTurnRequest(answer="x")),
+    "find: long mark": lambda rig: rig.api.FindTurn(pb.FindTurnRequest(mark="x" * 257)),
+    "find: request id": lambda rig: rig.api.FindTurn(pb.FindTurnRequest(mark="x", request_id="1234")),
     "choose: request id": lambda rig: rig.api.ChooseCandidate(
         pb.ChooseCandidateRequest(session="sessions/abc", request_id="1234")
     ),

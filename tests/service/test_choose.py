@@ -275,3 +275,34 @@ async def test_the_best_may_be_chosen_away() -> None:
         key = Key("acme", name.removeprefix("sessions/"))
         stored = (await rig.store.read(key))[-1].record
         assert stored.items[0].tokens.endswith(pack_tokens(TOKENS)) and stored.keep_items == 1
+
+
+async def test_a_fork_ends_in_another_answer(store: HistoryStore) -> None:
+    """Whatever the session has gone on with."""
+    async with serving(store=store) as rig:
+        name, turn = await rig.create("Be brief."), drawing(3)
+        done = (await rig.stream(name, turn)).completed
+        before = rig.link.generations[-1].tokens
+        await rig.stream(name, "more")
+
+        async def forked(candidate: int | None, **fields: Any) -> str:
+            request = pb.ForkSessionRequest(name=name, item=done.output.item, candidate=candidate, **fields)
+            return str((await rig.api.ForkSession(request)).session.name)
+
+        ids = uid()
+        copy = await forked(2, request_id=ids)
+        assert await forked(2, request_id=ids) == copy
+        for other in (None, 1):
+            assert (await refusal(forked(other, request_id=ids))).reason == "REQUEST_ID_REUSED"
+        items = await rig.items(copy, tokens=True)
+        assert [item.text for item in items[-2:]] == [done.input[0].text, expected(2)]
+        assert items[-1].item == done.output.item
+        await rig.stream(copy, "and now")
+        drawn = [*before, *TOKENS[2:]]
+        assert rig.link.generations[-1].tokens[: len(drawn)] == drawn
+        assert [item.text for item in await rig.items(await forked(0))][-1] == expected(0)
+        assert (await refusal(forked(3))).reason == "CANDIDATE_NOT_FOUND"
+        # Of what is no answer with several candidates, there is none.
+        for item in (done.input[0].item, items[0].item):
+            request = pb.ForkSessionRequest(name=name, item=item, candidate=0)
+            assert (await refusal(rig.api.ForkSession(request))).reason == "CANDIDATE_NOT_FOUND"

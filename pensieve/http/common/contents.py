@@ -44,6 +44,32 @@ class Talk:
     """Up to the last answer."""
     new: tuple[Said, ...]
     """What came after it."""
+    drops_oldest: bool = False
+    """Whether it is held in a session that drops its oldest turns: others do not go on in one."""
+
+    @property
+    def mark(self) -> str:
+        """Names all that is said before the answer, for the service to find the turn by."""
+        return self._named(b"", self.history, self.new)
+
+    @property
+    def end(self) -> tuple[str, str] | None:
+        """Mark and text of the last answer of the history; None: there is none."""
+        if not self.history:
+            return None
+        return self._named(b"", self.history[:-1]), self.history[-1].text
+
+    def before(self, scope: bytes) -> bytes:
+        """Names the history, for one caller."""
+        return bytes.fromhex(self._named(scope, self.history))
+
+    def after(self, scope: bytes, answer: str) -> bytes:
+        """Names what will be the history once ``answer`` is in it, for one caller."""
+        return bytes.fromhex(self._named(scope, self.history, self.new, (Said(Role.ASSISTANT, answer),)))
+
+    def _named(self, scope: bytes, *parts: tuple[Said, ...]) -> str:
+        kind = b"drops" if self.drops_oldest else b""
+        return digest(scope + kind, self.system, (one for part in parts for one in part)).hex()
 
 
 def text_of(content: Content, param: str) -> str:

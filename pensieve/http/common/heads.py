@@ -1,16 +1,28 @@
-"""Finds the session that a resent history ends in. Only a short cut: whoever is not found is given a new session."""
+"""Finds the session that a resent history ends in. Whoever is not found is given a new session with that history.
+
+A turn goes to the service with a mark, which names all that is said before its answer. Who resends the conversation
+names by it the turn that the last answer is of, to any door, whatever has been restarted. ``Heads`` only saves the
+question.
+"""
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
+from typing import Final
 
 from pensieve.client import AsyncSession, AsyncTurnStream, Role, Turn, TurnOptions
 from pensieve.errors import Aborted, FailedPrecondition, NotFound
 from pensieve.http.common.callers import Caller
-from pensieve.http.common.contents import Said, Talk, digest
+from pensieve.http.common.contents import Talk
+from pensieve.http.common.failures import HttpFailure
+from pensieve.http.common.requests import may_be_a_retry
+
+_MADE_HERE: Final = re.compile(r"(?:chat|conv|resp)-[0-9a-f]{32}")
+"""Sessions that the door made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +66,7 @@ class Heads:
                 self._put(scope, talk, one.text, replace(head, candidate=one.candidate))
 
     def _put(self, scope: bytes, talk: Talk, answer: str, head: Head) -> None:
-        answered = Said(Role.ASSISTANT, answer)
-        self._heads[digest(scope, talk.system, (*talk.history, *talk.new, answered))] = head
+        self._heads[talk.after(scope, answer)] = head
         while len(self._heads) > self._limit:
             self._heads.popitem(last=False)
 
@@ -74,41 +85,98 @@ async def noting(
 
 async def begin(
     caller: Caller,
-    heads: Heads,
+    heads: Heads | None,
     talk: Talk,
     turn_id: uuid.UUID,
     options: TurnOptions,
     ttl_s: float | None,
     *,
     family: str = "chat-",
-    drops_oldest: bool = False,
+    is_found: bool = True,
 ) -> tuple[AsyncSession, AsyncTurnStream]:
     """A turn that the service has accepted, in the session that the history is, or in a new one with that history.
 
-    The names of what is made are made of ``turn_id``: a retry finds it.
+    ``heads``: None for what neither finds nor ``is_found``. The names of what is made are made of ``turn_id``: a retry
+    finds it.
     """
     options["request_id"] = str(turn_id)
-    key = digest(caller.scope, talk.system, talk.history)
-    head = heads.find(key) if talk.history else None
-    if head is not None:
+    if heads is not None and is_found:
+        options["mark"] = talk.mark
+    own = f"{family}{turn_id.hex}"
+    if may_be_a_retry(turn_id):
+        session = caller.client.session(own)
         try:
-            return await _go_on(caller, head, talk, turn_id, options)
+            await _check_holds(session, talk)
+            return session, await _accepted(session, talk, options)
         except NotFound:
-            heads.forget(key)
+            pass  # This is the first try, or that one went on in a session that was there.
+    if heads is not None and talk.history:
+        key = talk.before(caller.scope)
+        # What is remembered may have become another session since a first try.
+        head = None if may_be_a_retry(turn_id) else heads.find(key)
+        if head is not None:
+            try:
+                return await _go_on(caller, head, talk, turn_id, own, options)
+            except NotFound:
+                heads.forget(key)
+        head = await _looked_up(caller, talk, turn_id)
+        if head is not None:
+            try:
+                return await _go_on(caller, head, talk, turn_id, own, options)
+            except NotFound:
+                pass  # It has gone since.
     session = await caller.client.create_session(
-        session_id=f"{family}{turn_id.hex}",
+        session_id=own,
         system_prompt=talk.system or None,
         initial_items=[(one.role, one.text) for one in talk.history],
         ttl=ttl_s,
-        overflow="drop_oldest_turns" if drops_oldest else None,
+        overflow="drop_oldest_turns" if talk.drops_oldest else None,
         request_id=str(uuid.uuid5(turn_id, "session")),
     )
     return session, await _accepted(session, talk, options)
 
 
+async def _check_holds(session: AsyncSession, talk: Talk) -> None:
+    """Raises HttpFailure (409) unless the session begins with the history; NotFound when it is not there."""
+    system = [(Role.SYSTEM, talk.system)] if talk.system else []
+    told = [*system, *((one.role, one.text) for one in talk.history)]
+    if [(one.role, one.text) for one in (await session.items())[: len(told)]] != told:
+        raise HttpFailure(
+            409,
+            "this Idempotency-Key was used for another request",
+            kind="conflict_error",
+            param="Idempotency-Key",
+            code="request_id_reused",
+        )
+
+
+async def _looked_up(caller: Caller, talk: Talk, turn_id: uuid.UUID) -> Head | None:
+    """The end that the service knows; of several the newest, or the one where an earlier try of this turn went."""
+    end = talk.end
+    if end is None:
+        return None
+    found = await caller.client.find_turn(*end, request_id=str(turn_id))
+    if found is None:
+        return None
+    turn, candidate = found.turn, found.candidate
+    if turn.output is None:
+        return None
+    session_id = turn.session.removeprefix("sessions/")
+    if not _MADE_HERE.fullmatch(session_id):
+        return None  # Somebody else's mark: what the session is for is not known.
+    return Head(
+        session_id,
+        turn.revision,
+        turn.output.item,
+        turn.request_id,
+        None if candidate == turn.chosen else candidate,
+    )
+
+
 async def _go_on(
-    caller: Caller, head: Head, talk: Talk, turn_id: uuid.UUID, options: TurnOptions
+    caller: Caller, head: Head, talk: Talk, turn_id: uuid.UUID, own: str, options: TurnOptions
 ) -> tuple[AsyncSession, AsyncTurnStream]:
+    """In the head's session, or in a branch of it named ``own``. Raises NotFound where neither can be."""
     session = caller.client.session(head.session_id)
     revision = head.revision
     try:
@@ -116,11 +184,12 @@ async def _go_on(
             revision = (await session.choose(head.turn_id, head.candidate)).revision
         return session, await _accepted(session, talk, {**options, "expected_revision": revision})
     except (Aborted, FailedPrecondition):
-        # Somebody has gone on from here already, or is about to: this is a branch.
-        if head.candidate is not None:
-            raise NotFound("another answer was gone on with") from None
+        pass  # Somebody has gone on from here already, or is about to: this is a branch.
     session = await session.fork(
-        head.item, session_id=f"chat-{turn_id.hex}", request_id=str(uuid.uuid5(turn_id, "fork"))
+        head.item,
+        session_id=own,
+        request_id=str(uuid.uuid5(turn_id, "fork")),
+        candidate=head.candidate,
     )
     return session, await _accepted(session, talk, options)
 

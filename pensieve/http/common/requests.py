@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 from starlette.requests import Request
@@ -17,20 +17,34 @@ _KEYS: Final = uuid.UUID("6c0cbb0c-6c43-4b0e-9f5c-2a4a52c0a3d1")
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
+LONG_CACHED: Final = 4.0
+"""Worth of cached state that is wanted for long, against 1 for any other: a wish, which the service may clip."""
+
+
+class CacheOptions(msgspec.Struct, frozen=True):
+    """How long cached state is wanted; where to cut it is found out without being told."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Literal["30m", "12h"] | None = None
+
+
 class ChunkOptions(msgspec.Struct, frozen=True):
     """Options of a stream."""
 
     include_usage: bool = False
 
 
-class Drawing(msgspec.Struct, kw_only=True):
-    """How tokens are drawn; the last five are not OpenAI's. The service checks ranges."""
+class Drawing(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """How tokens are drawn, and how long their state is wanted; the last five are not OpenAI's. The service checks
+    ranges."""
 
     temperature: float | None = None
     top_p: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     seed: int | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    prompt_cache_options: CacheOptions | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -60,6 +74,9 @@ class Drawing(msgspec.Struct, kw_only=True):
             given["ignore_eos"] = self.ignore_eos
         if self.min_tokens is not None:
             given["min_output_tokens"] = self.min_tokens
+        ttl = self.prompt_cache_options.ttl if self.prompt_cache_options is not None else None
+        if self.prompt_cache_retention == "24h" or ttl == "12h":
+            given["importance"] = LONG_CACHED
         return given
 
 
@@ -75,3 +92,8 @@ def request_id_of(request: Request) -> uuid.UUID:
     """The turn's request id; made of ``Idempotency-Key`` if there is one, so that a retry finds the first try."""
     key = request.headers.get("idempotency-key", "")
     return uuid.uuid5(_KEYS, key) if key else uuid.uuid4()
+
+
+def may_be_a_retry(turn_id: uuid.UUID) -> bool:
+    """Whether ``request_id_of`` made the id of an ``Idempotency-Key``."""
+    return turn_id.version == 5

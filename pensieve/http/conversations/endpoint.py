@@ -8,16 +8,16 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pensieve.client import AsyncSession, Role, SessionInfo
+from pensieve.client import AsyncSession, Item, Role, SessionInfo
 from pensieve.errors import NotFound
 from pensieve.http.common.bodies import read_json
 from pensieve.http.common.callers import Caller
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import HttpFailure
 from pensieve.http.common.requests import request_id_of
-from pensieve.http.conversations.requests import ConversationRequest, MetadataRequest
-from pensieve.http.responses.ids import conversation_id, conversation_session
-from pensieve.http.responses.objects import input_message
+from pensieve.http.conversations.requests import ConversationRequest, ItemsRequest, MetadataRequest
+from pensieve.http.responses.ids import ResponseId, conversation_id, conversation_session, item_id
+from pensieve.http.responses.objects import input_message, listing
 from pensieve.http.responses.pages import page
 
 
@@ -81,23 +81,61 @@ async def items(request: Request) -> Response:
 async def item(request: Request) -> Response:
     """One item."""
     door = HttpDoor.of(request)
-    wanted = request.path_params["item"]
     async with door.callers.of(request) as caller:
-        found = await _items(await _session(request, caller))
-    for one in found:
-        if one["id"] == wanted:
-            return door.answer(one, request)
+        session = await _session(request, caller)
+        found = await _place(request, session, await session.items())
+    return door.answer(input_message(session.id, found), request)
+
+
+async def add(request: Request) -> Response:
+    """Items that were said elsewhere, behind the others."""
+    door = HttpDoor.of(request)
+    body = await read_json(request, ItemsRequest, door.settings.max_body_bytes)
+    body.check()
+    async with door.callers.of(request) as caller:
+        session = await _session(request, caller)
+        added = await session.append(
+            [(one.role, one.text) for one in body.messages], request_id=str(request_id_of(request))
+        )
+    return door.answer(listing([input_message(session.id, one) for one in added]), request)
+
+
+async def remove(request: Request) -> Response:
+    """Takes out the newest item; a history that was gone on from keeps its middle. Answers the conversation."""
+    door = HttpDoor.of(request)
+    async with door.callers.of(request) as caller:
+        session = await _session(request, caller)
+        assert session.info is not None
+        revision = session.info.revision
+        items = await session.items()
+        found = await _place(request, session, items)
+        if found is not items[-1]:
+            raise HttpFailure(
+                400,
+                "only the newest item can be taken out: the others were gone on from",
+                param="item_id",
+                code="unsupported_operation",
+            )
+        info = await session.rewind(
+            to_item=items[-2].item if len(items) > 1 else 0, expected_revision=revision
+        )
+    return door.answer(_document(info), request)
+
+
+async def _place(request: Request, session: AsyncSession, items: list[Item]) -> Item:
+    """The item that the request names, by its own id or, an answer, by that of its response's message.
+
+    Raises HttpFailure (404).
+    """
+    wanted = request.path_params["item"]
+    answer = ResponseId.parse(f"resp_{wanted.removeprefix('msg_')}")
+    for one in items:
+        if item_id(session.id, one.item) == wanted:
+            return one
+        is_answer = one.role is Role.ASSISTANT and answer is not None and one.request_id == answer.turn_id
+        if is_answer and answer is not None and answer.session_id == session.id:
+            return one
     raise HttpFailure(404, f"no such item: {wanted}", kind="not_found_error", param="item_id")
-
-
-async def fixed(request: Request) -> Response:
-    """Refuses what a history cannot honour: it grows by turns, and nothing is taken out of its middle."""
-    raise HttpFailure(
-        400,
-        "items are added by responses with this conversation, or when it is created, and are not removed one by one",
-        param="items",
-        code="unsupported_operation",
-    )
 
 
 async def _session(request: Request, caller: Caller) -> AsyncSession:

@@ -31,6 +31,21 @@ class ConversationRequest(msgspec.Struct):
         return messages_of(self.items or [], "items")
 
 
+class ItemsRequest(msgspec.Struct):
+    """Items that were said elsewhere, to be added."""
+
+    items: list[InputItem]
+
+    def check(self) -> None:
+        """Raises HttpFailure."""
+        if not 0 < len(self.items) <= MAX_ITEMS:
+            raise bad("items", f"must be 1 to {MAX_ITEMS}")
+
+    @property
+    def messages(self) -> list[Said]:
+        return messages_of(self.items, "items")
+
+
 class MetadataRequest(msgspec.Struct):
     """New metadata of a conversation, in place of the old."""
 

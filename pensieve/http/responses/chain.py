@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pensieve.client import AsyncSession, AsyncTurnStream, Role, SessionChanges, Turn, TurnOptions, TurnState
 from pensieve.errors import Aborted, NotFound
@@ -33,6 +33,8 @@ class Chain:
     caller: Caller
     body: ResponseRequest
     turn_id: uuid.UUID
+    annotations: dict[str, str]
+    """To be kept with the turn."""
 
     async def begin(self, heads: Heads, unstored_ttl_s: float) -> BegunResponse:
         """Raises HttpFailure and PensieveError."""
@@ -47,18 +49,21 @@ class Chain:
         if self.body.instructions:
             parts = [self.body.instructions, talk.system]
             talk = Talk("\n\n".join(part for part in parts if part), talk.history, talk.new)
-        # What leaves nothing behind is found by nobody, and finds nothing.
-        known = heads if self.body.stored else Heads(0)
-        session, stream = await begin(
-            self.caller,
-            known,
-            talk,
-            self.turn_id,
-            self.body.turn_options,
-            None if self.body.stored else unstored_ttl_s,
-            family="resp-",
-            drops_oldest=self._drops_oldest,
-        )
+        talk = replace(talk, drops_oldest=self._drops_oldest)
+        try:
+            session, stream = await begin(
+                self.caller,
+                # What leaves nothing behind is found by nobody, and finds nothing.
+                heads if self.body.stored else None,
+                talk,
+                self.turn_id,
+                self._options,
+                None if self.body.stored else unstored_ttl_s,
+                family="resp-",
+                is_found=self.body.instructions is None,
+            )
+        except NotFound as error:
+            raise self._refusal(error) from None
         return BegunResponse(session, stream, self._id(session, stream), talk)
 
     async def _after(self, previous: str, unstored_ttl_s: float) -> BegunResponse:
@@ -97,10 +102,15 @@ class Chain:
             item = await answer_item(session, turn)
             if item is None:
                 raise _unknown(previous)
+        except NotFound:
+            raise _unknown(previous) from None
+        try:
             return await session.fork(
                 item, session_id=f"resp-{self.turn_id.hex}", request_id=str(uuid.uuid5(self.turn_id, "fork"))
             )
-        except NotFound:
+        except NotFound as error:
+            if error.reason == "SESSION_DELETED":
+                raise self._refusal(error) from None
             raise _unknown(previous) from None
 
     async def _in_conversation(self, name: str) -> BegunResponse:
@@ -120,10 +130,26 @@ class Chain:
         return await self._turn(session, {})
 
     async def _turn(self, session: AsyncSession, more: TurnOptions) -> BegunResponse:
-        options: TurnOptions = {**self.body.turn_options, "request_id": str(self.turn_id), **more}
+        options: TurnOptions = {**self._options, "request_id": str(self.turn_id), **more}
         stream = session.stream(items=[(one.role, one.text) for one in self.body.messages], **options)
         await stream.accepted()
         return BegunResponse(session, stream, self._id(session, stream))
+
+    @property
+    def _options(self) -> TurnOptions:
+        return {**self.body.turn_options, "annotations": self.annotations}
+
+    def _refusal(self, error: NotFound) -> Exception:
+        """Of a session that was to be made for this response, and is not there: an earlier try had made it."""
+        if self.body.stored or error.reason != "SESSION_DELETED":
+            return error
+        return HttpFailure(
+            409,
+            "the response of this Idempotency-Key was not stored, and is gone; another key asks for a new one",
+            kind="conflict_error",
+            param="Idempotency-Key",
+            code="response_not_stored",
+        )
 
     @property
     def _drops_oldest(self) -> bool:

@@ -22,6 +22,7 @@ from pensieve.http.common.streams import EventStream
 from pensieve.http.responses.chain import BegunResponse, Chain, answer_item
 from pensieve.http.responses.events import Events
 from pensieve.http.responses.ids import ResponseId, conversation_id
+from pensieve.http.responses.kept import KeptResponse
 from pensieve.http.responses.objects import Response, input_message
 from pensieve.http.responses.pages import page
 from pensieve.http.responses.requests import ResponseRequest
@@ -35,13 +36,14 @@ async def create(request: Request) -> HttpResponse:
     async with AsyncExitStack() as held:
         caller = await held.enter_async_context(door.callers.of(request))
         model = await door.model_of(caller, body.model)
-        chain = Chain(caller, body, request_id_of(request))
+        kept = KeptResponse(int(time.time()), model, body)
+        chain = Chain(caller, body, request_id_of(request), kept.annotations)
         async with leaving_nothing(caller.client, chain.turn_id):
             begun = await chain.begin(door.heads, door.settings.unstored_ttl_s)
         if not body.stored:
             held.push_async_callback(begun.session.delete, allow_missing=True)
         held.callback(begun.stream.close)
-        response = Response(begun.id, model, int(time.time()), body, body.conversation_id)
+        response = Response(begun.id, kept)
         if body.stream:
             chunks = noting(
                 Events(response).of(begun.stream),
@@ -53,7 +55,8 @@ async def create(request: Request) -> HttpResponse:
             return door.answer(response.begun(), request)
         turn = await begun.stream.finish()
         _remember(door, caller, begun, turn)
-        return door.answer(response.ended(turn), request)
+        # Of a retry, what the first try was told.
+        return door.answer(Response.read(begun.id, model, turn).ended(turn), request)
 
 
 async def retrieve(request: Request) -> HttpResponse:
@@ -73,8 +76,7 @@ async def retrieve(request: Request) -> HttpResponse:
         stream = session.attach(found.turn_id, max_chunk_tokens=1)
         held.callback(stream.close)
         await stream.accepted()
-        response = Response(found, model, _created(turn), conversation=conversation_id(found.session_id))
-        events = Events(response, int(after)).of(stream)
+        events = Events(Response.read(found, model, turn), int(after)).of(stream)
         return EventStream(events, held.pop_all(), door.headers(request))
 
 
@@ -146,13 +148,8 @@ async def _erase(session: AsyncSession, turn: Turn) -> None:
 
 def _later(found: ResponseId, model: str, turn: Turn) -> dict[str, Any]:
     """A response that is read after it was made."""
-    response = Response(found, model, _created(turn), conversation=conversation_id(found.session_id))
+    response = Response.read(found, model, turn)
     return response.begun() if turn.state is TurnState.RUNNING else response.ended(turn)
-
-
-def _created(turn: Turn) -> int:
-    times = [item.create_time for item in turn.items if item.create_time is not None]
-    return int(times[0].timestamp()) if times else int(time.time())
 
 
 def _missing(text: str) -> HttpFailure:

@@ -24,7 +24,7 @@ class Events:
         self._message = response.id.message
         self._sequence = 0
         self._sent = SentText()
-        self._tokens = SentTokens(response.asked.scored)
+        self._tokens = SentTokens(response.kept.asked.scored)
 
     async def of(self, stream: AsyncTurnStream) -> AsyncIterator[bytes]:
         """All of them; a failure is the last but one."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pensieve.client import FinishReason, Item, Role, TokenLogprob, Turn, TurnState, Usage
 from pensieve.http.common.answers import cached_tokens, was_cut
 from pensieve.http.common.logprobs import token_scores
 from pensieve.http.responses.ids import ResponseId, item_id
+from pensieve.http.responses.kept import KeptResponse, guessed
 from pensieve.http.responses.requests import ResponseRequest
 
 Document = dict[str, Any]
@@ -22,11 +22,12 @@ class Response:
     """What all snapshots of one response say."""
 
     id: ResponseId
-    model: str
-    created: int
-    asked: ResponseRequest = field(default_factory=ResponseRequest)
-    """The request; of a response that is read later, what is not kept is as if it had not been said."""
-    conversation: str | None = None
+    kept: KeptResponse
+
+    @classmethod
+    def read(cls, found: ResponseId, model: str, turn: Turn) -> Response:
+        """A response that was made before."""
+        return cls(found, KeptResponse.of(turn) or guessed(found, model, turn))
 
     def begun(self) -> Document:
         """While the answer is made."""
@@ -39,7 +40,7 @@ class Response:
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             **self._snapshot(status),
-            "completed_at": int(time.time()) if status == "completed" else None,
+            "completed_at": completed_at(turn) if status == "completed" else None,
             "incomplete_details": cut,
             "output": message,
             "usage": usage_of(turn.usage),
@@ -60,15 +61,16 @@ class Response:
         }
 
     def _snapshot(self, status: str) -> Document:
-        asked = self.asked
+        asked = self.kept.asked
+        conversation = asked.conversation_id
         return {
             "id": str(self.id),
             "object": "response",
-            "created_at": self.created,
+            "created_at": self.kept.created,
             "completed_at": None,
             "status": status,
             "background": bool(asked.background),
-            "conversation": {"id": self.conversation} if self.conversation else None,
+            "conversation": {"id": conversation} if conversation else None,
             "error": None,
             "frequency_penalty": asked.frequency_penalty or 0.0,
             "incomplete_details": None,
@@ -76,12 +78,14 @@ class Response:
             "max_output_tokens": asked.max_output_tokens,
             "max_tool_calls": asked.max_tool_calls,
             "metadata": asked.metadata or {},
-            "model": self.model,
+            "model": self.kept.model,
             "output": [],
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "presence_penalty": asked.presence_penalty or 0.0,
             "previous_response_id": asked.previous_response_id,
             "prompt_cache_key": asked.prompt_cache_key,
+            "prompt_cache_options": _cache_options(asked),
+            "prompt_cache_retention": asked.prompt_cache_retention,
             "reasoning": None,
             "safety_identifier": asked.safety_identifier,
             "service_tier": "default",
@@ -109,6 +113,19 @@ def status_of(turn: Turn) -> str:
     if turn.state is not TurnState.COMMITTED:
         return "failed"
     return "incomplete" if was_cut(turn.finish_reason) else "completed"
+
+
+def _cache_options(asked: ResponseRequest) -> Document | None:
+    options = asked.prompt_cache_options
+    if options is None:
+        return None
+    return {"mode": options.mode or "implicit", "ttl": options.ttl or "30m"}
+
+
+def completed_at(turn: Turn) -> int | None:
+    """When the answer was committed, in seconds since the epoch."""
+    time = turn.output.create_time if turn.output is not None else None
+    return int(time.timestamp()) if time is not None else None
 
 
 def usage_of(usage: Usage) -> Document:

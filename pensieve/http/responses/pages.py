@@ -11,17 +11,28 @@ from pensieve.http.responses.objects import listing
 
 
 def page(items: list[dict[str, Any]], request: Request) -> dict[str, Any]:
-    """A page of ``items``, which are oldest first, by ``order``, ``after`` and ``limit``."""
+    """A page of ``items``, which are oldest first, by ``order``, ``after``, ``before`` and ``limit``.
+
+    Raises HttpFailure.
+    """
     query = request.query_params
-    if query.get("order", "desc") != "asc":
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise bad("order", "must be asc or desc")
+    if order == "desc":
         items = items[::-1]
-    after = query.get("after")
-    if after is not None:
-        ids = [item["id"] for item in items]
-        if after not in ids:
-            raise bad("after", f"no such item: {after}")
-        items = items[ids.index(after) + 1 :]
+    if (after := query.get("after")) is not None:
+        items = items[_index(items, "after", after) + 1 :]
+    if (before := query.get("before")) is not None:
+        items = items[: _index(items, "before", before)]
     limit = query.get("limit", "20")
     if not limit.isdecimal() or not 1 <= int(limit) <= 100:
         raise bad("limit", "must be from 1 to 100")
     return listing(items[: int(limit)], has_more=len(items) > int(limit))
+
+
+def _index(items: list[dict[str, Any]], param: str, wanted: str) -> int:
+    ids = [item["id"] for item in items]
+    if wanted not in ids:
+        raise bad(param, f"no such item: {wanted}")
+    return ids.index(wanted)

@@ -155,6 +155,7 @@ def turn(view: TurnView, *, tokens: bool = False) -> pb.Turn:
     if view.usage is not None:
         message.usage.CopyFrom(_usage(view.usage))
     message.chosen_candidate = view.chosen
+    message.annotations.update(view.annotations)
     message.candidates.extend(
         _candidate(number, one, tokens=tokens) for number, one in enumerate(view.candidates)
     )
@@ -276,6 +277,8 @@ def server_info(facts: ServerFacts, settings: TurnSettings) -> pb.GetServerInfoR
             max_top_logprobs=limits.max_top_logprobs,
             max_candidates=limits.max_candidates,
             max_beam_width=limits.max_beam_width,
+            max_annotations=limits.max_annotations,
+            max_annotation_bytes=limits.max_annotation_bytes,
             max_ttl=duration(limits.max_ttl_s),
             # Request ids live as long as their session.
             request_id_retention=duration(limits.max_ttl_s),

@@ -162,6 +162,25 @@ def labels(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
         problems.append((path, f"has a value longer than {limits.max_label_chars} characters"))
 
 
+def turn_annotations(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
+    limits = bounds.limits
+    if len(value) > limits.max_annotations:
+        problems.append((path, f"has more than {limits.max_annotations} elements"))
+    elif not all(LABEL_KEY.fullmatch(key) for key in value):
+        problems.append((path, f"has a key that is not like {LABEL_KEY.pattern}"))
+    elif sum(len(key) + len(text.encode()) for key, text in value.items()) > limits.max_annotation_bytes:
+        problems.append((path, f"has more than {limits.max_annotation_bytes} bytes"))
+
+
+def not_empty(value: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
+    if not value:
+        problems.append((path, "is required"))
+
+
+def mark(value: str, bounds: Bounds, path: str, problems: Problems) -> None:
+    text(bounds.limits.max_mark_chars)(value, bounds, path, problems)
+
+
 def label_selector(value: str, _bounds: Bounds, path: str, problems: Problems) -> None:
     if not all(
         "=" in part and LABEL_KEY.fullmatch(part.split("=", 1)[0].strip()) for part in value.split(",")

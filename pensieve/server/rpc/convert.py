@@ -135,6 +135,8 @@ def turn_spec(turn: pb.TurnSpec) -> NewTurn:
         priority=turn.priority,
         hints=hints(turn.hints),
         known_revision=optional(turn, "known_revision"),
+        annotations=dict(turn.annotations),
+        mark=turn.mark,
     )
 
 

@@ -98,6 +98,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
             request_id=request.request_id,
             session_id=request.session_id,
             expected_revision=convert.optional(request, "expected_revision"),
+            candidate=convert.optional(request, "candidate"),
         )
         return pb.ForkSessionResponse(session=self._session(row))
 
@@ -107,6 +108,14 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         expected = convert.optional(self._valid(request), "expected_revision")
         row = await self._sessions.rewind(key_of(request.name), request.item, request.request_id, expected)
         return pb.RewindSessionResponse(session=self._session(row))
+
+    async def AppendItems(self, request: pb.AppendItemsRequest, _context: Any) -> pb.AppendItemsResponse:
+        entries = convert.entries(self._valid(request).items)
+        expected = convert.optional(request, "expected_revision")
+        row, items = await self._sessions.append(key_of(request.name), entries, request.request_id, expected)
+        return pb.AppendItemsResponse(
+            session=self._session(row), items=[answers.item(one, tokens=False) for one in items]
+        )
 
     async def ListItems(self, request: pb.ListItemsRequest, _context: Any) -> pb.ListItemsResponse:
         page = await self._sessions.items(
@@ -168,6 +177,12 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
     async def GetTurn(self, request: pb.GetTurnRequest, _context: Any) -> pb.GetTurnResponse:
         view = await self._turns.get(key_of(self._valid(request).session), request.request_id)
         return pb.GetTurnResponse(turn=answers.turn(view))
+
+    async def FindTurn(self, request: pb.FindTurnRequest, _context: Any) -> pb.FindTurnResponse:
+        mark = self._valid(request).mark
+        answer = request.answer if request.HasField("answer") else None
+        found = await self._conversations.finder.find(caller().tenant, mark, answer, request.request_id)
+        return pb.FindTurnResponse(turn=answers.turn(found.view), candidate=found.candidate)
 
     async def CancelTurn(self, request: pb.CancelTurnRequest, _context: Any) -> pb.CancelTurnResponse:
         view = await self._turns.cancel(

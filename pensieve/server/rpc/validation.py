@@ -145,6 +145,11 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
     pb.DeleteSessionRequest: (_SESSION_NAME,),
     pb.ForkSessionRequest: (_SESSION_NAME, _REQUEST_ID, _NEW_ID, _may("item", c.item_number)),
     pb.RewindSessionRequest: (_SESSION_NAME, _REQUEST_ID, _must("item", c.item_number)),
+    pb.AppendItemsRequest: (
+        _SESSION_NAME,
+        _REQUEST_ID,
+        _must("items", c.entries(lambda b: b.limits.max_initial_items, _nested), c.not_empty),
+    ),
     pb.ListItemsRequest: (_SESSION_NAME, *_PAGE, _may("after_item", c.item_number)),
     pb.StreamTurnRequest: (
         _SESSION,
@@ -154,6 +159,11 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
     ),
     pb.RunTurnRequest: (_SESSION,),
     pb.GetTurnRequest: (_SESSION, _must("request_id", c.request_id)),
+    pb.FindTurnRequest: (
+        _must("mark", c.not_empty, c.mark),
+        _may("answer", c.prompt),
+        _may("request_id", c.request_id),
+    ),
     pb.CancelTurnRequest: (
         _SESSION,
         _must("request_id", c.request_id),
@@ -190,6 +200,8 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
         _may("max_duration", c.duration(0.001, lambda b: b.limits.max_turn_s)),
         _may("priority", c.between(-10, 10)),
         _may("hints", _nested),
+        _may("annotations", c.turn_annotations),
+        _may("mark", c.mark),
     ),
     pb.TurnHints: (
         _may("next_turn_in", c.duration(0.0, lambda _: c.LONGEST_DURATION_S)),

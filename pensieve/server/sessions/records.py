@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -80,6 +81,23 @@ async def create(renderer: Renderer, new: NewSession, served: ServedModel) -> Re
         items=items,
         config=served.bound(new.config),
         labels=dict(new.labels),
+    )
+
+
+async def append(
+    renderer: Renderer, base: History, entries: Sequence[InputEntry], request_id: str, served: ServedModel
+) -> Record:
+    """The record that adds items behind ``base``. Raises FailedPrecondition (MODEL_MISMATCH)."""
+    served.check(base.config)
+    now = now_ms()
+    items, _ = await renderer.items(base, entries, Stamp(base.head_item + 1, request_id, now))
+    return Record(
+        revision=base.revision + 1,
+        kind=RecordKind.UPDATE,
+        time_ms=now,
+        request_id=request_id,
+        items=items,
+        config=served.bound(base.config) if base.config.binding is None else None,
     )
 
 

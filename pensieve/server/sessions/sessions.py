@@ -6,6 +6,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from pensieve.core import Role
 from pensieve.errors import AlreadyExists, DataLoss, InvalidArgument, NotFound, RevisionMismatch, Unavailable
 from pensieve.server import ids
@@ -18,6 +20,7 @@ from pensieve.server.sessions import records as session_records
 from pensieve.server.sessions.paging import PageTokens
 from pensieve.server.sessions.records import NewSession, SessionChange
 from pensieve.server.settings import TurnSettings
+from pensieve.server.turns import record as turn_record
 from pensieve.server.turns.turns import Turns
 from pensieve.server.values import InputEntry, fingerprint
 from pensieve.store import Counts, HistoryStore, Key
@@ -151,10 +154,43 @@ class Sessions:
             key, record, fingerprint("rewind", item, expected_revision), expected_revision
         )
 
+    async def append(
+        self, key: Key, entries: tuple[InputEntry, ...], request_id: str, expected_revision: int | None
+    ) -> tuple[SessionRow, tuple[Item, ...]]:
+        """Add items behind the history, without an answer; the row, and the items. Idempotent by request id."""
+        request_id = request_id or ids.new_request_id()
+        await self._quotas.turn(key, request_id)
+        limit = context_limit(self._link.info)
+        self._renderer.check_size(entries, limit)
+        known = await self._store.find_request(key, request_id) is not None
+
+        async def record(base: History) -> Record:
+            made = await session_records.append(
+                self._renderer.of(key.tenant), base, entries, request_id, self._served
+            )
+            if not known:
+                self._fitting_counts(base.apply(made, ""), limit)
+            return made
+
+        row = await self._apply(
+            key, record, fingerprint("append", entries, expected_revision), expected_revision
+        )
+        history = await self._histories.at(key, row)
+        return row, tuple(item for item in history.items if item.request_id == request_id)
+
     async def fork(
-        self, key: Key, *, item: int | None, request_id: str, session_id: str, expected_revision: int | None
+        self,
+        key: Key,
+        *,
+        item: int | None,
+        request_id: str,
+        session_id: str,
+        expected_revision: int | None,
+        candidate: int | None = None,
     ) -> SessionRow:
-        """A new session with the live items up to ``item``. The same request again gives the same session."""
+        """A new session with the live items up to ``item``, the last one of which may be another ``candidate`` of its
+        turn. The same request again gives the same session.
+        """
         target_id = session_id or ids.derived_session_id("fork", key.tenant, request_id)
         target = Key(key.tenant, target_id)
         row = await self._store.load(key)
@@ -164,8 +200,11 @@ class Sessions:
             if item is not None:
                 session_records.check_item(history, item)
         record = session_records.fork(history, item, request_id)
+        if candidate is not None:
+            record = await self._ending_in(key, record, candidate)
         copy = History().apply(record, "")
-        mark = fingerprint("fork", key.session_id, item, expected_revision)
+        other = () if candidate is None else (candidate,)
+        mark = fingerprint("fork", key.session_id, item, expected_revision, *other)
         source = (ids.session_name(key.session_id), copy.items[-1].number if copy.items else 0)
         counts = session_records.counts(self._renderer, copy)
         return await self._create(target, record, counts, mark, derived=not session_id, source=source)
@@ -187,6 +226,20 @@ class Sessions:
             log.info("no cached state to drop: %s", error.reason)
 
     # ---- parts
+
+    async def _ending_in(self, key: Key, record: Record, candidate: int) -> Record:
+        """The fork of ``key`` with another answer at its end. Raises NotFound (CANDIDATE_NOT_FOUND)."""
+        last = record.items[-1] if record.items else None
+        revision = None
+        if last is not None and last.role is Role.ASSISTANT and last.request_id:
+            revision = await self._store.find_request(key, last.request_id)
+        turn = None
+        if revision is not None:
+            turn = turn_record.committed(await self._store.read(key, after_revision=revision - 1), revision)
+        if last is None or turn is None:
+            raise turn_record.no_candidate(candidate, 0)
+        items = (*record.items[:-1], turn_record.answered(last, turn, candidate))
+        return msgspec.structs.replace(record, items=items)
 
     async def _create(
         self,

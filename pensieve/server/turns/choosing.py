@@ -50,11 +50,7 @@ class CandidateChooser:
             view = turn_record.committed_view(key, turn)
             count = max(1, len(view.candidates))
             if candidate >= count:
-                raise NotFound(
-                    f"the turn has no candidate {candidate}",
-                    reason="CANDIDATE_NOT_FOUND",
-                    metadata={"candidates": str(count)},
-                )
+                raise turn_record.no_candidate(candidate, count)
             if candidate == view.chosen:
                 return view
             if not turn.latest:

@@ -18,6 +18,7 @@ from pensieve.core import (
     packed_length,
     unpack_tokens,
 )
+from pensieve.errors import NotFound
 from pensieve.server.history.rendering import PreparedTurn
 from pensieve.server.values import NewTurn, TurnStatus, TurnView
 from pensieve.store import Key, LoggedRecord
@@ -114,6 +115,8 @@ def build(
             candidates=answer.candidates,
             chosen=answer.chosen,
             hints=answer.hints,
+            annotations=spec.annotations,
+            mark=spec.mark,
         ),
         config=config,
         hidden_before=hidden if hidden != base.hidden_before else None,
@@ -153,6 +156,7 @@ def committed_view(key: Key, turn: CommittedTurn) -> TurnView:
         hints=record.turn.hints,
         candidates=record.turn.candidates,
         chosen=record.turn.chosen,
+        annotations=record.turn.annotations,
     )
     if change is None or change.candidate is None:
         return view
@@ -174,16 +178,9 @@ def choose(base: History, turn: CommittedTurn, candidate: int, time_ms: int) -> 
 
     The new item has a number of its own, and the generation prompt of the old one, so that history stays token-exact.
     """
-    assert turn.record.turn is not None
-    answer, current = turn.record.turn.candidates[candidate], turn.answer
-    prompt = unpack_tokens(current.tokens)[: current.prefix_tokens]
+    current = turn.answer
     item = msgspec.structs.replace(
-        current,
-        number=base.head_item + 1,
-        text=answer.text,
-        tokens=pack_tokens(prompt) + answer.tokens,
-        finish_reason=answer.finish_reason,
-        create_ms=time_ms,
+        answered(current, turn, candidate), number=base.head_item + 1, create_ms=time_ms
     )
     return Record(
         revision=base.revision + 1,
@@ -192,6 +189,26 @@ def choose(base: History, turn: CommittedTurn, candidate: int, time_ms: int) -> 
         keep_items=current.number - 1,
         items=(item,),
         candidate=CandidateChange(turn_revision=turn.record.revision, candidate=candidate),
+    )
+
+
+def answered(item: Item, turn: CommittedTurn, candidate: int) -> Item:
+    """``item``, which is the turn's answer, with another of its answers. Raises NotFound (CANDIDATE_NOT_FOUND)."""
+    drawn = turn.record.turn.candidates if turn.record.turn is not None else ()
+    if candidate >= len(drawn):
+        raise no_candidate(candidate, len(drawn))
+    answer = drawn[candidate]
+    prompt = unpack_tokens(item.tokens)[: item.prefix_tokens]
+    tokens = pack_tokens(prompt) + answer.tokens
+    return msgspec.structs.replace(item, text=answer.text, tokens=tokens, finish_reason=answer.finish_reason)
+
+
+def no_candidate(candidate: int, count: int) -> NotFound:
+    """``count``: how many the turn has."""
+    return NotFound(
+        f"the turn has no candidate {candidate}",
+        reason="CANDIDATE_NOT_FOUND",
+        metadata={"candidates": str(max(1, count))},
     )
 
 

@@ -96,6 +96,7 @@ class TurnRun:
             base_revision=self.base_revision,
             seed=self.seed,
             hints=self.hints,
+            annotations=self.spec.annotations,
         )
 
     def accept(self, context_tokens: int, *outputs: OutputText, replayed: bool) -> None:

@@ -37,7 +37,7 @@ async def make_first_schema(path: Path) -> None:
         names = connection.execute("SELECT name FROM sqlite_schema WHERE type = 'trigger'").fetchall()
         for (name,) in names:
             connection.execute(f"DROP TRIGGER {name}")
-        for table in ("labels", "tenants"):
+        for table in ("labels", "tenants", "marks"):
             connection.execute(f"DROP TABLE {table}")
         connection.execute("ALTER TABLE sessions DROP COLUMN bytes")
         connection.execute("UPDATE sessions SET meta = x'C1' WHERE session_id = 'broken'")
@@ -62,6 +62,29 @@ async def test_an_older_file_is_brought_up_to_date(tmp_path: Path) -> None:
     await whole_turn(store, KEY, 2)
     size += len(encode_record(turn_record(2, "r2")))
     assert await store.usage(TENANT) == TenantUsage(3, size)
+    await store.close()
+    fresh = SqliteStore(tmp_path / "fresh.db")
+    await fresh.open()
+    await fresh.close()
+    assert set(statements(path)) == set(statements(tmp_path / "fresh.db"))
+
+
+async def test_a_file_of_the_second_schema_is_brought_up_to_date(tmp_path: Path) -> None:
+    """As a program of that time wrote it, byte for byte."""
+    path = tmp_path / "h.db"
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.executescript((Path(__file__).parent / "schema2.sql").read_text())
+        connection.execute("PRAGMA user_version = 2")
+    store = SqliteStore(path)
+    await store.open()
+    kept = key("kept")
+    log = [logged.record for logged in await store.read(kept)]
+    assert log == [first_record(), turn_record(1, "r1"), turn_record(2, "r2")]
+    assert [one.turn.annotations for one in log if one.turn is not None] == [{}, {}]
+    page = await store.list_sessions(TENANT, limit=9, labels={"team": "blue"})
+    assert [one.session_id for one in page.rows] == ["kept"]
+    await whole_turn(store, kept, 3)
+    assert (await store.load(kept)).revision == 4
     await store.close()
     fresh = SqliteStore(tmp_path / "fresh.db")
     await fresh.open()
