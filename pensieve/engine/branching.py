@@ -83,6 +83,7 @@ class Branching:
             reserve=bool(self._batch.running),
             path=request.path,
             branches=len(others) + further,
+            tenant=request.tenant,
         )
 
     def join(self, request: Request, now: float) -> list[Request]:
@@ -90,7 +91,9 @@ class Branching:
         group = self._batch.groups.get(request.key)
         others = group.to_branch if group is not None else []
         num_new = request.num_new if request.receipt is None else 0
-        restore = self._cache.admit(request.session, request.context, num_new, now, request.path)
+        restore = self._cache.admit(
+            request.session, request.context, num_new, now, request.path, tenant=request.tenant
+        )
         request.admit(restore, now)
         self._batch.join(request)
         # Before any work is taken: what the leader has of its last chunk now can be copied, what it computes not.

@@ -93,6 +93,7 @@ class Scheduler:
             raise ValueError(f"{len(tokens)} tokens, {num_new} of them new, limit {self.context_limit}")
         request = Request(key, session, self._tickets, tokens.copy(), len(tokens), num_new, sampling, now)
         request.scope, request.hints, request.standing = scope, hints, standing
+        self.cache.shares.allot(standing.tenant, standing.cache_share)
         group = self.branching.group_of(request)
         self._tickets += 1 if group is None else group.size
         self.batch.end_warming(session, now)
@@ -100,15 +101,18 @@ class Scheduler:
         self.batch.wait(request)
         return request
 
-    def warm(self, session: SessionKey, tokens: TokenArray, scope: str, now: float) -> str:
+    def warm(
+        self, session: SessionKey, tokens: TokenArray, scope: str, now: float, standing: Standing = ALONE
+    ) -> str:
         """Bring a session's context to the device ahead of its turn; returns why not, as ``Warmed`` has it, or ""."""
         if self.config.stateless:
             return "nothing_to_do"
         if len(tokens) >= self.context_limit:
             return "no_room"
         self._tickets += 1
+        self.cache.shares.allot(standing.tenant, standing.cache_share)
         queues = self.batch.waiting, self.batch.running
-        return self.warming.ask(session, tokens, scope, self._tickets - 1, now, *queues)
+        return self.warming.ask(session, tokens, scope, standing, self._tickets - 1, now, *queues)
 
     @property
     def has_requests(self) -> bool:
