@@ -73,6 +73,8 @@ class EngineTuning(msgspec.Struct, frozen=True, kw_only=True):
     dtype: DtypeName = "auto"
     load_format: LoadFormat = "auto"
     """``dummy``: random weights made on the device; the folder then needs no weight files."""
+    tensor_parallel: int = 1
+    """Over so many GPUs, or processes on a CPU, the model is divided."""
     device_cache: str = "auto"
     """``40GiB``, ``512MiB``, ``4096tokens`` or ``auto``: see ``pensieve.engine.worker.sizing``."""
     host_cache: str = "auto"

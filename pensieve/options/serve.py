@@ -53,7 +53,6 @@ class ServeOptions(EngineTuning, frozen=True, kw_only=True):
     listen: str = "127.0.0.1:50051"
     admin: str = "127.0.0.1:0"
     store: str = msgspec.field(default_factory=default_store)
-    tensor_parallel: int = 1
     threads: int = 0
     chat_template: Path | None = None
     allow_rewriting_template: bool = False

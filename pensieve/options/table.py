@@ -218,7 +218,13 @@ OPTIONS: tuple[Option, ...] = (
         "FILE",
         words=("auto", "estimate"),
     ),
-    Option("tensor-parallel", values.only_one, "GPUs per model; only 1 for now.", "one device", "N"),
+    Option(
+        "tensor-parallel",
+        values.integer(1, 64),
+        "Divide the model over so many GPUs, or processes on a CPU; caches are totals over them.",
+        "one device",
+        "N",
+    ),
     Option(
         "threads",
         values.integer(0),

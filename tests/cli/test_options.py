@@ -116,7 +116,7 @@ def test_the_environment_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         ("store", "redis+other://a/0", "redis://HOST:PORT/DB"),
         ("lease", "soon", "15s"),
         ("lease", "10ms", "1s to 3600s"),
-        ("tensor-parallel", "2", "only 1"),
+        ("tensor-parallel", "0", "from 1 to 64"),
         ("cost-profile", "/no/such/file.json", "cannot read"),
         ("model", "", "non-empty"),
         ("log-level", "loud", "warning"),
