@@ -30,7 +30,7 @@ from common.provenance import commit, gpu_name, portable
 from rich.console import Console
 from rich.progress import track
 
-from pensieve.config import EngineOptions, SwapMechanism
+from pensieve.config import AllReduce, EngineOptions, SwapMechanism
 from pensieve.core import RequestKey, Sampling, pack_tokens
 from pensieve.engine.build import cache_config, scheduler_config
 from pensieve.engine.cache.manager import CacheManager
@@ -190,11 +190,12 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     "--swap-mechanism", type=click.Choice(get_args(SwapMechanism)), default="auto", show_default=True
 )
 @click.option("--tensor-parallel", default=1, show_default=True, metavar="N", help="Over so many GPUs.")
+@click.option("--all-reduce", type=click.Choice(get_args(AllReduce)), default="auto", show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), default=Path("bench/results"), show_default=True)
 @click.option("--name", default="engine", show_default=True, help="Name of the report's files.")
 def main(
     shape: str, sections: tuple[str, ...], device_cache: str, host_cache: str, max_batch_tokens: int,
-    max_running: int, swap_mechanism: SwapMechanism, tensor_parallel: int, out: Path, name: str,
+    max_running: int, swap_mechanism: SwapMechanism, tensor_parallel: int, all_reduce: AllReduce, out: Path, name: str,
 ) -> None:  # fmt: skip
     """Time the engine on this machine's GPU, or GPUs."""
     sections = sections or tuple(one for one in SECTIONS if tensor_parallel == 1 or one not in ONE_GPU)
@@ -205,7 +206,7 @@ def main(
             model=str(dummy_model.make(shape, Path(folder))), load_format="dummy", device="cuda", dtype="bfloat16",
             device_cache=device_cache, host_cache=host_cache, max_batch_tokens=max_batch_tokens,
             max_running=max_running, swap_mechanism=swap_mechanism, cost_profile="estimate",
-            tensor_parallel=tensor_parallel,
+            tensor_parallel=tensor_parallel, all_reduce=all_reduce,
         )  # fmt: skip
         started = time.perf_counter()
         worker = build_workers(options)

@@ -22,8 +22,12 @@ class Collective(Protocol):
     @property
     def ranks(self) -> int: ...
 
+    def room(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor | None:
+        """Memory in which ``sum`` likes to find a part; None: anywhere will do. It is the same at every call."""
+        ...
+
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks; ``part`` is contiguous and may be overwritten."""
+        """The sum over all ranks, to be used before the next ``room``; ``part`` is contiguous, and overwritten."""
         ...
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
@@ -44,6 +48,9 @@ class Alone:
 
     rank = 0
     ranks = 1
+
+    def room(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor | None:
+        return None
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         return part

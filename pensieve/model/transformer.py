@@ -70,9 +70,9 @@ class Transformer:
                 # After the last attention a token matters only if it is sampled.
                 x, attention = x.index_select(0, sample_rows), attention.index_select(0, sample_rows)
             norm = layer.mlp_norm
-            delta = self.together.sum(_linear(attention, layer.output))
+            delta = self._sum(attention, layer.output)
             x, normed = ops.add_norm(x, delta, norm.weight, norm.bias, eps)
-            delta = self.together.sum(self._mlp(normed, layer))
+            delta = self._mlp(normed, layer)
             x, normed = ops.add_norm(x, delta, next_norm.weight, next_norm.bias, eps)
         return self._logits(normed)
 
@@ -87,7 +87,16 @@ class Transformer:
 
     def _mlp(self, x: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
         up = _linear(x, layer.up)
-        return _linear(self.ops.activate(up, self.arch.gated_mlp, self.arch.activation), layer.down)
+        return self._sum(self.ops.activate(up, self.arch.gated_mlp, self.arch.activation), layer.down)
+
+    def _sum(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
+        """The product that ends a block, added up over the ranks. [T, hidden]"""
+        room = self.together.room((len(x), len(linear.weight)), x.dtype)
+        if room is None:
+            return self.together.sum(_linear(x, linear))
+        if linear.bias is None:
+            return self.together.sum(torch.mm(x, linear.weight.t(), out=room))
+        return self.together.sum(torch.addmm(linear.bias, x, linear.weight.t(), out=room))
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """float32 [S, vocab], the same on every rank."""

@@ -54,6 +54,10 @@ def test_bfloat16_answers_are_as_good_as_the_best(family: Family, shape: str) ->
     divided("--family", family, "--shape", shape, "--dtype", "bfloat16", "--near-tie", BF16_TOLERANCE)
 
 
+def test_sums_by_nccl_alone() -> None:
+    divided("--family", "llama3", "--shape", "real", "--all-reduce", "nccl")
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
 def test_more_ranks_than_kv_heads() -> None:
     divided("--family", "qwen2", "--shape", "wide", "--ranks", "4")

@@ -39,7 +39,7 @@ def build_workers(options: EngineOptions) -> Worker:
     ring, meeting = SharedRing.create(ranks - 1), os.memfd_create("pensieve-meeting")
     crew = Crew(options, device, ring=ring.fd, meeting=meeting)
     try:
-        together = join(device, 0, ranks, meeting)
+        together = join(device, 0, ranks, meeting, symmetric=options.all_reduce == "auto")
         worker = build_worker(options, together)
     except Exception:
         crew.failed()

@@ -6,6 +6,7 @@ left out: only that they are. No rank but the first does it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import msgspec
@@ -82,12 +83,12 @@ def decode(message: bytes) -> Plan | None:
         )
         for (request, start, count, table, chosen), end in zip(columns.tolist(), ends, strict=True)
     )
-    bounds = np.cumsum(np.frombuffer(frame.lengths, "<i8"))
+    bounds = [0, *np.cumsum(np.frombuffer(frame.lengths, "<i8")).tolist()]
     pages = np.frombuffer(frame.pages, "<i4")
     return Plan(
         step=frame.step,
         spans=spans,
-        page_tables=tuple(np.split(pages, bounds[:-1])) if len(bounds) else (),
+        page_tables=tuple(pages[start:end] for start, end in itertools.pairwise(bounds)),
         swap_out=_unpack(frame.swap_out),
         copies=_unpack(frame.copies),
         swap_in=_unpack(frame.swap_in),

@@ -34,7 +34,8 @@ log = logging.getLogger("pensieve.engine.ranks.host")  # Also when this module i
 def serve(rank: int, device: str, ring: int, meeting: int, options: EngineOptions) -> None:
     """Follow rank 0 to the end. Raises what goes wrong."""
     ranks = options.tensor_parallel
-    with contextlib.closing(join(device, rank, ranks, meeting)) as together:
+    symmetric = options.all_reduce == "auto"
+    with contextlib.closing(join(device, rank, ranks, meeting, symmetric=symmetric)) as together:
         reader = RingReader(SharedRing(ring, ranks - 1), rank - 1, spin_s=spin_seconds(device))
         worker = build_worker(options, together)
         gc.collect()

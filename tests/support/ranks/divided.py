@@ -59,9 +59,10 @@ class Kept:
 @click.option("--schedules", default=6)
 @click.option("--near-tie", default=NEAR_TIE)
 @click.option("--graphs/--no-graphs", default=True)
+@click.option("--all-reduce", type=click.Choice(["auto", "nccl"]), default="auto")
 def main(
     family: Family, shape: str, device: Any, dtype: Any, ranks: int, seed: int, schedules: int, near_tie: float,
-    graphs: bool,
+    graphs: bool, all_reduce: Any,
 ) -> None:  # fmt: skip
     torch.backends.cuda.matmul.allow_tf32 = False
     cache, scheduler = CACHE, SCHEDULER
@@ -74,7 +75,7 @@ def main(
                 chunk_tokens=cache.chunk_tokens, device_cache=f"{cache.device_chunks * cache.chunk_tokens}tokens",
                 host_cache=f"{cache.host_chunks * cache.chunk_tokens}tokens", context_limit=LIMIT,
                 max_batch_tokens=scheduler.max_batch_tokens, max_running=scheduler.max_running,
-                cuda_graphs=graphs, verify_swap=True,
+                cuda_graphs=graphs, verify_swap=True, all_reduce=all_reduce,
             )
         )  # fmt: skip
     paths = {"device": 0, "host": 0, "recomputed": 0, "suspended": 0}
