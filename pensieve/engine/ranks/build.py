@@ -43,6 +43,7 @@ def build_workers(options: EngineOptions) -> Worker:
         worker = build_worker(options, together)
     except Exception:
         crew.failed()
+        crew.abandon()
         raise
     return LeadingWorker(worker, RingWriter(ring, spin_s=spin_seconds(device)), Ending(crew, together))
 
@@ -55,6 +56,9 @@ class Ending:
 
     def failed(self) -> None:
         self._crew.failed()
+
+    def abandon(self) -> None:
+        self._crew.abandon()
 
     def left(self) -> None:
         self._together.close()

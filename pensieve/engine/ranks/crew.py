@@ -85,6 +85,14 @@ class Crew:
                 process.kill()
                 process.wait()
 
+    def abandon(self) -> None:
+        """See ``leader.Others``."""
+        self._leaving.set()
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.wait()
+
     def _look_after(self) -> None:
         """Wait for the end of any rank: the thread ends with it, or ends the process."""
         handles = {os.pidfd_open(process.pid): rank for rank, process in self._processes.items()}

@@ -26,12 +26,17 @@ class Others(Protocol):
         """All plans are done and all ranks have been told to leave; returns when they have."""
         ...
 
+    def abandon(self) -> None:
+        """End them, wherever they are."""
+        ...
+
 
 class LeadingWorker:
     """Rank 0's worker with the ranks that follow it, as one ``StepWorker``."""
 
     def __init__(self, worker: Worker, writer: RingWriter, others: Others) -> None:
         self._worker, self._writer, self._others = worker, writer, others
+        self._broken = False
 
     @property
     def arch(self) -> Arch:
@@ -67,11 +72,19 @@ class LeadingWorker:
         try:
             yield
         except Exception:
+            self._broken = True
             self._others.failed()
             raise
 
     def close(self) -> None:
-        """Let all ranks leave, and release the memory of this one."""
+        """Let all ranks leave, and release the memory of this one.
+
+        After a failure the others may wait for a sum that never comes, and whoever waits for them would wait as long:
+        then they are ended, and memory is released with the process.
+        """
+        if self._broken:
+            self._others.abandon()
+            return
         with self.blaming():
             self._writer.send(encode(None))
             self._worker.close()

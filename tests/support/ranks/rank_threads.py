@@ -105,6 +105,9 @@ class RankThreads:
     def failed(self) -> None:
         self._exchange.abort()
 
+    def abandon(self) -> None:
+        self._exchange.abort()
+
     def left(self) -> None:
         for thread in self._threads:
             thread.join(PATIENCE_S)
