@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +30,6 @@ def divided(*arguments: str) -> dict[str, Any]:
     """What ``support.ranks.divided`` found."""
     command = [sys.executable, "-P", "-m", "support.ranks.divided", "--device", "cuda", *arguments]
     environment = child_environment(failpoints=False)
-    environment["PYTHONPATH"] += f":{Path(__file__).parents[1]}"
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
