@@ -40,7 +40,6 @@ class Crew:
     def __init__(self, options: EngineOptions, device: str, *, ring: int, meeting: int) -> None:
         """Start them. ``device``: ``cpu`` or ``cuda``; ``ring``, ``meeting``: file descriptors, see ``host``."""
         self._leaving = threading.Event()
-        self._told = threading.Event()
         command = [sys.executable, "-P", "-m", "pensieve.engine.ranks.host", "--parent", str(os.getpid())]
         command += ["--device", device, "--ring", str(ring), "--meeting", str(meeting)]
         command += ["--log-level", logging.getLevelName(logging.getLogger().getEffectiveLevel())]
@@ -66,13 +65,9 @@ class Crew:
                 self.failed()
                 raise
 
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes.values()]
-
     def failed(self) -> None:
-        """See ``leader.Others``: a rank's death shows here first as a sum that does not come about."""
-        self._told.wait(TOLD_PATIENCE_S)
+        """See ``leader.Others``: a rank's death may show first as a sum that does not come about."""
+        time.sleep(TOLD_PATIENCE_S)  # meanwhile ``_look_after`` ends the process
 
     def left(self) -> None:
         """See ``leader.Others``; a rank that does not leave in time is killed."""
