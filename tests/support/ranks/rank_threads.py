@@ -15,6 +15,7 @@ import torch
 
 from pensieve.config import CacheConfig, SchedulerConfig
 from pensieve.engine.plan import StepWorker
+from pensieve.engine.ranks.codec import encode
 from pensieve.engine.ranks.follower import follow
 from pensieve.engine.ranks.leader import LeadingWorker
 from pensieve.engine.ranks.ring import RingReader, RingWriter, SharedRing
@@ -27,7 +28,7 @@ from pensieve.model.weights import load_weights
 from support.engine.checkpoints import Family, tiny_checkpoint
 from support.engine.exactness import LIMIT, Bench
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 class Exchange:
@@ -41,9 +42,13 @@ class Exchange:
     def swap(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Everybody's tensor. Real ranks would wait for ever, or add up what does not belong together."""
         self._offered[rank] = tensor
-        self._barrier.wait(PATIENCE_S)
-        found = list(self._offered)
-        self._barrier.wait(PATIENCE_S)
+        try:
+            self._barrier.wait(PATIENCE_S)
+            found = list(self._offered)
+            self._barrier.wait(PATIENCE_S)
+        except threading.BrokenBarrierError as error:
+            # Another rank has found so first, or has failed at what it was told to do, and left.
+            raise AssertionError("a rank is gone") from error
         assert len({one.shape for one in found}) == 1, "the ranks are not in the same place"
         return found
 
@@ -157,5 +162,5 @@ class RankBench(Bench):
             writer, others = self._open
             self._open = None
             if not others.errors:
-                writer.send(b"\x91\xa5leave")
+                writer.send(encode(None))
             others.left()
