@@ -6,7 +6,8 @@ its place, and its call ends. It is overdue after ``PATIENCE_S`` within its call
 same for all who hold or want one, and after ``HASTE_S`` beyond it. It loses its place to callers that hold fewer,
 and to others of its own. A place that is left goes to whoever holds fewest.
 
-And a caller's bodies are taken in at a pace (``BodyPace``): what is done with large ones keeps the event loop from others.
+And a caller's bodies are taken in at a pace (``BodyPace``): what is done with large ones keeps the event loop from
+others.
 """
 
 from __future__ import annotations
