@@ -47,6 +47,8 @@ class Sample:
     engine_mib: float
     processor_s: float
     """Processor time of the server's processes: what else runs on the machine does not count in it."""
+    full: bool
+    """Whether all conversations that are held at once have begun."""
 
 
 @dataclass
@@ -126,6 +128,7 @@ class Soak:
                     resident_mib(server.pid),
                     engine,
                     used,
+                    self.begun >= self.open_sessions,
                 )
             )
             if len(self.samples) % 12 == 0:
@@ -151,8 +154,10 @@ def processor_s(pid: int) -> float:
 
 
 def tenth(samples: list[Sample], last: bool) -> dict[str, float]:
-    """Output tokens per second and memory over the first or the last tenth, the first minute of warming up left out."""
-    kept = [one for one in samples if one.seconds >= min(60.0, samples[-1].seconds / 10)]
+    """Output tokens per second and memory over the first or the last tenth, from the time on that the cache is full."""
+    kept = [one for one in samples if one.full]
+    if len(kept) < 4:
+        raise click.ClickException("too short: not all conversations had begun, or just now")
     count = max(2, len(kept) // 10)
     part = kept[-count:] if last else kept[:count]
     span = part[-1].seconds - part[0].seconds
