@@ -47,6 +47,8 @@ class Sample:
     engine_mib: float
     processor_s: float
     """Processor time of the server's processes: what else runs on the machine does not count in it."""
+    context_tokens: int
+    """Of all turns so far."""
     full: bool
     """Whether all conversations that are held at once have begun."""
 
@@ -65,6 +67,7 @@ class Soak:
     begun: int = 0
     turns: int = 0
     output_tokens: int = 0
+    context_tokens: int = 0
     sources: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     wrong_receipts: int = 0
@@ -106,6 +109,7 @@ class Soak:
         usage = stream.turn.usage
         self.turns += 1
         self.output_tokens += usage.output_tokens
+        self.context_tokens += usage.context_tokens
         self.wrong_receipts += not usage.reconciles
         self.sources["device"] += usage.gpu_cached_tokens
         self.sources["host"] += usage.swapped_in_tokens
@@ -128,6 +132,7 @@ class Soak:
                     resident_mib(server.pid),
                     engine,
                     used,
+                    self.context_tokens,
                     self.begun >= self.open_sessions,
                 )
             )
@@ -165,6 +170,9 @@ def tenth(samples: list[Sample], last: bool) -> dict[str, float]:
     return {
         "output_tokens_per_s": round(tokens / span, 2),
         "output_tokens_per_processor_s": round(tokens / (part[-1].processor_s - part[0].processor_s), 2),
+        "context_tokens_per_turn": round(
+            (part[-1].context_tokens - part[0].context_tokens) / max(1, part[-1].turns - part[0].turns)
+        ),
         "front_end_mib": round(sum(one.front_end_mib for one in part) / len(part), 1),
         "engine_mib": round(sum(one.engine_mib for one in part) / len(part), 1),
     }
