@@ -107,10 +107,10 @@ class Branching:
     def must_wait(self, request: Request) -> bool:
         """Whether it takes the newest token to go on, and that is not known yet: because the sampling looks at its own
         output, or because all beams of a search have to say."""
-        group = self._batch.groups.get(request.key)
-        if group is not None and group.beams is not None:
-            restores = group.leader.missing and not group.leader.decoding  # what the others share with it
-            return bool(group.beams.awaited or (request is not group.leader and restores))
+        if request.is_beam:
+            leader = self._batch.groups[request.key].leader
+            restores = leader.missing and not leader.decoding  # what the others share with it
+            return bool(self._batch.beams(request).awaited or (request is not leader and restores))
         return request.pending and request.sampling.needs_context
 
     def branch(self, leader: Request, candidate: int, now: float) -> Request:

@@ -250,15 +250,17 @@ class SessionIndex(ABC, Generic[S, H]):
             return self._with_hints(values, first_cost, idle) if self._hinted else values
         values, claims = self.policy.values_and_claims(first_cost, candidates, idle, kinds)
         if self._hinted:
-            claims = self._with_hints(claims, np.ones_like(idle), idle)
-            values = self._with_hints(values, first_cost, idle)
+            values = self._with_hints(values, first_cost, idle, claims)
         self._sums = self._claims.combined(claims, add=self.policy.adds_up)
         values[runs] = self.policy.shared_values(first_cost[runs], candidates[runs], self._sums[runs])
         return values
 
-    def _with_hints(self, values: Floats, costs: Floats, idle: Floats) -> Floats:
-        """Values of all rows, which are multiples of ``costs``, with the sessions' hints taken into account."""
-        return adjusted(values, costs, idle, self._pauses[: idle.size], self._weights[: idle.size])
+    def _with_hints(
+        self, values: Floats, costs: Floats, idle: Floats, claims: Floats | None = None
+    ) -> Floats:
+        """Values of all rows, which are multiples of ``costs``, with the sessions' hints taken into account; and in
+        place what the sessions' claims are."""
+        return adjusted(values, costs, idle, self._pauses[: idle.size], self._weights[: idle.size], claims)
 
     def run_value(self, run: H, chunk_index: int, candidates: int) -> float:
         """Value of a run's next victim, in the latest round."""

@@ -19,7 +19,7 @@ import numpy as np
 from pensieve.config import CacheConfig
 from pensieve.core import Hints, SessionKey, TokenArray
 from pensieve.engine.cache.check import check_cache
-from pensieve.engine.cache.chunk import CachedSession, Restore, SharedRun, TierTokens
+from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Restore, SharedRun, TierTokens
 from pensieve.engine.cache.digests import Digests, Path
 from pensieve.engine.cache.eviction import EvictionIndex
 from pensieve.engine.cache.layout import Layout, ToBring
@@ -233,11 +233,13 @@ class CacheManager:
             assert chunk.filled == low, (
                 f"{key} chunk {index}: filled {chunk.filled}, but {low} was computed next"
             )
-            assert not chunk.shared or (index + 1) * size <= len(session.tokens), (
+            shared = chunk.shared
+            assert not shared or (index + 1) * size <= len(session.tokens), (
                 f"{key} chunk {index}: a shared chunk was written to by one whose context ends in it"
             )
             chunk.filled = high
-            self._tiers.written(chunk)
+            if shared or chunk.host != NOWHERE:  # a decode's chunk is neither
+                self._tiers.written(chunk)
 
     def release(
         self,
