@@ -4,7 +4,7 @@ The life of a turn: ``_requests`` builds it under a fresh request id, ``_turn_ma
 every message or failure means, a shell (``_sync_link``, ``_aio_link``) performs that on a channel, ``decode`` makes
 values. Unary calls are ``_flows``. Errors are the classes of ``pensieve.errors``.
 
-May import: core, errors, rpc_status, v1.
+May import: core, errors, rpc_status, speech, v1.
 """
 
 from pensieve.client._aio import AsyncClient, AsyncSession
@@ -14,6 +14,7 @@ from pensieve.client._retry import RetryPolicy
 from pensieve.client._sync import Client, Session
 from pensieve.client._sync_link import TurnStream
 from pensieve.client._values import (
+    CallingMessage,
     Candidate,
     Item,
     Limits,
@@ -24,19 +25,23 @@ from pensieve.client._values import (
     SessionInfo,
     SessionState,
     TokenCount,
+    ToolResult,
     Turn,
     TurnState,
     Warming,
 )
 from pensieve.core import FinishReason, HintReceipt, Phase, Role, TokenLogprob, Usage
+from pensieve.speech import FunctionCall
 
 __all__ = [
     "AsyncClient",
     "AsyncSession",
     "AsyncTurnStream",
+    "CallingMessage",
     "Candidate",
     "Client",
     "FinishReason",
+    "FunctionCall",
     "HintReceipt",
     "Item",
     "Limits",
@@ -54,6 +59,7 @@ __all__ = [
     "SessionState",
     "TokenCount",
     "TokenLogprob",
+    "ToolResult",
     "Turn",
     "TurnOptions",
     "TurnState",

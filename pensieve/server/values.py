@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pensieve.core import FinishReason, HintReceipt, Phase, Role, TokenLogprob, Usage
+from pensieve.speech import FunctionCall
 from pensieve.store import Key
 from pensieve.store.records import CandidateAnswer, Item, SamplingDefaults
 
@@ -19,6 +20,15 @@ class InputEntry(msgspec.Struct, frozen=True):
     role: Role
     text: str = ""
     tokens: bytes | None = None
+
+
+class SpokenEntry(InputEntry, frozen=True):
+    """An item of a conversation with tools. A type of its own: the fingerprints of others stay as they were."""
+
+    calls: tuple[FunctionCall, ...] = ()
+    """Of an assistant's text: what it calls, behind the text."""
+    call_id: str = ""
+    """Of a tool's result."""
 
 
 class OutputChoice(msgspec.Struct, frozen=True):

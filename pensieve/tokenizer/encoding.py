@@ -86,6 +86,10 @@ class TextEncoder:
             before = Before.TEXT
         return ids, before
 
+    def has_control(self, text: str) -> bool:
+        """Whether a text spells a control token."""
+        return self._control_pattern.search(text) is not None
+
     def _encode_run(self, text: str, before: Before) -> list[int]:
         if not text:
             return []

@@ -8,7 +8,8 @@ from typing import Any
 from pensieve.core import Role, pack_tokens
 from pensieve.server.rpc.checks import UPDATABLE, seconds
 from pensieve.server.sessions.records import NewSession, SessionChange
-from pensieve.server.values import InputEntry, NewTurn, OnDisconnect, OutputChoice, TurnHints
+from pensieve.server.values import InputEntry, NewTurn, OnDisconnect, OutputChoice, SpokenEntry, TurnHints
+from pensieve.speech import FunctionCall
 from pensieve.store.records import CandidateChoice, Overflow, PrefixSharing, SamplingDefaults, SessionConfig
 from pensieve.v1 import pensieve_pb2 as pb
 
@@ -32,12 +33,17 @@ _SCALARS = (
 
 
 def entries(items: Iterable[pb.InputItem]) -> tuple[InputEntry, ...]:
-    return tuple(
-        InputEntry(Role(item.role), item.text)
-        if item.WhichOneof("content") == "text"
-        else InputEntry(Role(item.role), tokens=pack_tokens(item.tokens.ids))
-        for item in items
-    )
+    return tuple(map(_entry, items))
+
+
+def _entry(item: pb.InputItem) -> InputEntry:
+    role = Role(item.role)
+    if item.WhichOneof("content") != "text":
+        return InputEntry(role, tokens=pack_tokens(item.tokens.ids))
+    if not (item.function_calls or item.call_id):
+        return InputEntry(role, item.text)
+    calls = tuple(FunctionCall(one.name, one.arguments_json, one.id) for one in item.function_calls)
+    return SpokenEntry(role, item.text, calls=calls, call_id=item.call_id)
 
 
 def sampling(params: pb.SamplingParams) -> SamplingDefaults:
@@ -61,6 +67,7 @@ def config(message: pb.SessionConfig) -> SessionConfig:
         ttl_s=seconds(message.ttl) or 0.0,
         overflow=Overflow(message.overflow_policy or Overflow.REJECT),
         prefix_sharing=PrefixSharing(message.prefix_sharing or PrefixSharing.TENANT),
+        tools=message.tools_json,
     )
 
 
@@ -87,6 +94,7 @@ def session_change(request: pb.UpdateSessionRequest) -> SessionChange:
         ttl_s=new.ttl_s if "config.ttl" in paths else None,
         overflow=new.overflow if "config.overflow_policy" in paths else None,
         prefix_sharing=new.prefix_sharing if "config.prefix_sharing" in paths else None,
+        tools=new.tools if "config.tools_json" in paths else None,
         rebind=request.rebind,
     )
 
@@ -100,6 +108,7 @@ def _populated(session: pb.Session) -> set[str]:
         "config.ttl": new.HasField("ttl"),
         "config.overflow_policy": bool(new.overflow_policy),
         "config.prefix_sharing": bool(new.prefix_sharing),
+        "config.tools_json": bool(new.tools_json),
     }
     return {path for path, is_set in given.items() if is_set}
 
