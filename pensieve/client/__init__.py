@@ -9,7 +9,7 @@ May import: core, errors, rpc_status, speech, v1.
 
 from pensieve.client._aio import AsyncClient, AsyncSession
 from pensieve.client._aio_link import AsyncTurnStream
-from pensieve.client._requests import SamplingOptions, SessionChanges, TurnOptions
+from pensieve.client._requests import InputLike, SamplingOptions, SessionChanges, TurnOptions
 from pensieve.client._retry import RetryPolicy
 from pensieve.client._sync import Client, Session
 from pensieve.client._sync_link import TurnStream
@@ -43,6 +43,7 @@ __all__ = [
     "FinishReason",
     "FunctionCall",
     "HintReceipt",
+    "InputLike",
     "Item",
     "Limits",
     "Phase",

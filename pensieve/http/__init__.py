@@ -5,5 +5,5 @@ SDK and holds no state that an answer depends on: ids name sessions and turns, a
 a look-up. JSON is decoded into ``msgspec`` structs, because those check every field and name the wrong one; what is
 sent is plain dictionaries, which the tests hold against the types of OpenAI's own SDK.
 
-May import: client, errors.
+May import: client, errors, speech.
 """

@@ -7,9 +7,10 @@ May import: nothing else of Pensieve.
 """
 
 from pensieve.speech.calls import SHOWN_MARKS, CallForm, FunctionCall, is_object, written
-from pensieve.speech.reader import Answer, SpeechForm, SpeechReader, Spoken, Thought, Words, read
+from pensieve.speech.reader import PLAIN, Answer, SpeechForm, SpeechReader, Spoken, Thought, Words, read
 
 __all__ = [
+    "PLAIN",
     "SHOWN_MARKS",
     "Answer",
     "CallForm",

@@ -60,6 +60,10 @@ class SpeechForm:
         return self.calls is None and not self.thinks
 
 
+PLAIN: Final = SpeechForm()
+"""All of an answer is words."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A whole answer."""
@@ -108,7 +112,9 @@ class SpeechReader:
         self._text = ""
         """Not told yet."""
         self._state = self._thinking if form.begins_thinking else self._beginning
-        self._bare = True
+        if form.plain:
+            self._state = self._only_words
+        self._bare = not form.plain
         """Nothing was told since the beginning, a thought or a call: white space that follows is not told either."""
 
     def push(self, text: str) -> list[Spoken]:

@@ -46,6 +46,7 @@ SDK = set(
         "FinishReason",
         "FunctionCall",
         "HintReceipt",
+        "InputLike",
         "Item",
         "Limits",
         "Phase",

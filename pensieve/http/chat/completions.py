@@ -12,6 +12,9 @@ from pensieve.errors import PensieveError
 from pensieve.http.common.answers import SentText, cached_tokens, output_tokens, was_cut
 from pensieve.http.common.failures import failure_of
 from pensieve.http.common.streams import DONE, event
+from pensieve.http.tools.events import ChatTeller, chat_teller
+from pensieve.http.tools.outputs import chat_message
+from pensieve.speech import PLAIN, SpeechForm, read
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,52 +25,60 @@ class ChatCompletion:
     model: str
     session_id: str
     created: int
+    form: SpeechForm = PLAIN
+    """How answers are read."""
 
     @classmethod
-    def of(cls, stream: AsyncTurnStream, model: str, session_id: str) -> ChatCompletion:
-        return cls(stream.request_id, model, session_id, int(time.time()))
+    def of(
+        cls, stream: AsyncTurnStream, model: str, session_id: str, form: SpeechForm = PLAIN
+    ) -> ChatCompletion:
+        return cls(stream.request_id, model, session_id, int(time.time()), form)
 
     def whole(self, turn: Turn) -> dict[str, Any]:
         """The answer as one document."""
         choices = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": text, "refusal": None},
+                "message": chat_message(answer, self.turn_id, index),
                 "logprobs": None,
-                "finish_reason": reason,
+                "finish_reason": "tool_calls" if answer.calls and reason == "stop" else reason,
             }
             for index, text, reason in _answers(turn)
+            for answer in (read(text, self.form),)
         ]
         return {**self._frame("chat.completion"), "choices": choices, "usage": usage_of(turn)}
 
     async def chunks(self, stream: AsyncTurnStream, *, include_usage: bool) -> AsyncIterator[bytes]:
         """The answer as it comes; errors after the first chunk are an event too."""
-        begun: set[int] = set()
+        tellers: dict[int, ChatTeller] = {}
         sent = SentText()
         try:
             async for piece in stream:
                 text = sent.new_text(piece)
                 if text is None:
                     continue
-                if piece.candidate not in begun:
-                    begun.add(piece.candidate)
-                    yield self._chunk(piece.candidate, {"role": "assistant", "content": text})
-                elif text:
-                    yield self._chunk(piece.candidate, {"content": text})
+                for delta in self._teller(tellers, piece.candidate).push(text):
+                    yield self._chunk(piece.candidate, delta)
         except PensieveError as error:
             yield event(failure_of(error).body)
             return
         for index, _, reason in _answers(stream.turn):
-            if index not in begun:
-                yield self._chunk(index, {"role": "assistant", "content": ""})
-            yield self._chunk(index, {}, reason)
+            teller = self._teller(tellers, index)
+            for delta in teller.finish():
+                yield self._chunk(index, delta)
+            yield self._chunk(index, {}, "tool_calls" if teller.calls and reason == "stop" else reason)
         if include_usage:
             yield event(
                 {**self._frame("chat.completion.chunk"), "choices": [], "usage": usage_of(stream.turn)}
             )
         yield DONE
 
-    def _chunk(self, index: int, delta: dict[str, str], reason: str | None = None) -> bytes:
+    def _teller(self, tellers: dict[int, ChatTeller], candidate: int) -> ChatTeller:
+        if candidate not in tellers:
+            tellers[candidate] = chat_teller(self.form, self.turn_id, candidate)
+        return tellers[candidate]
+
+    def _chunk(self, index: int, delta: dict[str, Any], reason: str | None = None) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
         return event({**self._frame("chat.completion.chunk"), "choices": [choice]})
 

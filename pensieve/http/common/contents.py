@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from pensieve.client import Role
+from pensieve.client import CallingMessage, FunctionCall, InputLike, Role, ToolResult
 from pensieve.http.common.failures import bad, unsupported
+from pensieve.speech import PLAIN, SpeechForm, is_object, read
 
 ROLES = {"system": Role.SYSTEM, "developer": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
@@ -32,6 +34,17 @@ class Said:
 
     role: Role
     text: str
+    calls: tuple[FunctionCall, ...] = ()
+    """Of an answer."""
+    call_id: str = ""
+    """Of what a function gave back."""
+
+    @property
+    def given(self) -> InputLike:
+        """For the SDK."""
+        if self.calls:
+            return CallingMessage(self.calls, self.text)
+        return ToolResult(self.text, self.call_id) if self.role is Role.TOOL else (self.role, self.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +57,22 @@ class Talk:
     """Up to the last answer."""
     new: tuple[Said, ...]
     """What came after it."""
+    tools: str = ""
+    """Definitions of the functions that the model may call, JSON."""
+    form: SpeechForm = PLAIN
+    """How answers are read."""
+
+    @property
+    def beginning(self) -> str:
+        """What stands before the messages: two talks with other beginnings are never one."""
+        return f"{self.system}\0{self.tools}" if self.tools else self.system
+
+    def answered(self, text: str) -> Said:
+        """An answer to it as a client knows it, and will say it again."""
+        if self.form.plain:
+            return Said(Role.ASSISTANT, text)
+        answer = read(text, self.form)
+        return Said(Role.ASSISTANT, answer.words, answer.calls)
 
 
 def text_of(content: Content, param: str) -> str:
@@ -67,6 +96,13 @@ def said(role: str, content: Content, param: str) -> Said:
     return Said(ROLES[role], text_of(content, f"{param}.content"))
 
 
+def called(name: str, arguments: str, call_id: str, param: str) -> FunctionCall:
+    """A call in an earlier answer. Raises HttpFailure when its arguments are no JSON object."""
+    if not is_object(arguments or "{}"):
+        raise bad(f"{param}.arguments", "must be a JSON object")
+    return FunctionCall(name, arguments or "{}", call_id)
+
+
 def talk_of(messages: Sequence[Said], param: str) -> Talk:
     """System prompt, history and new messages. Raises HttpFailure when there is nothing to answer."""
     first = next((n for n, one in enumerate(messages) if one.role is not Role.SYSTEM), len(messages))
@@ -81,8 +117,23 @@ def talk_of(messages: Sequence[Said], param: str) -> Talk:
 def digest(scope: bytes, system: str, messages: Iterable[Said]) -> bytes:
     """Names what was said, for one caller: blake2b over lengths and bytes, so that no two talks run together."""
     found = hashlib.blake2b(scope, digest_size=16)
-    for role, text in ((Role.SYSTEM, system), *((one.role, one.text) for one in messages)):
+    for role, text, calls in (
+        (Role.SYSTEM, system, ()),
+        *((one.role, one.text, one.calls) for one in messages),
+    ):
         data = text.encode("utf-8", "surrogatepass")
         found.update(b"%d:%d:" % (role, len(data)))
         found.update(data)
+        for call in calls:
+            # Not the ids, which clients may change, nor the arguments' white space.
+            data = f"{call.name} {_canonical(call.arguments)}".encode("utf-8", "surrogatepass")
+            found.update(b"call:%d:" % len(data))
+            found.update(data)
     return found.digest()
+
+
+def _canonical(arguments: str) -> str:
+    try:
+        return json.dumps(json.loads(arguments), sort_keys=True)
+    except (ValueError, RecursionError):
+        return arguments

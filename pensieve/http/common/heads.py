@@ -7,10 +7,10 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
-from pensieve.client import AsyncSession, AsyncTurnStream, Role, Turn, TurnOptions
+from pensieve.client import AsyncSession, AsyncTurnStream, Turn, TurnOptions
 from pensieve.errors import Aborted, FailedPrecondition, NotFound
 from pensieve.http.common.callers import Caller
-from pensieve.http.common.contents import Said, Talk, digest
+from pensieve.http.common.contents import Talk, digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class Heads:
                 self._put(scope, talk, one.text, replace(head, candidate=one.candidate))
 
     def _put(self, scope: bytes, talk: Talk, answer: str, head: Head) -> None:
-        answered = Said(Role.ASSISTANT, answer)
-        self._heads[digest(scope, talk.system, (*talk.history, *talk.new, answered))] = head
+        answered = talk.answered(answer)
+        self._heads[digest(scope, talk.beginning, (*talk.history, *talk.new, answered))] = head
         while len(self._heads) > self._limit:
             self._heads.popitem(last=False)
 
@@ -88,7 +88,7 @@ async def begin(
     The names of what is made are made of ``turn_id``: a retry finds it.
     """
     options["request_id"] = str(turn_id)
-    key = digest(caller.scope, talk.system, talk.history)
+    key = digest(caller.scope, talk.beginning, talk.history)
     head = heads.find(key) if talk.history else None
     if head is not None:
         try:
@@ -98,7 +98,8 @@ async def begin(
     session = await caller.client.create_session(
         session_id=f"{family}{turn_id.hex}",
         system_prompt=talk.system or None,
-        initial_items=[(one.role, one.text) for one in talk.history],
+        tools=talk.tools or None,
+        initial_items=[one.given for one in talk.history],
         ttl=ttl_s,
         overflow="drop_oldest_turns" if drops_oldest else None,
         request_id=str(uuid.uuid5(turn_id, "session")),
@@ -126,6 +127,6 @@ async def _go_on(
 
 
 async def _accepted(session: AsyncSession, talk: Talk, options: TurnOptions) -> AsyncTurnStream:
-    stream = session.stream(items=[(one.role, one.text) for one in talk.new], **options)
+    stream = session.stream(items=[one.given for one in talk.new], **options)
     await stream.accepted()
     return stream

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pensieve.client import AsyncSession, Role, SessionInfo
+from pensieve.client import AsyncSession, Role, ServerInfo, SessionInfo
 from pensieve.errors import NotFound
 from pensieve.http.common.bodies import read_json
 from pensieve.http.common.callers import Caller
@@ -17,7 +18,7 @@ from pensieve.http.common.failures import HttpFailure
 from pensieve.http.common.requests import request_id_of
 from pensieve.http.conversations.requests import ConversationRequest, MetadataRequest
 from pensieve.http.responses.ids import conversation_id, conversation_session
-from pensieve.http.responses.objects import input_message
+from pensieve.http.responses.objects import history_items
 from pensieve.http.responses.pages import page
 
 
@@ -33,7 +34,7 @@ async def create(request: Request) -> Response:
         session = await caller.client.create_session(
             session_id=f"conv-{made_of.hex}",
             system_prompt="\n\n".join(one.text for one in said[:first]) or None,
-            initial_items=[(one.role, one.text) for one in said[first:]],
+            initial_items=[one.given for one in said[first:]],
             labels=body.metadata,
             request_id=str(uuid.uuid5(made_of, "session")),
         )
@@ -74,7 +75,7 @@ async def items(request: Request) -> Response:
     """A page of the items, newest first unless ``order=asc``."""
     door = HttpDoor.of(request)
     async with door.callers.of(request) as caller:
-        found = await _items(await _session(request, caller))
+        found = await _items(await _session(request, caller), await door.info_of(caller))
     return door.answer(page(found, request), request)
 
 
@@ -83,7 +84,7 @@ async def item(request: Request) -> Response:
     door = HttpDoor.of(request)
     wanted = request.path_params["item"]
     async with door.callers.of(request) as caller:
-        found = await _items(await _session(request, caller))
+        found = await _items(await _session(request, caller), await door.info_of(caller))
     for one in found:
         if one["id"] == wanted:
             return door.answer(one, request)
@@ -117,8 +118,14 @@ async def _session(request: Request, caller: Caller) -> AsyncSession:
     return session
 
 
-async def _items(session: AsyncSession) -> list[dict[str, Any]]:
-    return [input_message(session.id, one) for one in await session.items()]
+async def _items(session: AsyncSession, info: ServerInfo) -> list[dict[str, Any]]:
+    """An answer is as many items as a response showed it as."""
+    assert session.info is not None
+    form = info.speech if session.info.tools else replace(info.speech, calls=None)
+    found: list[dict[str, Any]] = []
+    for one in await session.items():
+        found += history_items(session.id, one, form)
+    return found
 
 
 def _document(info: SessionInfo) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -24,6 +25,7 @@ from pensieve.http.responses.ids import ResponseId, conversation_id
 from pensieve.http.responses.objects import Response, input_message
 from pensieve.http.responses.pages import page
 from pensieve.http.responses.requests import ResponseRequest
+from pensieve.http.tools.definitions import tool_use
 
 
 async def create(request: Request) -> HttpResponse:
@@ -34,12 +36,14 @@ async def create(request: Request) -> HttpResponse:
     async with AsyncExitStack() as held:
         caller = await held.enter_async_context(door.callers.of(request))
         model = await door.model_of(caller, body.model)
-        chain = Chain(caller, body, request_id_of(request))
+        info = await door.info_of(caller)
+        use = tool_use(info, body.tools or (), body.tool_choice)
+        chain = Chain(caller, body, request_id_of(request), use, info)
         begun = await chain.begin(door.heads, door.settings.unstored_ttl_s)
         if not body.stored:
             held.push_async_callback(begun.session.delete, allow_missing=True)
         held.callback(begun.stream.close)
-        response = Response(begun.id, model, int(time.time()), body, body.conversation_id)
+        response = Response(begun.id, model, int(time.time()), body, body.conversation_id, begun.form)
         if body.stream:
             chunks = noting(
                 Events(response).of(begun.stream),
@@ -59,10 +63,9 @@ async def retrieve(request: Request) -> HttpResponse:
     door = HttpDoor.of(request)
     async with AsyncExitStack() as held:
         caller = await held.enter_async_context(door.callers.of(request))
-        model = await door.model_of(caller, None)
         found, session, turn = await _find(request, caller)
         if request.query_params.get("stream") != "true":
-            return door.answer(_later(found, model, turn), request)
+            return door.answer(await _later(door, caller, found, turn), request)
         if not found.background:
             raise bad("stream", "only the streams of responses with background=true are resumed")
         after = request.query_params.get("starting_after", "-1")
@@ -71,8 +74,7 @@ async def retrieve(request: Request) -> HttpResponse:
         stream = session.attach(found.turn_id, max_chunk_tokens=1)
         held.callback(stream.close)
         await stream.accepted()
-        response = Response(found, model, _created(turn), conversation=conversation_id(found.session_id))
-        events = Events(response, int(after)).of(stream)
+        events = Events(await _read(door, caller, found, turn), int(after)).of(stream)
         return EventStream(events, held.pop_all(), door.headers(request))
 
 
@@ -80,11 +82,10 @@ async def cancel(request: Request) -> HttpResponse:
     """Stop a response; what was said so far stays."""
     door = HttpDoor.of(request)
     async with door.callers.of(request) as caller:
-        model = await door.model_of(caller, None)
         found, session, turn = await _find(request, caller)
         if turn.state is TurnState.RUNNING:
             turn = await session.cancel(found.turn_id, keep="partial")
-    return door.answer(_later(found, model, turn), request)
+        return door.answer(await _later(door, caller, found, turn), request)
 
 
 async def delete(request: Request) -> HttpResponse:
@@ -142,9 +143,20 @@ async def _erase(session: AsyncSession, turn: Turn) -> None:
         await session.delete(expected_revision=revision, allow_missing=True)
 
 
-def _later(found: ResponseId, model: str, turn: Turn) -> dict[str, Any]:
+async def _read(door: HttpDoor, caller: Caller, found: ResponseId, turn: Turn) -> Response:
     """A response that is read after it was made."""
-    response = Response(found, model, _created(turn), conversation=conversation_id(found.session_id))
+    info = await door.info_of(caller)
+    return Response(
+        found,
+        info.model,
+        _created(turn),
+        conversation=conversation_id(found.session_id),
+        form=info.speech if found.calls else replace(info.speech, calls=None),
+    )
+
+
+async def _later(door: HttpDoor, caller: Caller, found: ResponseId, turn: Turn) -> dict[str, Any]:
+    response = await _read(door, caller, found, turn)
     return response.begun() if turn.state is TurnState.RUNNING else response.ended(turn)
 
 
@@ -158,5 +170,5 @@ def _missing(text: str) -> HttpFailure:
 
 
 def _remember(door: HttpDoor, caller: Caller, begun: BegunResponse, turn: Turn) -> None:
-    if begun.talk is not None and begun.id.instructions == b"":
+    if begun.talk is not None:
         door.heads.ended(caller.scope, begun.talk, begun.session.id, turn)

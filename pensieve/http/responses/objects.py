@@ -10,10 +10,12 @@ from pensieve.client import FinishReason, Item, Role, Turn, TurnState, Usage
 from pensieve.http.common.answers import cached_tokens, was_cut
 from pensieve.http.responses.ids import ResponseId, item_id
 from pensieve.http.responses.requests import ResponseRequest
+from pensieve.http.tools.outputs import OutputItems, answer_parts, result_item
+from pensieve.speech import PLAIN, SpeechForm
 
 Document = dict[str, Any]
 
-_ROLES = {Role.SYSTEM: "system", Role.USER: "user", Role.ASSISTANT: "assistant", Role.TOOL: "user"}
+_ROLES = {Role.SYSTEM: "system", Role.USER: "user", Role.ASSISTANT: "assistant"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,8 @@ class Response:
     asked: ResponseRequest = field(default_factory=ResponseRequest)
     """The request; of a response that is read later, what is not kept is as if it had not been said."""
     conversation: str | None = None
+    form: SpeechForm = PLAIN
+    """How the answer is read."""
 
     def begun(self) -> Document:
         """While the answer is made."""
@@ -34,19 +38,31 @@ class Response:
     def ended(self, turn: Turn) -> Document:
         """With the answer, however it ended."""
         status = status_of(turn)
-        message = [self.message(turn.text, status)] if turn.output is not None else []
+        output = self._output(turn.text, status) if turn.output is not None else []
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             **self._snapshot(status),
             "completed_at": int(time.time()) if status == "completed" else None,
             "incomplete_details": cut,
-            "output": message,
+            "output": output,
             "usage": usage_of(turn.usage),
         }
 
     def failed(self, code: str, message: str) -> Document:
         """When there is no answer."""
         return {**self._snapshot("failed"), "error": {"code": code, "message": message}}
+
+    @property
+    def items(self) -> OutputItems:
+        """Makes the items of the output."""
+        return OutputItems(self.id.message.removeprefix("msg_"), self.id.turn_id)
+
+    def _output(self, text: str, status: str) -> list[Document]:
+        if self.form.plain:
+            return [self.message(text, status)]
+        return self.items.all(
+            answer_parts(text, self.form), "completed" if status == "completed" else "incomplete"
+        )
 
     def message(self, text: str, status: str) -> Document:
         """The answer as an item."""
@@ -87,8 +103,8 @@ class Response:
             "store": asked.stored,
             "temperature": 1.0 if asked.temperature is None else asked.temperature,
             "text": {"format": {"type": "text"}},
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": "none" if asked.tool_choice == "none" else "auto",
+            "tools": [tool.echo for tool in asked.tools or ()],
             "top_logprobs": 0,
             "top_p": 1.0 if asked.top_p is None else asked.top_p,
             "truncation": asked.truncation or "disabled",
@@ -128,6 +144,8 @@ def text_part(text: str) -> Document:
 
 def input_message(session_id: str, item: Item) -> Document:
     """An item of a history."""
+    if item.role == Role.TOOL:
+        return result_item(item_id(session_id, item.item), item.text, item.call_id)
     role = item.role if isinstance(item.role, Role) else Role.USER
     part = text_part(item.text) if role is Role.ASSISTANT else {"type": "input_text", "text": item.text}
     return {
@@ -137,6 +155,14 @@ def input_message(session_id: str, item: Item) -> Document:
         "status": "completed",
         "content": [part],
     }
+
+
+def history_items(session_id: str, item: Item, form: SpeechForm) -> list[Document]:
+    """An item of a history as the items that a response tells it as."""
+    if item.role != Role.ASSISTANT or form.plain:
+        return [input_message(session_id, item)]
+    made = OutputItems(item_id(session_id, item.item).removeprefix("msg_"), item.request_id)
+    return made.all(answer_parts(item.text, form), "completed")
 
 
 def listing(items: list[Document], *, has_more: bool = False) -> Document:
