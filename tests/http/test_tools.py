@@ -183,6 +183,18 @@ async def test_chat_resends_its_calls(stream: bool) -> None:
         assert rig.service.link.generations[-1].session != turns[0].session
 
 
+async def test_what_was_called_is_part_of_what_was_said() -> None:
+    async with tool_door(ROME, "Blue.") as rig:
+        history: list[Any] = [{"role": "user", "content": "How is it in Rome?"}]
+        history.append(await chat(rig, history, False))
+        call = history[1]["tool_calls"][0]
+        history.append({"role": "tool", "tool_call_id": call["id"], "content": RESULT})
+        call["function"]["arguments"] = '{"town": "Oslo"}'
+        await say(rig, history)
+        assert len({turn.session for turn in rig.service.link.generations}) == 2
+        assert "Oslo" in context_of(rig)
+
+
 async def chat(rig: HttpRig, history: list[Any], stream: bool) -> dict[str, Any]:
     """The next message of a chat, as a client would send it again."""
     if not stream:

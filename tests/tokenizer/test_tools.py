@@ -114,7 +114,9 @@ def test_results_come_one_by_one(chat: ChatTokenizer) -> None:
         delta(chat, [ASKED, CALLED, [one], [two]]),
     )
     assert both[: len(first)] == first
-    assert chat.decode(both[len(first) :]).count("grey") == 1
+    added = chat.decode(both[len(first) :])
+    assert added.count("grey") == 1
+    assert added.count("<tool_response>") == added.count("</tool_response>")
 
 
 def test_words_beside_a_call(model: tuple[str, Path], chat: ChatTokenizer, oracle: Any) -> None:
