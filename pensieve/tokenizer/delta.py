@@ -227,7 +227,11 @@ def _value(match: re.Match[str], message: TextMessage) -> str:
     if match[1] is not None:
         return message.calls[int(match[1])].name
     if match[2] is not None:
-        return json.dumps(json.loads(message.calls[int(match[2])].arguments), ensure_ascii=False)
+        arguments = message.calls[int(match[2])].arguments
+        try:
+            return json.dumps(json.loads(arguments), ensure_ascii=False)
+        except RecursionError:
+            return arguments
     return message.text
 
 

@@ -17,6 +17,8 @@ ID_MARKER: Final = re.compile(r"z\d{8}")
 """Stands for the id of a call while a template is looked at. Nine characters: Mistral's takes no others."""
 _ID_CHARS: Final = string.ascii_letters + string.digits
 _ID_LENGTH: Final = 9
+MAX_DEPTH: Final = 64
+"""Of definitions: schemas are not deeper, and templates go through them by recursion."""
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _FORMS: Final = (
     ("[TOOL_CALLS]", CallForm.MISTRAL),
@@ -62,10 +64,12 @@ class Tools:
             names.append(name)
         if len(set(names)) < len(names):
             raise _wrong("defines a function twice")
+        for _ in self.strings():
+            pass  # sees that it is not too deep
 
     def strings(self) -> Iterator[str]:
-        """Every text in it, names of fields too."""
-        return _strings(json.loads(self.text)) if self.text else iter(())
+        """Every text in it, names of fields too. Raises InvalidArgument when it is nested too deep."""
+        return _strings(json.loads(self.text), MAX_DEPTH) if self.text else iter(())
 
 
 NO_TOOLS: Final = Tools()
@@ -105,17 +109,19 @@ def template_id(call_id: str, index: int) -> str:
     return "".join(_ID_CHARS[byte % len(_ID_CHARS)] for byte in digest.digest())
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _strings(value: Any, depth: int) -> Iterator[str]:
+    if not depth:
+        raise _wrong(f"is nested deeper than {MAX_DEPTH} levels")
     match value:
         case str():
             yield value
         case list():
             for one in value:
-                yield from _strings(one)
+                yield from _strings(one, depth - 1)
         case dict():
             for key, one in value.items():
                 yield key
-                yield from _strings(one)
+                yield from _strings(one, depth - 1)
 
 
 def _no_number(name: str) -> float:

@@ -317,6 +317,19 @@ async def test_bad_input_is_refused_by_name() -> None:
             with pytest.raises(BadRequestError) as caught:
                 await respond(rig, "hi", extra_body=fields)
             assert caught.value.param == param, (name, caught.value.body)
+        deep: Any = {}
+        for _ in range(300):
+            deep = {"x": deep}
+        with pytest.raises(BadRequestError, match="nested deeper"):
+            await respond(rig, "hi", tools=[{**TOOL, "parameters": deep}])
+        too_deep = b'{"input": "hi", "tools": [{"type": "function", "name": "f", "parameters": {"x": '
+        with pytest.raises(BadRequestError, match="too deep"):
+            await rig.client.post(
+                "/responses",
+                cast_to=object,
+                content=too_deep + b"[" * 50_000 + b"]" * 50_000 + b"}}]}",
+                options={"headers": {"content-type": "application/json"}},
+            )
         message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
         with pytest.raises(BadRequestError) as caught:
             await say(rig, [{"role": "user", "content": "hi"}, message, {"role": "user", "content": "?"}])

@@ -186,7 +186,8 @@ def test_forms(tmp_path: Path, model: tuple[str, Path], chat: ChatTokenizer) -> 
     "tools",
     ["{", "[]", "{}", "[1]", '[{"type": "function"}]', '[{"type": "web_search", "function": {"name": "f"}}]',
      '[{"type": "function", "function": {"name": "a b"}}]', "[NaN]", f"[{json.dumps(WEATHER)}, {json.dumps(WEATHER)}]",
-     '[{"type": "function", "function": {"name": "f", "parameters": 1}}]', "[" * 100_000],
+     '[{"type": "function", "function": {"name": "f", "parameters": 1}}]', "[" * 100_000,
+     '[{"type": "function", "function": {"name": "f", "parameters": {"x": %s}}}]' % ("[" * 200 + "]" * 200)],
 )  # fmt: skip
 def test_what_is_no_definition(chat: ChatTokenizer, tools: str) -> None:
     with pytest.raises(InvalidArgument, match="tools_json"):

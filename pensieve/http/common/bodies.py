@@ -28,6 +28,8 @@ async def read_json(request: Request, kind: type[T], max_bytes: int) -> T:
         found = _PATH.search(message)
         param = found.group(1) if found is not None else None
         raise HttpFailure(400, message, param=param or None, code="invalid_type") from error
+    except RecursionError as error:
+        raise HttpFailure(400, "the body is nested too deep", code="invalid_json") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise HttpFailure(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
 

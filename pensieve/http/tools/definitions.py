@@ -24,8 +24,8 @@ class FunctionDefinition(msgspec.Struct, frozen=True):
     @property
     def rendered(self) -> dict[str, Any]:
         """As chat templates take it; ``strict`` is nothing for the model to read."""
-        said = {"name": self.name, "description": self.description or "", "parameters": self.parameters or {}}
-        return {"type": "function", "function": said}
+        said = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": {key: one for key, one in said.items() if one is not None}}
 
 
 class OfferedTool(msgspec.Struct, frozen=True):

@@ -88,7 +88,7 @@ class Renderer:
     ) -> tuple[tuple[Item, ...], TokenArray]:
         """Items for ``entries`` behind ``history``, and the generation prompt behind them (int32 [n], maybe empty)."""
         work = functools.partial(self._render, history, tuple(entries), stamp, generation_prompt)
-        return await self._lanes.run(self._tenant, _size(entries), work)
+        return await self._lanes.run(self._tenant, _size(history, entries), work)
 
     async def prepare(
         self, history: History, entries: Sequence[InputEntry], stamp: Stamp, room: Room
@@ -100,12 +100,13 @@ class Renderer:
         """
         self.check_size(entries, room.limit)
         work = functools.partial(self._prepare, history, tuple(entries), stamp, room)
-        return await self._lanes.run(self._tenant, _size(entries), work)
+        return await self._lanes.run(self._tenant, _size(history, entries), work)
 
-    def check_tools(self, tools: str) -> None:
+    async def check_tools(self, tools: str) -> None:
         """Raises InvalidArgument unless a session with these definitions of functions can be rendered."""
         if tools:
-            self._tokenizer.check_tools(tools)
+            work = functools.partial(self._tokenizer.check_tools, tools)
+            await self._lanes.run(self._tenant, len(tools), work)
 
     def check_size(self, entries: Sequence[InputEntry], limit: int) -> None:
         """Raises ContextLimitExceeded for input that is too long whatever it tokenises to. Costs nothing."""
@@ -238,9 +239,13 @@ def too_long(context_tokens: int, limit: int) -> ContextLimitExceeded:
     )
 
 
-def _size(entries: Sequence[InputEntry]) -> int:
-    """Characters, and token ids, which are turned into text."""
-    return sum(len(entry.text) if entry.tokens is None else packed_length(entry.tokens) for entry in entries)
+def _size(history: History, entries: Sequence[InputEntry]) -> int:
+    """Characters, and token ids, which are turned into text; definitions of functions as long as no user has spoken."""
+    shows_tools = all(item.role is not Role.USER for item in history.items)
+    tools = len(history.config.tools) if shows_tools else 0
+    return tools + sum(
+        len(entry.text) if entry.tokens is None else packed_length(entry.tokens) for entry in entries
+    )
 
 
 def _message(entry: InputEntry) -> TextMessage | TokenMessage:

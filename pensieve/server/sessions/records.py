@@ -73,7 +73,7 @@ async def create(renderer: Renderer, new: NewSession, served: ServedModel) -> Re
     """First record of a session: system prompt and imported items, rendered and numbered from 1."""
     prompt = (InputEntry(Role.SYSTEM, new.config.system_prompt),) if new.config.system_prompt else ()
     now = now_ms()
-    check_tools(new.config, renderer)
+    await check_tools(new.config, renderer)
     base = History(config=new.config)
     items, _ = await renderer.items(base, (*prompt, *new.items), Stamp(1, new.request_id, now))
     return Record(
@@ -122,7 +122,8 @@ async def update(renderer: Renderer, base: History, change: SessionChange, serve
     tokenizer, or one of which nothing is known, has all of them made anew from its texts.
     """
     config = change.applied(base.config)
-    check_tools(config, renderer)
+    if (config.tools, config.overflow) != (base.config.tools, base.config.overflow):
+        await check_tools(config, renderer)
     begins_alike = (config.system_prompt, config.tools) == (base.config.system_prompt, base.config.tools)
     anew = False
     if change.rebind:
@@ -152,9 +153,9 @@ async def update(renderer: Renderer, base: History, change: SessionChange, serve
     return msgspec.structs.replace(record, keep_items=0, items=(*head, *moved), hidden_before=hidden)
 
 
-def check_tools(config: SessionConfig, renderer: Renderer) -> None:
+async def check_tools(config: SessionConfig, renderer: Renderer) -> None:
     """Raises InvalidArgument for tools that a session with this configuration cannot have."""
-    renderer.check_tools(config.tools)
+    await renderer.check_tools(config.tools)
     if config.tools and config.overflow is Overflow.DROP_OLDEST_TURNS:
         # Many templates show them in the first user's message.
         raise InvalidArgument.field(
