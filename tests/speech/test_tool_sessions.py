@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from pensieve.client import AsyncClient, CallingMessage, FunctionCall, Role, Too
 from pensieve.errors import FailedPrecondition, InvalidArgument
 from pensieve.server.values import InputEntry, NewTurn
 from pensieve.speech import CallForm, read
+from pensieve.store import HistoryStore
+from pensieve.store.sqlite_store import SqliteStore
 from support.http.tool_rig import ROME, speaker, spoken
 from support.service.scripted_link import ScriptedGeneration
 from support.service.service_rig import Rig, serving
@@ -24,7 +27,9 @@ ASKED = "How is it in Rome?"
 
 
 @asynccontextmanager
-async def opened(*answers: str, style: str = "qwen") -> AsyncIterator[tuple[Rig, AsyncClient]]:
+async def opened(
+    *answers: str, style: str = "qwen", store: HistoryStore | None = None
+) -> AsyncIterator[tuple[Rig, AsyncClient]]:
     """``answers``: what the model says, one turn after the other; the last again and again."""
     left = list(answers)
 
@@ -32,7 +37,8 @@ async def opened(*answers: str, style: str = "qwen") -> AsyncIterator[tuple[Rig,
         return spoken(left.pop(0) if len(left) > 1 else left[0], style)
 
     speaks = speaker(style)
-    async with serving(answer="", speaks=speaks, vocab_size=speaks.vocab_size, context_limit=2048) as rig:
+    options: dict[str, Any] = {"speaks": speaks, "vocab_size": speaks.vocab_size, "context_limit": 2048}
+    async with serving(answer="", store=store, **options) as rig:
         rig.link.answer = script
         async with AsyncClient(rig.target) as client:
             yield rig, client
@@ -60,6 +66,28 @@ async def test_a_call_and_its_result() -> None:
         assert json.loads((await session.refresh()).tools)[0] == WEATHER
         fork = await session.fork(item=2)
         assert (await fork.refresh()).tools == session.info.tools  # type: ignore[union-attr]
+
+
+async def test_a_call_outlives_its_server(tmp_path: Path) -> None:
+    contexts = []
+    for answers in ((ROME,), ("Blue.",), ("Bye.",)):
+        store = SqliteStore(tmp_path / "history.db")
+        await store.open()
+        async with opened(*answers, store=store) as (rig, client):
+            session = client.session("trip")
+            if answers == (ROME,):
+                session = await client.create_session(session_id="trip", tools=[WEATHER])
+                await session.send(ASKED)
+            elif answers == ("Blue.",):
+                await session.send(items=[ToolResult("blue skies", "c1")])
+            else:
+                assert [item.call_id for item in await session.items()] == ["", "", "c1", ""]
+                await session.update(tools=[TRAFFIC])
+                await session.send("Thanks")
+            contexts.append(context_of(rig))
+        await store.close()
+    assert contexts[1].startswith(contexts[0]) and contexts[0].count('"weather"') == 1
+    assert contexts[2].count('"traffic"') == 1 and contexts[2].count("Tells the weather") == 0
 
 
 async def test_what_is_imported_is_read_as_calls() -> None:
