@@ -7,9 +7,11 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
+from pensieve.store import HistoryStore
 from pensieve.tokenizer import ChatTokenizer
 from support.http.http_rig import HttpRig, door
 from support.service.scripted_link import ScriptedGeneration
@@ -37,14 +39,21 @@ def spoken(text: str, style: str) -> list[int]:
 
 
 @asynccontextmanager
-async def tool_door(*answers: str, style: str = "qwen") -> AsyncIterator[HttpRig]:
+async def tool_door(
+    *answers: str, style: str = "qwen", store: HistoryStore | None = None
+) -> AsyncIterator[HttpRig]:
     """``answers``: what the model says, one turn after the other; the last again and again."""
     left = list(answers)
 
     def script(_: ScriptedGeneration) -> Sequence[int]:
         return spoken(left.pop(0) if len(left) > 1 else left[0], style)
 
-    options = {"speaks": speaker(style), "vocab_size": speaker(style).vocab_size, "context_limit": 4096}
+    options: dict[str, Any] = {
+        "speaks": speaker(style),
+        "vocab_size": speaker(style).vocab_size,
+        "context_limit": 4096,
+        "store": store,
+    }
     async with door("", service_options=options) as rig:
         rig.service.link.answer = script
         yield rig
