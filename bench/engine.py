@@ -3,6 +3,9 @@
 Steps go straight to the worker, as plans made here, over KV whose content does not matter for time. Two are always in
 flight, as in the server; ``gap`` is what the device idles between two. The section ``loop`` runs the whole engine,
 scheduler included. Weights are random (``--load-format dummy``).
+
+With ``--tensor-parallel N`` the model is divided over N GPUs. Floors and rates are then those of one of them, and the
+section ``kernels`` has the all-reduces among its rows. For the gain, run it with 1 and with N under two ``--name``s.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from common.provenance import commit, gpu_name, portable
 from rich.console import Console
 from rich.progress import track
 
-from pensieve.config import EngineOptions, SwapMechanism
+from pensieve.config import AllReduce, EngineOptions, SwapMechanism
 from pensieve.core import RequestKey, Sampling, pack_tokens
 from pensieve.engine.build import cache_config, scheduler_config
 from pensieve.engine.cache.manager import CacheManager
@@ -35,11 +38,13 @@ from pensieve.engine.cost.model import CostModel
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import EngineReady, Submit
 from pensieve.engine.plan import Span
+from pensieve.engine.ranks.build import build_workers
 from pensieve.engine.scheduler import Scheduler
 from pensieve.engine.worker.cuda_worker import CudaWorker
-from pensieve.engine.worker.torch_worker import build_worker
 
 SECTIONS = ("decode", "prefill", "ttft", "swap", "loop", "kernels")
+ONE_GPU = ("swap",)
+"""Sections that look at the copies of a single worker."""
 BANDWIDTH, MATRIX = 4.25e12, 785e12
 """Ceilings of one H200: bytes/s of a device copy, bf16 operations/s of a large product (see ops_attention_h200.md)."""
 
@@ -101,6 +106,7 @@ def swap_rows(bench: Bench) -> Iterator[dict[str, Any]]:
             "swapping": name, "chunks a step": into + out, "GB/s": round(moved / 1e9, 1), "step ms": ms(taken.wall),
             "p99 ms": ms(taken.wall_p99), "p99 ÷ alone": round(taken.wall_p99 / alone.wall_p99, 3),
         }  # fmt: skip
+        assert isinstance(bench.worker, CudaWorker)
         bench.worker.swap.drain()
 
 
@@ -183,34 +189,42 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
 @click.option(
     "--swap-mechanism", type=click.Choice(get_args(SwapMechanism)), default="auto", show_default=True
 )
+@click.option("--tensor-parallel", default=1, show_default=True, metavar="N", help="Over so many GPUs.")
+@click.option("--all-reduce", type=click.Choice(get_args(AllReduce)), default="auto", show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), default=Path("bench/results"), show_default=True)
 @click.option("--name", default="engine", show_default=True, help="Name of the report's files.")
 def main(
     shape: str, sections: tuple[str, ...], device_cache: str, host_cache: str, max_batch_tokens: int,
-    max_running: int, swap_mechanism: SwapMechanism, out: Path, name: str,
+    max_running: int, swap_mechanism: SwapMechanism, tensor_parallel: int, all_reduce: AllReduce, out: Path, name: str,
 ) -> None:  # fmt: skip
-    """Time the engine on this machine's GPU."""
+    """Time the engine on this machine's GPU, or GPUs."""
+    sections = sections or tuple(one for one in SECTIONS if tensor_parallel == 1 or one not in ONE_GPU)
+    if tensor_parallel > 1 and set(sections) & set(ONE_GPU):
+        raise click.BadParameter(f"{ONE_GPU[0]} is for one GPU", param_hint="--section")
     with tempfile.TemporaryDirectory() as folder:
         options = EngineOptions(
             model=str(dummy_model.make(shape, Path(folder))), load_format="dummy", device="cuda", dtype="bfloat16",
             device_cache=device_cache, host_cache=host_cache, max_batch_tokens=max_batch_tokens,
             max_running=max_running, swap_mechanism=swap_mechanism, cost_profile="estimate",
+            tensor_parallel=tensor_parallel, all_reduce=all_reduce,
         )  # fmt: skip
         started = time.perf_counter()
-        worker = build_worker(options)
+        worker = build_workers(options)
         start_up = time.perf_counter() - started
-        assert isinstance(worker, CudaWorker)
         with closing(worker):
-            report = _measure(Bench(worker), options, sections or SECTIONS)
-    report = {"schema": "pensieve.engine/1", "shape": shape, "start_up_s": round(start_up, 1), **report}
+            report = _measure(Bench(worker), options, sections)
+    report = {
+        "schema": "pensieve.engine/1", "shape": shape, "gpus": tensor_parallel, "start_up_s": round(start_up, 1),
+        **report,
+    }  # fmt: skip
     report |= {
         "command": portable(["python", *sys.argv]), "commit": commit(), "device": gpu_name(),
         "torch": torch.__version__, "triton": triton.__version__,
     }  # fmt: skip
     lines = [
         f"`{report['command']}`", "",
-        f"{shape}, bfloat16, on one {report['device']}, torch {report['torch']}, Triton {report['triton']}, commit "
-        f"{report['commit']}; start-up {report['start_up_s']} s.",
+        f"{shape}, bfloat16, on {tensor_parallel} {report['device']}, torch {report['torch']}, Triton "
+        f"{report['triton']}, commit {report['commit']}; start-up {report['start_up_s']} s.",
     ]  # fmt: skip
     for section, rows in report["sections"].items():
         lines += ["", f"## {section}", "", *(table(rows) if rows else ["nothing fits"])]

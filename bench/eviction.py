@@ -32,13 +32,21 @@ COST = CostModel(((0, 0.0), (4096, 1.0)), 0.2, 32)
 
 
 def filled_cache(
-    sessions: int, chunks_each: int, policy: PolicyName, sharing: float, prompts: int, *, hinted: bool
+    sessions: int,
+    chunks_each: int,
+    policy: PolicyName,
+    sharing: float,
+    prompts: int,
+    *,
+    hinted: bool,
+    tenants: int = 0,
 ) -> CacheManager:
     """A cache in which every session is idle and fully on the device.
 
     sharing: share of the sessions that have the first half of their chunks in common with others.
     prompts: how many different beginnings those have.
     hinted: every session has hints.
+    tenants: among whom the sessions are dealt out. All but the first have a share: of what they hold all, or half.
     """
     config = CacheConfig(sessions * chunks_each, host_chunks=sessions, policy=policy, swap_watermark=0.25)
     cache = CacheManager(config, COST)
@@ -51,7 +59,10 @@ def filled_cache(
         if number < sharing * sessions:
             context[:common] = beginnings[number % prompts]
         hints = Hints(next_turn_s=float(rng.exponential(100)), importance=2.0) if hinted else None
-        serve(cache, key, context, "tenant" if sharing else "", float(rng.random() * 1000), hints)
+        tenant = f"tenant {number % tenants}" if tenants else "tenant"
+        serve(cache, key, context, tenant if sharing else "", float(rng.random() * 1000), hints, tenant)
+    for number in range(1, tenants):
+        cache.shares.allot(f"tenant {number}", (1 - number % 2 / 2) / tenants)
     cache.index.round(Reclaim.SAVED_PAGE, 1000.0, 1)  # bring the rows up to date once
     return cache
 
@@ -63,12 +74,13 @@ def serve(
     scope: str,
     now: float,
     hints: Hints | None = None,
+    tenant: str = "tenant",
 ) -> float:
     """One turn without an answer; seconds that its admission took."""
     started = time.process_time()
     path = cache.path(key, scope, context)
-    assert cache.can_admit(key, context, len(context), reserve=False, path=path)
-    restore = cache.admit(key, context, len(context), now, path)
+    assert cache.can_admit(key, context, len(context), reserve=False, path=path, tenant=tenant)
+    restore = cache.admit(key, context, len(context), now, path, tenant=tenant)
     taken = time.process_time() - started
     for start, end in restore.missing:
         cache.computed(key, start, end)
@@ -84,7 +96,8 @@ def measure(cache: CacheManager, victims: int, repeats: int = 60) -> tuple[float
     for repeat in range(repeats):
         taken: list[Chunk] = []
         started = time.process_time()
-        order = cache.index.round(Reclaim.SAVED_PAGE, 1000.0 + repeat, victims)
+        allowance = cache.shares.allowance(cache._tiers.device, cache.shares.number("tenant 0"))
+        order = cache.index.round(Reclaim.SAVED_PAGE, 1000.0 + repeat, victims, allowance)
         while len(taken) < victims:
             taken.append(order.take()[0])
             taken[-1].saving = True
@@ -129,6 +142,7 @@ def admissions(tokens: int, repeats: int = 40) -> dict[str, tuple[float, float]]
 @click.option("--sharing", default=0.0, help="Share of the sessions that begin like others.")
 @click.option("--prompts", default=100, help="How many different beginnings those have.")
 @click.option("--hints", is_flag=True, help="Every session has some.")
+@click.option("--tenants", default=0, help="How many there are, all but one with a share of the cache.")
 @click.option("--admit", default=16_384, help="Tokens of the context to admit.")
 def main(
     sessions: tuple[int, ...],
@@ -138,6 +152,7 @@ def main(
     sharing: float,
     prompts: int,
     hints: bool,
+    tenants: int,
     admit: int,
 ) -> None:
     """Measure eviction rounds and admissions."""
@@ -145,7 +160,7 @@ def main(
     rows = []
     for policy in policies:
         for count in sessions:
-            cache = filled_cache(count, chunks, policy, sharing, prompts, hinted=hints)
+            cache = filled_cache(count, chunks, policy, sharing, prompts, hinted=hints, tenants=tenants)
             least, median, worst = measure(cache, victims)
             rows.append(
                 {
@@ -162,7 +177,7 @@ def main(
     Console().print(table)
     machine = {"machine": platform.platform(), "python": platform.python_version(), "numpy": np.__version__}
     admitted = {"tokens": admit, "least_and_median_ms": admissions(admit)}
-    shared = {"sharing": sharing, "prompts": prompts, "hints": hints}
+    shared = {"sharing": sharing, "prompts": prompts, "hints": hints, "tenants": tenants}
     print(json.dumps({"victims": victims, **shared, "rows": rows, "admission": admitted, **machine}))
 
 

@@ -16,6 +16,7 @@ PolicyName = Literal["gittins", "retention", "lru", "trailing-half", "whole-sess
 DeviceName = Literal["auto", "cpu", "cuda"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
+AllReduce = Literal["auto", "nccl"]
 SwapMechanism = Literal["auto", "batch", "kernel"]
 
 BATCH_LIMITS = {"cpu": (512, 64), "cuda": (2048, 256)}
@@ -73,6 +74,10 @@ class EngineTuning(msgspec.Struct, frozen=True, kw_only=True):
     dtype: DtypeName = "auto"
     load_format: LoadFormat = "auto"
     """``dummy``: random weights made on the device; the folder then needs no weight files."""
+    tensor_parallel: int = 1
+    """Over so many GPUs, or processes on a CPU, the model is divided."""
+    all_reduce: AllReduce = "auto"
+    """How sums over ranks are made on GPUs; ``nccl`` leaves symmetric memory out."""
     device_cache: str = "auto"
     """``40GiB``, ``512MiB``, ``4096tokens`` or ``auto``: see ``pensieve.engine.worker.sizing``."""
     host_cache: str = "auto"

@@ -122,7 +122,7 @@ class Hints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Standing(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Whose a request is in the engine's queue, and how it stands there."""
+    """Whose a request is in the engine's queue and cache, and how it stands there."""
 
     tenant: str = ""
     """Requests of one sharing scope are of one tenant."""
@@ -130,6 +130,8 @@ class Standing(msgspec.Struct, frozen=True, omit_defaults=True):
     """The tenant's part of a loaded engine, in relation to the weights of the others; above 0."""
     priority: int = 0
     """Within the tenant only: each level counts as ``HEAD_START_S`` of waiting."""
+    cache_share: float = 0.0
+    """The part of each tier of the cache, 0 to 1, below which the tenant's chunks do not give way to others'."""
 
 
 ALONE: Final = Standing()

@@ -59,3 +59,8 @@ def configure_logging(*, level: str = "INFO", json_lines: bool = False) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+
+
+def writes_json() -> bool:
+    """Whether this process was configured to write JSON lines."""
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)

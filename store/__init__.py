@@ -66,8 +66,9 @@ __all__ = [
 def open_store(url: str, *, on_error: Callable[[], None] = lambda: None) -> HistoryStore:
     """The store that ``memory:``, ``sqlite:///PATH`` or ``redis://HOST:PORT/DB`` names; not yet opened.
 
-    ``redis+sentinel://`` and ``redis+cluster://`` too. ``on_error``: called for each call but ``ping`` that the SQLite
-    store could not serve, from any of its threads. Raises ValueError with the accepted forms on anything else.
+    ``redis+sentinel://`` and ``redis+cluster://`` too. ``on_error``: called for each call but ``ping`` that the store
+    could not serve, from any of its threads; with Redis, for each call to Redis. Raises ValueError with the accepted
+    forms on anything else.
     """
     scheme = url.split(":", 1)[0].partition("+")[0]
     if scheme == "memory":
@@ -81,5 +82,5 @@ def open_store(url: str, *, on_error: Callable[[], None] = lambda: None) -> Hist
     if scheme in ("redis", "rediss"):
         from pensieve.store.redis_store import RedisStore
 
-        return RedisStore.from_url(url)
+        return RedisStore.from_url(url, on_error=on_error)
     raise ValueError(f"unknown store {url!r}: use memory:, sqlite:///PATH or redis://HOST:PORT/DB")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from redis.exceptions import ResponseError
@@ -78,9 +79,9 @@ class RedisStore:
         self._damage = link.script(scripts.DAMAGE)
 
     @classmethod
-    def from_url(cls, url: str) -> RedisStore:
+    def from_url(cls, url: str, *, on_error: Callable[[], None] = lambda: None) -> RedisStore:
         """The forms are those of ``_redis.places.parse_place``. Raises ValueError on others."""
-        return cls(RedisLink(url))
+        return cls(RedisLink(url, on_error=on_error))
 
     def dump(self) -> RedisDump:
         """Access to all that is stored, for maintenance; in place of ``open``, not beside it."""

@@ -13,7 +13,7 @@ import torch
 
 from pensieve.core import RequestKey, Sampling
 from pensieve.engine.plan import PENDING, Copy, PendingStep, Plan, SampleSpec, Span, StepResult
-from pensieve.engine.worker.cuda_worker import CudaWorker
+from pensieve.engine.worker.torch_worker import Worker
 from pensieve.model.arch import DTYPE_BYTES
 
 CHUNK = 32
@@ -35,7 +35,7 @@ class Timed:
 class Bench:
     """A worker and the pages that contexts get."""
 
-    def __init__(self, worker: CudaWorker) -> None:
+    def __init__(self, worker: Worker) -> None:
         self.worker, self.arch = worker, worker.arch
         self.bytes_per_token = self.arch.kv_bytes_per_token(worker.info.dtype)
         self._steps = 0
@@ -121,7 +121,7 @@ class Bench:
 class Recorder:
     """The worker, and what came of each of its steps."""
 
-    worker: CudaWorker
+    worker: Worker
     steps: list[Recorded] = field(default_factory=list)
     left: float = 0.0
 

@@ -47,6 +47,10 @@ class Sample:
     engine_mib: float
     processor_s: float
     """Processor time of the server's processes: what else runs on the machine does not count in it."""
+    context_tokens: int
+    """Of all turns so far."""
+    full: bool
+    """Whether all conversations that are held at once have begun."""
 
 
 @dataclass
@@ -63,6 +67,7 @@ class Soak:
     begun: int = 0
     turns: int = 0
     output_tokens: int = 0
+    context_tokens: int = 0
     sources: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     wrong_receipts: int = 0
@@ -104,6 +109,7 @@ class Soak:
         usage = stream.turn.usage
         self.turns += 1
         self.output_tokens += usage.output_tokens
+        self.context_tokens += usage.context_tokens
         self.wrong_receipts += not usage.reconciles
         self.sources["device"] += usage.gpu_cached_tokens
         self.sources["host"] += usage.swapped_in_tokens
@@ -126,6 +132,8 @@ class Soak:
                     resident_mib(server.pid),
                     engine,
                     used,
+                    self.context_tokens,
+                    self.begun >= self.open_sessions,
                 )
             )
             if len(self.samples) % 12 == 0:
@@ -151,8 +159,10 @@ def processor_s(pid: int) -> float:
 
 
 def tenth(samples: list[Sample], last: bool) -> dict[str, float]:
-    """Output tokens per second and memory over the first or the last tenth, the first minute of warming up left out."""
-    kept = [one for one in samples if one.seconds >= min(60.0, samples[-1].seconds / 10)]
+    """Output tokens per second and memory over the first or the last tenth, from the time on that the cache is full."""
+    kept = [one for one in samples if one.full]
+    if len(kept) < 4:
+        raise click.ClickException("too short: not all conversations had begun, or just now")
     count = max(2, len(kept) // 10)
     part = kept[-count:] if last else kept[:count]
     span = part[-1].seconds - part[0].seconds
@@ -160,6 +170,9 @@ def tenth(samples: list[Sample], last: bool) -> dict[str, float]:
     return {
         "output_tokens_per_s": round(tokens / span, 2),
         "output_tokens_per_processor_s": round(tokens / (part[-1].processor_s - part[0].processor_s), 2),
+        "context_tokens_per_turn": round(
+            (part[-1].context_tokens - part[0].context_tokens) / max(1, part[-1].turns - part[0].turns)
+        ),
         "front_end_mib": round(sum(one.front_end_mib for one in part) / len(part), 1),
         "engine_mib": round(sum(one.engine_mib for one in part) / len(part), 1),
     }

@@ -95,6 +95,14 @@ def _measure_machine(worker: Worker, name: str, longest: int, path: Path) -> Non
     "--threads", type=click.IntRange(0), default=0, metavar="N", help="CPU threads; 0: one per core."
 )
 @click.option(
+    "--tensor-parallel",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Divide the model over so many GPUs, as `pensieve serve` does.",
+)
+@click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path, allow_dash=True),
     metavar="FILE",
@@ -116,16 +124,17 @@ def profile(
     longest: int | None,
     repeats: int,
     threads: int,
+    tensor_parallel: int,
     output: Path | None,
     machine_file: Path | None,
 ) -> None:
     """Measure what recomputing a chunk costs on this machine.
 
-    The result is kept for `pensieve serve`, per model, device, dtype and chunk size; a file elsewhere goes to
-    `pensieve serve --cost-profile FILE`.
+    The result is kept for `pensieve serve`, per model, device, dtype, chunk size and number of GPUs; a file elsewhere
+    goes to `pensieve serve --cost-profile FILE`.
     """
     from pensieve.engine.cost.profiles import device_name, profile_path, write_profile
-    from pensieve.engine.worker.torch_worker import build_worker
+    from pensieve.engine.ranks.build import build_workers
     from pensieve.model.arch import ModelError
     from pensieve.model.folder import load_arch
     from pensieve.model.resolve import display_name, resolve_model
@@ -140,7 +149,7 @@ def profile(
             raise click.BadParameter(
                 f"at least two chunks, {2 * chunk_tokens} tokens", param_hint="--longest"
             )
-        worker = build_worker(
+        worker = build_workers(
             EngineOptions(
                 model=str(folder),
                 device=device,
@@ -150,13 +159,14 @@ def profile(
                 device_cache=f"{max(longest, MACHINE_TOKENS if machine_file else 0)}tokens",
                 host_cache=f"{HOST_CHUNKS * chunk_tokens}tokens" if machine_file else "0",
                 torch_threads=threads,
+                tensor_parallel=tensor_parallel,
             )
         )
     except (ModelError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     with contextlib.closing(worker):
         points = _measure_with_progress(prober(worker), longest, chunk_tokens, repeats)
-        name = device_name(worker.info.device)
+        name = device_name(worker.info)
         shown = display_name(model)
         result = describe(worker, shown, points, device_name=name, repeats=repeats)
         path = output or profile_path(worker, name)

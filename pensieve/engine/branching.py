@@ -83,6 +83,7 @@ class Branching:
             reserve=bool(self._batch.running),
             path=request.path,
             branches=len(others) + further,
+            tenant=request.tenant,
         )
 
     def join(self, request: Request, now: float) -> list[Request]:
@@ -90,7 +91,9 @@ class Branching:
         group = self._batch.groups.get(request.key)
         others = group.to_branch if group is not None else []
         num_new = request.num_new if request.receipt is None else 0
-        restore = self._cache.admit(request.session, request.context, num_new, now, request.path)
+        restore = self._cache.admit(
+            request.session, request.context, num_new, now, request.path, tenant=request.tenant
+        )
         request.admit(restore, now)
         self._batch.join(request)
         # Before any work is taken: what the leader has of its last chunk now can be copied, what it computes not.
@@ -104,10 +107,10 @@ class Branching:
     def must_wait(self, request: Request) -> bool:
         """Whether it takes the newest token to go on, and that is not known yet: because the sampling looks at its own
         output, or because all beams of a search have to say."""
-        group = self._batch.groups.get(request.key)
-        if group is not None and group.beams is not None:
-            restores = group.leader.missing and not group.leader.decoding  # what the others share with it
-            return bool(group.beams.awaited or (request is not group.leader and restores))
+        if request.is_beam:
+            leader = self._batch.groups[request.key].leader
+            restores = leader.missing and not leader.decoding  # what the others share with it
+            return bool(self._batch.beams(request).awaited or (request is not leader and restores))
         return request.pending and request.sampling.needs_context
 
     def branch(self, leader: Request, candidate: int, now: float) -> Request:

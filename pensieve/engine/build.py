@@ -10,9 +10,9 @@ from pensieve.engine.cost.model import CostProfileError
 from pensieve.engine.cost.profiles import stored_or_quick_profile
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import EngineReady
+from pensieve.engine.ranks.build import build_workers
 from pensieve.engine.scheduler import Scheduler
 from pensieve.engine.worker.sizing import WorkerInfo, report
-from pensieve.engine.worker.torch_worker import build_worker
 from pensieve.errors import InvalidArgument
 from pensieve.model.arch import Arch, ModelError
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 def build_engine(options: EngineOptions) -> Engine:
     """An engine ready to step. Raises InvalidArgument, with what to change, when the options cannot be followed."""
     try:
-        worker = build_worker(options)
+        worker = build_workers(options)
         cost = stored_or_quick_profile(options, worker)
     except (ModelError, CostProfileError, ValueError) as error:
         raise InvalidArgument(str(error)) from error

@@ -279,8 +279,8 @@ class Engine:
         return [RequestProgress(submit.request, Phase.QUEUED, position, 0, len(tokens))]
 
     def _warm(self, warm: Warm) -> Warmed:
-        session = SessionKey(warm.session)
-        refused = self._scheduler.warm(session, unpack_tokens(warm.tokens), warm.scope, self._clock())
+        session, tokens = SessionKey(warm.session), unpack_tokens(warm.tokens)
+        refused = self._scheduler.warm(session, tokens, warm.scope, self._clock(), warm.standing)
         held = self._cache.residency(session)
         return Warmed(warm.call, refused, held.device, held.host)
 

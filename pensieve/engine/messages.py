@@ -69,6 +69,7 @@ class Warm(msgspec.Struct, frozen=True, tag="warm"):
     tokens: bytes
     """The whole history, packed as in ``Submit``."""
     scope: str = ""
+    standing: Standing = ALONE
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):

@@ -68,6 +68,8 @@ class Request:
     restored: float | None = None
     """When the last history token was present."""
     first_token: float | None = None
+    is_beam: bool = field(init=False)
+    """It goes on when all beams of its search have said how."""
     length: int = 0
     """Tokens in use; ``tokens`` has spare room behind them."""
     settled: int = 0
@@ -75,6 +77,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.length = self.settled = len(self.tokens)
+        self.is_beam = self.sampling.beam_width > 1
 
     @property
     def tenant(self) -> str:

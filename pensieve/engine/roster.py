@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from pensieve.core import RequestKey, SessionKey, TokenArray
 from pensieve.engine.cache.manager import CacheManager
-from pensieve.engine.groups import Group
+from pensieve.engine.groups import Beams, Group
 from pensieve.engine.request import Request
 from pensieve.engine.shares import FairQueue
 from pensieve.engine.warm_ups import WarmUps
@@ -37,6 +37,12 @@ class Roster:
     def get(self, key: RequestKey) -> Request | None:
         """A request that is somebody's, running or waiting."""
         return self._by_key.get(key)
+
+    def beams(self, request: Request) -> Beams:
+        """The search that one is a beam of (``Request.is_beam``)."""
+        beams = self.groups[request.key].beams
+        assert beams is not None
+        return beams
 
     def add(self, request: Request, group: Group | None = None) -> None:
         """From now on the request is known, and a member of its group."""

@@ -93,6 +93,7 @@ class Scheduler:
             raise ValueError(f"{len(tokens)} tokens, {num_new} of them new, limit {self.context_limit}")
         request = Request(key, session, self._tickets, tokens.copy(), len(tokens), num_new, sampling, now)
         request.scope, request.hints, request.standing = scope, hints, standing
+        self.cache.shares.allot(standing.tenant, standing.cache_share)
         group = self.branching.group_of(request)
         self._tickets += 1 if group is None else group.size
         self.batch.end_warming(session, now)
@@ -100,15 +101,18 @@ class Scheduler:
         self.batch.wait(request)
         return request
 
-    def warm(self, session: SessionKey, tokens: TokenArray, scope: str, now: float) -> str:
+    def warm(
+        self, session: SessionKey, tokens: TokenArray, scope: str, now: float, standing: Standing = ALONE
+    ) -> str:
         """Bring a session's context to the device ahead of its turn; returns why not, as ``Warmed`` has it, or ""."""
         if self.config.stateless:
             return "nothing_to_do"
         if len(tokens) >= self.context_limit:
             return "no_room"
         self._tickets += 1
+        self.cache.shares.allot(standing.tenant, standing.cache_share)
         queues = self.batch.waiting, self.batch.running
-        return self.warming.ask(session, tokens, scope, self._tickets - 1, now, *queues)
+        return self.warming.ask(session, tokens, scope, standing, self._tickets - 1, now, *queues)
 
     @property
     def has_requests(self) -> bool:
@@ -146,12 +150,13 @@ class Scheduler:
         self.cache.complete_copies()
         for span in plan.spans:
             request = self.batch.get(span.request)
-            if span.sample is not None and request is not None:
-                group = self.batch.groups.get(span.request)
-                if group is not None and group.beams is not None:
-                    group.beams.awaited.add(span.request)  # what comes next is for all beams to say
-                else:
-                    request.expect()
+            if span.sample is None or request is None:
+                continue
+            if request.is_beam:
+                # What comes next is for all of them to say.
+                self.batch.beams(request).awaited.add(request.key)
+            else:
+                request.expect()
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> list[Token]:
         """Take in what the worker did with a launched plan; returns the new output tokens."""
@@ -163,8 +168,8 @@ class Scheduler:
                 continue  # it has ended, or was cancelled, while this step ran
             if request.first_token is None:
                 request.first_token = now
-            group = self.batch.groups.get(sampled.request)
-            if group is not None and group.beams is not None:
+            if request.is_beam:
+                group = self.batch.groups[request.key]
                 found = self.branching.beam_row(group, request, sampled, now)
                 tokens.extend(self._answer(group.leader, found) if found is not None else ())
                 continue
@@ -187,16 +192,26 @@ class Scheduler:
     def _plan_decodes(self, work: _Work, now: float) -> int:
         """One token of every generation, oldest first; the youngest are suspended when pages run out."""
         targets = {target for group in self.batch.branching() for _, target in group.branches}
-        for request in [one for one in self.batch.running if self._decodes(one) and one not in targets]:
-            if request.in_batch:
+        decoding = self._decoding()
+        for request in decoding:
+            if request.in_batch and request not in targets:
                 self.batch.make_room(request, now)
-        self.batch.make_room_for_branches(now)
         # Only now: whoever has had to go while room was made computes nothing, and what is copied stays where it is.
-        self.branching.branch_beams(now)
-        staying = [request for request in self.batch.running if self._decodes(request)]
+        if targets:
+            self.batch.make_room_for_branches(now)
+            self.branching.branch_beams(now)
+            decoding = self._decoding()
+        staying = [request for request in decoding if request.in_batch]
         for request in staying:
-            self._take(work, request, 1)
+            newest = request.missing.popleft()
+            self.cache.computed(request.session, *newest)
+            work[request] = [newest]
+        self.batch.waiting.charge_each(staying)
         return len(staying)
+
+    def _decoding(self) -> list[Request]:
+        """Those in the batch whose newest token a step can compute."""
+        return [one for one in self.batch.running if one.decoding and not self.branching.must_wait(one)]
 
     def _caps(self, budget: int) -> dict[str, int]:
         """What each tenant may take of the budget for what it has begun, when several want some of it."""
@@ -224,7 +239,7 @@ class Scheduler:
         for request in self.batch.running:
             if used >= budget:
                 break
-            if not request.decoding and request.missing and not (request.warm and request in work):
+            if request.missing and not request.decoding and not (request.warm and request in work):
                 most = min(budget - used, left.get(request.tenant, budget))
                 if most > 0:
                     taken = self._take(work, request, min(most, WARM_TOKENS) if request.warm else most)
@@ -262,7 +277,7 @@ class Scheduler:
         return next((request for request in self.batch.waiting.heads() if request.tenant not in busy), None)
 
     def _is_begun(self, request: Request) -> bool:
-        return not (request.warm or request.decoding) and bool(request.missing)
+        return bool(request.missing) and not (request.warm or request.decoding)
 
     def _warm_up(self, work: _Work, now: float) -> None:
         """Let a warm-up begin, if nobody waits and whoever runs does not suffer."""
@@ -316,9 +331,8 @@ class Scheduler:
         if request.sampling.needs_context:
             prompt = request.tokens[: request.prompt_tokens]
             output = request.tokens[request.prompt_tokens : request.length]
-        group = self.batch.groups.get(request.key)
-        if group is not None and group.beams is not None:
-            return SampleSpec(group.beams.sampling, request.output_tokens)
+        if request.is_beam:
+            return SampleSpec(self.batch.beams(request).sampling, request.output_tokens)
         return SampleSpec(request.sampling, request.output_tokens, self.config.eos_token_ids, prompt, output)
 
     # -- inside commit -----------------------------------------------------------------------------------------------
@@ -338,7 +352,3 @@ class Scheduler:
             reason = limit_reason(leader, leader.length, self.context_limit)
         *others, last = [Token(leader.key, token, None, None) for token in found.tokens]
         return [*others, replace(last, finished=reason or FinishReason.CONTEXT_FULL)]
-
-    def _decodes(self, request: Request) -> bool:
-        """Whether a step can compute its newest token."""
-        return request.decoding and not self.branching.must_wait(request)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pensieve.engine.request import Request
 
@@ -69,6 +69,12 @@ class FairQueue:
         need be counted: whoever comes later starts where that one is."""
         if not (self.is_for_one or request.warm):
             self._served[request.tenant] += tokens / self._weights[request.tenant]
+
+    def charge_each(self, requests: Iterable[Request]) -> None:
+        """One token is computed for each of them."""
+        if not self.is_for_one:
+            for request in requests:
+                self.charge(request, 1)
 
     @property
     def is_for_one(self) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from pensieve.core import FinishReason, Hints, RequestKey, Sampling, SessionKey, TokenArray
+from pensieve.core import FinishReason, Hints, RequestKey, Sampling, SessionKey, Standing, TokenArray
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.groups import session_of
 from pensieve.engine.request import Request
@@ -48,6 +48,7 @@ class WarmUps:
         session: SessionKey,
         tokens: TokenArray,
         scope: str,
+        standing: Standing,
         ticket: int,
         now: float,
         waiting: Iterable[Request],
@@ -60,7 +61,7 @@ class WarmUps:
         if session in self._pending or any(request.session == session for request in running):
             return ""  # it is in hand
         path = self._cache.path(session, scope, tokens)
-        needs = self._cache.to_bring(session, tokens, path)
+        needs = self._cache.to_bring(session, tokens, path, tenant=standing.tenant)
         if not needs.pages and not needs.computing:
             return "nothing_to_do"  # an empty context needs nothing, either
         if needs.pages > needs.room:
@@ -77,6 +78,7 @@ class WarmUps:
             Sampling(),
             now,
             scope=scope,
+            standing=standing,
             path=path,
             hints=Hints(next_turn_s=EXPECTED_S),
             finished=FinishReason.LENGTH,
@@ -98,7 +100,8 @@ class WarmUps:
         """
         busy = any(not request.warm for request in running)
         for session, request in list(self._pending.items()):
-            needs = self._cache.to_bring(session, request.context, request.path)
+            whose = request.tenant
+            needs = self._cache.to_bring(session, request.context, request.path, tenant=whose)
             useless = not needs.pages and not needs.computing
             if useless or needs.pages > needs.room or (needs.computing and busy):
                 del self._pending[session]
@@ -109,7 +112,10 @@ class WarmUps:
             ):
                 continue
             del self._pending[session]
-            request.admit(self._cache.admit(session, request.context, 0, now, request.path, warm=True), now)
+            restore = self._cache.admit(
+                session, request.context, 0, now, request.path, warm=True, tenant=whose
+            )
+            request.admit(restore, now)
             return request
         return None
 

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from safetensors import SafetensorError, safe_open
 
 from pensieve.model.arch import ModelError
+from pensieve.model.cut import ALL, Cut
 from pensieve.model.filling import Fill, fill_all
 
 PROGRESS_BYTES: Final = 1 << 30
@@ -44,8 +45,9 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
-    def get(self, names: Sequence[str], shape: tuple[int, ...]) -> torch.Tensor:
-        """The named tensors one after another along the first axis, together of ``shape``.
+    def get(self, names: Sequence[str], shape: tuple[int, ...], cut: Cut = ALL) -> torch.Tensor:
+        """What ``cut`` leaves of the named tensors, one after another along the first axis; whole, they are together
+        of ``shape``.
 
         The tensor has its memory but no values before ``load``. Raises ModelError.
         """
@@ -63,6 +65,8 @@ class Checkpoint:
                 f"{self._folder}: {' + '.join(names)} has shape {written}, config.json says {list(shape)}"
             )
         # The parts are copied into one tensor: joining them afterwards would need the memory twice.
+        parts = cut.of(parts)
+        shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
         fused = torch.empty(shape, dtype=self._dtype, device=self._device)
         for name, part, target in zip(names, parts, fused.split([len(part) for part in parts]), strict=True):
             self._fills[name] = Fill(part, target)

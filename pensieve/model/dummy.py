@@ -8,6 +8,8 @@ from typing import Final
 
 import torch
 
+from pensieve.model.cut import ALL, Cut
+
 SEED: Final = 20240410
 QKV_GAIN: Final = 2.0
 """Queries and keys of this scale make attention pick some tokens out rather than average over all of them."""
@@ -19,6 +21,8 @@ class DummySource:
     Weights are normal with a standard deviation of 1/sqrt(inputs), so that activations keep their scale from layer to
     layer and logits spread by about 1; norms do nothing and biases are 0. Embeddings are as small as that rule makes
     them on purpose: what the layers add outweighs them, or a tied head would repeat the token that came in.
+
+    A part of a tensor has the values of the whole one: that is made first, one tensor at a time, and cut.
     """
 
     name = "dummy weights"
@@ -30,8 +34,11 @@ class DummySource:
     def __contains__(self, name: str) -> bool:
         return True
 
-    def get(self, names: Sequence[str], shape: tuple[int, ...]) -> torch.Tensor:
-        """A tensor of ``shape`` for the joined ``names``."""
+    def get(self, names: Sequence[str], shape: tuple[int, ...], cut: Cut = ALL) -> torch.Tensor:
+        """What ``cut`` leaves of a tensor of ``shape`` for the joined ``names``."""
+        return cut.of_joined(self._whole(names, shape))
+
+    def _whole(self, names: Sequence[str], shape: tuple[int, ...]) -> torch.Tensor:
         if names[0].endswith(".bias"):
             return torch.zeros(shape, dtype=self._dtype, device=self._device)
         if len(shape) == 1:

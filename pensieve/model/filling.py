@@ -26,7 +26,8 @@ MOST_THREADS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """One tensor and its place: same number of elements, both contiguous, any dtypes."""
+    """One tensor and its place: same shape, any dtypes. The target is contiguous; the source may be some columns of a
+    matrix."""
 
     source: torch.Tensor
     target: torch.Tensor
@@ -36,7 +37,7 @@ class Mover(Protocol):
     """Copies one piece after another; each thread has its own."""
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Begin to copy ``source`` [n] to ``target`` [n], casting on the way."""
+        """Begin to copy ``source`` to ``target`` of the same shape, casting on the way."""
         ...
 
     def finish(self) -> None:
@@ -66,9 +67,10 @@ class Staged:
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         turn, self._turn = self._turn, 1 - self._turn
         self._wait(turn)
-        buffer = self._buffers[turn][: source.nbytes]
+        read = source.view(torch.uint8)
+        buffer = self._buffers[turn][: source.nbytes].view(read.shape)
         # NumPy's copy runs in this thread alone; torch's would start a team of threads in each of ours.
-        buffer.numpy()[...] = source.view(torch.uint8).numpy()
+        buffer.numpy()[...] = read.numpy()
         staged = buffer.view(source.dtype)
         if source.dtype != target.dtype:
             staged = staged.to(self._device, non_blocking=True)
@@ -88,11 +90,15 @@ class Staged:
 
 
 def pieces(fills: list[Fill]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Flat parts of sources and targets, none longer than ``PIECE_BYTES`` in either dtype."""
+    """Parts of sources and targets, none longer than ``PIECE_BYTES`` in either dtype unless one row is."""
     for fill in fills:
-        source, target = fill.source.view(-1), fill.target.view(-1)
-        step = PIECE_BYTES // max(source.element_size(), target.element_size())
-        for start in range(0, source.numel(), step):
+        source, target, row = fill.source, fill.target, 1
+        if source.is_contiguous():
+            source, target = source.view(-1), target.view(-1)
+        else:
+            row = source[0].numel()
+        step = max(1, PIECE_BYTES // (row * max(source.element_size(), target.element_size())))
+        for start in range(0, len(source), step):
             yield source[start : start + step], target[start : start + step]
 
 

@@ -14,7 +14,9 @@ import torch.nn.functional as F
 
 from pensieve.kernels.arguments import HeadPrep
 from pensieve.model.arch import Arch, Rope
+from pensieve.model.collective import ALONE, Collective
 from pensieve.model.ops import TORCH_OPS, DecoderOps
+from pensieve.model.shard import Shard
 from pensieve.model.weights import LayerWeights, Linear, Weights
 
 
@@ -33,10 +35,14 @@ class Attend(Protocol):
 class Transformer:
     """A decoder with its weights. It has no state, so one object serves any batch."""
 
-    def __init__(self, arch: Arch, weights: Weights, ops: DecoderOps = TORCH_OPS) -> None:
+    def __init__(
+        self, arch: Arch, weights: Weights, ops: DecoderOps = TORCH_OPS, together: Collective = ALONE
+    ) -> None:
+        """``arch`` and ``weights``: of the whole model, or of one rank's shard, whose ranks compute ``together``."""
         self.arch = arch
         self.weights = weights
         self.ops = ops
+        self.together = together
         device = weights.embedding.device
         self._inverse_frequency = inverse_frequency(arch.rope, arch.head_dim, device) if arch.rope else None
 
@@ -64,10 +70,11 @@ class Transformer:
                 # After the last attention a token matters only if it is sampled.
                 x, attention = x.index_select(0, sample_rows), attention.index_select(0, sample_rows)
             norm = layer.mlp_norm
-            x, normed = ops.add_norm(x, _linear(attention, layer.output), norm.weight, norm.bias, eps)
+            delta = self._sum(attention, layer.output)
+            x, normed = ops.add_norm(x, delta, norm.weight, norm.bias, eps)
             delta = self._mlp(normed, layer)
             x, normed = ops.add_norm(x, delta, next_norm.weight, next_norm.bias, eps)
-        return _linear(normed, weights.head).float()
+        return self._logits(normed)
 
     def _attention(
         self, index: int, layer: LayerWeights, x: torch.Tensor, prep: HeadPrep, attend: Attend
@@ -80,7 +87,25 @@ class Transformer:
 
     def _mlp(self, x: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
         up = _linear(x, layer.up)
-        return _linear(self.ops.activate(up, self.arch.gated_mlp, self.arch.activation), layer.down)
+        return self._sum(self.ops.activate(up, self.arch.gated_mlp, self.arch.activation), layer.down)
+
+    def _sum(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
+        """The product that ends a block, added up over the ranks. [T, hidden]"""
+        room = self.together.room((len(x), len(linear.weight)), x.dtype)
+        if room is None:
+            return self.together.sum(_linear(x, linear))
+        if linear.bias is None:
+            return self.together.sum(torch.mm(x, linear.weight.t(), out=room))
+        return self.together.sum(torch.addmm(linear.bias, x, linear.weight.t(), out=room))
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        """float32 [S, vocab], the same on every rank."""
+        part, ranks, size = _linear(x, self.weights.head), self.together.ranks, self.arch.vocab_size
+        if ranks == 1:
+            return part.float()
+        missing = Shard(self.together.rank, ranks).vocabulary_width(size) - part.shape[1]
+        parts = self.together.gather(F.pad(part, (0, missing)) if missing else part)
+        return parts.transpose(0, 1).flatten(1)[:, :size].float()
 
     def _angles(
         self, positions: torch.Tensor, dtype: torch.dtype

@@ -11,7 +11,9 @@ import torch
 
 from pensieve.model.arch import Arch, ModelError
 from pensieve.model.checkpoint import Checkpoint
+from pensieve.model.cut import ALL, NOTHING, Cut
 from pensieve.model.dummy import DummySource
+from pensieve.model.shard import WHOLE, Shard
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 
@@ -61,6 +63,7 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     final_norm: NormWeights
     head: Linear
+    """Of a shard: the rows of its part of the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +123,9 @@ class TensorSource(Protocol):
 
     def __contains__(self, name: str) -> bool: ...
 
-    def get(self, names: Sequence[str], shape: tuple[int, ...]) -> torch.Tensor:
-        """The named tensors one after another along the first axis, together of ``shape``. Raises ModelError."""
+    def get(self, names: Sequence[str], shape: tuple[int, ...], cut: Cut = ALL) -> torch.Tensor:
+        """What ``cut`` leaves of the named tensors, one after another along the first axis; whole, they are together
+        of ``shape``. Raises ModelError."""
         ...
 
 
@@ -132,21 +136,26 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     load_format: LoadFormat = "auto",
+    shard: Shard = WHOLE,
 ) -> Weights:
-    """All weights of the model in ``folder``, as ``dtype`` on ``device``; ``dummy``: random ones, no file is read.
+    """The weights of the model in ``folder``, as ``dtype`` on ``device``; ``dummy``: random ones, no file is read.
 
-    Raises ModelError when files or tensors are missing, left over, unreadable or of the wrong shape, or do not fit.
+    ``arch`` is that of the whole model; of a ``shard`` only its own part is read. Raises ModelError when files or
+    tensors are missing, left over, unreadable or of the wrong shape, or do not fit.
     """
     device = torch.device(device)
+    if str(device) == "cuda":
+        # Threads that fill tensors have a current device of their own.
+        device = torch.device("cuda", torch.cuda.current_device())
     try:
         if load_format == "dummy":
-            return _Assembler(arch, DummySource(dtype, device)).weights()
+            return _Assembler(arch, DummySource(dtype, device), shard).weights()
         checkpoint = Checkpoint(folder, dtype, device)
-        weights = _Assembler(arch, checkpoint).weights()
+        weights = _Assembler(arch, checkpoint, shard).weights()
         checkpoint.require_all_used(arch.tied_embeddings)
         checkpoint.load()
     except torch.OutOfMemoryError as error:
-        needed = arch.num_parameters * dtype.itemsize
+        needed = shard.arch(arch).num_parameters * dtype.itemsize
         free, total = torch.cuda.mem_get_info(device)
         raise ModelError(
             f"{folder}: the weights, about {needed / 2**30:.1f} GiB in {dtype}, do not fit: now {free / 2**30:.1f} of "
@@ -156,8 +165,9 @@ def load_weights(
 
 
 def weight_bytes(weights: Weights) -> int:
-    """Memory of all weights; a tensor in two places counts once."""
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors_of(weights)}.values())
+    """Memory of all weights; a tensor in two places, or a part of another, counts once."""
+    memory = (tensor.untyped_storage() for tensor in tensors_of(weights))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in memory}.values())
 
 
 def tensors_of(value: object) -> Iterator[torch.Tensor]:
@@ -173,10 +183,13 @@ def tensors_of(value: object) -> Iterator[torch.Tensor]:
 
 
 class _Assembler:
-    """Fills ``Weights`` from a source."""
+    """Fills ``Weights`` from a source, with what a shard has of them."""
 
-    def __init__(self, arch: Arch, source: TensorSource) -> None:
+    def __init__(self, arch: Arch, source: TensorSource, shard: Shard) -> None:
+        """``arch``: of the whole model. Raises ModelError."""
         self.arch, self.source, self.names = arch, source, _TABLES[arch.family]
+        self.shard = shard
+        shard.arch(arch)  # refuses what cannot be divided
         embedding = f"{self.names.embedding}.weight"
         found = [prefix for prefix in self.names.prefixes if prefix + embedding in source]
         if not found:
@@ -192,32 +205,54 @@ class _Assembler:
             positions = self._tensor(self.names.positions, shape)
         layers = tuple(self._layer(f"{self.names.layers}.{index}.") for index in range(arch.num_layers))
         final_norm = self._norm(self.names.final_norm)
-        shape = (arch.vocab_size, hidden)
-        head = embedding if arch.tied_embeddings else self.source.get(["lm_head.weight"], shape)
+        shape, tokens = (arch.vocab_size, hidden), self.shard.vocabulary(arch.vocab_size)
+        if arch.tied_embeddings:
+            head = embedding if self.shard.ranks == 1 else embedding[tokens]
+        else:
+            head = self.source.get(["lm_head.weight"], shape, Cut((tokens,)))
         return Weights(embedding, positions, layers, final_norm, Linear(head, None))
 
     def _layer(self, at: str) -> LayerWeights:
-        arch, names = self.arch, self.names
-        hidden, inner = arch.hidden_size, arch.intermediate_size * len(names.up)
+        arch, names, shard = self.arch, self.names, self.shard
+        hidden, inner = arch.hidden_size, arch.intermediate_size
         queries, keys = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
         qkv = [at + name for name in names.qkv]
+        up = [at + name for name in names.up]
+        kv_heads = shard.kv_heads(arch.num_kv_heads)
+        own_keys = slice(kv_heads.start * arch.head_dim, kv_heads.stop * arch.head_dim)
+        qkv_cut = Cut((shard.even(queries), own_keys, own_keys), lengths=(queries, keys, keys))
+        up_cut = Cut((shard.even(inner),) * len(up), lengths=(inner,) * len(up))
         head_norm = (arch.head_dim,)
         return LayerWeights(
             attention_norm=self._norm(at + names.attention_norm),
-            qkv=self._linear(qkv, queries + 2 * keys, hidden, arch.qkv_bias),
-            output=self._linear([at + names.output], hidden, queries, arch.output_bias),
+            qkv=self._into(qkv, (queries + 2 * keys, hidden), qkv_cut, arch.qkv_bias),
+            output=self._out_of(at + names.output, (hidden, queries), arch.output_bias),
             mlp_norm=self._norm(at + names.mlp_norm),
-            up=self._linear([at + name for name in names.up], inner, hidden, arch.mlp_bias),
-            down=self._linear([at + names.down], hidden, arch.intermediate_size, arch.mlp_bias),
+            up=self._into(up, (inner * len(up), hidden), up_cut, arch.mlp_bias),
+            down=self._out_of(at + names.down, (hidden, inner), arch.mlp_bias),
             query_norm=self._tensor(at + "self_attn.q_norm", head_norm) if arch.qk_norm else None,
             key_norm=self._tensor(at + "self_attn.k_norm", head_norm) if arch.qk_norm else None,
         )
 
-    def _linear(self, names: list[str], out: int, width: int, bias: bool) -> Linear:
-        weight = self.source.get([f"{self.prefix}{name}.weight" for name in names], (out, width))
+    def _into(self, names: list[str], shape: tuple[int, int], cut: Cut, bias: bool) -> Linear:
+        """A projection into a block, divided by rows."""
+        weight = self.source.get([f"{self.prefix}{name}.weight" for name in names], shape, cut)
         if not bias:
             return Linear(weight, None)
-        return Linear(weight, self.source.get([f"{self.prefix}{name}.bias" for name in names], (out,)))
+        return Linear(
+            weight, self.source.get([f"{self.prefix}{name}.bias" for name in names], shape[:1], cut)
+        )
+
+    def _out_of(self, name: str, shape: tuple[int, int], bias: bool) -> Linear:
+        """A projection out of a block, divided by columns. The ranks' results are added up, so one adds the bias."""
+        weight = self.source.get(
+            [f"{self.prefix}{name}.weight"], shape, Cut((slice(None),), self.shard.even(shape[1]))
+        )
+        if not bias:
+            return Linear(weight, None)
+        leads = self.shard.rank == 0
+        values = self.source.get([f"{self.prefix}{name}.bias"], shape[:1], ALL if leads else NOTHING)
+        return Linear(weight, values if leads else None)
 
     def _norm(self, name: str) -> NormWeights:
         shape = (self.arch.hidden_size,)

@@ -54,7 +54,6 @@ class ServeOptions(EngineTuning, frozen=True, kw_only=True):
     admin: str = "127.0.0.1:0"
     http: str | None = None
     store: str = msgspec.field(default_factory=default_store)
-    tensor_parallel: int = 1
     threads: int = 0
     chat_template: Path | None = None
     allow_rewriting_template: bool = False

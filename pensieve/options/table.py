@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from typing import get_args
 
-from pensieve.config import BATCH_LIMITS, DeviceName, DtypeName, LoadFormat, PolicyName, SwapMechanism
+from pensieve.config import (
+    BATCH_LIMITS,
+    AllReduce,
+    DeviceName,
+    DtypeName,
+    LoadFormat,
+    PolicyName,
+    SwapMechanism,
+)
 from pensieve.options import values
 from pensieve.options.option import Option
 
@@ -225,7 +233,20 @@ OPTIONS: tuple[Option, ...] = (
         "FILE",
         words=("auto", "estimate"),
     ),
-    Option("tensor-parallel", values.only_one, "GPUs per model; only 1 for now.", "one device", "N"),
+    Option(
+        "tensor-parallel",
+        values.integer(1, 64),
+        "Divide the model over so many GPUs, or processes on a CPU; caches are totals over them.",
+        "one device",
+        "N",
+    ),
+    Option(
+        "all-reduce",
+        values.choice(*get_args(AllReduce)),
+        "Sums over GPUs: auto, or nccl, which leaves symmetric memory out; only with --tensor-parallel.",
+        "auto: by the size of the sum",
+        "NAME",
+    ),
     Option(
         "threads",
         values.integer(0),

@@ -202,11 +202,3 @@ def word_or_file(*words: str) -> Parser:
         return str(value) if value in words else str(existing_file(value))
 
     return parse
-
-
-def only_one(value: object) -> int:
-    """Tensor parallelism: a place for the option, and an honest refusal of what does not work yet."""
-    number = integer(1)(value)
-    if number != 1:
-        raise ValueError(f"tensor parallelism is not built yet: only 1 works, got {number}")
-    return 1

@@ -17,6 +17,7 @@
     max_sessions = 10_000
     turns_at_once = 32
     weight = 2.0
+    cache_share = 0.25
 
     [limits]                                        # the same, for what a tenant's own table leaves open
     max_request_bytes = 1_000_000
@@ -92,6 +93,8 @@ class KeyFile:
 
 CERTIFICATE: Final = "certificate "
 """Before the name, in ``Identity.key_id``: no id of a key has a space."""
+ROUNDING: Final = 1e-9
+"""Ten times 0.1 is a whole."""
 NO_KEYS: Final = KeyFile({}, {}, {}, NO_LIMITS)
 
 
@@ -118,6 +121,12 @@ def load_keys(path: Path) -> KeyFile:
     known = {entry.tenant for entry in _all(keys, certificates)}
     if strangers := written.tenants.keys() - known:
         raise ValueError(f"{path}: tenant {min(strangers)!r} has limits and no key")
+    shares = [
+        (written.tenants.get(name, written.limits).cache_share, written.limits.cache_share) for name in known
+    ]
+    together = sum(own if own is not None else default or 0.0 for own, default in shares)
+    if together > 1 + ROUNDING:
+        raise ValueError(f"{path}: the tenants' cache_share add up to {together:g}, more than 1")
     return KeyFile(keys, certificates, written.tenants, written.limits)
 
 

@@ -32,6 +32,8 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Tokens computed and generated for it, as a mean over a minute."""
     weight: Annotated[float, msgspec.Meta(gt=0, le=1000)] | None = None
     """Its part of a loaded server, in relation to the weights of the others; 1 where it is not set."""
+    cache_share: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    """Part of each tier of the cache below which nothing of it gives way to another tenant; 0 where it is not set."""
 
 
 NO_LIMITS = TenantLimits()

@@ -263,7 +263,7 @@ def calibrated(
     for batch, context in runs.designs(longest):
         samples += runs.samples(batch, context)
         progress(f"{batch} x {context} tokens")
-    kv_bytes = arch.kv_bytes_per_token(info.dtype)
+    kv_bytes = arch.kv_bytes_per_token(info.dtype) * info.ranks
     beside = info.device == "cuda"
     machine = Machine(
         name=name,

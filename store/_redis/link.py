@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 import uuid
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -50,9 +50,15 @@ class RedisLink:
     """One client with its connections. Every call raises the store's own errors."""
 
     def __init__(
-        self, url: str, *, retries: int = RETRIES, socket_timeout_s: float = SOCKET_TIMEOUT_S
+        self,
+        url: str,
+        *,
+        retries: int = RETRIES,
+        socket_timeout_s: float = SOCKET_TIMEOUT_S,
+        on_error: Callable[[], None] = lambda: None,
     ) -> None:
-        """Connects to nothing yet. Raises ValueError on a bad URL."""
+        """Connects to nothing yet. Raises ValueError on a bad URL. ``on_error``: see ``open_store``."""
+        self._on_error = on_error
         self._place = parse_place(url)
         self.place = str(self._place)
         self.replicas = self._place.replicas
@@ -103,9 +109,9 @@ class RedisLink:
         """
         await self.command("DEL", f"{key}:none")
 
-    async def command(self, *words: Any) -> Any:
-        """The reply to one command."""
-        async with self._bounded():
+    async def command(self, *words: Any, counts: bool = True) -> Any:
+        """The reply to one command. ``counts``: whether a failure does."""
+        async with self._bounded(counts=counts):
             return await self._client.run(*words)
 
     async def commands(self, batch: Iterable[Words]) -> list[Any]:
@@ -140,21 +146,23 @@ class RedisLink:
             raise _refusals.replaced(f"the Redis at {self.place} holds another store than before")
         self.store_id = store_id
 
-    async def check_marker(self) -> None:
+    async def check_marker(self, *, counts: bool = True) -> None:
         """Raises Unavailable (STORE_REPLACED) when this is not the store that was opened.
 
         Asked wherever "there is nothing" would be the answer: a wiped Redis must not look like one without sessions.
         """
-        found = await self.command("HGET", MARKER, "store_id")
+        found = await self.command("HGET", MARKER, "store_id", counts=counts)
         if not self.store_id:
             raise _refusals.unavailable("the store is not open")
         if found is None or found.decode() != self.store_id:
+            if counts:
+                self._on_error()
             raise _refusals.replaced(f"the Redis at {self.place} was emptied or replaced")
 
     async def ping(self) -> None:
         """Raises Unavailable unless this is our store and every server that holds keys takes writes as they are due."""
-        await self.check_marker()
-        async with self._bounded():
+        await self.check_marker(counts=False)
+        async with self._bounded(counts=False):
             keys = await self._client.beats()
             await asyncio.gather(*(self._beat(key) for key in keys))
 
@@ -230,8 +238,8 @@ class RedisLink:
         return "none"
 
     @asynccontextmanager
-    async def _bounded(self) -> AsyncIterator[None]:
-        """Bounds what is done inside in time and in number, and translates its errors."""
+    async def _bounded(self, *, counts: bool = True) -> AsyncIterator[None]:
+        """Bounds what is done inside in time and in number, and translates its errors. ``counts``: see ``command``."""
         limit = SUSPECT_LIMIT_S if self._hangs else CALL_LIMIT_S
         try:
             with translated(self.place):
@@ -239,9 +247,13 @@ class RedisLink:
                     yield
         except TimeoutError as error:
             self._hangs = True
+            if counts:
+                self._on_error()
             raise _refusals.unavailable(f"Redis at {self.place}: no answer in {limit:g} s") from error
         except Unavailable as error:
             self._hangs = isinstance(error.__cause__, exceptions.TimeoutError)
+            if counts:
+                self._on_error()
             raise
         self._hangs = False
 

@@ -146,12 +146,12 @@ async def test_a_tenants_limit_is_its_own() -> None:
 
 
 async def test_the_engine_hears_whose_a_turn_is() -> None:
-    table = TenantTable({"acme": TenantLimits(weight=2.5)})
+    table = TenantTable({"acme": TenantLimits(weight=2.5, cache_share=0.25)})
     async with serving(tenants=table) as rig:
         name = await rig.create()
         await rig.stream(name, spec("hello", priority=7))
         standing = rig.link.generations[0].standing
-        assert msgspec.structs.astuple(standing) == ("acme", 2.5, 7)
+        assert msgspec.structs.astuple(standing) == ("acme", 2.5, 7, 0.25)
         error = await refusal(rig.call(name, spec("hello", priority=11)))
         assert (error.code, error.reason) == ("INVALID_ARGUMENT", "FIELD_INVALID")
 

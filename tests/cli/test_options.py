@@ -116,7 +116,7 @@ def test_the_environment_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         ("store", "redis+other://a/0", "redis://HOST:PORT/DB"),
         ("lease", "soon", "15s"),
         ("lease", "10ms", "1s to 3600s"),
-        ("tensor-parallel", "2", "only 1"),
+        ("tensor-parallel", "0", "from 1 to 64"),
         ("cost-profile", "/no/such/file.json", "cannot read"),
         ("model", "", "non-empty"),
         ("log-level", "loud", "warning"),
@@ -258,7 +258,7 @@ def test_engine_options_carry_every_shared_value() -> None:
         unified_batch=False, swap_in_first=False, pipelined_swap_in=False,
         context_limit=99, threads=3, cost_profile="/p.json", load_format="dummy", overlapped=False,
         cuda_graphs=False, shared_prefix_attention=False, swap_mechanism="kernel", verify_swap=True,
-        prefix_sharing=False,
+        prefix_sharing=False, tensor_parallel=2, all_reduce="nccl",
     )  # fmt: skip
     engine, default = changed.engine_options("/model"), EngineOptions(model="")
     names = set(EngineOptions.__struct_fields__) - {"seed"}

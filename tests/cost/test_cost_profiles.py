@@ -47,6 +47,7 @@ class Info:
     chunk_tokens: int = 32
     context_limit: int = 4096
     max_batch_tokens: int = 256
+    ranks: int = 1
 
 
 class Worker(SynchronousWorker):
@@ -73,7 +74,7 @@ class Worker(SynchronousWorker):
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(profiles, "device_name", lambda device: f"A {device.upper()} (80 GB)")
+    monkeypatch.setattr(profiles, "device_name", lambda info: f"A {info.device.upper()} (80 GB)")
     yield tmp_path / "pensieve" / "profiles"
 
 

@@ -13,7 +13,7 @@ from grpc import aio
 
 from pensieve.errors import PensieveError, ResourceExhausted
 from pensieve.server.rpc.auth import ANONYMOUS
-from pensieve.server.rpc.bodies import KNOWN, BodyGate, Pace
+from pensieve.server.rpc.bodies import KNOWN, BodyGate, BodyPace
 from pensieve.server.rpc.calls import Calls, RunningCall
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service.service_rig import Rig, refusal, serving, user
@@ -190,13 +190,13 @@ async def test_a_call_without_a_message_is_refused() -> None:
 
 
 async def test_a_caller_who_has_been_quiet_does_not_wait() -> None:
-    pace = Pace(rate=1e6, burst=3e6)
+    pace = BodyPace(rate=1e6, burst=3e6)
     for _ in range(3):
         pace.came("a", 1_000_000, await asyncio.wait_for(pace.wait("a"), 0.5))
 
 
 async def test_large_bodies_of_one_caller_come_at_its_pace_and_nobody_elses() -> None:
-    pace = Pace(rate=1e6, burst=100_000)
+    pace = BodyPace(rate=1e6, burst=100_000)
     pace.came("a", 100_000, await pace.wait("a"))
     at: list[float] = []
 
@@ -215,7 +215,7 @@ async def test_large_bodies_of_one_caller_come_at_its_pace_and_nobody_elses() ->
 
 
 async def test_callers_who_have_been_quiet_are_forgotten() -> None:
-    pace = Pace(rate=1e9, burst=1.0)
+    pace = BodyPace(rate=1e9, burst=1.0)
     for number in range(3 * KNOWN):
         await pace.wait(f"caller {number}")
     assert len(pace._paid_until) <= KNOWN

@@ -9,6 +9,8 @@ from collections import Counter
 import pytest
 
 from pensieve.config import CacheConfig, SchedulerConfig
+from pensieve.core import Sampling, pack_tokens
+from pensieve.engine.messages import Submit
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hash_worker import VOCABULARY, HashWorker, verify_beams, verify_tokens
 from support.lengths import at_length
@@ -63,3 +65,16 @@ def test_groups_answer_as_turns_of_their_own(block: int, overlapped: bool) -> No
         seen["copied tails"] += sum(len(plan.copies) for plan in worker.plans)
     assert min(seen[name] for name in ("candidates", "stopped alone", "beams", "suspended")) > 0, seen
     assert seen["copied tails"] > 20, seen
+
+
+def test_a_search_takes_one_step_for_each_token() -> None:
+    """Beams that branch go on in the plan that branches them: nobody waits a step for them."""
+    cache = CacheConfig(device_chunks=100, host_chunks=0, chunk_tokens=4)
+    worker = HashWorker(cache.device_chunks, cache.host_chunks, cache.chunk_tokens)
+    engine = make_engine(cache, SchedulerConfig(context_limit=100), worker, Clock())
+    sampling = Sampling(max_output_tokens=20, ignore_eos=True, beam_width=4)
+    engine.handle(Submit(1, "s", pack_tokens([1, 2, 3]), 3, sampling))
+    while engine.has_work:
+        engine.step()
+    widths = [len(plan.spans) for plan in worker.plans if plan.spans]
+    assert widths[:20] == [1] + [4] * 19, widths

@@ -33,7 +33,12 @@ def test_columns_say_what_single_values_say(rows: list[tuple[float, float, float
     values = costs / idle
     pauses, weights = np.array([hint.pause for hint in told]), np.array([hint.weight for hint in told])
     expected = [adjusted_one(v, c, t, h) for v, c, t, h in zip(values, costs, idle, told, strict=True)]
-    assert adjusted(values.copy(), costs, idle, pauses, weights) == pytest.approx(expected)
+    alone = adjusted(values.copy(), costs, idle, pauses, weights)
+    assert alone == pytest.approx(expected)
+    claims = 1 / idle
+    expected = [adjusted_one(one, 1.0, t, h) for one, t, h in zip(claims, idle, told, strict=True)]
+    assert (adjusted(values, costs, idle, pauses, weights, claims) == alone).all()
+    assert claims == pytest.approx(expected)
 
 
 @given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=9))

@@ -248,6 +248,15 @@ def test_long_prefills_share_the_steps_by_weight() -> None:
     bench.finish()
 
 
+def test_what_a_tenant_decodes_counts_like_what_it_prefills() -> None:
+    bench = Bench(scheduler=replace(SCHEDULER, max_running=1))
+    long = bench.submit("a", 4, 20)
+    bench.step()
+    older, younger = bench.submit("a", 4, 1), bench.submit("b", 4, 1)
+    bench.finish()
+    assert bench.ended == [long, younger, older]
+
+
 @pytest.mark.fault(36)
 def test_a_tenant_that_fills_the_batch_makes_room_for_another() -> None:
     bench = Bench()

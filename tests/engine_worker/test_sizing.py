@@ -23,6 +23,7 @@ from pensieve.engine.worker.sizing import (
 )
 from pensieve.engine.worker.torch_worker import build_worker
 from pensieve.model.arch import Arch, Rope
+from pensieve.model.shard import Shard
 
 ARCH = Arch(
     family="llama",
@@ -160,6 +161,40 @@ def test_a_wrong_size_is_refused_before_the_weights_are_read(tmp_path: Path) -> 
     )  # and no weights
     with pytest.raises(ValueError, match="cache size 'lots'"):
         build_worker(EngineOptions(model=str(tmp_path), device="cpu", device_cache="lots"))
+
+
+@pytest.mark.parametrize("given", ["auto", "40GiB", "100000tokens"])
+def test_sizes_are_totals_over_ranks(given: str) -> None:
+    """Half of each chunk lies on each of two GPUs: they hold as many as one GPU of twice the memory for them."""
+    half, options = Shard(0, 2).arch(ARCH), EngineOptions(model="/m", device_cache=given, host_cache="20GiB")
+    kept = workspace_bytes(half, GPU, cuda_graphs=True)
+    two = tier_sizes(options, half, GPU, FreeMemory(100 * GIB, 64 * GIB), 2)
+    assert two.host_chunks == 20 * GIB // CHUNK
+    assert (
+        two.device_chunks
+        == {
+            "auto": int(2 * (100 * GIB - kept) * 0.92) // CHUNK,
+            "40GiB": 40 * GIB // CHUNK,
+            "100000tokens": 100000 // 32,
+        }[given]
+    )
+
+
+def test_totals_that_do_not_fit() -> None:
+    half, options = Shard(0, 2).arch(ARCH), EngineOptions(model="/m", device_cache="190GiB", host_cache="0")
+    tier_sizes(options, half, GPU, FreeMemory(100 * GIB, 64 * GIB), 2)
+    with pytest.raises(ValueError, match=r"190GiB: 190.0 GiB do not fit \(188.0 GiB free"):
+        tier_sizes(options, half, GPU, FreeMemory(94 * GIB, 64 * GIB), 2)
+    with pytest.raises(ValueError, match=r"host cache 65GiB: 65.0 GiB do not fit into 64.0 GiB"):
+        options = EngineOptions(model="/m", host_cache="65GiB")
+        tier_sizes(options, half, GPU, FreeMemory(100 * GIB, 64 * GIB), 2)
+
+
+def test_a_report_of_several_ranks() -> None:
+    info = WorkerInfo("cpu", "bfloat16", 1000, 500, 32, 4096, weight_bytes=3 * GIB, ranks=2)
+    lines = report(Shard(0, 2).arch(ARCH), info).splitlines()
+    assert lines[0].startswith("llama, 40 layers, in bfloat16 on 2 x cpu: weights 3.0 GiB each, ")
+    assert lines[1].startswith("  device tier: 6.1 GiB, 32000 tokens, ")
 
 
 def test_report() -> None:

@@ -15,11 +15,10 @@ CPU = torch.device("cpu")
 
 def fills(source: torch.dtype, target: torch.dtype) -> list[Fill]:
     generator = torch.Generator().manual_seed(7)
-    shapes = [(1,), (3, 5), (129,), (64, 33), (1, 1, 2)]
-    return [
-        Fill(torch.randn(shape, generator=generator).to(source), torch.full(shape, torch.nan, dtype=target))
-        for shape in shapes
-    ]
+    shapes = [(1,), (3, 5), (129,), (64, 33), (1, 1, 2), (0,)]
+    sources = [torch.randn(shape, generator=generator).to(source) for shape in shapes]
+    sources += [sources[3][:, 4:11], sources[3][7:9, 20:]]  # columns of a matrix, as a rank reads them
+    return [Fill(one, torch.full(one.shape, torch.nan, dtype=target)) for one in sources]
 
 
 def staged() -> Mover:

@@ -209,6 +209,13 @@ def test_addresses_of_peers(peer: str, address: str) -> None:
         (entry("a") + "[tenants.acme]\nmax_session = 1\n", "unknown field"),
         (entry("a") + "[tenants.acme]\nmax_sessions = 0\n", ">= 1"),
         (entry("a") + "[limits]\nweight = 0\n", "> 0"),
+        (entry("a") + "[limits]\ncache_share = 1.1\n", "<= 1"),
+        (
+            entry("a")
+            + entry("b", tenant="b.c")
+            + "[tenants.acme]\ncache_share = 0.6\n[limits]\ncache_share = 0.5\n",
+            "cache_share add up to 1.1, more than 1",
+        ),
         ('[[certificate]]\nname = ""\ntenant = "a"', "name must not be empty"),
         ('[[certificate]]\nname = "x"\ntenant = "a"\n' * 2, "occurs twice"),
         ("key = 3", "Expected"),

@@ -34,7 +34,7 @@ class KnownWorker(CostWorker):
         super().__init__(machine, CHUNK, self.clock)
         self.info = SimpleNamespace(
             device=device, dtype="float32", device_chunks=1024, host_chunks=256, chunk_tokens=CHUNK,
-            context_limit=8192, max_batch_tokens=2048, max_running=256,
+            context_limit=8192, max_batch_tokens=2048, max_running=256, ranks=1,
         )  # fmt: skip
         self.arch = SimpleNamespace(
             vocab_size=100, num_layers=machine.layers, kv_bytes_per_token=lambda dtype: machine.kv_bytes

@@ -235,7 +235,8 @@ async def test_a_ping_notices_that_writes_are_refused(
 @pytest.mark.fault(44)
 async def test_a_full_disk_acknowledges_nothing_that_is_in_memory_alone(own_redis: RedisServer) -> None:
     """Append-only file, fsync every second: the first write that meets the full disk is answered as if it were kept."""
-    async with opened_redis(own_redis.url) as store:
+    errors: list[None] = []
+    async with opened_redis(own_redis.url, lambda: errors.append(None)) as store:
         await store.create(row(KEY), first_record(), "fp")
         await whole_turn(store, KEY, 1)
         await store.begin(KEY, request("r2", "t2"))
@@ -251,10 +252,16 @@ async def test_a_full_disk_acknowledges_nothing_that_is_in_memory_alone(own_redi
             with pytest.raises(Unavailable, match="MISCONF") as caught:
                 await attempt
             assert caught.value.reason == "STORE_FULL"
+        assert len(errors) >= 4, "each is counted, with what it asked of Redis beside"
         assert len(await store.read(KEY)) == 3, "it is there, and gone if Redis ends now"
         own_redis.free_disk()
         await until_served(lambda: store.commit(KEY, "t2", "fp-r2", turn, counts(3)))
         own_redis.kill()
+        counted = len(errors)
+        for attempt, counts_as in ((store.ping(), 0), (store.load(KEY), 1)):
+            with pytest.raises(Unavailable):
+                await attempt
+            assert len(errors) == counted + counts_as
         own_redis.start()
         assert len(await store.read(KEY)) == 3
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pensieve.cli.doctor.checks import GIB, Check
+from pensieve.cli.doctor.links import gpu_links
 
 DRIVER_FILE: Final = Path("/proc/driver/nvidia/version")
 OLDEST_TRITON: Final = (3, 4)
@@ -38,6 +39,7 @@ def accelerator() -> Iterator[Check]:
     yield Check("accelerator", "driver", "ok", driver or "version unknown")
     for index in range(torch.cuda.device_count()):
         yield _gpu(torch, index)
+    yield from gpu_links(torch)
     yield _triton()
     yield _compiler()
     yield _pinned()

@@ -23,9 +23,11 @@ def check_cache(
 ) -> None:
     """Raise AssertionError on the first invariant that does not hold."""
     chunks = list({id(chunk): chunk for session in sessions.values() for chunk in session.chunks}.values())
-    _check_pool("device", tiers.device, [c.device for c in chunks if c.device != NOWHERE])
-    _check_pool("host", tiers.host, [c.host for c in chunks if c.host != NOWHERE])
+    _check_pool("device", tiers.device, [(c.device, c.holder.tenant) for c in chunks if c.device != NOWHERE])
+    _check_pool("host", tiers.host, [(c.host, c.holder.tenant) for c in chunks if c.host != NOWHERE])
     assert tiers.pinned == sum(c.pins > 0 for c in chunks), f"{tiers.pinned} pinned, chunks say otherwise"
+    pinned = Counter(chunk.holder.tenant for chunk in chunks if chunk.pins)
+    assert +Counter(tiers.shares.pinned) == pinned, "pins by tenant: chunks say otherwise"
     for chunk in chunks:
         _check_chunk(chunk, chunk_tokens)
     spare = {chunk for chunk in chunks if chunk.pins and chunk.host != NOWHERE}
@@ -38,7 +40,11 @@ def check_cache(
     index.check()
 
 
-def _check_pool(name: str, pool: PagePool, held: list[int]) -> None:
+def _check_pool(name: str, pool: PagePool, owned: list[tuple[int, int]]) -> None:
+    """``owned``: pages, and whose they are."""
+    held = [page for page, _ in owned]
+    by_tenant = Counter(tenant for _, tenant in owned)
+    assert +Counter(pool.held) == by_tenant, f"{name}: pages by tenant are {by_tenant}, not {dict(pool.held)}"
     twice = [page for page, count in Counter(held).items() if count > 1]
     assert not twice, f"{name} pages {twice} have two owners"
     assert len(held) + pool.free == pool.capacity, (

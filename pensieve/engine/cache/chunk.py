@@ -81,6 +81,8 @@ class SharedRun:
     """Of this run in the eviction index."""
     own: list[Chunk]
     owners: dict[CachedSession, None]
+    tenant: int
+    """Of all its owners."""
     cached: int = 0
     """Chunks that are in a tier."""
 
@@ -101,6 +103,8 @@ class CachedSession:
     """A further candidate's: nobody comes back for it unless it is chosen, so its policy learns nothing from it."""
     scope: str = ""
     """Within which it shares chunks; "": with nobody."""
+    tenant: int = 0
+    """Whose it is: see ``cache.tenants``."""
     tokens: TokenArray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     """Token ids that the chunks stand for, int32 [n]."""
     chunks: list[Chunk] = field(default_factory=list)

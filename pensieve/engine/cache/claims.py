@@ -14,6 +14,7 @@ import numpy.typing as npt
 from pensieve.core import Floats
 
 Rows = npt.NDArray[np.intp]
+Bools = npt.NDArray[np.bool_]
 
 
 class Claims:

@@ -1,16 +1,23 @@
 """The eviction index of ``CacheManager``: whose chunks give way next, be they a session's own or shared.
 
-Chunks that several sessions own are no session's: the runs that they form have rows of their own.
+Chunks that several sessions own are no session's: the runs that they form have rows of their own. Sessions of one
+tenant alone share, so a row's chunks are one tenant's.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 import numpy as np
 
+from pensieve.core import Ints
 from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, SharedRun
+from pensieve.engine.cache.claims import Bools
 from pensieve.engine.cache.index import Reclaim, SessionIndex, VictimRound
+from pensieve.engine.cache.policy import Policy
+from pensieve.engine.cache.tenants import ANY, Allowance
+from pensieve.engine.cost.model import CostModel
 
 Holder = CachedSession | SharedRun
 
@@ -27,9 +34,50 @@ def can_reclaim(chunk: Chunk, reclaim: Reclaim) -> bool:
 class EvictionIndex(SessionIndex[CachedSession, Holder]):
     """The index of ``CacheManager``."""
 
-    def round(self, reclaim: Reclaim, now: float, expected: int) -> EvictionRound:
+    def __init__(self, policy: Policy, cost: CostModel) -> None:
+        super().__init__(policy, cost)
+        self._tenants: Ints = np.zeros(64, np.int64)
+        """Whose the chunks in each row are."""
+        self._numbers = 1
+        """More than any of these."""
+
+    def attach(self, holder: Holder) -> None:
+        if holder.row >= self._tenants.size:
+            self._tenants = np.pad(self._tenants, (0, self._last_active.size - self._tenants.size))
+        self._tenants[holder.row] = holder.tenant
+        self._numbers = max(self._numbers, holder.tenant + 1)
+        super().attach(holder)
+
+    def round(self, reclaim: Reclaim, now: float, expected: int, allowance: Allowance = ANY) -> EvictionRound:
         """Victims in ascending value, as the cache is now. ``expected``: how many will likely be taken."""
-        return EvictionRound(self, reclaim, now, expected)
+        return EvictionRound(self, reclaim, now, expected, allowance)
+
+    def allowed(self, reclaim: Reclaim, allowance: Allowance) -> int:
+        """How many chunks could be reclaimed this way now, with no more from each tenant than that."""
+        if not allowance:
+            return self.total(reclaim)
+        self._refresh()
+        used = len(self._sessions)
+        found = np.bincount(self._tenants[:used], self._candidates[reclaim, :used], self._numbers)
+        for tenant, most in allowance.items():
+            if tenant < self._numbers:
+                found[tenant] = min(found[tenant], most)
+        return int(found.sum())
+
+    def tenant_at(self, row: int) -> int:
+        """Whose the chunks in a row are."""
+        return int(self._tenants[row])
+
+    def barred(self, allowance: Allowance) -> Bools | None:
+        """Rows of tenants from whom nothing may be taken; None: there are none."""
+        tenants = [tenant for tenant, most in allowance.items() if not most and tenant < self._numbers]
+        if not tenants:
+            return None
+        table = np.zeros(self._numbers, np.bool_)
+        table[tenants] = True
+        return table.take(
+            self._tenants[: len(self._sessions)], mode="clip"
+        )  # the fast one: none is out of range
 
     def first_and_count(self, holder: Holder, reclaim: Reclaim) -> tuple[int, int]:
         indices = _candidates(holder, reclaim)
@@ -73,6 +121,8 @@ class EvictionIndex(SessionIndex[CachedSession, Holder]):
                 assert (self._pauses[row], self._weights[row]) == holder.hint, f"{holder.key}: hint is stale"
             else:
                 pairs |= {(row, owner.row) for owner in holder.owners}
+                assert {owner.tenant for owner in holder.owners} == {holder.tenant}, f"row {row}: tenants mix"
+            assert self._tenants[row] == holder.tenant, f"row {row}: tenant is stale"
             for reclaim in Reclaim:
                 count = sum(can_reclaim(chunk, reclaim) for chunk in holder.own)
                 assert self._candidates[reclaim, row] == count, f"row {row}: {reclaim.name} count is stale"
@@ -80,16 +130,39 @@ class EvictionIndex(SessionIndex[CachedSession, Holder]):
 
 
 class EvictionRound(VictimRound[CachedSession, Holder]):
-    """A round of the engine's index, in chunks."""
+    """A round of the engine's index, in chunks, within an allowance."""
+
+    def __init__(
+        self, index: EvictionIndex, reclaim: Reclaim, now: float, expected: int, allowance: Allowance
+    ) -> None:
+        super().__init__(index, reclaim, now, expected, index.barred(allowance) if allowance else None)
+        self._tenant_at = index.tenant_at
+        self._left = dict(allowance)
 
     def take(self) -> list[Chunk]:
         """The next group, in ascending position; empty when there is none. The caller evicts it, then ``put_back``s."""
-        found = self.take_group()
-        if found is None:
-            return []
-        holder, group = found
-        own, first = holder.own, holder.first
-        return [own[index - first] for index in group]
+        while (found := self.take_group()) is not None:
+            holder, group = found
+            left = self._left.get(holder.tenant)
+            if left == 0:
+                heapq.heappop(self._heap)
+                continue
+            if left is not None:
+                group = group[:left]
+                self._left[holder.tenant] = left - len(group)
+            own, first = holder.own, holder.first
+            return [own[index - first] for index in group]
+        return []
+
+    def put_back(self) -> None:
+        super().put_back()
+        # So that ``peek`` tells of what ``take`` gives.
+        while self._left and self._heap and self._left.get(self.peek_tenant()) == 0:
+            heapq.heappop(self._heap)
+
+    def peek_tenant(self) -> int:
+        """Whose the next victim is; there is one."""
+        return self._tenant_at(self._heap[0][1])
 
 
 def _candidates(holder: Holder, reclaim: Reclaim) -> list[int]:

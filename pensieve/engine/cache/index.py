@@ -20,7 +20,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from pensieve.core import Floats, Hints, Ints
-from pensieve.engine.cache.claims import Claims, Rows
+from pensieve.engine.cache.claims import Bools, Claims, Rows
 from pensieve.engine.cache.policy import UNKNOWN, Policy
 from pensieve.engine.cache.rates.hints import NO_HINT, Hint, adjusted, adjusted_one, heard
 from pensieve.engine.cost.model import CostModel
@@ -223,14 +223,21 @@ class SessionIndex(ABC, Generic[S, H]):
             return value
         return adjusted_one(value, float(cost[0]), now - session.last_active, session.hint)
 
-    def lowest_rows(self, reclaim: Reclaim, now: float, expected: int) -> tuple[Rows, Floats]:
-        """Rows in no order that include those of the ``expected`` next victims; values of their first candidates."""
+    def lowest_rows(
+        self, reclaim: Reclaim, now: float, expected: int, barred: Bools | None = None
+    ) -> tuple[Rows, Floats]:
+        """Rows in no order that include those of the ``expected`` next victims; values of their first candidates.
+
+        ``barred``: rows that give nothing, bool [rows]; None: none.
+        """
         self._refresh()
         used = len(self._sessions)
         first_cost = self._first_cost[reclaim, :used]
         idle = now - self._last_active[:used]
         values = self._values(first_cost, self._candidates[reclaim, :used], idle, self._kinds[:used])
         values[np.isinf(first_cost)] = np.inf
+        if barred is not None:
+            np.putmask(values, barred, np.inf)
         rows = lowest(values, expected)
         rows = rows[np.isfinite(values[rows])]
         return rows, values[rows]
@@ -243,15 +250,17 @@ class SessionIndex(ABC, Generic[S, H]):
             return self._with_hints(values, first_cost, idle) if self._hinted else values
         values, claims = self.policy.values_and_claims(first_cost, candidates, idle, kinds)
         if self._hinted:
-            claims = self._with_hints(claims, np.ones_like(idle), idle)
-            values = self._with_hints(values, first_cost, idle)
+            values = self._with_hints(values, first_cost, idle, claims)
         self._sums = self._claims.combined(claims, add=self.policy.adds_up)
         values[runs] = self.policy.shared_values(first_cost[runs], candidates[runs], self._sums[runs])
         return values
 
-    def _with_hints(self, values: Floats, costs: Floats, idle: Floats) -> Floats:
-        """Values of all rows, which are multiples of ``costs``, with the sessions' hints taken into account."""
-        return adjusted(values, costs, idle, self._pauses[: idle.size], self._weights[: idle.size])
+    def _with_hints(
+        self, values: Floats, costs: Floats, idle: Floats, claims: Floats | None = None
+    ) -> Floats:
+        """Values of all rows, which are multiples of ``costs``, with the sessions' hints taken into account; and in
+        place what the sessions' claims are."""
+        return adjusted(values, costs, idle, self._pauses[: idle.size], self._weights[: idle.size], claims)
 
     def run_value(self, run: H, chunk_index: int, candidates: int) -> float:
         """Value of a run's next victim, in the latest round."""
@@ -276,11 +285,18 @@ class SessionIndex(ABC, Generic[S, H]):
 class VictimRound(Generic[S, H]):
     """Hands out groups of victims, lowest value first. Valid until the cache changes in another way."""
 
-    def __init__(self, index: SessionIndex[S, H], reclaim: Reclaim, now: float, expected: int) -> None:
+    def __init__(
+        self,
+        index: SessionIndex[S, H],
+        reclaim: Reclaim,
+        now: float,
+        expected: int,
+        barred: Bools | None = None,
+    ) -> None:
         self._index = index
         self._reclaim = reclaim
         self._now = now
-        rows, values = index.lowest_rows(reclaim, now, expected)
+        rows, values = index.lowest_rows(reclaim, now, expected, barred)
         self._heap = list(zip(values.tolist(), rows.tolist(), strict=True))
         heapq.heapify(self._heap)
 

@@ -74,8 +74,10 @@ class Layout:
             keep = (full + len(found)) * size
         return keep
 
-    def to_bring(self, session: CachedSession | None, tokens: TokenArray, path: Path | None) -> ToBring:
-        """What it takes to have all of a context on the device; changes nothing."""
+    def to_bring(
+        self, session: CachedSession | None, tokens: TokenArray, path: Path | None, tenant: int
+    ) -> ToBring:
+        """What it takes to have all of a tenant's context on the device; changes nothing."""
         size = self._size
         keep = 0 if session is None else self.keep(session, tokens, 0, path)
         chunks = [] if session is None else session.chunks[: -(-keep // size)]
@@ -91,7 +93,9 @@ class Layout:
             pages += copied or chunk.device == NOWHERE
             computing |= copied or min(chunk.filled, keep - low) < min(size, len(tokens) - low)
             clean += can_reclaim(chunk, Reclaim.PAGE)
-        return ToBring(pages, computing, self._tiers.device.free + self._tiers.reclaimable() - clean)
+        return ToBring(
+            pages, computing, self._tiers.device.free + max(self._tiers.reclaimable(tenant) - clean, 0)
+        )
 
     def lay_out(self, session: CachedSession, keep: int, history: int, path: Path | None) -> Restore:
         """Make the chunk list cover the session's tokens, pinned; count sources and collect what is missing.
@@ -137,7 +141,7 @@ class Layout:
     def bring_to_device(self, session: CachedSession, now: float) -> None:
         """Place every chunk of a session on the device that is not there; those that the host has are loaded."""
         absent = [chunk for chunk in session.chunks if chunk.device == NOWHERE]
-        self._tiers.reserve(len(absent), now)
+        self._tiers.reserve(len(absent), now, session.tenant)
         for chunk in absent:
             if chunk.host != NOWHERE:
                 self._tiers.load(chunk)
@@ -161,7 +165,7 @@ class Layout:
             self._tiers.pin(chunk)
         session.tokens, session.new_tokens = tokens.copy(), origin.new_tokens
         tail = self.append(session)
-        self._tiers.reserve(1, now)
+        self._tiers.reserve(1, now, session.tenant)
         source = origin.chunks[full] if full < len(origin.chunks) else None
         if source is not None and min(source.filled, filled) and self._tiers.can_duplicate(source):
             self._tiers.duplicate(source, tail)
@@ -203,7 +207,7 @@ class Layout:
     def _append(self, session: CachedSession, count: int) -> None:
         first = len(session.chunks)
         session.chunks.extend(Chunk(index, pins=1, holder=session) for index in range(first, first + count))
-        self._tiers.pinned += count
+        self._tiers.pin_new(session.tenant, count)
         self._index.touch(session)
 
     def _make_private(self, session: CachedSession, shared: Chunk, valid: int, total: int) -> None:
@@ -217,7 +221,7 @@ class Layout:
         private = self.append(session)
         spare = self._tiers.unpinned >= total - len(session.chunks)
         if valid > 0 and spare and self._tiers.can_duplicate(shared):
-            self._tiers.reserve(1, session.last_active)
+            self._tiers.reserve(1, session.last_active, session.tenant)
             self._tiers.duplicate(shared, private)
             private.filled = valid
         # Only now: the reservation must not have evicted what is to be copied.

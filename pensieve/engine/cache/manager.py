@@ -5,7 +5,7 @@ One request's life here: ``can_admit`` → ``admit`` (its chunks are pinned and 
 session wander DEVICE → BOTH → HOST → DROPPED as ``Tiers`` needs room; the next ``admit`` brings them back.
 
 Any chunk that no running request pins can be evicted, at worst by dropping it. So "does it fit" is one comparison with
-the number of pinned chunks, and a full tier can never stop a request that fits an empty one.
+the number of pinned chunks, and neither a full tier nor a share stops a request that fits an empty one.
 
 Sessions of one scope share what they have in common (``sharing``). A request finds a chunk by its address, whoever had
 it computed, and becomes one more owner. Two that arrive together meet in the same way: the first has its chunks in the
@@ -19,13 +19,14 @@ import numpy as np
 from pensieve.config import CacheConfig
 from pensieve.core import Hints, SessionKey, TokenArray
 from pensieve.engine.cache.check import check_cache
-from pensieve.engine.cache.chunk import CachedSession, Restore, SharedRun, TierTokens
+from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Restore, SharedRun, TierTokens
 from pensieve.engine.cache.digests import Digests, Path
 from pensieve.engine.cache.eviction import EvictionIndex
 from pensieve.engine.cache.layout import Layout, ToBring
+from pensieve.engine.cache.occupancy import Occupancy, PlannedCopies
 from pensieve.engine.cache.policy import POLICIES, UNKNOWN, Policy
 from pensieve.engine.cache.sharing import SharedChunks
-from pensieve.engine.cache.tiers import Occupancy, PlannedCopies, Tiers
+from pensieve.engine.cache.tiers import Tiers
 from pensieve.engine.cost.model import CostModel
 from pensieve.engine.plan import PageTable
 
@@ -45,6 +46,7 @@ class CacheManager:
         self.config = config
         self.index = EvictionIndex(POLICIES[config.policy]() if policy is None else policy, cost)
         self._tiers = Tiers(config, self.index, self._emptied)
+        self.shares = self._tiers.shares
         digests = Digests(model, config.chunk_tokens)
         self._shared = SharedChunks(self.index, self._tiers, digests, config.chunk_tokens)
         self._layout = Layout(self._tiers, self._shared, self.index, config.chunk_tokens)
@@ -77,14 +79,13 @@ class CacheManager:
         return self._tiers.occupancy()
 
     def chunks_for(self, tokens: int) -> int:
-        """Chunks that a context of this length occupies."""
+        """Chunks that a context of this length has."""
         return -(-tokens // self.config.chunk_tokens)
 
     def path(self, key: SessionKey, scope: str, tokens: TokenArray) -> Path | None:
         """The addresses of a context, for ``can_admit`` and ``admit``; None: it shares nothing."""
-        if not scope or not self.config.prefix_sharing:
-            return None
-        return self._shared.path(self._sessions.get(key), scope, tokens)
+        shares = scope and self.config.prefix_sharing
+        return self._shared.path(self._sessions.get(key), scope, tokens) if shares else None
 
     def can_admit(
         self,
@@ -95,12 +96,12 @@ class CacheManager:
         reserve: bool,
         path: Path | None = None,
         branches: int = 0,
+        tenant: str = "",
     ) -> bool:
         """Whether ``admit`` may be called now, and then ``branch`` for so many others.
 
-        With ``reserve``, more than ``decode_reserve`` of all device pages must stay unpinned afterwards: free,
-        reclaimable, or evictable. (Evictable ones count because the plan that needs them copies their chunks out
-        itself; insisting on a clean copy first would only add a step of waiting.)
+        With ``reserve``, more than ``decode_reserve`` of all device pages must stay unpinned beside what other tenants
+        keep: free, reclaimable, or evictable (by a copy in the plan that needs them, which saves a step).
         """
         session = self._sessions.get(key)
         if session is not None and (session.running or session.copying):
@@ -111,17 +112,20 @@ class CacheManager:
         # Those that are pinned already cost this request no page.
         pinned = sum(chunk.pins > 0 for chunk in shared)
         left = self._tiers.unpinned - self.chunks_for(len(tokens)) - branches + pinned
-        return left > self.config.decode_reserve * self.config.device_chunks if reserve else left >= 0
+        keep = self.config.decode_reserve * self.config.device_chunks + self.shares.kept_from(tenant)
+        return left > keep if reserve else left >= 0
 
     def holds(self, key: SessionKey) -> bool:
         """Whether anything is known of a session."""
         return key in self._sessions
 
-    def to_bring(self, key: SessionKey, tokens: TokenArray, path: Path | None = None) -> ToBring:
+    def to_bring(
+        self, key: SessionKey, tokens: TokenArray, path: Path | None = None, *, tenant: str = ""
+    ) -> ToBring:
         """What ``admit`` would have to bring to the device for a session that does not run."""
         session = self._sessions.get(key)
         known = session if session is not None and session.scope == _scope(path) else None
-        return self._layout.to_bring(known, tokens, path)
+        return self._layout.to_bring(known, tokens, path, self.shares.number(tenant))
 
     def page_table(self, key: SessionKey, tokens: int) -> PageTable:
         """Device pages of the first ``tokens`` positions of a running session; valid until it is released."""
@@ -143,6 +147,7 @@ class CacheManager:
         path: Path | None = None,
         *,
         warm: bool = False,
+        tenant: str = "",
     ) -> Restore:
         """Pin the context ``tokens`` of a session and place every chunk of it on the device.
 
@@ -162,11 +167,12 @@ class CacheManager:
         ====================================  =====================================  ================================
         """
         session = self._sessions.get(key)
-        if session is not None and session.scope != _scope(path):
+        belongs = _scope(path), self.shares.number(tenant)
+        if session is not None and (session.scope, session.tenant) != belongs:
             self._forget(session)
             session = None
         if session is None:
-            session = self._add(key, _scope(path))
+            session = self._add(key, *belongs)
         keep = self._layout.find(session, tokens, num_new, path)
         session.tokens = tokens.copy()
         session.running, session.warming = True, warm
@@ -196,7 +202,7 @@ class CacheManager:
                 return None
             if target in self._sessions:
                 self._forget(self._sessions[target])
-            session = self._running[target] = self._add(target, origin.scope)
+            session = self._running[target] = self._add(target, origin.scope, origin.tenant)
             session.aside = session.running = True
         return self._layout.follow(origin, session, tokens, now)
 
@@ -207,7 +213,7 @@ class CacheManager:
             if not self._tiers.unpinned:
                 return False
             chunk = self._layout.append(session)
-            self._tiers.reserve(1, now)
+            self._tiers.reserve(1, now, session.tenant)
             self._tiers.place_on_device(chunk)
             session.table = np.append(session.table, np.int32(chunk.device))
         return True
@@ -227,11 +233,13 @@ class CacheManager:
             assert chunk.filled == low, (
                 f"{key} chunk {index}: filled {chunk.filled}, but {low} was computed next"
             )
-            assert not chunk.shared or (index + 1) * size <= len(session.tokens), (
+            shared = chunk.shared
+            assert not shared or (index + 1) * size <= len(session.tokens), (
                 f"{key} chunk {index}: a shared chunk was written to by one whose context ends in it"
             )
             chunk.filled = high
-            self._tiers.written(chunk)
+            if shared or chunk.host != NOWHERE:  # a decode's chunk is neither
+                self._tiers.written(chunk)
 
     def release(
         self,
@@ -304,19 +312,17 @@ class CacheManager:
 
     def evict(self, key: SessionKey | None = None) -> int:
         """Drop what idle sessions have cached (one, or all); returns the number of KV-tokens freed."""
-        sessions = list(self._sessions.values()) if key is None else [self._sessions.get(key)]
         freed = 0
-        for session in sessions:
-            if session is None or session.running or session.copying:
-                continue
-            freed += sum(chunk.filled for chunk in session.own)
-            self._forget(session)
+        for session in list(self._sessions.values()) if key is None else [self._sessions.get(key)]:
+            if session is not None and not (session.running or session.copying):
+                freed += sum(chunk.filled for chunk in session.own)
+                self._forget(session)
         return freed
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _add(self, key: SessionKey, scope: str) -> CachedSession:
-        session = CachedSession(key, self.index.add_row(), scope=scope)
+    def _add(self, key: SessionKey, scope: str, tenant: int) -> CachedSession:
+        session = CachedSession(key, self.index.add_row(), scope=scope, tenant=tenant)
         self._sessions[key] = session
         self.index.attach(session)
         return session

@@ -192,7 +192,7 @@ class SharedChunks:
         self._index.touch(owner)
 
     def _new_run(self, chunks: list[Chunk], owners: dict[CachedSession, None]) -> SharedRun:
-        run = SharedRun(self._index.add_row(), chunks, owners)
+        run = SharedRun(self._index.add_row(), chunks, owners, next(iter(owners)).tenant)
         run.cached = sum(chunk.place is not Place.DROPPED for chunk in chunks)
         for chunk in chunks:
             chunk.holder = run

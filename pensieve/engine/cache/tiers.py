@@ -17,40 +17,17 @@ call                           before → after    what happens
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from pensieve.config import CacheConfig
 from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, Place, SharedRun
 from pensieve.engine.cache.eviction import EvictionIndex, EvictionRound
 from pensieve.engine.cache.index import Reclaim
+from pensieve.engine.cache.occupancy import Occupancy, PlannedCopies
 from pensieve.engine.cache.pool import PagePool
+from pensieve.engine.cache.tenants import ANY, NOBODY, TenantShares
 from pensieve.engine.plan import Copy
-
-
-class PlannedCopies(NamedTuple):
-    """Copies that one plan must make, under the names that they have in ``Plan``."""
-
-    swap_out: tuple[Copy, ...]
-    copies: tuple[Copy, ...]
-    swap_in: tuple[Copy, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Occupancy:
-    """How full both tiers are: KV-tokens that their pages have room for, whatever part of a page is filled.
-
-    ``dropped`` is what was dropped for want of room since start: KV-tokens that were there.
-    """
-
-    device_free: int
-    device_reclaimable: int
-    """In pages that are used, but can be taken at once."""
-    device_used: int
-    host_free: int
-    host_used: int
-    dropped: int
 
 
 class Tiers:
@@ -64,6 +41,7 @@ class Tiers:
     ) -> None:
         self.device = PagePool(config.device_chunks)
         self.host = PagePool(config.host_chunks)
+        self.shares = TenantShares(self.device)
         self.pinned = 0
         """Chunks that some running request uses. Each has a device page, or is about to get one."""
         self.spare: dict[Chunk, None] = {}
@@ -97,9 +75,10 @@ class Tiers:
         """Whether the plan in the making copies chunks in from the host."""
         return bool(self._swap_in)
 
-    def reclaimable(self) -> int:
-        """Device pages of unpinned chunks with a clean host copy."""
-        return self._index.total(Reclaim.PAGE)
+    def reclaimable(self, tenant: int | None = None) -> int:
+        """Device pages of unpinned chunks with a clean host copy; those that a turn of ``tenant`` may take."""
+        allowance = ANY if tenant is None else self.shares.allowance(self.device, tenant)
+        return self._index.allowed(Reclaim.PAGE, allowance)
 
     def occupancy(self) -> Occupancy:
         size = self._chunk_tokens
@@ -118,7 +97,7 @@ class Tiers:
         """A running request uses the chunk from now on; it cannot be evicted."""
         chunk.pins += 1
         if chunk.pins == 1:
-            self.pinned += 1
+            self.pin_new(chunk.holder.tenant, 1)
             if chunk.host != NOWHERE:
                 self.spare[chunk] = None
             self._touch(chunk)
@@ -127,22 +106,31 @@ class Tiers:
         """One running request less uses the chunk."""
         chunk.pins -= 1
         if chunk.pins == 0:
-            self.pinned -= 1
+            self.pin_new(chunk.holder.tenant, -1)
             self.spare.pop(chunk, None)
             self._touch(chunk)
 
+    def pin_new(self, tenant: int, count: int) -> None:
+        """So many more chunks of a tenant are pinned."""
+        self.pinned += count
+        self.shares.pinned[tenant] += count
+
     # -- device pages ------------------------------------------------------------------------------------------------
 
-    def reserve(self, pages: int, now: float) -> None:
-        """Make at least ``pages`` device pages free; the caller knows that enough are ``unpinned``.
+    def reserve(self, pages: int, now: float, tenant: int = 0) -> None:
+        """Make at least ``pages`` device pages free for a tenant; the caller knows that enough are ``unpinned``.
 
-        Chunks with a clean host copy lose theirs first, which costs nothing; then those that must be copied or dropped.
+        Chunks with a clean host copy lose theirs first, then those that must be copied or dropped, then others' shares.
         """
-        for reclaim in (Reclaim.PAGE, Reclaim.SAVED_PAGE):
-            while (need := pages - self.device.free) > 0:
-                victims = self._index.round(reclaim, now, need)
-                if not self._evict_round(victims, pages, now):
-                    break
+        for kept in (True, False) if self.shares.any else (False,):
+            for reclaim in (Reclaim.PAGE, Reclaim.SAVED_PAGE):
+                while (need := pages - self.device.free) > 0:
+                    allowance = (
+                        self.shares.allowance(self.device, tenant) if kept else self.shares.of_each(need)
+                    )
+                    victims = self._index.round(reclaim, now, need, allowance)
+                    if not self._evict_round(victims, pages, now, tenant):
+                        break
         assert self.device.free >= pages, (
             f"{pages} device pages asked for, {self.device.free} of {self.device.capacity} could be had"
         )
@@ -151,7 +139,7 @@ class Tiers:
         """Let a chunk that is not on the device have a free page there."""
         if chunk.host == NOWHERE:
             chunk.holder.cached += 1
-        chunk.device = self.device.take()
+        chunk.device = self.device.take(chunk.holder.tenant)
 
     def load(self, chunk: Chunk) -> None:
         """Place a HOST chunk on the device and plan the copy of what it holds."""
@@ -201,7 +189,7 @@ class Tiers:
         need = min(limit, self._shortfall())
         if need <= 0 or not (self.host.free or self.spare):
             return
-        victims = self._index.round(Reclaim.SAVED_PAGE, now, need)
+        victims = self._index.round(Reclaim.SAVED_PAGE, now, need, self.shares.allowance(self.device, NOBODY))
         while need > 0 and (group := victims.take()):
             for chunk in group:
                 if not self._host_page_for_nothing():
@@ -213,11 +201,11 @@ class Tiers:
     def _shortfall(self) -> int:
         """Pages that are neither free nor reclaimable and should be, by the watermark; rounded up."""
         low = self._watermark - self.device.free
-        return 0 if low <= 0 else int(-(-(low - self.reclaimable()) // 1))
+        return 0 if low <= 0 else int(-(-(low - self.reclaimable(NOBODY)) // 1))
 
     # -- evictions ---------------------------------------------------------------------------------------------------
 
-    def _evict_round(self, victims: EvictionRound, pages: int, now: float) -> bool:
+    def _evict_round(self, victims: EvictionRound, pages: int, now: float, tenant: int) -> bool:
         """Evict victims of one round until ``pages`` device pages are free; returns whether there was a victim.
 
         All victims are chosen before the first is moved: where the host cannot take them all, the most valuable are
@@ -232,27 +220,39 @@ class Tiers:
                 chosen.append((value, chunk))
             victims.put_back()
         room: EvictionRound | None = None
-        # Rounds go from the lowest value up, so this goes from the highest down: the best get what room there is.
-        for value, chunk in reversed(chosen):
+        stale = False
+        for value, chunk in reversed(chosen):  # from the highest down: the best get what room there is
             chunk.saving = False
             if chunk.host == NOWHERE:
-                # The host is ranked once for all of them, and only when the first has to be copied.
-                room = room or self._index.round(Reclaim.HOST_COPY, now, len(chosen))
-                if self._make_host_room(room, value):
+                whose = chunk.holder.tenant
+                found = self._host_page_for_nothing() or (room and self._make_host_room(room, value, whose))
+                # The host is ranked once for all of them, when no copy is left that could be forgotten; and once more
+                # for whom there should be a page, as what was saved meanwhile counts for those who gave nothing.
+                if not found and (room is None or (stale and self.shares.is_below(self.host, whose))):
+                    allowance = self.shares.allowance(self.host, tenant)
+                    room = self._index.round(Reclaim.HOST_COPY, now, len(chosen), allowance)
+                    found, stale = self._make_host_room(room, value, whose), False
+                if found:
+                    stale = True
                     self._save(chunk)
             # The page is free at once even if it has yet to be read: a plan swaps out before it writes anything.
             self._leave_device(chunk)
         return bool(chosen)
 
-    def _make_host_room(self, room: EvictionRound, value: float) -> bool:
+    def _make_host_room(self, room: EvictionRound, value: float, tenant: int) -> bool:
         """Free a host page at the cost of a copy that nobody needs now, else by dropping chunks that are worth no more
-        than ``value``; returns whether one is free.
+        than ``value``, or whatever others have if ``tenant`` has less than its share; returns whether one is free.
 
-        Copies of chunks in use go first because the link has room to make them again, whereas what is dropped has to be
-        recomputed.
+        Copies of chunks in use go first: they can be made again, whereas what is dropped has to be recomputed.
         """
         while not self._host_page_for_nothing():
-            if room.peek() > value:
+            worth = room.peek()
+            due = (
+                math.isfinite(worth)
+                and room.peek_tenant() != tenant
+                and self.shares.is_below(self.host, tenant)
+            )
+            if worth > value and not due:
                 return False
             group = room.take()
             if not group:
@@ -275,20 +275,20 @@ class Tiers:
 
     def _save(self, chunk: Chunk) -> None:
         """Plan the copy of a DEVICE chunk to a free host page."""
-        chunk.host = self.host.take()
+        chunk.host = self.host.take(chunk.holder.tenant)
         chunk.saving = True
         self._swap_out.append(Copy(chunk.device, chunk.host))
         self._in_flight.append(chunk)
         self._touch(chunk)
 
     def _leave_device(self, chunk: Chunk) -> None:
-        self.device.put_back(chunk.device)
+        self.device.put_back(chunk.device, chunk.holder.tenant)
         chunk.device = NOWHERE
         self._after_loss(chunk)
 
     def discard_host(self, chunk: Chunk) -> None:
         """Free a chunk's host page; what the device still has stays."""
-        self.host.put_back(chunk.host)
+        self.host.put_back(chunk.host, chunk.holder.tenant)
         chunk.host = NOWHERE
         self.spare.pop(chunk, None)
         self._after_loss(chunk)
@@ -303,9 +303,9 @@ class Tiers:
     def give_up(self, chunk: Chunk) -> None:
         """Free every page of a chunk that nobody owns any more: it is not dropped for want of room."""
         if chunk.device != NOWHERE:
-            self.device.put_back(chunk.device)
+            self.device.put_back(chunk.device, chunk.holder.tenant)
         if chunk.host != NOWHERE:
-            self.host.put_back(chunk.host)
+            self.host.put_back(chunk.host, chunk.holder.tenant)
         chunk.holder.cached -= chunk.place is not Place.DROPPED
         chunk.device = chunk.host = NOWHERE
         chunk.filled = 0

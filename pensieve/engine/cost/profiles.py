@@ -14,7 +14,7 @@ from typing import Any
 
 from pensieve.config import EngineOptions
 from pensieve.engine.cost.model import CostModel, CostProfileError
-from pensieve.engine.cost.probe import QUICK_REPEATS, ProbedWorker, describe, quick_points
+from pensieve.engine.cost.probe import QUICK_REPEATS, Info, ProbedWorker, describe, quick_points
 from pensieve.machine import usable_cores, user_directory
 from pensieve.model.arch import Arch
 
@@ -35,13 +35,14 @@ def fingerprint(arch: Arch) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def device_name(device: str) -> str:
-    """What a profile is measured on: the GPU's name, or what can be told of the CPU."""
-    if device == "cuda":
+def device_name(info: Info) -> str:
+    """What a profile is measured on: the GPU's name, or what can be told of the CPU; how many ranks, if several."""
+    several = f"{info.ranks} x " if info.ranks > 1 else ""
+    if info.device == "cuda":
         import torch
 
-        return str(torch.cuda.get_device_name())
-    return f"{platform.machine()} cpu {usable_cores()} cores"
+        return several + str(torch.cuda.get_device_name())
+    return f"{several}{platform.machine()} cpu {usable_cores()} cores"
 
 
 def profile_path(worker: ProbedWorker, name_of_device: str) -> Path:
@@ -76,7 +77,7 @@ def stored_or_quick_profile(options: EngineOptions, worker: ProbedWorker) -> Cos
         return estimate(worker)
     if options.cost_profile != "auto":
         return from_file(Path(options.cost_profile), options.chunk_tokens)
-    name = device_name(worker.info.device)
+    name = device_name(worker.info)
     path = profile_path(worker, name)
     if path.exists():
         try:

@@ -146,12 +146,18 @@ class CudaWorker:
         self._sampled = {request: row for row, request in enumerate(batch.requests)}
         if rows == 0:
             return None
-        shared = self._programs.shared
+        shared, together = self._programs.shared, self._programs.shared.model.together
+        sampled, finite = shared.sampled[:rows], shared.finite[:rows]
+        if together.rank != 0:
+            together.share(sampled)  # one rank chooses, so that all go on with the same tokens
+            return None
         prepared = prepare(batch.specs, self.arch.vocab_size)
         if prepared.plain:
-            return Chosen(prepared, shared.sampled[:rows], shared.finite[:rows]).fetch()
-        chosen = choose(shared.logits[:rows], prepared, shared.finite[:rows])
-        shared.sampled[:rows].copy_(chosen.tokens[:rows])
+            chosen = Chosen(prepared, sampled, finite)
+        else:
+            chosen = choose(shared.logits[:rows], prepared, finite)
+            sampled.copy_(chosen.tokens[:rows])
+        together.share(sampled)
         return chosen.fetch()
 
     def close(self) -> None:
@@ -190,7 +196,7 @@ class _CudaStep:
         if self.before is not None:
             timings["gap"] = self.before.elapsed_time(self.begin) / 1e3
         swapped = self.worker.swap.counters()
-        requests = self.batch.requests if self.batch is not None else ()
+        requests = self.batch.requests if self.batch is not None and self.fetched is not None else ()
         return StepResult(
             sampled=tuple(
                 Sampled(request, token, logprob)

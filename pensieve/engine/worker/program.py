@@ -136,7 +136,9 @@ class StepProgram:
             self._shared.sampled.copy_(sampled)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+        # NCCL has a thread that looks after events at any time: it must not spoil the capture.
+        mode = "global" if self._shared.model.together.ranks == 1 else "thread_local"
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
             self._compute()
         self._graph = graph
 
@@ -146,6 +148,8 @@ class StepProgram:
         before = shared.sampled.index_select(0, view["source"].clamp_min(0))
         tokens = torch.where(view["source"] >= 0, before.to(torch.int32), view["tokens"])
         logits = shared.model.forward(tokens, view["positions"], self._attend, view["sample_rows"])
+        if shared.model.together.rank != 0:
+            return  # what was chosen comes from rank 0
         logits, finite = clean(logits)
         shared.logits[:samples].copy_(logits)
         shared.finite[:samples].copy_(finite)

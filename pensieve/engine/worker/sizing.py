@@ -17,6 +17,7 @@ from pensieve.engine.kv.pools import KvPools
 from pensieve.engine.sampling.sampler import workspace_bytes as sampler_bytes
 from pensieve.machine import memory
 from pensieve.model.arch import DTYPE_BYTES, Arch
+from pensieve.model.collective import ALONE, Collective
 
 _HALF: Final = ("bfloat16", "float16")
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -66,11 +67,14 @@ class WorkerInfo:
     """Where the size of the device tier came from, in words."""
     host_source: str = ""
     weight_bytes: int = 0
+    """Of one rank."""
+    ranks: int = 1
+    """Over so many the model is divided; chunks are numbered alike on all, and each has its share of every chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """Bytes that can still be had. On a CPU both tiers come out of ``host``."""
+    """Bytes that one rank can still have. On a CPU both tiers come out of ``host``, which all ranks share."""
 
     device: int
     host: int
@@ -107,13 +111,18 @@ def resolve_device(options: EngineOptions, arch: Arch) -> Placement:
     return Placement(device, dtype, limit, *batch_limits(options, device))
 
 
-def worker_info(options: EngineOptions, arch: Arch, *, weight_bytes: int = 0) -> WorkerInfo:
+def worker_info(
+    options: EngineOptions, arch: Arch, *, weight_bytes: int = 0, together: Collective = ALONE
+) -> WorkerInfo:
     """What ``options`` come to on this machine, now; on a GPU to be called with the weights loaded.
 
-    Raises ValueError, with numbers and with what to change.
+    ``arch``: of a rank's shard. All ranks come to the same, by what the one with the least memory can have. Raises
+    ValueError, with numbers and with what to change.
     """
     placement = resolve_device(options, arch)
-    tiers = tier_sizes(options, arch, placement, free_memory(placement.device))
+    here = free_memory(placement.device)
+    free = FreeMemory(*together.least([here.device, here.host]))
+    tiers = tier_sizes(options, arch, placement, free, together.ranks)
     return WorkerInfo(
         device=placement.device,
         dtype=placement.dtype,
@@ -126,6 +135,7 @@ def worker_info(options: EngineOptions, arch: Arch, *, weight_bytes: int = 0) ->
         device_source=tiers.device_source,
         host_source=tiers.host_source,
         weight_bytes=weight_bytes,
+        ranks=together.ranks,
     )
 
 
@@ -152,12 +162,18 @@ def workspace_bytes(arch: Arch, placement: Placement, *, cuda_graphs: bool) -> i
     return activations + logits + ATTENTION_BYTES + (GRAPHS_BYTES if cuda_graphs else 0)
 
 
-def tier_sizes(options: EngineOptions, arch: Arch, placement: Placement, free: FreeMemory) -> TierSizes:
-    """Chunks of both tiers, from the options or from free memory. Raises ValueError."""
-    chunk_bytes = arch.kv_bytes_per_token(placement.dtype) * options.chunk_tokens
+def tier_sizes(
+    options: EngineOptions, arch: Arch, placement: Placement, free: FreeMemory, ranks: int = 1
+) -> TierSizes:
+    """Chunks of both tiers, from the options or from free memory: all numbers are totals over the ranks.
+
+    ``arch``: of one rank's shard; ``free``: of the rank that has least. Raises ValueError.
+    """
+    chunk_bytes = arch.kv_bytes_per_token(placement.dtype) * options.chunk_tokens * ranks
     on_gpu = placement.device == "cuda"
-    kept = workspace_bytes(arch, placement, cuda_graphs=options.cuda_graphs) if on_gpu else 0
-    device_chunks, device_source = _device_tier(options, chunk_bytes, on_gpu, free.device, kept)
+    kept = ranks * workspace_bytes(arch, placement, cuda_graphs=options.cuda_graphs) if on_gpu else 0
+    device_free = ranks * free.device if on_gpu else free.device
+    device_chunks, device_source = _device_tier(options, chunk_bytes, on_gpu, device_free, kept)
     host_free = free.host if on_gpu else free.host - device_chunks * chunk_bytes
     host_chunks, host_source = _host_tier(options, chunk_bytes, on_gpu, host_free, device_chunks)
     return TierSizes(device_chunks, host_chunks, device_source, host_source)
@@ -254,9 +270,12 @@ def report(arch: Arch, info: WorkerInfo) -> str:
     where = info.device
     if info.device == "cuda":
         where += f" ({torch.cuda.get_device_name()})"
-    per_chunk = arch.kv_bytes_per_token(info.dtype) * info.chunk_tokens
+    each = ""
+    if info.ranks > 1:
+        where, each = f"{info.ranks} x {where}", " each"
+    per_chunk = arch.kv_bytes_per_token(info.dtype) * info.chunk_tokens * info.ranks
     lines = [
-        f"{arch.family}, {arch.num_layers} layers, in {info.dtype} on {where}: weights {gib(info.weight_bytes)}, "
+        f"{arch.family}, {arch.num_layers} layers, in {info.dtype} on {where}: weights {gib(info.weight_bytes)}{each}, "
         f"contexts up to {info.context_limit} tokens, steps of up to {info.max_batch_tokens} tokens and "
         f"{info.max_running} generations"
     ]

@@ -22,9 +22,12 @@ from pensieve.engine.worker.sizing import DTYPES, WorkerInfo, allocate_pools, re
 from pensieve.engine.worker.torch_batch import TorchBatch, make_torch_batch
 from pensieve.kernels import reference
 from pensieve.kernels.arguments import HeadPrep
+from pensieve.machine import usable_cores
 from pensieve.model.arch import Arch
+from pensieve.model.collective import ALONE, Collective
 from pensieve.model.folder import load_arch
 from pensieve.model.ops import triton_ops
+from pensieve.model.shard import Shard
 from pensieve.model.transformer import Transformer
 from pensieve.model.weights import load_weights, weight_bytes
 
@@ -33,7 +36,9 @@ class Worker(StepWorker, Protocol):
     """A worker with its model, for those who have to know it; the engine needs a ``StepWorker`` only."""
 
     @property
-    def arch(self) -> Arch: ...
+    def arch(self) -> Arch:
+        """What it computes with: of several ranks, one's shard."""
+        ...
 
     @property
     def info(self) -> WorkerInfo: ...
@@ -99,17 +104,24 @@ class TorchWorker(SynchronousWorker):
         logits = self._model.forward(batch.tokens, batch.positions, attention, batch.sample_rows)
         computed = time.perf_counter()
         asked = [(span.request, span.sample) for span in plan.spans if span.sample is not None]
-        chosen = sample(logits, [spec for _, spec in asked])
+        # One rank chooses, so that all go on with the same tokens.
+        together = self._model.together
+        chosen = sample(logits, [spec for _, spec in asked]) if together.rank == 0 else []
+        tokens = [token for token, _ in chosen]
+        if together.ranks > 1 and asked:
+            shared = torch.tensor(tokens or [0] * len(asked))
+            together.share(shared)
+            tokens = shared.tolist()
         timings |= {
             "prepare": prepared - started,
             "model": computed - prepared,
             "attention": attention.seconds,
             "sample": time.perf_counter() - computed,
         }
-        self._sampled = {request: token for (request, _), (token, _) in zip(asked, chosen, strict=True)}
+        self._sampled = {request: token for (request, _), token in zip(asked, tokens, strict=True)}
         return tuple(
             Sampled(request, token, logprob)
-            for (request, _), (token, logprob) in zip(asked, chosen, strict=True)
+            for (request, _), (token, logprob) in zip(asked, chosen, strict=together.rank == 0)
         )
 
 
@@ -131,24 +143,32 @@ class _StepAttention:
         return out
 
 
-def build_worker(options: EngineOptions) -> Worker:
-    """A worker for the model and sizes of ``options``.
+def build_worker(options: EngineOptions, together: Collective = ALONE) -> Worker:
+    """A worker for the model and sizes of ``options``; of several ranks, this one's. All ranks do this together.
 
     Raises ModelError when the model cannot be served, ValueError when an option cannot be followed here.
     """
-    if options.torch_threads:
-        torch.set_num_threads(options.torch_threads)
+    if options.torch_threads or together.ranks > 1:
+        torch.set_num_threads(max(1, (options.torch_threads or usable_cores()) // together.ranks))
     folder = Path(options.model)
-    arch = load_arch(folder)
-    place = resolve_device(options, arch)
+    whole = load_arch(folder)
+    place = resolve_device(options, whole)
+    shard = Shard(together.rank, together.ranks)
     weights = load_weights(
-        folder, arch, dtype=DTYPES[place.dtype], device=place.device, load_format=options.load_format
+        folder,
+        whole,
+        dtype=DTYPES[place.dtype],
+        device=place.device,
+        load_format=options.load_format,
+        shard=shard,
     )
+    arch = shard.arch(whole)
     # After the weights are loaded: the tiers are made of what those leave free.
-    info = worker_info(options, arch, weight_bytes=weight_bytes(weights))
+    info = worker_info(options, arch, weight_bytes=weight_bytes(weights), together=together)
     if info.device == "cuda":
-        return _cuda_worker(options, Transformer(arch, weights, triton_ops()), info)
-    return TorchWorker(Transformer(arch, weights), info, pipelined_swap_in=options.pipelined_swap_in)
+        return _cuda_worker(options, Transformer(arch, weights, triton_ops(), together), info)
+    model = Transformer(arch, weights, together=together)
+    return TorchWorker(model, info, pipelined_swap_in=options.pipelined_swap_in)
 
 
 def _cuda_worker(options: EngineOptions, model: Transformer, info: WorkerInfo) -> Worker:

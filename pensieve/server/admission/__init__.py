@@ -2,5 +2,5 @@
 
 ``gate`` decides, from what waits (``backlog``), how fast that goes (``speed``) and what a tenant may use (``quotas``).
 
-May import: errors, server.tenants, server.values.
+May import: core, errors, server.tenants, server.values.
 """

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from pensieve.core import Standing
 from pensieve.errors import DeadlineExceeded, PensieveError, ResourceExhausted
 from pensieve.server.admission.backlog import Backlog
 from pensieve.server.admission.quotas import Account
@@ -69,10 +70,9 @@ class Ticket:
         self.work = 0.0
         self.waits = True
 
-    @property
-    def weight(self) -> float:
-        """Its tenant's."""
-        return self._gate.weight(self.tenant)
+    def standing(self, priority: int) -> Standing:
+        """How it stands in the engine, with a priority within its tenant."""
+        return self._gate.standing(self.tenant, priority)
 
     def rendered(self, chars: int, input_tokens: int, new_tokens: int, history_tokens: int) -> None:
         """It is rendered: its input (``chars``: of its text, 0 if not all of it is), what of it was never computed, and
@@ -119,6 +119,11 @@ class Gate:
     def weight(self, tenant: str) -> float:
         """A tenant's part of a loaded engine, in relation to the others'."""
         return self._tenants.limits(tenant).weight or 1.0
+
+    def standing(self, tenant: str, priority: int = 0) -> Standing:
+        """How a tenant's request stands in the engine."""
+        share = self._tenants.limits(tenant).cache_share or 0.0
+        return Standing(tenant, self.weight(tenant), priority, share)
 
     @property
     def waiting(self) -> int:

@@ -118,13 +118,16 @@ class BaseLink(abc.ABC):
     async def residency(self, session: SessionKey) -> ResidentTokens:
         return await self._call(lambda call: GetResidency(call=call, session=session), ResidentTokens)
 
-    async def warm(self, session: SessionKey, tokens: TokenArray, *, scope: str = "") -> Warmed:
+    async def warm(
+        self, session: SessionKey, tokens: TokenArray, *, scope: str = "", standing: Standing = ALONE
+    ) -> Warmed:
         if not self._turnstile.may_warm(session):
             held = await self.residency(session)
             return Warmed(held.call, "busy", held.device_tokens, held.host_tokens)
         packed = pack_tokens(tokens)
         return await self._call(
-            lambda call: Warm(call=call, session=session, tokens=packed, scope=scope), Warmed
+            lambda call: Warm(call=call, session=session, tokens=packed, scope=scope, standing=standing),
+            Warmed,
         )
 
     @abc.abstractmethod

@@ -141,7 +141,9 @@ class EngineLink(Protocol):
 
     async def residency(self, session: SessionKey) -> ResidentTokens: ...
 
-    async def warm(self, session: SessionKey, tokens: TokenArray, *, scope: str = "") -> Warmed:
+    async def warm(
+        self, session: SessionKey, tokens: TokenArray, *, scope: str = "", standing: Standing = ALONE
+    ) -> Warmed:
         """Ask for the KV of ``tokens``, a session's whole history, on the device. Answered before it is there."""
         ...
 

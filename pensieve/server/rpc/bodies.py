@@ -6,7 +6,8 @@ its place, and its call ends. It is overdue after ``PATIENCE_S`` within its call
 same for all who hold or want one, and after ``HASTE_S`` beyond it. It loses its place to callers that hold fewer,
 and to others of its own. A place that is left goes to whoever holds fewest.
 
-And a caller's bodies are taken in at a pace (``Pace``): what is done with large ones keeps the event loop from others.
+And a caller's bodies are taken in at a pace (``BodyPace``): what is done with large ones keeps the event loop from
+others.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ KNOWN: Final = 1024
 """Callers of which is remembered what they sent, before those who have been quiet are forgotten."""
 
 
-class Pace:
+class BodyPace:
     """Bytes that each caller may send: a bucket of ``burst`` bytes that fills with ``rate`` bytes a second.
 
     How large a body is shows when it has been read, so as many bytes as the caller's last one had are taken for it

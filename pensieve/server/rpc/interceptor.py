@@ -24,7 +24,7 @@ from pensieve import rpc_status
 from pensieve.errors import InvalidArgument, PensieveError, Unauthenticated
 from pensieve.server.bugs import bug
 from pensieve.server.rpc.auth import ANONYMOUS, Identity, Peer, told_names
-from pensieve.server.rpc.bodies import BodyGate, Pace
+from pensieve.server.rpc.bodies import BodyGate, BodyPace
 from pensieve.server.rpc.calls import Calls, RunningCall
 from pensieve.server.rpc.decode import decode
 from pensieve.server.rpc.logins import FailedLogins
@@ -66,7 +66,7 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
         self._authorizer = authorizer
         self._calls = Calls(max_in_flight)
         self._bodies = bodies or BodyGate()
-        self._pace = Pace()
+        self._pace = BodyPace()
         self._tenants = tenants or TenantTable()
         self._logins = logins or FailedLogins()
 

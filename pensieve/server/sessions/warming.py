@@ -99,7 +99,8 @@ class SessionWarmer:
         tokens = await asyncio.to_thread(self._renderer.context, history)
         self._served.check_tokens(tokens, self._link.info.vocab_size)
         scope = self._settings.sharing_scope(key, history.config)
-        found = await self._link.warm(ids.session_key(key), tokens, scope=scope)
+        standing = self._turns.standing(key)
+        found = await self._link.warm(ids.session_key(key), tokens, scope=scope, standing=standing)
         resident = ResidentTokens(found.call, found.device_tokens, found.host_tokens)
         return WarmAnswer(found.refused, resident, row)
 

@@ -82,9 +82,10 @@ class TurnRun:
 
     @property
     def standing(self) -> Standing:
-        """How it stands in the engine's queue."""
-        weight = self.ticket.weight if self.ticket is not None else 1.0
-        return Standing(self.key.tenant, weight, self.spec.priority)
+        """How it stands in the engine."""
+        if self.ticket is None:
+            return Standing(self.key.tenant, priority=self.spec.priority)
+        return self.ticket.standing(self.spec.priority)
 
     @property
     def view(self) -> TurnView:

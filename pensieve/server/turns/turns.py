@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from pensieve.core import Standing
 from pensieve.errors import AlreadyExists, Cancelled, NotFound, PensieveError, Unavailable
 from pensieve.server.admission.gate import Gate
 from pensieve.server.bugs import bug
@@ -66,6 +67,10 @@ class Turns:
     def runs_in(self, key: Key) -> bool:
         """Whether a turn of this session runs in this process, or is about to."""
         return any(session == key for session, _ in self._runs)
+
+    def standing(self, key: Key) -> Standing:
+        """How what is asked of the engine for this session stands there, beside its turns."""
+        return self._gate.standing(key.tenant)
 
     @asynccontextmanager
     async def attached(

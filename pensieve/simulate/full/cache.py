@@ -50,8 +50,9 @@ class StampedCache(CacheManager):
         path: Path | None = None,
         *,
         warm: bool = False,
+        tenant: str = "",
     ) -> Restore:
-        restore = super().admit(key, tokens, num_new, now, path, warm=warm)
+        restore = super().admit(key, tokens, num_new, now, path, warm=warm, tenant=tenant)
         if key in self._coming:  # else a return from suspension
             self._turns[key] = self._coming.pop(key)
             self.restores[key] = restore

@@ -93,7 +93,7 @@ class Driver:
         self.verify_beams: Callable[[Sequence[int], Sequence[int], Sampling], None] | None = None
         """As ``verify``, of a beam search; none are started without."""
         self.tenants = False
-        """Several tenants, with weights and priorities, or none."""
+        """Several tenants, with weights, priorities and shares of the cache, or none."""
         self.groups = 0.1
         """Share of turns that have several candidates, or are a beam search."""
         self.prompts = [[rng.randrange(vocabulary) for _ in range(count)] for count in (3, 33, 70)]
@@ -136,7 +136,8 @@ class Driver:
         """One tenant or several; those who share KV are of one."""
         tenant = (SCOPES.get(session) or session) if self.tenants else ""
         weight = {"a": 1.0, "b": 2.5}.get(tenant, 0.5)
-        return Standing(tenant, weight, len(self.turns) % 3 if self.tenants else 0)
+        share = {"a": 0.4, "b": 0.25}.get(tenant, 0.0)
+        return Standing(tenant, weight, len(self.turns) % 3 if self.tenants else 0, share)
 
     def _hints(self) -> Hints | None:
         """Mostly none; else anything that a client may say, true or not."""
@@ -151,7 +152,8 @@ class Driver:
         history = self.history.get(session, [])
         busy = any(turn.session == session for turn in self.turns.values())
         scope = SCOPES.get(session, "")
-        (answer,) = self.engine.handle(Warm(1, session, pack_tokens(history), scope))
+        standing = self._standing(session)
+        (answer,) = self.engine.handle(Warm(1, session, pack_tokens(history), scope, standing))
         assert isinstance(answer, Warmed)
         assert not busy or answer.refused in ("running", "nothing_to_do"), answer
         self.warmed[answer.refused] += 1

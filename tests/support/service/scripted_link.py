@@ -187,7 +187,9 @@ class ScriptedLink:
     async def residency(self, session: SessionKey) -> ResidentTokens:
         return ResidentTokens(0, device_tokens=3, host_tokens=2)
 
-    async def warm(self, session: SessionKey, tokens: TokenArray, *, scope: str = "") -> Warmed:
+    async def warm(
+        self, session: SessionKey, tokens: TokenArray, *, scope: str = "", standing: Standing = ALONE
+    ) -> Warmed:
         if self.refuse is not None:
             raise self.refuse
         self.warmed.append((session, tokens.tolist(), scope))

@@ -244,8 +244,8 @@ async def opened(bench: Bench) -> AsyncIterator[Bench]:
 
 
 @contextlib.asynccontextmanager
-async def opened_redis(url: str) -> AsyncIterator[RedisStore]:
-    store = RedisStore.from_url(url)
+async def opened_redis(url: str, on_error: Callable[[], None] = lambda: None) -> AsyncIterator[RedisStore]:
+    store = RedisStore.from_url(url, on_error=on_error)
     await store.open()
     try:
         yield store

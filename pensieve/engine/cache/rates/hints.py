@@ -75,19 +75,32 @@ def pause_row(seconds: float) -> int:
     return (1 + _PAUSES.one(min(max(seconds, least), most))) * COLUMNS
 
 
-def adjusted(values: Floats, costs: Floats, idle: Floats, pauses: Ints, weights: Floats) -> Floats:
+def adjusted(
+    values: Floats,
+    costs: Floats,
+    idle: Floats,
+    pauses: Ints,
+    weights: Floats,
+    claims: Floats | None = None,
+) -> Floats:
     """Values with hints taken into account, for columns of sessions; ``values`` is written to.
 
     ``costs``: what the values are multiples of; ``pauses`` and ``weights``: the fields of ``Hint``. What has no hint
-    keeps its value to the last bit.
+    keeps its value to the last bit. ``claims``: values at a cost of 1, which are adjusted in the same way and written
+    to as well; looking up what the hints say takes most of the time, so it is done once for both.
     """
     for start in range(0, values.size, _BLOCK):
         rows = slice(start, start + _BLOCK)
         at = columns_of(np.clip(idle[rows], YOUNGEST, OLDEST))
         at += pauses[rows]
+        otherwise, told = _OTHERWISE.take(at), _TOLD.take(at)
+        if claims is not None:
+            part = claims[rows]
+            part *= otherwise
+            part += told
+            part *= weights[rows]
         part = values[rows]
-        part *= _OTHERWISE.take(at)
-        told = _TOLD.take(at)
+        part *= otherwise
         told *= costs[rows]
         part += told
         part *= weights[rows]

@@ -1,0 +1,103 @@
+"""Plans as bytes, as far as a rank that does not choose tokens needs them. numpy and msgspec, no torch.
+
+All of a kind lies in one column, so that a step of hundreds of spans is a dozen of values. How tokens are chosen is
+left out: only that they are. No rank but the first does it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from pensieve.core import RequestKey, Sampling
+from pensieve.engine.plan import Copy, Plan, SampleSpec, Span
+
+CHOSEN_ELSEWHERE = SampleSpec(Sampling(), 0)
+"""Says of a decoded span that its token is chosen by rank 0."""
+
+
+class PlanFrame(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
+    """A plan; all fields but ``step`` are packed little-endian integers."""
+
+    step: int
+    spans: bytes
+    """int64 [S, 5]: request, start, tokens, page table, whether one is chosen."""
+    tokens: bytes
+    """int32, all spans' one behind the other."""
+    lengths: bytes
+    """int64: of each page table."""
+    pages: bytes
+    """int32, all page tables one behind the other."""
+    swap_out: bytes
+    """int32 [n, 2], as the two below."""
+    copies: bytes
+    swap_in: bytes
+
+
+class LeaveFrame(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
+    """There will be no more plans."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(PlanFrame | LeaveFrame)
+
+
+def encode(plan: Plan | None) -> bytes:
+    """A message for the other ranks; None: leave."""
+    if plan is None:
+        return _encoder.encode(LeaveFrame())
+    spans = [
+        (span.request, span.start, len(span.tokens), span.page_table, span.sample is not None)
+        for span in plan.spans
+    ]
+    tokens = np.concatenate([span.tokens for span in plan.spans]) if spans else np.empty(0)
+    pages = np.concatenate(plan.page_tables) if plan.page_tables else np.empty(0)
+    return _encoder.encode(
+        PlanFrame(
+            step=plan.step,
+            spans=np.array(spans, "<i8").tobytes(),
+            tokens=tokens.astype("<i4").tobytes(),
+            lengths=np.array([len(table) for table in plan.page_tables], "<i8").tobytes(),
+            pages=pages.astype("<i4").tobytes(),
+            swap_out=_pack(plan.swap_out),
+            copies=_pack(plan.copies),
+            swap_in=_pack(plan.swap_in),
+        )
+    )
+
+
+def decode(message: bytes) -> Plan | None:
+    """What ``encode`` made ``message`` of. Raises msgspec.DecodeError on anything else."""
+    frame = _decoder.decode(message)
+    if isinstance(frame, LeaveFrame):
+        return None
+    columns = np.frombuffer(frame.spans, "<i8").reshape(-1, 5)
+    tokens = np.frombuffer(frame.tokens, "<i4")
+    ends = np.cumsum(columns[:, 2]).tolist()
+    spans = tuple(
+        Span(
+            RequestKey(request), start, tokens[end - count : end], table, CHOSEN_ELSEWHERE if chosen else None
+        )
+        for (request, start, count, table, chosen), end in zip(columns.tolist(), ends, strict=True)
+    )
+    bounds = [0, *np.cumsum(np.frombuffer(frame.lengths, "<i8")).tolist()]
+    pages = np.frombuffer(frame.pages, "<i4")
+    return Plan(
+        step=frame.step,
+        spans=spans,
+        page_tables=tuple(pages[start:end] for start, end in itertools.pairwise(bounds)),
+        swap_out=_unpack(frame.swap_out),
+        copies=_unpack(frame.copies),
+        swap_in=_unpack(frame.swap_in),
+    )
+
+
+def _pack(copies: Sequence[Copy]) -> bytes:
+    return np.array([(copy.src, copy.dst) for copy in copies], "<i4").tobytes()
+
+
+def _unpack(data: bytes) -> tuple[Copy, ...]:
+    return tuple(Copy(src, dst) for src, dst in np.frombuffer(data, "<i4").reshape(-1, 2).tolist())

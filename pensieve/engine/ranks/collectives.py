@@ -1,0 +1,132 @@
+"""Sums and exchanges among the ranks of one model: by gloo on a CPU, by NCCL and ``symmetric`` memory on GPUs.
+
+The ranks find each other through memory that they inherit, so that no port has to be free and nothing is left behind.
+What the libraries open besides is on the loopback interface, at ports that the system picks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed
+
+from pensieve.engine.ranks.symmetric import SymmetricSums
+
+log = logging.getLogger(__name__)
+
+dist: Any = torch.distributed  # its types leave out the half of what is used here
+
+SETTINGS: Final = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    # NVLink multicast needs a fabric manager that many hosts and containers do not have; a start fails without.
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
+PATIENCE: Final = timedelta(minutes=30)
+"""For a rank that still loads its weights. One that hangs while serving is noticed by who waits for the engine."""
+
+
+class GlooCollective:
+    """``pensieve.model.collective.Collective`` on a CPU: each call returns when it is done."""
+
+    def __init__(self, store: Any, rank: int, ranks: int) -> None:
+        """Waits for all ranks; they have the same ``store`` (a ``torch.distributed.Store``)."""
+        self.rank, self.ranks = rank, ranks
+        self._group = dist.ProcessGroupGloo(dist.PrefixStore("ranks", store), rank, ranks, PATIENCE)
+
+    def room(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor | None:
+        return None
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        if part.numel():
+            self._group.allreduce([part]).wait()
+        return part
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        whole = part.new_empty((self.ranks, *part.shape))
+        if part.numel():
+            self._group.allgather([list(whole)], [part]).wait()
+        return whole
+
+    def share(self, values: torch.Tensor) -> None:
+        self._group.broadcast([values]).wait()
+
+    def least(self, numbers: list[int]) -> list[int]:
+        found: list[int] = self.gather(torch.tensor(numbers)).amin(0).tolist()
+        return found
+
+    def close(self) -> None:
+        """Leave; the others may have left already."""
+
+
+class NcclCollective:
+    """``pensieve.model.collective.Collective`` on GPUs, rank by rank; each process has made its own the current one."""
+
+    def __init__(self, store: Any, rank: int, ranks: int, *, symmetric: bool) -> None:
+        """Waits for all ranks; they have the same ``store`` (a ``torch.distributed.Store``). ``symmetric``: small sums
+        are left to ``SymmetricSums`` if that can be."""
+        self.rank, self.ranks = rank, ranks
+        self._symmetric: SymmetricSums | None = None
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        dist.init_process_group(
+            "nccl", store=store, rank=rank, world_size=ranks, timeout=PATIENCE, device_id=self._device
+        )
+        if symmetric:
+            self._symmetric = self._symmetric_sums()
+
+    def _symmetric_sums(self) -> SymmetricSums | None:
+        """None, on all ranks, where one cannot have them."""
+        sums = None
+        try:
+            sums = SymmetricSums(dist.group.WORLD.group_name, self.ranks, self._device)
+        except (ImportError, RuntimeError) as error:
+            log.warning("small sums over ranks go by NCCL, since there is no symmetric memory: %s", error)
+        return sums if self.least([sums is not None]) == [1] else None
+
+    def room(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor | None:
+        return self._symmetric.room(shape, dtype) if self._symmetric is not None else None
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        if self._symmetric is not None and self._symmetric.holds(part):
+            return self._symmetric.sum(part)
+        dist.all_reduce(part)
+        return part
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        whole = part.new_empty((self.ranks, *part.shape))
+        dist.all_gather_into_tensor(whole, part)
+        return whole
+
+    def share(self, values: torch.Tensor) -> None:
+        dist.broadcast(values, 0)
+
+    def least(self, numbers: list[int]) -> list[int]:
+        values = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        dist.all_reduce(values, dist.ReduceOp.MIN)
+        found: list[int] = values.tolist()
+        return found
+
+    def close(self) -> None:
+        """Leave, when all work is done."""
+        dist.destroy_process_group()
+
+
+RankCollective = GlooCollective | NcclCollective
+
+
+def join(device: str, rank: int, ranks: int, fd: int, *, symmetric: bool) -> RankCollective:
+    """Meet the other ranks, who have the same empty memory file ``fd``. On GPUs, rank r takes the r-th, and
+    ``symmetric`` has the fastest way chosen for each size of sum."""
+    for name, value in SETTINGS.items():
+        os.environ[name] = value
+    store = dist.FileStore(f"/proc/self/fd/{fd}", ranks)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        return NcclCollective(store, rank, ranks, symmetric=symmetric)
+    return GlooCollective(store, rank, ranks)

@@ -1,0 +1,83 @@
+"""Main of a rank process: ``python -P -m pensieve.engine.ranks.host --rank N …``.
+
+It inherits the ring (``--ring``) and the memory file where the ranks meet (``--meeting``), and reads its
+``EngineOptions`` from stdin. Like an engine it says on stderr, in the last line, why it failed, ends with status 1, and
+leaves signals that a terminal sends to all to the front end. The kernel kills it when the engine's process is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import signal
+import sys
+
+import click
+import msgspec
+
+from pensieve.config import EngineOptions
+from pensieve.engine.process.host import LAST_WORDS
+from pensieve.engine.ranks.build import spin_seconds
+from pensieve.engine.ranks.collectives import join
+from pensieve.engine.ranks.follower import follow
+from pensieve.engine.ranks.ring import RingReader, SharedRing
+from pensieve.engine.worker.torch_worker import build_worker
+from pensieve.lifeline import die_with_parent
+from pensieve.logs import configure_logging
+from pensieve.model.arch import ModelError
+
+log = logging.getLogger("pensieve.engine.ranks.host")  # Also when this module is __main__.
+
+
+def serve(rank: int, device: str, ring: int, meeting: int, options: EngineOptions) -> None:
+    """Follow rank 0 to the end. Raises what goes wrong."""
+    ranks = options.tensor_parallel
+    symmetric = options.all_reduce == "auto"
+    with contextlib.closing(join(device, rank, ranks, meeting, symmetric=symmetric)) as together:
+        reader = RingReader(SharedRing(ring, ranks - 1), rank - 1, spin_s=spin_seconds(device))
+        worker = build_worker(options, together)
+        gc.collect()
+        gc.freeze()
+        follow(reader, worker)
+        worker.close()
+
+
+@click.command()
+@click.option("--rank", type=int, required=True)
+@click.option("--parent", type=int, required=True)
+@click.option("--device", required=True)
+@click.option("--ring", type=int, required=True)
+@click.option("--meeting", type=int, required=True)
+@click.option("--log-level", default="INFO")
+@click.option("--log-json", is_flag=True)
+def main(
+    rank: int, parent: int, device: str, ring: int, meeting: int, log_level: str, log_json: bool
+) -> None:
+    """Process of one rank of an engine; started by the engine, not by hand."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    configure_logging(level=log_level, json_lines=log_json)
+    if not die_with_parent(parent):
+        sys.exit(0)
+    try:
+        serve(
+            rank, device, ring, meeting, msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineOptions)
+        )
+    except Exception as error:
+        # Numbers and what to change are in the message of these; of anything else the place counts.
+        expected = isinstance(error, ModelError | ValueError)
+        if not expected:
+            log.exception("rank %d failed", rank)
+        name = "" if expected else f"{type(error).__name__}: "
+        why = " ".join(f"{name}{error}".split())
+        print(f"{LAST_WORDS}rank {rank}: {why}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    # All has been given back, and taking the interpreter with torch apart takes as long as a front end waits.
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""One rank's share of a decoder: a decoder as wide as the whole outside, and narrower inside. No torch.
+
+Attention is divided by heads and the MLP by its inner width, as in Megatron-LM (https://arxiv.org/abs/1909.08053): the
+projections into a block by rows, those out of it by columns, so that a block needs one sum over the ranks, at its end.
+A KV head serves several query heads; where there are fewer KV heads than ranks, each lies on every rank that has query
+heads of it. The head is divided by vocabulary. The embedding is whole on every rank: a step reads a few rows of it, and
+dividing it would cost a sum more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pensieve.model.arch import Arch, ModelError
+
+VOCABULARY_UNIT = 8
+"""A rank's share of the head is a multiple of so many rows, as matrix units like them; the last rank may have fewer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Rank ``rank`` of ``ranks``."""
+
+    rank: int = 0
+    ranks: int = 1
+
+    def arch(self, whole: Arch) -> Arch:
+        """What this rank computes with. Vocabulary and hidden size stay those of the whole model.
+
+        Raises ModelError when the model cannot be divided so.
+        """
+        if self.ranks == 1:
+            return whole
+        heads, kv_heads, ranks = whole.num_heads, whole.num_kv_heads, self.ranks
+        if heads % ranks:
+            raise ModelError(f"{heads} attention heads do not divide over {ranks} ranks{_instead(whole)}")
+        if kv_heads % ranks and ranks % kv_heads:
+            raise ModelError(f"{kv_heads} KV heads do not divide over {ranks} ranks{_instead(whole)}")
+        if whole.intermediate_size % ranks:
+            raise ModelError(
+                f"an MLP of {whole.intermediate_size} does not divide over {ranks} ranks{_instead(whole)}"
+            )
+        return replace(
+            whole,
+            num_heads=heads // ranks,
+            num_kv_heads=max(1, kv_heads // ranks),
+            intermediate_size=whole.intermediate_size // ranks,
+        )
+
+    def even(self, count: int) -> slice:
+        """This rank's part of ``count`` things that divide evenly."""
+        part = count // self.ranks
+        return slice(self.rank * part, (self.rank + 1) * part)
+
+    def kv_heads(self, count: int) -> slice:
+        """This rank's KV heads, of ``count``."""
+        if count >= self.ranks:
+            return self.even(count)
+        first = self.rank * count // self.ranks
+        return slice(first, first + 1)
+
+    def vocabulary(self, size: int) -> slice:
+        """This rank's tokens; the last ranks may have fewer than ``vocabulary_width``, or none."""
+        width = self.vocabulary_width(size)
+        return slice(min(self.rank * width, size), min((self.rank + 1) * width, size))
+
+    def vocabulary_width(self, size: int) -> int:
+        """The most tokens of a vocabulary that one rank has."""
+        if self.ranks == 1:
+            return size
+        unit = VOCABULARY_UNIT * self.ranks
+        return -(-size // unit) * VOCABULARY_UNIT
+
+
+WHOLE = Shard()
+
+
+def divisors(whole: Arch, most: int = 8) -> list[int]:
+    """Over how many ranks a model can be divided, up to ``most``."""
+    kv_heads = whole.num_kv_heads
+    return [
+        ranks
+        for ranks in range(1, most + 1)
+        if not whole.num_heads % ranks
+        and not whole.intermediate_size % ranks
+        and (not kv_heads % ranks or not ranks % kv_heads)
+    ]
+
+
+def _instead(whole: Arch) -> str:
+    return f"; this model can have {', '.join(map(str, divisors(whole)))}"

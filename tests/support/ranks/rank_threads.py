@@ -1,0 +1,166 @@
+"""The ranks of a divided model as threads of one process: their collectives, and workers around a checkpoint.
+
+Everything but processes and the transport between them is what serves: shards, plans as bytes through the ring,
+followers, the leading worker.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pensieve.config import CacheConfig, SchedulerConfig
+from pensieve.engine.plan import StepWorker
+from pensieve.engine.ranks.codec import encode
+from pensieve.engine.ranks.follower import follow
+from pensieve.engine.ranks.leader import LeadingWorker
+from pensieve.engine.ranks.ring import RingReader, RingWriter, SharedRing
+from pensieve.engine.worker.sizing import WorkerInfo
+from pensieve.engine.worker.torch_worker import TorchWorker
+from pensieve.model.folder import load_arch
+from pensieve.model.shard import Shard
+from pensieve.model.transformer import Transformer
+from pensieve.model.weights import load_weights
+from support.engine.checkpoints import Family, tiny_checkpoint
+from support.engine.exactness import LIMIT, Bench
+
+PATIENCE_S = 60.0
+
+
+class Exchange:
+    """Where the threads of one group hand each other tensors."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._barrier = threading.Barrier(ranks)
+        self._offered: list[torch.Tensor] = [torch.empty(0)] * ranks
+
+    def swap(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Everybody's tensor. Real ranks would wait for ever, or add up what does not belong together."""
+        self._offered[rank] = tensor
+        try:
+            self._barrier.wait(PATIENCE_S)
+            found = list(self._offered)
+            self._barrier.wait(PATIENCE_S)
+        except threading.BrokenBarrierError as error:
+            # Another rank has found so first, or has failed at what it was told to do, and left.
+            raise AssertionError("a rank is gone") from error
+        assert len({one.shape for one in found}) == 1, "the ranks are not in the same place"
+        return found
+
+    def abort(self) -> None:
+        self._barrier.abort()
+
+
+class ThreadCollective:
+    """``pensieve.model.collective.Collective`` of one thread."""
+
+    def __init__(self, exchange: Exchange, rank: int) -> None:
+        self._exchange, self.rank, self.ranks = exchange, rank, exchange.ranks
+        self._room = torch.empty(1 << 16)
+
+    def room(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor | None:
+        """Of even numbers of rows only: as on GPUs, some sums have it and some do not."""
+        if shape[0] % 2:
+            return None
+        self._room.fill_(torch.nan)
+        return self._room[: shape[0] * shape[1]].view(shape)
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        total = torch.stack([one.clone() for one in self._exchange.swap(self.rank, part.clone())]).sum(0)
+        return part.copy_(total)
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._exchange.swap(self.rank, part))
+
+    def share(self, values: torch.Tensor) -> None:
+        values.copy_(self._exchange.swap(self.rank, values.clone())[0])
+
+    def least(self, numbers: list[int]) -> list[int]:
+        found: list[int] = self.gather(torch.tensor(numbers)).amin(0).tolist()
+        return found
+
+
+class RankThreads:
+    """Followers of one leading worker, each a thread (``leader.Others``)."""
+
+    def __init__(self, exchange: Exchange, ring: SharedRing, workers: list[StepWorker]) -> None:
+        self.errors: list[Exception] = []
+        self._exchange = exchange
+        self._threads = [
+            threading.Thread(
+                target=self._run, args=(RingReader(ring, number, spin_s=0.0), worker), daemon=True
+            )
+            for number, worker in enumerate(workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, reader: RingReader, worker: StepWorker) -> None:
+        try:
+            follow(reader, worker)
+        except Exception as error:
+            self.errors.append(error)
+            self._exchange.abort()
+
+    def failed(self) -> None:
+        self._exchange.abort()
+
+    def abandon(self) -> None:
+        self._exchange.abort()
+
+    def left(self) -> None:
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+
+
+class RankBench(Bench):
+    """As ``Bench``, with workers whose model is divided over ``ranks`` threads."""
+
+    def __init__(self, family: Family, folder: Path, ranks: int, **overrides: Any) -> None:
+        super().__init__(family, folder, **overrides)
+        self.ranks = ranks
+        self.mutants: dict[int, Callable[[StepWorker], StepWorker]] = {}
+        """What is wrong with a rank's worker, by rank."""
+        checkpoint = tiny_checkpoint(family, folder, **overrides)
+        whole = load_arch(checkpoint)
+        shards = [Shard(rank, ranks) for rank in range(ranks)]
+        self._archs = [shard.arch(whole) for shard in shards]
+        self._weights = [
+            load_weights(checkpoint, whole, dtype=torch.float32, shard=shard) for shard in shards
+        ]
+        self._open: tuple[RingWriter, RankThreads] | None = None
+
+    def worker(
+        self, cache: CacheConfig, scheduler: SchedulerConfig, *, cuda_graphs: bool | None = None
+    ) -> StepWorker:
+        self.close()
+        info = WorkerInfo(
+            "cpu", "float32", cache.device_chunks, cache.host_chunks, cache.chunk_tokens, LIMIT,
+            max_batch_tokens=scheduler.max_batch_tokens, max_running=scheduler.max_running, ranks=self.ranks,
+        )  # fmt: skip
+        exchange, ring = Exchange(self.ranks), SharedRing.create(self.ranks - 1)
+        models = [
+            Transformer(arch, weights, together=ThreadCollective(exchange, rank))
+            for rank, (arch, weights) in enumerate(zip(self._archs, self._weights, strict=True))
+        ]
+        workers = [TorchWorker(model, info) for model in models]
+        broken = [self.mutants.get(rank, lambda same: same)(worker) for rank, worker in enumerate(workers)]
+        writer = RingWriter(ring, spin_s=0.0)
+        others = RankThreads(exchange, ring, broken[1:])
+        self._open = writer, others
+        return LeadingWorker(workers[0], writer, others)
+
+    def close(self) -> None:
+        """End the threads of the latest worker, should somebody have left it open."""
+        if self._open is not None:
+            writer, others = self._open
+            self._open = None
+            if not others.errors:
+                writer.send(encode(None))
+            others.left()
