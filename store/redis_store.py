@@ -90,7 +90,7 @@ class RedisStore:
     @property
     def durability(self) -> str:
         """``replicated(n)`` if the URL asks for replicas; else what the weakest server does: ``fsync`` (AOF, always),
-        ``local`` (AOF, every second), ``none`` (no AOF), or ``unknown`` when CONFIG is forbidden.
+        ``local`` (AOF, every second), ``none`` (no AOF), or ``unknown`` when CONFIG or INFO is forbidden.
         """
         return self._link.durability
 
@@ -161,7 +161,8 @@ class RedisStore:
             await self._refuse(key, outcome, values)
         if not values[0]:
             return None
-        await self._vouch(key, int(values[0]), values[1])
+        await self._make_sure(key, int(values[0]), values[1])
+        await self._link.confirm(session_keys(key), int(values[2]), values[3].decode())
         return int(values[0])
 
     async def find_marked(
@@ -202,7 +203,8 @@ class RedisStore:
         if outcome == b"OK":
             return Began(row, int(fields[b"run_seed"]))
         if outcome == b"REPLAY":
-            await self._vouch(key, int(values[2]), fields.get(b"sure", b""))
+            await self._make_sure(key, int(values[2]), fields.get(b"sure", b""))
+            await self._link.confirm(session_keys(key), row.revision, row.head_hash)
             return Replay(row, int(values[2]))
         if outcome == b"CALLED_OFF":
             return CalledOff(row)
@@ -259,7 +261,8 @@ class RedisStore:
             await self._link.check_marker()
         elif outcome not in (b"OK", b"DELETED"):
             await self._refuse(key, outcome, values, expected=expected_revision)
-        await self._link.confirm(session_keys(key)[0])
+        else:
+            await self._link.confirm(session_keys(key), 0, "")
         await self._index.remove(key)
 
     async def mark_damaged(self, key: Key) -> None:
@@ -301,27 +304,22 @@ class RedisStore:
             await self._refuse(key, outcome, values, request_id, expected, offered)
         fields = as_fields(values[1])
         row = parse_row(key, fields, int(values[0]))
-        await asyncio.gather(self._settle(key, row.revision), self._list(row, fields))
+        await asyncio.gather(self._settle(key, row.revision, row.head_hash), self._list(row, fields))
         return row
 
-    async def _settle(self, key: Key, revision: int) -> None:
-        """Note what replicas have; in any case a write, which finds out whether the one before is in memory alone."""
+    async def _settle(self, key: Key, revision: int, head_hash: str) -> None:
+        """Returns when the change may be acknowledged; what replicas have, is noted."""
         if self._link.replicas:
             await self._link.call(self._sure, session_keys(key), [revision])
         else:
-            await self._link.confirm(session_keys(key)[0])
+            await self._link.confirm(session_keys(key), revision, head_hash)
 
     async def _make_sure(self, key: Key, revision: int, sure: bytes) -> None:
         """Returns when enough replicas have ``revision``: whoever hears of it takes it as acknowledged."""
         if self._link.replicas and int(sure or b"0") < revision:
             outcome, *values = await self._link.call_durably(self._again, session_keys(key), [])
             if outcome == b"OK":
-                await self._settle(key, int(values[0]))
-
-    async def _vouch(self, key: Key, revision: int, sure: bytes) -> None:
-        """Returns when a change that is found made already may be acknowledged."""
-        await self._make_sure(key, revision, sure)
-        await self._link.confirm(session_keys(key)[0])
+                await self._link.call(self._sure, session_keys(key), [int(values[0])])
 
     async def _list(self, row: SessionRow, fields: Fields) -> None:
         try:

@@ -100,6 +100,13 @@ class Request:
         return self.prompt_tokens - self.num_new
 
     @property
+    def looked_at(self) -> tuple[TokenArray | None, TokenArray | None]:
+        """Prompt and output so far, for sampling that looks at them; None and None for any other."""
+        if not self.sampling.needs_context:
+            return None, None
+        return self.tokens[: self.prompt_tokens], self.tokens[self.prompt_tokens : self.length]
+
+    @property
     def output_tokens(self) -> int:
         """Output so far, pending tokens included."""
         return self.length - self.prompt_tokens

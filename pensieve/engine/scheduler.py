@@ -326,14 +326,10 @@ class Scheduler:
         return tuple(spans), tuple(tables)
 
     def _sample_spec(self, request: Request) -> SampleSpec:
-        prompt: TokenArray | None = None
-        output: TokenArray | None = None
-        if request.sampling.needs_context:
-            prompt = request.tokens[: request.prompt_tokens]
-            output = request.tokens[request.prompt_tokens : request.length]
         if request.is_beam:
             return SampleSpec(self.batch.beams(request).sampling, request.output_tokens)
-        return SampleSpec(request.sampling, request.output_tokens, self.config.eos_token_ids, prompt, output)
+        eos = self.config.eos_token_ids
+        return SampleSpec(request.sampling, request.output_tokens, eos, *request.looked_at)
 
     # -- inside commit -----------------------------------------------------------------------------------------------
 

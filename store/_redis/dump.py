@@ -171,7 +171,8 @@ class RedisDump:
         if outcome != b"OK":
             await self._link.commands([("DEL", *staged)])
             return False
-        await self._link.confirm(present[0])
+        revision = 0 if row.state is State.DELETED else row.revision
+        await self._link.confirm(present, revision, row.head_hash)
         if row.state is State.DELETED:
             await self._index.remove(session.key)
         else:

@@ -14,6 +14,7 @@ from redis import exceptions
 
 from pensieve.errors import FailedPrecondition, Unavailable
 from pensieve.store import _refusals
+from pensieve.store._redis import scripts
 from pensieve.store._redis.clients import Words, make_client
 from pensieve.store._redis.places import parse_place
 from pensieve.store._redis.problems import StoreReplacedError, is_wrong_type, translated
@@ -35,6 +36,10 @@ RETRIES = 3
 CALLS_AT_ONCE = 32
 WAIT_MS = 1000
 """How long replicas may take to have a change."""
+BUFFER_LIMIT_S = 5.0
+"""How long Redis may hold a change back from its append-only file: it means to for 2 s at most."""
+BUFFER_LOOK_S = 0.01
+"""Between two looks at whether it still does."""
 
 _LEVELS = {"always": "fsync", "everysec": "local"}
 
@@ -67,6 +72,7 @@ class RedisLink:
         self.durability = "unknown"
         self._calls = asyncio.Semaphore(CALLS_AT_ONCE)
         self._hangs = False
+        self._buffered = self.script(scripts.BUFFERED)
         self._client = make_client(
             self._place, timeout_s=socket_timeout_s, retries=retries, on_connect=self._on_connect
         )
@@ -102,12 +108,35 @@ class RedisLink:
                 reply = await self._replicated(keys[0], ("EVAL", script.source, *rest))
             return reply
 
-    async def confirm(self, key: str) -> None:
-        """Raises Unavailable (STORE_FULL) when what was written before may be in Redis' memory alone.
+    async def confirm(self, keys: list[str], revision: int, head_hash: str) -> None:
+        """Returns when that revision of a session (0: its deletion), written before, would outlive Redis' process.
 
-        A write that meets a full disk is answered as if it were kept; the next one, even of nothing, is refused.
+        Raises Unavailable when it may not. STORE_FULL: a write that meets a full disk is answered as if it were kept,
+        and only the next, even of nothing, is refused. STORE_UNAVAILABLE: Redis does not write its file, or was
+        started again without the change. With ``appendfsync everysec`` it answers without writing to the file while
+        an earlier flush runs, for up to 2 s (``flushAppendOnlyFile`` in its aof.c); ended then, it has lost what it
+        answered. Without an append-only file there is nothing to wait for.
         """
-        await self.command("DEL", f"{key}:none")
+        limit = asyncio.get_running_loop().time() + BUFFER_LIMIT_S
+        handed_over = False
+        while True:
+            reply = await self.call(self._buffered, [*keys, f"{keys[0]}:none"], [revision, head_hash])
+            there, size, flushes = map(int, reply)
+            if not there:
+                raise _refusals.unavailable(
+                    f"Redis at {self.place} has forgotten a change: its outcome is open"
+                )
+            if handed_over or not size:
+                return
+            # It may be others', of this moment: unless a flush is under way, Redis writes it all before it answers.
+            # Whether that went well, the next look finds out.
+            handed_over = not flushes
+            if not handed_over:
+                if asyncio.get_running_loop().time() > limit:
+                    raise _refusals.unavailable(
+                        f"Redis at {self.place} does not write its append-only file: a change's outcome is open"
+                    )
+                await asyncio.sleep(BUFFER_LOOK_S)
 
     async def command(self, *words: Any, counts: bool = True) -> Any:
         """The reply to one command. ``counts``: whether a failure does."""
@@ -220,8 +249,22 @@ class RedisLink:
                     reason="STORE_UNSAFE",
                 )
         levels = {self._level(settings) for settings in found}
-        weakest = next(level for level in ("none", "local", "fsync") if level in levels)
+        weakest: str = next(level for level in ("none", "local", "fsync") if level in levels)
+        if weakest == "local" and not await self._tells_of_its_buffer():
+            weakest = "unknown"
         self.durability = f"replicated({self.replicas})" if self.replicas else weakest
+
+    async def _tells_of_its_buffer(self) -> bool:
+        """Whether ``confirm`` can know that a change has left Redis' memory."""
+        try:
+            async with self._bounded():
+                await self._client.everywhere("INFO", "persistence")
+        except FailedPrecondition as error:
+            if error.reason != "STORE_FORBIDDEN":
+                raise
+            log.warning("Redis at %s: INFO is not allowed, durability is unknown: %s", self.place, error)
+            return False
+        return True
 
     def _level(self, settings: dict[str, str]) -> str:
         """What a write survives on one server; said in the log where that is not the server's end."""

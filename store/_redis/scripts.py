@@ -89,13 +89,13 @@ return {'OK'}
 """
 )
 
-# ARGV: request id. The revision that committed it, or ""; and the sure one.
+# ARGV: request id. The revision that committed it, or ""; the sure one; the newest and its chain hash.
 FIND: Final = (
     PRELUDE
     + """
 local refused = absent()
 if refused then return refused end
-return {'OK', known(ARGV[1]) or '', get('sure')}
+return {'OK', known(ARGV[1]) or '', get('sure'), digits(num('revision')), get('head_hash')}
 """
 )
 
@@ -274,5 +274,26 @@ local refused = absent()
 if refused then return refused end
 redis.call('HSET', m, 'state', 'damaged')
 return {'OK'}
+"""
+)
+
+# KEYS: a fourth, which never exists. ARGV: a revision and its chain hash, or 0 for the deletion. Replies "1" if the
+# session still has it (or was deleted since), how many bytes for the append-only file are in Redis' own memory, and how
+# many flushes of the file are under way: both as before this command, "0" without such a file or a right to INFO.
+BUFFERED: Final = (
+    PRELUDE
+    + """
+local revision, hash = ARGV[1], ARGV[2]
+local function has_it()
+  if get('state') == 'deleted' then return true end
+  if revision == '0' or num('revision') < int(revision) then return false end
+  if revision == get('revision') then return get('head_hash') == hash end
+  local entry = redis.call('XRANGE', l, revision .. '-0', revision .. '-0')[1]
+  return not entry or field(entry, 'h') == hash
+end
+redis.call('DEL', KEYS[4])
+local info = redis.pcall('INFO', 'persistence')
+local function told(name) return type(info) == 'string' and string.match(info, name .. ':(%d+)') or '0' end
+return {has_it() and '1' or '0', told('aof_buffer_length'), told('aof_pending_bio_fsync')}
 """
 )

@@ -168,10 +168,9 @@ class CacheManager:
         """
         session = self._sessions.get(key)
         belongs = _scope(path), self.shares.number(tenant)
-        if session is not None and (session.scope, session.tenant) != belongs:
-            self._forget(session)
-            session = None
-        if session is None:
+        if session is None or (session.scope, session.tenant) != belongs:
+            if session is not None:
+                self._forget(session)
             session = self._add(key, *belongs)
         keep = self._layout.find(session, tokens, num_new, path)
         session.tokens = tokens.copy()
@@ -228,8 +227,7 @@ class CacheManager:
         size = self.config.chunk_tokens
         for index in range(start // size, self.chunks_for(end)):
             chunk = session.chunks[index]
-            low = max(start - index * size, 0)
-            high = min(end - index * size, size)
+            low, high = max(start - index * size, 0), min(end - index * size, size)
             assert chunk.filled == low, (
                 f"{key} chunk {index}: filled {chunk.filled}, but {low} was computed next"
             )

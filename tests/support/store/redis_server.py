@@ -11,7 +11,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -45,11 +45,20 @@ def free_port() -> int:
 class RedisServer:
     """One server process over ``folder``; may be killed and started again on the same port and data."""
 
-    def __init__(self, folder: Path, *, appendfsync: str = "everysec", options: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        appendfsync: str = "everysec",
+        options: tuple[str, ...] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """``environment``: what the server has in it beside this process' own."""
         self._binary = require_redis_server()
         self._folder = folder
         self._appendfsync = appendfsync
         self._options = options
+        self._environment = {**os.environ, **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
         self.port = free_port()
 
@@ -76,7 +85,12 @@ class RedisServer:
         with log_path.open("ab") as log:
             # Python ignores SIGXFSZ; the server inherits that, so that ``fill_disk`` is an error and not its end.
             self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, start_new_session=True, restore_signals=False
+                command,
+                stdout=log,
+                stderr=log,
+                env=self._environment,
+                start_new_session=True,
+                restore_signals=False,
             )
         limit = time.monotonic() + START_LIMIT_S
         while not self._answers():
