@@ -91,6 +91,8 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     """Idle lifetime, extended by each commit; 0 = never expires."""
     overflow: Overflow = Overflow.REJECT
     prefix_sharing: PrefixSharing = PrefixSharing.TENANT
+    tools: str = ""
+    """Definitions of functions that the model may call, JSON; the chat template shows them at the beginning."""
     binding: ModelBinding | None = None
     """Set by the server, never by a client; None: made before it was kept."""
 
@@ -109,6 +111,8 @@ class Item(msgspec.Struct, frozen=True, omit_defaults=True):
     """Leading tokens of ``tokens`` that are glue (an assistant item's output starts after them)."""
     verbatim: bool = False
     """``tokens`` came from the client as they are, so no glue is added around them."""
+    call_id: str = ""
+    """Of a tool's result: the call that it belongs to."""
 
 
 class CandidateAnswer(msgspec.Struct, frozen=True, omit_defaults=True):

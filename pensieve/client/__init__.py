@@ -4,16 +4,17 @@ The life of a turn: ``_requests`` builds it under a fresh request id, ``_turn_ma
 every message or failure means, a shell (``_sync_link``, ``_aio_link``) performs that on a channel, ``decode`` makes
 values. Unary calls are ``_flows``. Errors are the classes of ``pensieve.errors``.
 
-May import: core, errors, rpc_status, v1.
+May import: core, errors, rpc_status, speech, v1.
 """
 
 from pensieve.client._aio import AsyncClient, AsyncSession
 from pensieve.client._aio_link import AsyncTurnStream
-from pensieve.client._requests import RawText, SamplingOptions, SessionChanges, TurnOptions
+from pensieve.client._requests import InputLike, RawText, SamplingOptions, SessionChanges, TurnOptions
 from pensieve.client._retry import RetryPolicy
 from pensieve.client._sync import Client, Session
 from pensieve.client._sync_link import TurnStream
 from pensieve.client._values import (
+    CallingMessage,
     Candidate,
     FoundTurn,
     Item,
@@ -25,21 +26,26 @@ from pensieve.client._values import (
     SessionInfo,
     SessionState,
     TokenCount,
+    ToolResult,
     Turn,
     TurnState,
     Warming,
 )
 from pensieve.core import FinishReason, HintReceipt, Phase, Role, TokenLogprob, TokenText, Usage
+from pensieve.speech import FunctionCall
 
 __all__ = [
     "AsyncClient",
     "AsyncSession",
     "AsyncTurnStream",
+    "CallingMessage",
     "Candidate",
     "Client",
     "FinishReason",
     "FoundTurn",
+    "FunctionCall",
     "HintReceipt",
+    "InputLike",
     "Item",
     "Limits",
     "Phase",
@@ -58,6 +64,7 @@ __all__ = [
     "TokenCount",
     "TokenLogprob",
     "TokenText",
+    "ToolResult",
     "Turn",
     "TurnOptions",
     "TurnState",

@@ -289,6 +289,7 @@ class SessionCore:
                 ttl=changes.get("ttl"),
                 overflow=changes.get("overflow"),
                 share_prefixes=changes.get("share_prefixes"),
+                tools=changes.get("tools"),
                 default_sampling=changes.get("default_sampling") or {},
             ),
         )

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 from google.protobuf.duration_pb2 import Duration
 
-from pensieve.client._values import Item, Turn
+from pensieve.client._values import CallingMessage, Item, ToolResult, Turn
 from pensieve.core import Role
 from pensieve.errors import InvalidArgument
 from pensieve.v1 import pensieve_pb2 as pb
 
 Content = str | Sequence[int]
 """Text goes through the model's chat template, unless it is a ``RawText``; token ids are appended verbatim."""
-InputLike = tuple[Role | str, Content] | Item
-"""``("user", "Hi")``, ``(Role.TOOL, [1, 2, 3])``, or an item of another session."""
+InputLike = tuple[Role | str, Content] | Item | ToolResult | CallingMessage
+"""``("user", "Hi")``, ``(Role.TOOL, [1, 2, 3])``, an item of another session, or what belongs to calls of functions."""
+Tools = str | Sequence[Mapping[str, Any]]
+"""Definitions of functions, ``{"type": "function", "function": {"name", "description", "parameters"}}`` each, or all of
+them as the text of a JSON array."""
 Overflow = Literal["reject", "drop_oldest_turns"]
 Keep = Literal["partial", "nothing"]
 Choice = Literal["first", "best_logprob"]
@@ -111,6 +115,8 @@ class SessionChanges(TypedDict, total=False):
     overflow: Overflow
     share_prefixes: bool
     """Whether cached state of common beginnings is shared with other sessions of the tenant."""
+    tools: Tools
+    """Functions that the model may call, in place of those before; an empty list or text: none."""
     rebind: bool
     """Move the session to the model that is served: ``Session.rebind``."""
 
@@ -122,6 +128,7 @@ UPDATE_PATHS = {
     "ttl": "config.ttl",
     "overflow": "config.overflow_policy",
     "share_prefixes": "config.prefix_sharing",
+    "tools": "config.tools_json",
     "rebind": "",
 }
 """Keywords of ``SessionChanges``, and the paths that an update mask has for them; "": it is no field of a session."""
@@ -140,6 +147,14 @@ CANDIDATE_CHOICES = {"first": "CANDIDATE_CHOICE_FIRST", "best_logprob": "CANDIDA
 
 def new_request_id() -> str:
     return str(uuid.uuid4())
+
+
+def tools_json(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Definitions as the contract has them; empty for none. Raises InvalidArgument for what is no JSON."""
+    try:
+        return json.dumps(list(tools), ensure_ascii=False, allow_nan=False) if tools else ""
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument.field("config.tools_json", str(error)) from error
 
 
 def session_name(name_or_id: str) -> str:
@@ -197,6 +212,13 @@ def role(value: Role | int | str) -> str:
 
 
 def input_item(value: InputLike) -> pb.InputItem:
+    if isinstance(value, ToolResult):
+        return pb.InputItem(role=pb.ROLE_TOOL, text=value.text, call_id=value.call_id)
+    if isinstance(value, CallingMessage):
+        calls = [
+            pb.FunctionCall(name=one.name, arguments_json=one.arguments, id=one.id) for one in value.calls
+        ]
+        return pb.InputItem(role=pb.ROLE_ASSISTANT, text=value.text, function_calls=calls)
     if isinstance(value, Item):
         content: Content = value.token_ids or value.text
         return input_item((Role(value.role), content))
@@ -286,6 +308,7 @@ def session_config(
     overflow: str | None,
     default_sampling: Mapping[str, Any],
     share_prefixes: bool | None = None,
+    tools: Tools | None = None,
 ) -> pb.SessionConfig:
     check_names(default_sampling, SAMPLING_KEYS)
     config = pb.SessionConfig(
@@ -293,6 +316,7 @@ def session_config(
         system_prompt=system_prompt or "",
         overflow_policy=choice("overflow", overflow, OVERFLOW) if overflow else None,
         prefix_sharing=SHARING[share_prefixes],
+        tools_json=tools if isinstance(tools, str) else tools_json(tools or ()),
     )
     if default_sampling:
         config.default_sampling.CopyFrom(sampling(default_sampling))

@@ -15,6 +15,7 @@ from pensieve.client._requests import (
     Overflow,
     SamplingOptions,
     SessionChanges,
+    Tools,
     TurnOptions,
 )
 from pensieve.client._retry import RetryPolicy
@@ -59,6 +60,7 @@ class Client:
         model: str | None = None,
         overflow: Overflow | None = None,
         share_prefixes: bool | None = None,
+        tools: Tools | None = None,
         default_sampling: SamplingOptions | None = None,
         initial_items: Sequence[InputLike] = (),
         request_id: str | None = None,
@@ -66,8 +68,9 @@ class Client:
     ) -> Session:
         """A new conversation. ``ttl``: idle lifetime in seconds. Sampling keywords become the session's defaults.
 
-        ``initial_items`` imports a transcript. ``share_prefixes=False``: its cached state is never used by another
-        session, nor that of another by it. Raises AlreadyExists when ``session_id`` is taken by another session.
+        ``initial_items`` imports a transcript. ``tools``: functions that the model may call. ``share_prefixes=False``:
+        its cached state is never used by another session, nor that of another by it. Raises AlreadyExists when
+        ``session_id`` is taken by another session.
         """
         config = _requests.session_config(
             model=model,
@@ -75,6 +78,7 @@ class Client:
             ttl=ttl,
             overflow=overflow,
             share_prefixes=share_prefixes,
+            tools=tools,
             default_sampling={**(default_sampling or {}), **sampling},
         )
         info = self._link.run(

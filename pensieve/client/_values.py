@@ -11,6 +11,7 @@ from datetime import datetime
 from enum import StrEnum
 
 from pensieve.core import FinishReason, HintReceipt, Phase, Role, TokenLogprob, Usage
+from pensieve.speech import CallForm, FunctionCall, SpeechForm
 
 
 class SessionState(StrEnum):
@@ -64,6 +65,26 @@ class Item:
     finish_reason: FinishReason | int | None = None
     """Only assistant items have one."""
     create_time: datetime | None = None
+    call_id: str = ""
+    """Of a tool's result: the call that it belongs to."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What a function gave back: input of the turn after the one that called it."""
+
+    text: str
+    call_id: str = ""
+    """The call's id, as the client names it; some chat templates show it to the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallingMessage:
+    """An assistant's message that calls functions, of a transcript that is imported."""
+
+    calls: tuple[FunctionCall, ...]
+    text: str = ""
+    """What it says before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +217,8 @@ class SessionInfo:
     expire_time: datetime | None = None
     forked_from: str = ""
     forked_from_item: int = 0
+    tools: str = ""
+    """Definitions of the functions that the model may call, as JSON."""
     active_request_id: str = ""
     """Request id of the turn that runs right now, if any."""
     residency: Residency | None = None
@@ -253,3 +276,13 @@ class ServerInfo:
     features: tuple[str, ...]
     model_sha256: str = ""
     """Of the model's configuration and weights. Sessions are bound to it, to the tokenizer and to the template."""
+
+    @property
+    def speech(self) -> SpeechForm:
+        """How the model writes calls and thoughts: ``pensieve.speech.read(turn.text, info.speech)`` finds them."""
+        found = dict(feature.partition("=")[::2] for feature in self.features)
+        form = found.get("calls", "")
+        thinks = found.get("thinks", "")
+        return SpeechForm(
+            CallForm(form) if form in set(CallForm) else None, thinks in ("tags", "open"), thinks == "open"
+        )

@@ -68,6 +68,7 @@ def item(message: pb.Item) -> Item:
         request_id=message.request_id,
         finish_reason=finish_reason(message.finish_reason),
         create_time=time_of(message.create_time) if message.HasField("create_time") else None,
+        call_id=message.call_id,
     )
 
 
@@ -192,6 +193,7 @@ def session(message: pb.Session) -> SessionInfo:
         ttl_s=seconds(config.ttl),
         overflow="drop_oldest_turns" if drop else "reject",
         share_prefixes=config.prefix_sharing != pb.PREFIX_SHARING_NONE,
+        tools=config.tools_json,
         labels=dict(message.labels),
         create_time=time_of(message.create_time) if message.HasField("create_time") else None,
         update_time=time_of(message.update_time) if message.HasField("update_time") else None,

@@ -166,6 +166,8 @@ class Conversations:
                 f"device_tokens={info.device_capacity_tokens}",
                 f"host_tokens={info.host_capacity_tokens}",
                 f"prefix_sharing={'on' if self.settings.prefix_sharing else 'off'}",
+                f"calls={self._tokenizer.call_form or 'none'}",
+                f"thinks={self._tokenizer.thinks or 'none'}",
             ),
         )
 

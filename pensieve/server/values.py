@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pensieve.core import FinishReason, HintReceipt, Phase, Role, TokenLogprob, Usage
+from pensieve.speech import FunctionCall
 from pensieve.store import Key
 from pensieve.store.records import CandidateAnswer, Item, SamplingDefaults
 
@@ -26,6 +27,15 @@ class RawEntry(InputEntry, frozen=True):
     """Text that goes to the model without the template. A class of its own: what others hash to stays what it was."""
 
     raw: bool = True
+
+
+class SpokenEntry(InputEntry, frozen=True):
+    """An item of a conversation with tools. A type of its own: the fingerprints of others stay as they were."""
+
+    calls: tuple[FunctionCall, ...] = ()
+    """Of an assistant's text: what it calls, behind the text."""
+    call_id: str = ""
+    """Of a tool's result."""
 
 
 class OutputChoice(msgspec.Struct, frozen=True):

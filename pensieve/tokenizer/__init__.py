@@ -10,17 +10,11 @@ is never tokenised again: the model goes on from exactly the tokens that it has 
 
 Every method may be called from several threads at once.
 
-May import: core, errors.
+May import: core, errors, speech.
 """
 
-from pensieve.tokenizer.chat import (
-    ChatTokenizer,
-    HistoryItem,
-    RawMessage,
-    Rendered,
-    TextMessage,
-    TokenMessage,
-)
+from pensieve.tokenizer.chat import ChatTokenizer, Rendered
+from pensieve.tokenizer.delta import HistoryItem, RawMessage, TextMessage, TokenMessage
 from pensieve.tokenizer.detokenizer import Detokenizer
 from pensieve.tokenizer.stops import StopMatcher, StopResult
 from pensieve.tokenizer.template import PLAIN_TEMPLATE, TemplateError

@@ -18,47 +18,22 @@ from pathlib import Path
 
 import numpy as np
 
-from pensieve.core import Role, TokenArray, TokenText
+from pensieve.core import TokenArray, TokenText
 from pensieve.errors import InvalidArgument
+from pensieve.speech import SHOWN_MARKS, CallForm
+from pensieve.tokenizer.delta import (
+    DeltaRenderer,
+    HistoryItem,
+    RawMessage,
+    TextMessage,
+    TokenMessage,
+    together,
+)
 from pensieve.tokenizer.detokenizer import Detokenizer, TokenBytes
-from pensieve.tokenizer.encoding import Before, Part, TextEncoder
+from pensieve.tokenizer.encoding import Before, TextEncoder
 from pensieve.tokenizer.folder import TokenizerFolder, read_folder
-from pensieve.tokenizer.template import PLAIN_TEMPLATE, ChatTemplate
-
-
-@dataclass(frozen=True, slots=True)
-class HistoryItem:
-    """One live item, as far as glue behind it depends on it."""
-
-    role: Role
-    verbatim: bool = False
-    """Its tokens came from the client as they are."""
-    closed: bool = False
-    """Its last token is one of ``eos_token_ids``."""
-
-
-@dataclass(frozen=True, slots=True)
-class TextMessage:
-    """A message whose text goes through the chat template."""
-
-    role: Role
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class RawMessage:
-    """A message whose text is encoded as the model's own tokenizer does it, control tokens included, without glue."""
-
-    role: Role
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class TokenMessage:
-    """A message whose tokens are appended as they are, without glue."""
-
-    role: Role
-    tokens: TokenArray
+from pensieve.tokenizer.template import PLAIN_TEMPLATE, ChatTemplate, TemplateError
+from pensieve.tokenizer.tools import Tools, form_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +59,12 @@ class ChatTokenizer:
         self._eos_texts = tuple(
             text for text in map(folder.backend.id_to_token, folder.eos_token_ids) if text is not None
         )
-        special = {i for i, token in folder.backend.get_added_tokens_decoder().items() if token.special}
+        special = {
+            i
+            for i, token in folder.backend.get_added_tokens_decoder().items()
+            # Those that open a call are shown: they are what tells a call from words.
+            if token.special and token.content not in SHOWN_MARKS
+        }
         self._token_bytes = TokenBytes(folder.backend, folder.decoder, frozenset(special))
         self.vocab_size: int = folder.vocab_size
         """Ids below this are valid input."""
@@ -93,6 +73,10 @@ class ChatTokenizer:
         self._adds_bos = folder.adds_bos
         self.sha256: str = folder.sha256
         """Hash over the tokenizer's files, its chat template excepted."""
+        self.call_form: CallForm | None = None if template.tools_problem else form_of(template.source)
+        """How the model writes calls of functions; None: conversations with tools cannot be had with it."""
+        self.thinks: str = template.thinks
+        """Whether answers may begin with thoughts: ``tags``, ``open`` (the template opens the block itself) or ""."""
         self.template_sha256: str = hashlib.sha256(template.source.encode()).hexdigest()
         self._longest_token = max(map(len, folder.backend.get_vocab()), default=1)
 
@@ -122,32 +106,37 @@ class ChatTokenizer:
         new: Sequence[TextMessage | RawMessage | TokenMessage],
         *,
         generation_prompt: bool,
+        tools: str = "",
     ) -> Rendered:
         """Tokens that ``new`` adds behind ``history``; nothing earlier is looked at again.
 
-        With nothing new, the generation prompt follows the history (regenerate). Raises TemplateError when the
-        template does not take such a conversation, InvalidArgument on a token id outside the vocabulary.
+        ``tools``: definitions of functions as JSON, which ``check_tools`` has let through; they stand before the first
+        user's words. With nothing new, the generation prompt follows the history (regenerate). Raises TemplateError
+        when the template does not take such a conversation, InvalidArgument on a token id outside the vocabulary.
         """
-        items = list(history)
-        before = self._behind(items)
+        delta = DeltaRenderer(self._template, self._encoder, self._eos_texts, history, Tools(tools))
         arrays: list[TokenArray] = []
-        for message in new:
-            if not isinstance(message, TextMessage):
-                tokens = self._verbatim(message, before)
-                items.append(HistoryItem(message.role, True, self.is_closed(tokens)))
-                before = Before.CONTROL if items[-1].closed else Before.TEXT
+        for group in together(new):
+            if isinstance(group, RawMessage | TokenMessage):
+                tokens = self._verbatim(group, delta.before)
+                delta.verbatim(group.role, closed=self.is_closed(tokens))
+                arrays.append(tokens)
             else:
-                ids, before = self._encode_message(items, message, before)
-                tokens = np.asarray(ids, dtype=np.int32)
-                items.append(HistoryItem(message.role, False, self.is_closed(tokens)))
-            arrays.append(tokens)
-        prompt: list[int] = []
-        if generation_prompt and items and not items[-1].verbatim:
-            lead = self._lead(items, self._template.generation_prompt(_roles(items)))
-            prompt, _ = self._encoder.encode([Part(lead, True)], before)
+                arrays += (np.asarray(ids, dtype=np.int32) for ids in delta.messages(group, self.is_closed))
+        prompt = delta.generation_prompt() if generation_prompt else []
         return Rendered(tuple(arrays), np.asarray(prompt, dtype=np.int32))
 
-    def is_closed(self, tokens: TokenArray) -> bool:
+    def check_tools(self, tools: str) -> None:
+        """Raises InvalidArgument, or TemplateError, unless a conversation with these definitions can be rendered."""
+        found = Tools(tools)
+        found.check()
+        if self._template.tools_problem or self.call_form is None:
+            problem = self._template.tools_problem or "how the model writes calls is not known"
+            raise TemplateError(f"the chat template does not take tools: {problem}")
+        if any(self._encoder.has_control(text) for text in found.strings()):
+            raise InvalidArgument.field("config.tools_json", "holds a control token of the model")
+
+    def is_closed(self, tokens: TokenArray | Sequence[int]) -> bool:
         """Whether an item with these tokens ends its turn by itself: ``HistoryItem.closed``."""
         return len(tokens) > 0 and int(tokens[-1]) in self.eos_token_ids
 
@@ -171,52 +160,6 @@ class ChatTokenizer:
         """No text with more characters than this fits into ``tokens`` tokens: refuse it before tokenising it."""
         return tokens * self._longest_token
 
-    # ---- parts of render
-
-    def _encode_message(
-        self, items: list[HistoryItem], message: TextMessage, before: Before
-    ) -> tuple[list[int], Before]:
-        glue = self._template.glue((*_roles(items), message.role))
-        closing = glue.closing
-        if message.role is Role.ASSISTANT:
-            end = self._eos_end(closing)
-            closing = closing[:end] if end is not None else ""
-        parts = [
-            Part(self._lead(items, glue.opening), True),
-            Part(self._template.clean(message.role, message.text), False),
-            Part(closing, True),
-        ]
-        return self._encoder.encode(parts, before)
-
-    def _lead(self, items: Sequence[HistoryItem], opening: str) -> str:
-        """Glue behind the last item: what an answer's closing still lacks, then the opening of what follows."""
-        if not items or items[-1].role is not Role.ASSISTANT or items[-1].verbatim:
-            return opening
-        closing = self._template.glue(_roles(items)).closing
-        if not items[-1].closed:
-            return closing + opening
-        end = self._eos_end(closing)
-        if end is None:  # some templates close an answer only when something follows it
-            for text in self._eos_texts:
-                opening = opening.removeprefix(text)
-        return closing[end or 0 :] + opening
-
-    def _eos_end(self, closing: str) -> int | None:
-        """Index behind the first end-of-sequence token in a closing."""
-        ends = [closing.index(text) + len(text) for text in self._eos_texts if text in closing]
-        return min(ends, default=None)
-
-    def _behind(self, items: Sequence[HistoryItem]) -> Before:
-        if not items:
-            return Before.NOTHING
-        last = items[-1]
-        if last.closed:
-            return Before.CONTROL
-        if last.verbatim or last.role is Role.ASSISTANT:
-            return Before.TEXT
-        closing = self._template.glue(_roles(items)).closing
-        return self._encoder.encode([Part(closing, True)], Before.TEXT)[1]
-
     def _verbatim(self, message: RawMessage | TokenMessage, before: Before) -> TokenArray:
         if isinstance(message, TokenMessage):
             return self._checked(message.tokens)
@@ -231,7 +174,3 @@ class ChatTokenizer:
         if len(wrong):
             raise InvalidArgument.field("tokens", f"id {int(wrong[0])} is not below {self.vocab_size}")
         return np.asarray(tokens, dtype=np.int32)
-
-
-def _roles(items: Iterable[HistoryItem]) -> tuple[Role, ...]:
-    return tuple(item.role for item in items)

@@ -96,6 +96,10 @@ class TextEncoder:
         (encoding,) = self._raw.encode_batch_fast([text], add_special_tokens=False)
         return list(encoding.ids)
 
+    def has_control(self, text: str) -> bool:
+        """Whether a text spells a control token."""
+        return self._control_pattern.search(text) is not None
+
     def _encode_run(self, text: str, before: Before) -> list[int]:
         if not text:
             return []

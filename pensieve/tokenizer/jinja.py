@@ -45,21 +45,25 @@ def compile_template(source: str) -> jinja2.Template:
 
 def render(
     template: jinja2.Template,
-    messages: Sequence[dict[str, str]],
+    messages: Sequence[dict[str, Any]],
     *,
+    tools: Sequence[dict[str, Any]],
     generation_prompt: bool,
     bos_token: str,
     eos_token: str,
     day: dt.date,
 ) -> str:
-    """The text of the messages. Raises jinja2.TemplateError, also where the template calls ``raise_exception``."""
+    """The text of the messages. ``tools``: definitions of functions.
+
+    Raises jinja2.TemplateError, also where the template calls ``raise_exception``.
+    """
     midnight = dt.datetime.combine(day, dt.time())
     return template.render(
         messages=messages,
         add_generation_prompt=generation_prompt,
         bos_token=bos_token,
         eos_token=eos_token,
-        tools=None,
+        tools=list(tools) or None,
         documents=None,
         strftime_now=midnight.strftime,
     )

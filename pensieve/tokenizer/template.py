@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import datetime as dt
 import functools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,17 @@ import jinja2
 
 from pensieve.core import Role
 from pensieve.errors import InvalidArgument
-from pensieve.tokenizer.jinja import compile_template, render
+from pensieve.tokenizer.jinja import compile_template
+from pensieve.tokenizer.marked import (
+    ROLE_NAMES,
+    MarkedTemplate,
+    Roles,
+    TemplateRefused,
+    find,
+    marker,
+    markers,
+)
+from pensieve.tokenizer.tools import NO_TOOLS, PROBE, PROBE_NAME, Tools
 
 PLAIN_TEMPLATE = """\
 {{ bos_token }}
@@ -36,22 +47,15 @@ PLAIN_TEMPLATE = """\
 """
 """The template of models that have none: one line per message, the end-of-sequence token after each answer."""
 
-ROLE_NAMES = {Role.SYSTEM: "system", Role.USER: "user", Role.ASSISTANT: "assistant", Role.TOOL: "tool"}
 _OWN_TEMPLATE = "give a template that only appends with --chat-template FILE"
 _OPTIONS = (
     f"{_OWN_TEMPLATE}, or accept with --allow-rewriting-template that the history keeps what was generated"
 )
 _DAYS = (dt.date(2001, 2, 3), dt.date(2014, 11, 25))
 
-Roles = tuple[Role, ...]
-
 
 class TemplateError(InvalidArgument):
     """The chat template cannot serve append-only conversations, or not this one; the message says what helps."""
-
-
-class _Refused(Exception):
-    """The template raised, or does not show a message. The text says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,9 @@ class Glue:
     """Between the closing of the message before and this content; beginning-of-sequence included when it is first."""
     closing: str
     """After the content, if nothing follows yet."""
+    joins: bool = False
+    """Both this and the message before are results of tools, and that one ends otherwise when this one follows: here
+    ``opening`` begins right behind its content, in place of its closing."""
 
 
 class ChatTemplate:
@@ -78,116 +85,133 @@ class ChatTemplate:
     ) -> None:
         """Raises TemplateError when conversations without a system prompt cannot be rendered by appending."""
         self.source = source
-        self._bos, self._eos = bos_token, eos_token
         self._allow_rewriting = allow_rewriting
         self._today = today
         try:
-            self._template = compile_template(source)
+            self._marked = MarkedTemplate(compile_template(source), bos_token, eos_token)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(f"chat template, line {error.lineno}: {error.message}") from error
         self._remembered_glue = functools.lru_cache(maxsize=8192)(self._glue)
         self._remembered_prompt = functools.lru_cache(maxsize=8192)(self._generation_prompt)
+        self.tools_problem = "" if "tools" in source else "it has no place for them"
+        """Why conversations with tools cannot be rendered; empty when they can."""
         self._depends_on_date = self._probe_date()
         self._probe()
         self._system_problem = self._probe_system()
-        self._strips = {role: self._probe_strip(role) for role in Role}
+        self._escapes = {role: self._probe_escape(role) for role in Role}
+        self._strips = {role: ("", "") if self._escapes[role] else self._probe_strip(role) for role in Role}
+        self.tools_problem = self.tools_problem or self._probe_tools()
+        self.thinks = self._probe_thinking()
+        """``tags``: the template knows of <think> blocks; ``open``: it opens one for each answer itself; else ""."""
 
-    def glue(self, roles: Roles) -> Glue:
+    def glue(self, roles: Roles, tools: Tools = NO_TOOLS) -> Glue:
         """The glue around the last of ``roles``. Raises TemplateError when the template does not take such a
         conversation."""
         if self._system_problem and roles[0] is Role.SYSTEM:
             raise TemplateError(
                 f"the chat template does not take a system prompt: {self._system_problem}; {_OWN_TEMPLATE}"
             )
-        return self._remembered_glue(roles, self._day())
+        if tools and self.tools_problem:
+            raise TemplateError(
+                f"the chat template does not take tools: {self.tools_problem}; {_OWN_TEMPLATE}"
+            )
+        if not tools or Role.USER in roles[:-1]:
+            # Definitions stand before the first user's words, as ``_probe_tools`` has seen. What comes behind is the
+            # same for all of them, and is remembered once.
+            return self._remembered_glue(roles, self._day(), PROBE if tools else NO_TOOLS)
+        return self._glue(roles, self._day(), tools)
 
-    def generation_prompt(self, roles: Roles) -> str:
+    def generation_prompt(self, roles: Roles, tools: Tools = NO_TOOLS) -> str:
         """What introduces the assistant's answer after these messages; may be empty."""
-        return self._remembered_prompt(roles, self._day())
+        return self._remembered_prompt(roles, self._day(), PROBE if tools else NO_TOOLS)
 
     def clean(self, role: Role, content: str) -> str:
         """The content as the template would insert it: many strip white space around it."""
+        if self._escapes[role]:
+            return json.dumps(content, ensure_ascii=False)[1:-1]
         left, right = self._strips[role]
         return content.lstrip(left).rstrip(right)
+
+    def with_calls(self, roles: Roles, message: dict[str, object], tools: Tools) -> str:
+        """What a conversation adds behind the last but one content when its last message is this one, an assistant's.
+
+        Raises TemplateError. Markers in the message are for the caller to find.
+        """
+        day = self._day()
+        try:
+            messages = [*self._marked.messages(roles[:-1], markers(len(roles) - 1)), message]
+            text = self._marked.say(messages, day, tools)
+            if len(roles) == 1:
+                return text
+            between = text[find(text, len(roles) - 2)[1] :]
+            before = self._marked.closing(roles[:-1], day, tools)
+            if not between.startswith(before):
+                raise TemplateRefused("earlier text changes when a message follows")
+        except TemplateRefused as refusal:
+            raise TemplateError(
+                f"the chat template does not take these calls: {refusal}; {_OWN_TEMPLATE}"
+            ) from refusal
+        return between[len(before) :]
 
     # ---- rendering with markers
 
     def _day(self) -> dt.date:
         return self._today() if self._depends_on_date else _DAYS[0]
 
-    def _render(self, roles: Roles, contents: Sequence[str], day: dt.date, prompt: bool = False) -> str:
-        messages = [
-            {"role": ROLE_NAMES[role], "content": text} for role, text in zip(roles, contents, strict=True)
-        ]
-        try:
-            return render(
-                self._template,
-                messages,
-                generation_prompt=prompt,
-                bos_token=self._bos,
-                eos_token=self._eos,
-                day=day,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError) as error:
-            # The last four: what a template's own expressions raise on a message they do not expect.
-            raise _Refused(f"it says: {error}") from error
+    def _render(self, roles: Roles, contents: Sequence[str]) -> str:
+        return self._marked.say(self._marked.messages(roles, contents), self._day(), NO_TOOLS)
 
-    def _render_markers(self, roles: Roles, day: dt.date, prompt: bool = False) -> str:
-        return self._render(roles, [_marker(i) for i in range(len(roles))], day, prompt)
-
-    def _closing(self, roles: Roles, day: dt.date) -> str:
-        """The text after the last content; empty when the template cannot end there, and all belongs to what
-        follows."""
+    def _glue(self, roles: Roles, day: dt.date, tools: Tools) -> Glue:
         try:
-            text = self._render_markers(roles, day)
-            return text[_find(text, len(roles) - 1)[1] :]
-        except _Refused:
-            return ""
-
-    def _glue(self, roles: Roles, day: dt.date) -> Glue:
-        try:
-            return self._cut(roles, day)
-        except _Refused as refusal:
+            return self._cut(roles, day, tools)
+        except TemplateRefused as refusal:
             names = ", ".join(ROLE_NAMES[role] for role in roles[-4:])
             raise TemplateError(
                 f"the chat template does not take a conversation ending in {names}: {refusal}; {_OWN_TEMPLATE}"
             ) from refusal
 
-    def _cut(self, roles: Roles, day: dt.date) -> Glue:
+    def _cut(self, roles: Roles, day: dt.date, tools: Tools = NO_TOOLS) -> Glue:
         last = len(roles) - 1
-        closing = self._closing(roles, day)
+        closing = self._marked.closing(roles, day, tools)
         try:
-            text = self._render_markers(roles, day)
-            start, _ = _find(text, last)
-        except _Refused:
+            text = self._marked.text(roles, day, tools)
+            start, _ = find(text, last)
+        except TemplateRefused:
             if roles[-1] is not Role.SYSTEM:
                 raise
             # Some templates write a system prompt into the user message that follows (Llama 2).
-            text = self._render_markers((*roles, Role.USER), day)
-            start, _ = _find(text, last)
+            text = self._marked.text((*roles, Role.USER), day, tools)
+            start, _ = find(text, last)
         if last == 0:
             return Glue(text[:start], closing)
-        between = text[_find(text, last - 1)[1] : start]
-        before = self._closing(roles[:-1], day)
-        if not between.startswith(before) or any(_marker(i) in between for i in range(last)):
-            raise _Refused("earlier text changes when a message follows")
+        between = text[find(text, last - 1)[1] : start]
+        if any(marker(i) in between for i in range(last)):
+            raise TemplateRefused("earlier text changes when a message follows")
+        before = self._marked.closing(roles[:-1], day, tools)
+        if not between.startswith(before):
+            if roles[-2:] == (Role.TOOL, Role.TOOL):
+                return Glue(between, closing, joins=True)
+            raise TemplateRefused("earlier text changes when a message follows")
         if not self._allow_rewriting:
-            self._check_prefix(roles, text, start, day)
+            self._check_prefix(roles, text, start, day, tools)
         return Glue(between[len(before) :], closing)
 
-    def _check_prefix(self, roles: Roles, text: str, start: int, day: dt.date) -> None:
+    def _check_prefix(self, roles: Roles, text: str, start: int, day: dt.date, tools: Tools) -> None:
         try:
-            shorter = self._render_markers(roles[:-1], day)
-            _find(shorter, len(roles) - 2)
-        except _Refused:
+            # An answer before a result may be shown as a call: what stands before that answer is compared then.
+            count = len(roles) - (2 if roles[-2:] == (Role.ASSISTANT, Role.TOOL) else 1)
+            shorter = self._marked.text(roles[:count], day, tools)
+            find(shorter, count - 1)
+        except TemplateRefused:
             return  # it cannot end there, so nothing was written yet that could change
         if not text[:start].startswith(shorter):
-            raise _Refused("earlier text changes when a message follows")
+            raise TemplateRefused("earlier text changes when a message follows")
 
-    def _generation_prompt(self, roles: Roles, day: dt.date) -> str:
+    def _generation_prompt(self, roles: Roles, day: dt.date, tools: Tools) -> str:
         try:
-            text, prompted = self._render_markers(roles, day), self._render_markers(roles, day, prompt=True)
-        except _Refused as refusal:
+            text = self._marked.text(roles, day, tools)
+            prompted = self._marked.text(roles, day, tools, prompt=True)
+        except TemplateRefused as refusal:
             raise TemplateError(f"the chat template refuses this conversation: {refusal}") from refusal
         if not prompted.startswith(text):
             raise TemplateError(
@@ -209,12 +233,12 @@ class ChatTemplate:
             for turns in (1, 2, 3):
                 roles = (user, assistant) * turns
                 self._cut(roles[:-1], day)
-                self._generation_prompt(roles[:-1], day)
+                self._generation_prompt(roles[:-1], day, NO_TOOLS)
                 self._cut(roles, day)
-            thought = f"<think>\n{_marker(8)}\n</think>\n\n{_marker(1)}"
-            first = self._render((user, assistant), [_marker(0), thought], day)
-            later = self._render((user, assistant, user), [_marker(0), thought, _marker(2)], day)
-        except _Refused as refusal:
+            thought = f"<think>\n{marker(8)}\n</think>\n\n{marker(1)}"
+            first = self._render((user, assistant), [marker(0), thought])
+            later = self._render((user, assistant, user), [marker(0), thought, marker(2)])
+        except TemplateRefused as refusal:
             raise TemplateError(
                 f"the chat template does not only append to a conversation: {refusal}; {_OPTIONS}"
             ) from refusal
@@ -227,19 +251,57 @@ class ChatTemplate:
         try:
             for length in range(1, len(dialogue) + 1):
                 self._cut(dialogue[:length], self._day())
-        except _Refused as refusal:
+        except TemplateRefused as refusal:
             return str(refusal)
         return ""
 
     def _probe_date(self) -> bool:
         for roles in ((Role.USER,), (Role.SYSTEM, Role.USER)):
             try:
-                early, late = (self._render_markers(roles, day) for day in _DAYS)
-            except _Refused:
+                early, late = (self._marked.text(roles, day, NO_TOOLS) for day in _DAYS)
+            except TemplateRefused:
                 continue
             if early != late:
                 return True
         return False
+
+    def _probe_tools(self) -> str:
+        """Why tools cannot be used: their definitions have to stay where they were, before the first user's words."""
+        user, assistant, tool = Role.USER, Role.ASSISTANT, Role.TOOL
+        called = (user, assistant, tool)
+        try:
+            for dialogue in (
+                (*called, assistant, user),
+                (*called, tool, assistant, user),
+                (user, assistant, user),
+            ):
+                for length in range(1, len(dialogue) + 1):
+                    glue = self._cut(dialogue[:length], self._day(), PROBE)
+                    shows = PROBE_NAME in glue.opening
+                    if shows is not (length == 1) or PROBE_NAME in glue.closing:
+                        return "it does not show them once, at the beginning of the conversation"
+            self._generation_prompt(called, self._day(), PROBE)
+        except (TemplateRefused, TemplateError) as refusal:
+            return str(refusal)
+        return ""
+
+    def _probe_thinking(self) -> str:
+        if "<think>" not in self.source:
+            return ""
+        _, opened, behind = self.generation_prompt((Role.USER,)).rpartition("<think>")
+        return "open" if opened and "</think>" not in behind else "tags"
+
+    def _probe_escape(self, role: Role) -> bool:
+        """Whether contents are written as JSON strings."""
+        before: Roles = (Role.USER, Role.ASSISTANT) if role is Role.TOOL else ()
+        roles = (*before, role)
+        contents = markers(len(roles))
+        contents[-1] = f'"{contents[-1]}'
+        try:
+            text = self._render(roles, contents)
+            return text[: find(text, len(before))[0]].endswith('\\"')
+        except TemplateRefused:
+            return False
 
     def _probe_strip(self, role: Role) -> tuple[str | None, str | None]:
         """What is stripped left and right of a content: "" nothing, None all white space, else these characters."""
@@ -249,15 +311,15 @@ class ChatTemplate:
         at = len(before)
 
         def survives(pad: str) -> tuple[bool, bool]:
-            contents = [_marker(i) for i in range(len(roles))]
-            contents[at] = pad + _marker(at) + pad
-            text = self._render(roles, contents, self._day())
-            start, end = _find(text, at)
+            contents = markers(len(roles))
+            contents[at] = pad + marker(at) + pad
+            text = self._render(roles, contents)
+            start, end = find(text, at)
             return text[:start].endswith(pad), text[end:].startswith(pad)
 
         try:
             newline, space = survives("\n" * 7), survives(" " * 7)  # more than any glue ends or starts with
-        except _Refused:
+        except TemplateRefused:
             return "", ""  # no such role here: a message of it is refused anyway
         left, right = (_stripped(newline[side], space[side]) for side in (0, 1))
         return left, right
@@ -267,16 +329,3 @@ def _stripped(newline_survives: bool, space_survives: bool) -> str | None:
     if newline_survives:
         return "" if space_survives else " "
     return "\n" if space_survives else None
-
-
-def _marker(index: int) -> str:
-    return f"zqSlot{index}qz"
-
-
-def _find(text: str, index: int) -> tuple[int, int]:
-    """Where marker ``index`` starts and ends. Raises _Refused unless it is there exactly once."""
-    marker = _marker(index)
-    if text.count(marker) != 1:
-        raise _Refused("a message does not appear exactly once in it")
-    start = text.index(marker)
-    return start, start + len(marker)

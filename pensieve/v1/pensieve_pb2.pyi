@@ -165,20 +165,22 @@ class CacheResidency(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., as_of_revision: _Optional[int] = ..., gpu_tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ..., dropped_tokens: _Optional[int] = ..., as_of_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class SessionConfig(_message.Message):
-    __slots__ = ("model", "system_prompt", "default_sampling", "ttl", "overflow_policy", "prefix_sharing")
+    __slots__ = ("model", "system_prompt", "default_sampling", "ttl", "overflow_policy", "prefix_sharing", "tools_json")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SYSTEM_PROMPT_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
     OVERFLOW_POLICY_FIELD_NUMBER: _ClassVar[int]
     PREFIX_SHARING_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
     model: str
     system_prompt: str
     default_sampling: SamplingParams
     ttl: _duration_pb2.Duration
     overflow_policy: OverflowPolicy
     prefix_sharing: PrefixSharing
-    def __init__(self, model: _Optional[str] = ..., system_prompt: _Optional[str] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., overflow_policy: _Optional[_Union[OverflowPolicy, str]] = ..., prefix_sharing: _Optional[_Union[PrefixSharing, str]] = ...) -> None: ...
+    tools_json: str
+    def __init__(self, model: _Optional[str] = ..., system_prompt: _Optional[str] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., overflow_policy: _Optional[_Union[OverflowPolicy, str]] = ..., prefix_sharing: _Optional[_Union[PrefixSharing, str]] = ..., tools_json: _Optional[str] = ...) -> None: ...
 
 class CreateSessionRequest(_message.Message):
     __slots__ = ("request_id", "session_id", "config", "labels", "initial_items")
@@ -320,19 +322,33 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class InputItem(_message.Message):
-    __slots__ = ("role", "text", "tokens", "raw_text")
+    __slots__ = ("role", "text", "tokens", "raw_text", "function_calls", "call_id")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     RAW_TEXT_FIELD_NUMBER: _ClassVar[int]
+    FUNCTION_CALLS_FIELD_NUMBER: _ClassVar[int]
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
     role: Role
     text: str
     tokens: TokenIds
     raw_text: str
-    def __init__(self, role: _Optional[_Union[Role, str]] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., raw_text: _Optional[str] = ...) -> None: ...
+    function_calls: _containers.RepeatedCompositeFieldContainer[FunctionCall]
+    call_id: str
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., raw_text: _Optional[str] = ..., function_calls: _Optional[_Iterable[_Union[FunctionCall, _Mapping]]] = ..., call_id: _Optional[str] = ...) -> None: ...
+
+class FunctionCall(_message.Message):
+    __slots__ = ("name", "arguments_json", "id")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENTS_JSON_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    arguments_json: str
+    id: str
+    def __init__(self, name: _Optional[str] = ..., arguments_json: _Optional[str] = ..., id: _Optional[str] = ...) -> None: ...
 
 class Item(_message.Message):
-    __slots__ = ("item", "role", "text", "tokens", "request_id", "finish_reason", "create_time")
+    __slots__ = ("item", "role", "text", "tokens", "request_id", "finish_reason", "create_time", "call_id")
     ITEM_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -340,6 +356,7 @@ class Item(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
     item: int
     role: Role
     text: str
@@ -347,7 +364,8 @@ class Item(_message.Message):
     request_id: str
     finish_reason: FinishReason
     create_time: _timestamp_pb2.Timestamp
-    def __init__(self, item: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., request_id: _Optional[str] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    call_id: str
+    def __init__(self, item: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., request_id: _Optional[str] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., call_id: _Optional[str] = ...) -> None: ...
 
 class AppendItemsRequest(_message.Message):
     __slots__ = ("name", "request_id", "items", "expected_revision")

@@ -117,6 +117,8 @@ def naming(method: MethodDescriptor, session: str) -> bytes | None:
         request.request_id = spec("hi").request_id
     if method.name == "UpdateSession":
         request.session.labels["a"] = "b"
+    if method.name == "AppendItems":
+        request.items.add(role=pb.ROLE_USER, text="hi")
     data: bytes = request.SerializeToString()
     return data
 

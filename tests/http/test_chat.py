@@ -112,7 +112,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no number": ({"temperature": "warm"}, "temperature"),
     "no answers": ({"n": 0}, "n"),
     "too many answers": ({"n": 1000}, "n"),
-    "tools": ({"tools": [{"type": "function"}]}, "tools"),
+    "tools": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     "json": ({"response_format": {"type": "json_object"}}, "response_format"),
     "a word as token": ({"logit_bias": {"word": 1}}, "logit_bias"),
     "many stops": ({"stop": ["x"] * 1000}, "stop"),

@@ -238,11 +238,11 @@ BAD: dict[str, tuple[dict[str, Any], int, str]] = {
     ),
     "background without store": ({"background": True, "store": False}, 400, "background"),
     "truncation": ({"truncation": "much"}, 400, "truncation"),
-    "tools": ({"tools": [{"type": "function"}]}, 400, "tools"),
+    "tools": ({"tools": [{"type": "function", "name": "f"}]}, 400, "tools"),
     "json": ({"text": {"format": {"type": "json_object"}}}, 400, "text.format"),
     "long metadata": ({"metadata": {"a": "x" * 513}}, 400, "metadata"),
     "nothing": ({"input": []}, 400, "input"),
-    "a call": ({"input": [{"type": "function_call"}]}, 400, "input[0]"),
+    "a call": ({"input": [{"type": "computer_call"}]}, 400, "input[0]"),
     "no number": ({"max_output_tokens": "all"}, 400, "max_output_tokens"),
     "a model": ({"model": "huge"}, 404, "model"),
 }

@@ -13,6 +13,9 @@ from pensieve.http.common.answers import SentText, SentTokens, finish_reason, us
 from pensieve.http.common.failures import failure_of
 from pensieve.http.common.logprobs import token_scores
 from pensieve.http.common.streams import DONE, event
+from pensieve.http.tools.events import ChatTeller, chat_teller
+from pensieve.http.tools.outputs import chat_message
+from pensieve.speech import PLAIN, SpeechForm, read
 
 Scores = tuple[TokenLogprob, ...]
 
@@ -25,21 +28,26 @@ class ChatCompletion:
     model: str
     session_id: str
     created: int
+    form: SpeechForm = PLAIN
+    """How answers are read."""
 
     @classmethod
-    def of(cls, stream: AsyncTurnStream, model: str, session_id: str) -> ChatCompletion:
-        return cls(stream.request_id, model, session_id, int(time.time()))
+    def of(
+        cls, stream: AsyncTurnStream, model: str, session_id: str, form: SpeechForm = PLAIN
+    ) -> ChatCompletion:
+        return cls(stream.request_id, model, session_id, int(time.time()), form)
 
     def whole(self, turn: Turn) -> dict[str, Any]:
         """The answer as one document."""
         choices = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": text, "refusal": None},
+                "message": chat_message(answer, self.turn_id, index),
                 "logprobs": _scored(scores),
-                "finish_reason": reason,
+                "finish_reason": "tool_calls" if answer.calls and reason == "stop" else reason,
             }
             for index, text, reason, scores in _answers(turn)
+            for answer in (read(text, self.form),)
         ]
         return {**self._frame("chat.completion"), "choices": choices, "usage": usage_of(turn)}
 
@@ -47,34 +55,40 @@ class ChatCompletion:
         self, stream: AsyncTurnStream, *, include_usage: bool, scored: bool
     ) -> AsyncIterator[bytes]:
         """The answer as it comes, ``scored`` with log-probabilities; errors after the first chunk are an event too."""
-        begun: set[int] = set()
+        tellers: dict[int, ChatTeller] = {}
         sent, tokens = SentText(), SentTokens(scored)
         try:
             async for piece in stream:
                 text, (_, scores) = sent.new_text(piece), tokens.new_tokens(piece)
                 if text is None and not scores:
                     continue
-                if piece.candidate not in begun:
-                    begun.add(piece.candidate)
-                    delta = {"role": "assistant", "content": text or ""}
+                teller = self._teller(tellers, piece.candidate)
+                # Tokens whose text is held back, or is nobody's, are told with nothing.
+                deltas = [*teller.push(text or "")] or ([teller.nothing()] if scores else [])
+                for delta in deltas:
                     yield self._chunk(piece.candidate, delta, scores=scores)
-                elif text or scores:
-                    yield self._chunk(piece.candidate, {"content": text or ""}, scores=scores)
+                    scores = ()
         except PensieveError as error:
             yield event(failure_of(error).body)
             return
         for index, _, reason, _ in _answers(stream.turn):
-            if index not in begun:
-                yield self._chunk(index, {"role": "assistant", "content": ""})
-            yield self._chunk(index, {}, reason)
+            teller = self._teller(tellers, index)
+            for delta in teller.finish():
+                yield self._chunk(index, delta)
+            yield self._chunk(index, {}, "tool_calls" if teller.calls and reason == "stop" else reason)
         if include_usage:
             yield event(
                 {**self._frame("chat.completion.chunk"), "choices": [], "usage": usage_of(stream.turn)}
             )
         yield DONE
 
+    def _teller(self, tellers: dict[int, ChatTeller], candidate: int) -> ChatTeller:
+        if candidate not in tellers:
+            tellers[candidate] = chat_teller(self.form, self.turn_id, candidate)
+        return tellers[candidate]
+
     def _chunk(
-        self, index: int, delta: dict[str, str], reason: str | None = None, scores: Scores = ()
+        self, index: int, delta: dict[str, Any], reason: str | None = None, scores: Scores = ()
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": _scored(scores), "finish_reason": reason}
         return event({**self._frame("chat.completion.chunk"), "choices": [choice]})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,6 +21,7 @@ from pensieve.http.common.heads import begin, noting
 from pensieve.http.common.refusals import leaving_nothing
 from pensieve.http.common.requests import request_id_of
 from pensieve.http.common.streams import EventStream
+from pensieve.http.tools.definitions import tool_use
 
 
 async def create(request: Request) -> Response:
@@ -31,6 +33,8 @@ async def create(request: Request) -> Response:
     async with AsyncExitStack() as held:
         caller = await held.enter_async_context(door.callers.of(request))
         model = await door.model_of(caller, body.model)
+        use = tool_use(await door.info_of(caller), body.tools or (), body.tool_choice)
+        talk = replace(talk, tools=use.text, form=use.form)
         if body.session:
             session, stream = await _named(caller, body.session, talk, turn_id, options)
         else:
@@ -39,7 +43,7 @@ async def create(request: Request) -> Response:
                     caller, door.heads, talk, turn_id, options, door.settings.chat_ttl_s
                 )
         held.callback(stream.close)
-        completion = ChatCompletion.of(stream, model, session.id)
+        completion = ChatCompletion.of(stream, model, session.id, use.form)
 
         def note(turn: Turn) -> None:
             # What a named session holds is not what was resent: nobody is led there by it.
@@ -61,7 +65,7 @@ async def _named(
 ) -> tuple[AsyncSession, AsyncTurnStream]:
     """A turn of the session that the client names; what is resent of its history is not read."""
     options["request_id"] = str(turn_id)
-    new = [(one.role, one.text) for one in talk.new]
+    new = [one.given for one in talk.new]
     session = caller.client.session(name)
     try:
         stream = session.stream(items=new, **options)
@@ -72,7 +76,8 @@ async def _named(
         session = await caller.client.create_session(
             session_id=name,
             system_prompt=talk.system or None,
-            initial_items=[(one.role, one.text) for one in talk.history],
+            tools=talk.tools or None,
+            initial_items=[one.given for one in talk.history],
         )
         stream = session.stream(items=new, **options)
         await stream.accepted()

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from pensieve.client import TurnOptions
-from pensieve.http.common.contents import Content, Talk, said, talk_of
+from pensieve.client import Role, TurnOptions
+from pensieve.http.common.contents import Content, Said, Talk, called, said, talk_of, text_of
 from pensieve.http.common.failures import bad, unsupported
 from pensieve.http.common.logprobs import MAX_TOP
 from pensieve.http.common.requests import ChunkOptions, Drawing, Positive, by_token
+from pensieve.http.tools.definitions import OfferedTool, check_tools
+
+
+class ChatFunction(msgspec.Struct, frozen=True):
+    """What was called."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class ChatCall(msgspec.Struct, frozen=True):
+    """A call in an earlier answer."""
+
+    function: ChatFunction
+    type: str = "function"
+    id: str = ""
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -19,7 +36,8 @@ class Message(msgspec.Struct, frozen=True):
     role: str
     content: Content = None
     name: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[ChatCall] | None = None
+    tool_call_id: str | None = None
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
@@ -43,7 +61,8 @@ class ChatRequest(Drawing, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Any] | None = None
+    tools: list[OfferedTool] | None = None
+    parallel_tool_calls: bool | None = None
     tool_choice: Any = None
     functions: list[Any] | None = None
     modalities: list[str] | None = None
@@ -55,8 +74,7 @@ class ChatRequest(Drawing, kw_only=True):
         """Raises HttpFailure for what is asked for and not done."""
         if not self.messages:
             raise bad("messages", "must not be empty")
-        if self.tools and self.tool_choice != "none":
-            raise unsupported("tools", "tool calls are not supported")
+        check_tools(self.tools or (), self.tool_choice, self.parallel_tool_calls)
         if self.functions:
             raise unsupported("functions", "function calls are not supported")
         if self.top_logprobs is not None and not self.logprobs:
@@ -71,16 +89,11 @@ class ChatRequest(Drawing, kw_only=True):
             raise unsupported("audio", "only text is supported")
         if self.web_search_options is not None:
             raise unsupported("web_search_options", "searching is not supported")
-        for number, message in enumerate(self.messages):
-            if message.tool_calls:
-                raise unsupported(f"messages[{number}].tool_calls", "tool calls are not supported")
 
     @property
     def talk(self) -> Talk:
         """What was said."""
-        spoken = [
-            said(one.role, one.content, f"messages[{number}]") for number, one in enumerate(self.messages)
-        ]
+        spoken = [_said(one, f"messages[{number}]") for number, one in enumerate(self.messages)]
         return talk_of(spoken, "messages")
 
     @property
@@ -99,3 +112,19 @@ class ChatRequest(Drawing, kw_only=True):
         if self.logprobs:
             options["top_logprobs"] = self.top_logprobs or 0
         return options
+
+
+def _said(message: Message, param: str) -> Said:
+    if message.role == "tool":
+        text = text_of(message.content, f"{param}.content")
+        return Said(Role.TOOL, text, call_id=message.tool_call_id or "")
+    found = said(message.role, message.content, param)
+    if not message.tool_calls:
+        return found
+    if found.role is not Role.ASSISTANT:
+        raise bad(f"{param}.tool_calls", "only the assistant calls functions")
+    calls = [
+        called(one.function.name, one.function.arguments, one.id, f"{param}.tool_calls[{number}].function")
+        for number, one in enumerate(message.tool_calls)
+    ]
+    return replace(found, calls=tuple(calls))

@@ -26,6 +26,8 @@ async def read_json(request: Request, kind: type[T], max_bytes: int) -> T:
         return msgspec.json.decode(await _read(request, max_bytes), type=kind)
     except msgspec.ValidationError as error:
         raise _wrong(str(error)) from error
+    except RecursionError as error:
+        raise HttpFailure(400, "the body is nested too deep", code="invalid_json") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise HttpFailure(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from pensieve.client import Role
+from pensieve.client import CallingMessage, FunctionCall, InputLike, Item, Role, ToolResult
 from pensieve.http.common.failures import bad, unsupported
+from pensieve.speech import PLAIN, SpeechForm, is_object, read
 
 ROLES = {"system": Role.SYSTEM, "developer": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
@@ -32,6 +34,17 @@ class Said:
 
     role: Role
     text: str
+    calls: tuple[FunctionCall, ...] = ()
+    """Of an answer."""
+    call_id: str = ""
+    """Of what a function gave back."""
+
+    @property
+    def given(self) -> InputLike:
+        """For the SDK."""
+        if self.calls:
+            return CallingMessage(self.calls, self.text)
+        return ToolResult(self.text, self.call_id) if self.role is Role.TOOL else (self.role, self.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +57,34 @@ class Talk:
     """Up to the last answer."""
     new: tuple[Said, ...]
     """What came after it."""
+    tools: str = ""
+    """Definitions of the functions that the model may call, JSON."""
+    form: SpeechForm = PLAIN
+    """How answers are read."""
     drops_oldest: bool = False
     """Whether it is held in a session that drops its oldest turns: others do not go on in one."""
+
+    @property
+    def beginning(self) -> str:
+        """What stands before the messages: two talks with other beginnings are never one."""
+        return f"{self.system}\0{self.tools}" if self.tools else self.system
+
+    def answered(self, text: str) -> Said:
+        """An answer to it as a client knows it, and will say it again."""
+        if self.form.plain:
+            return Said(Role.ASSISTANT, text)
+        answer = read(text, self.form)
+        return Said(Role.ASSISTANT, answer.words, answer.calls)
+
+    def holds(self, item: Item, told: Said) -> bool:
+        """Whether an item of a session is this message."""
+        if item.role is not told.role:
+            return False
+        return self.knows_as(item.text, told) if told.role is Role.ASSISTANT else item.text == told.text
+
+    def knows_as(self, text: str, told: Said) -> bool:
+        """Whether the history's text of an answer is what a client tells as ``told``."""
+        return (text == told.text and not told.calls) or _alike(self.answered(text), told)
 
     @property
     def mark(self) -> str:
@@ -53,11 +92,11 @@ class Talk:
         return self._named(b"", self.history, self.new)
 
     @property
-    def end(self) -> tuple[str, str] | None:
-        """Mark and text of the last answer of the history; None: there is none."""
+    def end(self) -> tuple[str, Said] | None:
+        """Mark of the last answer of the history, and the answer; None: there is none."""
         if not self.history:
             return None
-        return self._named(b"", self.history[:-1]), self.history[-1].text
+        return self._named(b"", self.history[:-1]), self.history[-1]
 
     def before(self, scope: bytes) -> bytes:
         """Names the history, for one caller."""
@@ -65,11 +104,11 @@ class Talk:
 
     def after(self, scope: bytes, answer: str) -> bytes:
         """Names what will be the history once ``answer`` is in it, for one caller."""
-        return bytes.fromhex(self._named(scope, self.history, self.new, (Said(Role.ASSISTANT, answer),)))
+        return bytes.fromhex(self._named(scope, self.history, self.new, (self.answered(answer),)))
 
     def _named(self, scope: bytes, *parts: tuple[Said, ...]) -> str:
         kind = b"drops" if self.drops_oldest else b""
-        return digest(scope + kind, self.system, (one for part in parts for one in part)).hex()
+        return digest(scope + kind, self.beginning, (one for part in parts for one in part)).hex()
 
 
 def text_of(content: Content, param: str) -> str:
@@ -98,6 +137,13 @@ def said(role: str, content: Content, param: str) -> Said:
     return Said(ROLES[role], text_of(content, f"{param}.content"))
 
 
+def called(name: str, arguments: str, call_id: str, param: str) -> FunctionCall:
+    """A call in an earlier answer. Raises HttpFailure when its arguments are no JSON object."""
+    if not is_object(arguments or "{}"):
+        raise bad(f"{param}.arguments", "must be a JSON object")
+    return FunctionCall(name, arguments or "{}", call_id)
+
+
 def talk_of(messages: Sequence[Said], param: str) -> Talk:
     """System prompt, history and new messages. Raises HttpFailure when there is nothing to answer."""
     first = next((n for n, one in enumerate(messages) if one.role is not Role.SYSTEM), len(messages))
@@ -112,8 +158,29 @@ def talk_of(messages: Sequence[Said], param: str) -> Talk:
 def digest(scope: bytes, system: str, messages: Iterable[Said]) -> bytes:
     """Names what was said, for one caller: blake2b over lengths and bytes, so that no two talks run together."""
     found = hashlib.blake2b(scope, digest_size=16)
-    for role, text in ((Role.SYSTEM, system), *((one.role, one.text) for one in messages)):
+    for role, text, calls in (
+        (Role.SYSTEM, system, ()),
+        *((one.role, one.text, one.calls) for one in messages),
+    ):
         data = text.encode("utf-8", "surrogatepass")
         found.update(b"%d:%d:" % (role, len(data)))
         found.update(data)
+        for call in calls:
+            # Not the ids, which clients may change, nor the arguments' white space.
+            data = f"{call.name} {_canonical(call.arguments)}".encode("utf-8", "surrogatepass")
+            found.update(b"call:%d:" % len(data))
+            found.update(data)
     return found.digest()
+
+
+def _alike(one: Said, other: Said) -> bool:
+    """Whether two answers say the same: white space around words with calls belongs to nobody, see ``SpeechReader``."""
+    named = [[(call.name, _canonical(call.arguments)) for call in each.calls] for each in (one, other)]
+    return one.text.strip() == other.text.strip() and named[0] == named[1]
+
+
+def _canonical(arguments: str) -> str:
+    try:
+        return json.dumps(json.loads(arguments), sort_keys=True)
+    except (ValueError, RecursionError):
+        return arguments

@@ -63,6 +63,8 @@ _PARAMS: Final = {
     "candidates": "n",
     "request_id": "Idempotency-Key",
     "text": "input",
+    "tools_json": "tools",
+    "overflow_policy": "truncation",
     "system_prompt": "instructions",
 }
 """Fields of the service that have another name at the door."""

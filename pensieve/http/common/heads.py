@@ -7,6 +7,7 @@ question.
 
 from __future__ import annotations
 
+import functools
 import re
 import uuid
 from collections import OrderedDict
@@ -14,10 +15,10 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from pensieve.client import AsyncSession, AsyncTurnStream, Role, Turn, TurnOptions
+from pensieve.client import AsyncSession, AsyncTurnStream, FoundTurn, Role, Turn, TurnOptions
 from pensieve.errors import Aborted, FailedPrecondition, NotFound
 from pensieve.http.common.callers import Caller
-from pensieve.http.common.contents import Talk
+from pensieve.http.common.contents import Said, Talk
 from pensieve.http.common.failures import HttpFailure
 from pensieve.http.common.requests import may_be_a_retry
 
@@ -128,7 +129,8 @@ async def begin(
     session = await caller.client.create_session(
         session_id=own,
         system_prompt=talk.system or None,
-        initial_items=[(one.role, one.text) for one in talk.history],
+        tools=talk.tools or None,
+        initial_items=[one.given for one in talk.history],
         ttl=ttl_s,
         overflow="drop_oldest_turns" if talk.drops_oldest else None,
         request_id=str(uuid.uuid5(turn_id, "session")),
@@ -138,9 +140,10 @@ async def begin(
 
 async def _check_holds(session: AsyncSession, talk: Talk) -> None:
     """Raises HttpFailure (409) unless the session begins with the history; NotFound when it is not there."""
-    system = [(Role.SYSTEM, talk.system)] if talk.system else []
-    told = [*system, *((one.role, one.text) for one in talk.history)]
-    if [(one.role, one.text) for one in (await session.items())[: len(told)]] != told:
+    tools = (await session.refresh()).tools
+    told = [*([Said(Role.SYSTEM, talk.system)] if talk.system else []), *talk.history]
+    held = (await session.items())[: len(told)]
+    if tools != talk.tools or len(held) < len(told) or not all(map(talk.holds, held, told)):
         raise HttpFailure(
             409,
             "this Idempotency-Key was used for another request",
@@ -152,10 +155,14 @@ async def _check_holds(session: AsyncSession, talk: Talk) -> None:
 
 async def _looked_up(caller: Caller, talk: Talk, turn_id: uuid.UUID) -> Head | None:
     """The end that the service knows; of several the newest, or the one where an earlier try of this turn went."""
-    end = talk.end
-    if end is None:
+    if talk.end is None:
         return None
-    found = await caller.client.find_turn(*end, request_id=str(turn_id))
+    mark, told = talk.end
+    find = functools.partial(caller.client.find_turn, mark, request_id=str(turn_id))
+    found = None if told.calls else await find(told.text)
+    if found is None and not talk.form.plain:
+        # The service knows answers as the model wrote them, with calls and thoughts: what the newest was is read here.
+        found = _answered_so(await find(), talk, told)
     if found is None:
         return None
     turn, candidate = found.turn, found.candidate
@@ -171,6 +178,16 @@ async def _looked_up(caller: Caller, talk: Talk, turn_id: uuid.UUID) -> Head | N
         turn.request_id,
         None if candidate == turn.chosen else candidate,
     )
+
+
+def _answered_so(found: FoundTurn | None, talk: Talk, told: Said) -> FoundTurn | None:
+    """The turn with that of its candidates which the client was told as ``told``; None: it has none."""
+    if found is None:
+        return None
+    turn = found.turn
+    texts = [(found.candidate, turn.text), *((one.candidate, one.text) for one in turn.candidates)]
+    number = next((number for number, text in texts if talk.knows_as(text, told)), None)
+    return FoundTurn(turn, number) if number is not None else None
 
 
 async def _go_on(
@@ -195,6 +212,6 @@ async def _go_on(
 
 
 async def _accepted(session: AsyncSession, talk: Talk, options: TurnOptions) -> AsyncTurnStream:
-    stream = session.stream(items=[(one.role, one.text) for one in talk.new], **options)
+    stream = session.stream(items=[one.given for one in talk.new], **options)
     await stream.accepted()
     return stream

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pensieve.client import AsyncSession, Item, Role, SessionInfo
+from pensieve.client import AsyncSession, Item, Role, ServerInfo, SessionInfo
 from pensieve.errors import NotFound
 from pensieve.http.common.bodies import read_json
 from pensieve.http.common.callers import Caller
@@ -16,9 +18,17 @@ from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import HttpFailure
 from pensieve.http.common.requests import request_id_of
 from pensieve.http.conversations.requests import ConversationRequest, ItemsRequest, MetadataRequest
-from pensieve.http.responses.ids import ResponseId, conversation_id, conversation_session, item_id
-from pensieve.http.responses.objects import input_message, listing
+from pensieve.http.responses.ids import ResponseId, conversation_id, conversation_session
+from pensieve.http.responses.objects import history_items, listing
 from pensieve.http.responses.pages import page
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """An item of the history with the items that it is told as: an answer is as many as its response had."""
+
+    item: Item
+    documents: list[dict[str, Any]]
 
 
 async def create(request: Request) -> Response:
@@ -33,7 +43,7 @@ async def create(request: Request) -> Response:
         session = await caller.client.create_session(
             session_id=f"conv-{made_of.hex}",
             system_prompt="\n\n".join(one.text for one in said[:first]) or None,
-            initial_items=[(one.role, one.text) for one in said[first:]],
+            initial_items=[one.given for one in said[first:]],
             labels=body.metadata,
             request_id=str(uuid.uuid5(made_of, "session")),
         )
@@ -74,8 +84,9 @@ async def items(request: Request) -> Response:
     """A page of the items, newest first unless ``order=asc``."""
     door = HttpDoor.of(request)
     async with door.callers.of(request) as caller:
-        found = await _items(await _session(request, caller))
-    return door.answer(page(found, request), request)
+        session = await _session(request, caller)
+        told = _told(session, await session.items(), await door.info_of(caller))
+    return door.answer(page(_documents(told), request), request)
 
 
 async def item(request: Request) -> Response:
@@ -83,8 +94,9 @@ async def item(request: Request) -> Response:
     door = HttpDoor.of(request)
     async with door.callers.of(request) as caller:
         session = await _session(request, caller)
-        found = await _place(request, session, await session.items())
-    return door.answer(input_message(session.id, found), request)
+        told = _told(session, await session.items(), await door.info_of(caller))
+        found, index = _place(request, session, told)
+    return door.answer(found.documents[index], request)
 
 
 async def add(request: Request) -> Response:
@@ -95,9 +107,10 @@ async def add(request: Request) -> Response:
     async with door.callers.of(request) as caller:
         session = await _session(request, caller)
         added = await session.append(
-            [(one.role, one.text) for one in body.messages], request_id=str(request_id_of(request))
+            [one.given for one in body.messages], request_id=str(request_id_of(request))
         )
-    return door.answer(listing([input_message(session.id, one) for one in added]), request)
+        told = _told(session, added, await door.info_of(caller))
+    return door.answer(listing(_documents(told)), request)
 
 
 async def remove(request: Request) -> Response:
@@ -107,34 +120,38 @@ async def remove(request: Request) -> Response:
         session = await _session(request, caller)
         assert session.info is not None
         revision = session.info.revision
-        items = await session.items()
-        found = await _place(request, session, items)
-        if found is not items[-1]:
-            raise HttpFailure(
-                400,
-                "only the newest item can be taken out: the others were gone on from",
-                param="item_id",
-                code="unsupported_operation",
-            )
+        told = _told(session, await session.items(), await door.info_of(caller))
+        found, index = _place(request, session, told)
+        if found is not told[-1]:
+            raise _kept("only the newest item can be taken out: the others were gone on from")
+        if index:
+            first = found.documents[0]["id"]
+            raise _kept(f"it is a part of an answer, which is taken out whole, by its first item: {first}")
         info = await session.rewind(
-            to_item=items[-2].item if len(items) > 1 else 0, expected_revision=revision
+            to_item=told[-2].item.item if len(told) > 1 else 0, expected_revision=revision
         )
     return door.answer(_document(info), request)
 
 
-async def _place(request: Request, session: AsyncSession, items: list[Item]) -> Item:
-    """The item that the request names, by its own id or, an answer, by that of its response's message.
+def _place(request: Request, session: AsyncSession, told: list[_Told]) -> tuple[_Told, int]:
+    """The item that the request names, and which of those that it is told as: by its own id or, of an answer, by that
+    which it has in the output of its response.
 
     Raises HttpFailure (404).
     """
     wanted = request.path_params["item"]
-    answer = ResponseId.parse(f"resp_{wanted.removeprefix('msg_')}")
-    for one in items:
-        if item_id(session.id, one.item) == wanted:
-            return one
-        is_answer = one.role is Role.ASSISTANT and answer is not None and one.request_id == answer.turn_id
-        if is_answer and answer is not None and answer.session_id == session.id:
-            return one
+    suffix, _, number = wanted.partition("_")[2].partition("-")
+    answer = ResponseId.parse(f"resp_{suffix}")
+    if answer is not None and answer.session_id == session.id and (not number or number.isdecimal()):
+        index = int(number or 0)
+        for one in told:
+            is_answer = one.item.role is Role.ASSISTANT and one.item.request_id == answer.turn_id
+            if is_answer and index < len(one.documents):
+                return one, index
+    for one in told:
+        for index, document in enumerate(one.documents):
+            if document["id"] == wanted:
+                return one, index
     raise HttpFailure(404, f"no such item: {wanted}", kind="not_found_error", param="item_id")
 
 
@@ -155,8 +172,18 @@ async def _session(request: Request, caller: Caller) -> AsyncSession:
     return session
 
 
-async def _items(session: AsyncSession) -> list[dict[str, Any]]:
-    return [input_message(session.id, one) for one in await session.items()]
+def _told(session: AsyncSession, items: Iterable[Item], info: ServerInfo) -> list[_Told]:
+    assert session.info is not None
+    form = info.speech if session.info.tools else replace(info.speech, calls=None)
+    return [_Told(one, history_items(session.id, one, form)) for one in items]
+
+
+def _documents(told: Iterable[_Told]) -> list[dict[str, Any]]:
+    return [document for one in told for document in one.documents]
+
+
+def _kept(problem: str) -> HttpFailure:
+    return HttpFailure(400, problem, param="item_id", code="unsupported_operation")
 
 
 def _document(info: SessionInfo) -> dict[str, Any]:

@@ -5,7 +5,16 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass, replace
 
-from pensieve.client import AsyncSession, AsyncTurnStream, Role, SessionChanges, Turn, TurnOptions, TurnState
+from pensieve.client import (
+    AsyncSession,
+    AsyncTurnStream,
+    Role,
+    ServerInfo,
+    SessionChanges,
+    Turn,
+    TurnOptions,
+    TurnState,
+)
 from pensieve.errors import Aborted, NotFound
 from pensieve.http.common.callers import Caller
 from pensieve.http.common.contents import Talk, talk_of
@@ -13,6 +22,8 @@ from pensieve.http.common.failures import HttpFailure
 from pensieve.http.common.heads import Heads, begin
 from pensieve.http.responses.ids import ResponseId, conversation_session, mark
 from pensieve.http.responses.requests import ResponseRequest
+from pensieve.http.tools.definitions import ToolUse
+from pensieve.speech import SpeechForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +33,8 @@ class BegunResponse:
     session: AsyncSession
     stream: AsyncTurnStream
     id: ResponseId
+    form: SpeechForm
+    """How the answer is read."""
     talk: Talk | None = None
     """What was said from the beginning, when the client said all of it."""
 
@@ -35,6 +48,8 @@ class Chain:
     turn_id: uuid.UUID
     annotations: dict[str, str]
     """To be kept with the turn."""
+    use: ToolUse
+    info: ServerInfo
 
     async def begin(self, heads: Heads, unstored_ttl_s: float) -> BegunResponse:
         """Raises HttpFailure and PensieveError."""
@@ -48,8 +63,10 @@ class Chain:
         talk = talk_of(self.body.messages, "input")
         if self.body.instructions:
             parts = [self.body.instructions, talk.system]
-            talk = Talk("\n\n".join(part for part in parts if part), talk.history, talk.new)
-        talk = replace(talk, drops_oldest=self._drops_oldest)
+            talk = replace(talk, system="\n\n".join(part for part in parts if part))
+        talk = replace(talk, tools=self.use.text, form=self.use.form, drops_oldest=self._drops_oldest)
+        # Instructions are said again with each response: nobody is led here without them.
+        is_found = self.body.instructions is None
         try:
             session, stream = await begin(
                 self.caller,
@@ -60,11 +77,12 @@ class Chain:
                 self._options,
                 None if self.body.stored else unstored_ttl_s,
                 family="resp-",
-                is_found=self.body.instructions is None,
+                is_found=is_found,
             )
         except NotFound as error:
             raise self._refusal(error) from None
-        return BegunResponse(session, stream, self._id(session, stream), talk)
+        told = talk if is_found else None
+        return BegunResponse(session, stream, self._id(session, stream, self.use), self.use.form, told)
 
     async def _after(self, previous: str, unstored_ttl_s: float) -> BegunResponse:
         head = ResponseId.parse(previous)
@@ -72,9 +90,10 @@ class Chain:
             raise _unknown(previous)
         session = self.caller.client.session(head.session_id)
         changes = self._changes(head)
+        use = self.use.kept(self.info, head.calls and not changes)
         if self.body.stored and not changes:
             try:
-                return await self._turn(session, {"expected_revision": head.revision})
+                return await self._turn(session, {"expected_revision": head.revision}, use)
             except NotFound:
                 raise _unknown(previous) from None
             except Aborted:
@@ -85,7 +104,7 @@ class Chain:
             changes["ttl"] = unstored_ttl_s
         if changes and branch.info.revision == 1:  # else an earlier try of this request has made them
             await branch.update(**changes)
-        return await self._turn(branch, {})
+        return await self._turn(branch, {}, use)
 
     async def _branch(self, session: AsyncSession, head: ResponseId, previous: str) -> AsyncSession:
         """A session with the history up to a response; the same one for every try of this request."""
@@ -125,15 +144,20 @@ class Chain:
             info = await session.refresh()
         except NotFound:
             raise missing from None
+        changes: SessionChanges = {}
         if self.body.instructions is not None and self.body.instructions != info.system_prompt:
-            await session.update(system_prompt=self.body.instructions)
-        return await self._turn(session, {})
+            changes["system_prompt"] = self.body.instructions
+        if self.use.text and self.use.text != info.tools:
+            changes["tools"] = self.use.text
+        if changes:
+            await session.update(**changes)
+        return await self._turn(session, {}, self.use.kept(self.info, bool(info.tools)))
 
-    async def _turn(self, session: AsyncSession, more: TurnOptions) -> BegunResponse:
+    async def _turn(self, session: AsyncSession, more: TurnOptions, use: ToolUse) -> BegunResponse:
         options: TurnOptions = {**self._options, "request_id": str(self.turn_id), **more}
-        stream = session.stream(items=[(one.role, one.text) for one in self.body.messages], **options)
+        stream = session.stream(items=[one.given for one in self.body.messages], **options)
         await stream.accepted()
-        return BegunResponse(session, stream, self._id(session, stream))
+        return BegunResponse(session, stream, self._id(session, stream, use), use.form)
 
     @property
     def _options(self) -> TurnOptions:
@@ -158,21 +182,23 @@ class Chain:
     def _changes(self, head: ResponseId) -> SessionChanges:
         """What of the session is another for this turn than it was for the one before."""
         changes: SessionChanges = {}
-        if mark(self.body.instructions) != head.instructions:
+        if mark(self.body.instructions, self.use.text) != head.instructions:
             changes["system_prompt"] = self.body.instructions or ""
+            changes["tools"] = self.use.text
         if self._drops_oldest is not head.drops_oldest:
             changes["overflow"] = "drop_oldest_turns" if self._drops_oldest else "reject"
         return changes
 
-    def _id(self, session: AsyncSession, stream: AsyncTurnStream) -> ResponseId:
+    def _id(self, session: AsyncSession, stream: AsyncTurnStream, use: ToolUse) -> ResponseId:
         assert stream.base_revision is not None, "not accepted"
         return ResponseId(
             session.id,
             stream.request_id,
             stream.base_revision + 1,
-            mark(self.body.instructions),
+            mark(self.body.instructions, self.use.text),
             self._drops_oldest,
             bool(self.body.background),
+            use.form.calls is not None,
         )
 
 

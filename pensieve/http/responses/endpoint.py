@@ -26,6 +26,7 @@ from pensieve.http.responses.kept import KeptResponse
 from pensieve.http.responses.objects import Response, input_message
 from pensieve.http.responses.pages import page
 from pensieve.http.responses.requests import ResponseRequest
+from pensieve.http.tools.definitions import tool_use
 
 
 async def create(request: Request) -> HttpResponse:
@@ -36,14 +37,16 @@ async def create(request: Request) -> HttpResponse:
     async with AsyncExitStack() as held:
         caller = await held.enter_async_context(door.callers.of(request))
         model = await door.model_of(caller, body.model)
+        info = await door.info_of(caller)
+        use = tool_use(info, body.tools or (), body.tool_choice)
         kept = KeptResponse(int(time.time()), model, body)
-        chain = Chain(caller, body, request_id_of(request), kept.annotations)
+        chain = Chain(caller, body, request_id_of(request), kept.annotations, use, info)
         async with leaving_nothing(caller.client, chain.turn_id):
             begun = await chain.begin(door.heads, door.settings.unstored_ttl_s)
         if not body.stored:
             held.push_async_callback(begun.session.delete, allow_missing=True)
         held.callback(begun.stream.close)
-        response = Response(begun.id, kept)
+        response = Response(begun.id, kept, begun.form)
         if body.stream:
             chunks = noting(
                 Events(response).of(begun.stream),
@@ -56,7 +59,7 @@ async def create(request: Request) -> HttpResponse:
         turn = await begun.stream.finish()
         _remember(door, caller, begun, turn)
         # Of a retry, what the first try was told.
-        return door.answer(Response.read(begun.id, model, turn).ended(turn), request)
+        return door.answer(Response.read(begun.id, info, turn).ended(turn), request)
 
 
 async def retrieve(request: Request) -> HttpResponse:
@@ -64,10 +67,9 @@ async def retrieve(request: Request) -> HttpResponse:
     door = HttpDoor.of(request)
     async with AsyncExitStack() as held:
         caller = await held.enter_async_context(door.callers.of(request))
-        model = await door.model_of(caller, None)
         found, session, turn = await _find(request, caller)
         if request.query_params.get("stream") != "true":
-            return door.answer(_later(found, model, turn), request)
+            return door.answer(await _later(door, caller, found, turn), request)
         if not found.background:
             raise bad("stream", "only the streams of responses with background=true are resumed")
         after = request.query_params.get("starting_after", "-1")
@@ -76,7 +78,8 @@ async def retrieve(request: Request) -> HttpResponse:
         stream = session.attach(found.turn_id, max_chunk_tokens=1)
         held.callback(stream.close)
         await stream.accepted()
-        events = Events(Response.read(found, model, turn), int(after)).of(stream)
+        response = Response.read(found, await door.info_of(caller), turn)
+        events = Events(response, int(after)).of(stream)
         return EventStream(events, held.pop_all(), door.headers(request))
 
 
@@ -84,11 +87,10 @@ async def cancel(request: Request) -> HttpResponse:
     """Stop a response; what was said so far stays."""
     door = HttpDoor.of(request)
     async with door.callers.of(request) as caller:
-        model = await door.model_of(caller, None)
         found, session, turn = await _find(request, caller)
         if turn.state is TurnState.RUNNING:
             turn = await session.cancel(found.turn_id, keep="partial")
-    return door.answer(_later(found, model, turn), request)
+        return door.answer(await _later(door, caller, found, turn), request)
 
 
 async def delete(request: Request) -> HttpResponse:
@@ -146,9 +148,9 @@ async def _erase(session: AsyncSession, turn: Turn) -> None:
         await session.delete(expected_revision=revision, allow_missing=True)
 
 
-def _later(found: ResponseId, model: str, turn: Turn) -> dict[str, Any]:
+async def _later(door: HttpDoor, caller: Caller, found: ResponseId, turn: Turn) -> dict[str, Any]:
     """A response that is read after it was made."""
-    response = Response.read(found, model, turn)
+    response = Response.read(found, await door.info_of(caller), turn)
     return response.begun() if turn.state is TurnState.RUNNING else response.ended(turn)
 
 
@@ -157,5 +159,5 @@ def _missing(text: str) -> HttpFailure:
 
 
 def _remember(door: HttpDoor, caller: Caller, begun: BegunResponse, turn: Turn) -> None:
-    if begun.talk is not None and begun.id.instructions == b"":
+    if begun.talk is not None:
         door.heads.ended(caller.scope, begun.talk, begun.session.id, turn)

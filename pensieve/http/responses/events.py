@@ -12,6 +12,7 @@ from pensieve.http.common.failures import failure_of
 from pensieve.http.common.logprobs import token_scores
 from pensieve.http.common.streams import DONE, event
 from pensieve.http.responses.objects import Response, status_of, text_part
+from pensieve.http.tools.events import OutputTeller
 
 
 class Events:
@@ -36,6 +37,10 @@ class Events:
     async def _all(self, stream: AsyncTurnStream) -> AsyncIterator[bytes]:
         yield self._whole("response.created", self._response.begun())
         yield self._whole("response.in_progress", self._response.begun())
+        if not self._response.form.plain:
+            async for chunk in self._spoken(stream):
+                yield chunk
+            return
         yield self._event("response.output_item.added", item=self._item("in_progress", []), output_index=0)
         yield self._event("response.content_part.added", **self._place, part=text_part(""))
         try:
@@ -47,6 +52,27 @@ class Events:
         else:
             for chunk in self._ended(stream.turn):
                 yield chunk
+
+    async def _spoken(self, stream: AsyncTurnStream) -> AsyncIterator[bytes]:
+        """The output where it is more than words."""
+        teller = OutputTeller(self._response.items, self._response.form)
+        try:
+            async for piece in stream:
+                for name, fields in teller.push(self._sent.new_text(piece) or ""):
+                    yield self._event(name, **fields)
+        except PensieveError as error:
+            for chunk in self._failed(error):
+                yield chunk
+            return
+        turn = stream.turn
+        status = status_of(turn)
+        for name, fields in teller.finish("completed" if status == "completed" else "incomplete"):
+            yield self._event(name, **fields)
+        yield self._end(turn, status)
+
+    def _end(self, turn: Turn, status: str) -> bytes:
+        name = "response.completed" if status == "completed" else "response.incomplete"
+        return self._whole(name, self._response.ended(turn))
 
     def _delta(self, piece: Piece) -> bytes:
         text, (_, scores) = self._sent.new_text(piece), self._tokens.new_tokens(piece)
@@ -66,10 +92,7 @@ class Events:
             ),
             self._event("response.content_part.done", **self._place, part=part),
             self._event("response.output_item.done", item=self._item(done, [part]), output_index=0),
-            self._whole(
-                "response.completed" if status == "completed" else "response.incomplete",
-                self._response.ended(turn),
-            ),
+            self._end(turn, status),
         ]
 
     def _failed(self, error: PensieveError) -> list[bytes]:
@@ -92,7 +115,7 @@ class Events:
     def _whole(self, name: str, snapshot: dict[str, Any]) -> bytes:
         return self._event(name, response=snapshot)
 
-    def _event(self, name: str, **fields: Any) -> bytes:
+    def _event(self, name: str, /, **fields: Any) -> bytes:
         """The next event; empty when the client has it."""
         numbered = {"type": name, "sequence_number": self._sequence, **fields}
         self._sequence += 1

@@ -30,16 +30,19 @@ class ResponseId:
     revision: int
     """Of the session, right after the turn."""
     instructions: bytes = b""
-    """``mark`` of the instructions in force; empty: there were none, or they are the conversation's."""
+    """``mark`` of the instructions and tools in force; empty: there were none, or they are the conversation's."""
     drops_oldest: bool = False
     """Whether ``truncation`` was ``auto``."""
     background: bool = False
     """Whether its stream can be resumed: each token of it is an event."""
+    calls: bool = False
+    """Whether calls of functions are looked for in it."""
 
     def __str__(self) -> str:
         family, session = _split(self.session_id)
         flags = (
-            FAMILIES.index(family) << 3
+            self.calls << 7
+            | FAMILIES.index(family) << 3
             | self.background << 2
             | self.drops_oldest << 1
             | bool(self.instructions)
@@ -55,15 +58,17 @@ class ResponseId:
         if not text.startswith("resp_") or data is None or len(data) != _FORM.size or data[0] != _VERSION:
             return None
         _, flags, session, turn, revision, mark = _FORM.unpack(data)
-        if flags >> 3 >= len(FAMILIES):
+        family = flags >> 3 & 15
+        if family >= len(FAMILIES):
             return None
         return cls(
-            f"{FAMILIES[flags >> 3]}{session.hex()}",
+            f"{FAMILIES[family]}{session.hex()}",
             str(uuid.UUID(bytes=turn)),
             revision,
             mark if flags & 1 else b"",
             bool(flags & 2),
             bool(flags & 4),
+            bool(flags & 128),
         )
 
     @property
@@ -72,11 +77,12 @@ class ResponseId:
         return f"msg_{str(replace(self, revision=0)).removeprefix('resp_')}"
 
 
-def mark(instructions: str | None) -> bytes:
-    """Four bytes that tell instructions apart; empty for none."""
-    if instructions is None:
+def mark(instructions: str | None, tools: str = "") -> bytes:
+    """Four bytes that tell instructions, and tools with them, apart; empty for none."""
+    if instructions is None and not tools:
         return b""
-    return hashlib.blake2b(instructions.encode("utf-8", "surrogatepass"), digest_size=4).digest()
+    said = (instructions or "") + (f"\0{instructions is None}\0{tools}" if tools else "")
+    return hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=4).digest()
 
 
 def item_id(session_id: str, item: int) -> str:

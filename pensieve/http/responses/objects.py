@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from pensieve.client import FinishReason, Item, Role, TokenLogprob, Turn, TurnState, Usage
+from pensieve.client import FinishReason, Item, Role, ServerInfo, TokenLogprob, Turn, TurnState, Usage
 from pensieve.http.common.answers import cached_tokens, was_cut
 from pensieve.http.common.logprobs import token_scores
 from pensieve.http.responses.ids import ResponseId, item_id
 from pensieve.http.responses.kept import KeptResponse, guessed
 from pensieve.http.responses.requests import ResponseRequest
+from pensieve.http.tools.outputs import OutputItems, answer_parts, result_item
+from pensieve.speech import PLAIN, SpeechForm
 
 Document = dict[str, Any]
 
-_ROLES = {Role.SYSTEM: "system", Role.USER: "user", Role.ASSISTANT: "assistant", Role.TOOL: "user"}
+_ROLES = {Role.SYSTEM: "system", Role.USER: "user", Role.ASSISTANT: "assistant"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +25,14 @@ class Response:
 
     id: ResponseId
     kept: KeptResponse
+    form: SpeechForm = PLAIN
+    """How the answer is read."""
 
     @classmethod
-    def read(cls, found: ResponseId, model: str, turn: Turn) -> Response:
+    def read(cls, found: ResponseId, info: ServerInfo, turn: Turn) -> Response:
         """A response that was made before."""
-        return cls(found, KeptResponse.of(turn) or guessed(found, model, turn))
+        form = info.speech if found.calls else replace(info.speech, calls=None)
+        return cls(found, KeptResponse.of(turn) or guessed(found, info.model, turn), form)
 
     def begun(self) -> Document:
         """While the answer is made."""
@@ -36,19 +41,31 @@ class Response:
     def ended(self, turn: Turn) -> Document:
         """With the answer, however it ended."""
         status = status_of(turn)
-        message = [self.message(turn.text, status, turn.logprobs)] if turn.output is not None else []
+        output = self._output(turn, status) if turn.output is not None else []
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             **self._snapshot(status),
             "completed_at": completed_at(turn) if status == "completed" else None,
             "incomplete_details": cut,
-            "output": message,
+            "output": output,
             "usage": usage_of(turn.usage),
         }
 
     def failed(self, code: str, message: str) -> Document:
         """When there is no answer."""
         return {**self._snapshot("failed"), "error": {"code": code, "message": message}}
+
+    @property
+    def items(self) -> OutputItems:
+        """Makes the items of the output."""
+        return OutputItems(self.id.message.removeprefix("msg_"), self.id.turn_id)
+
+    def _output(self, turn: Turn, status: str) -> list[Document]:
+        if self.form.plain:
+            return [self.message(turn.text, status, turn.logprobs)]
+        return self.items.all(
+            answer_parts(turn.text, self.form), "completed" if status == "completed" else "incomplete"
+        )
 
     def message(self, text: str, status: str, scores: tuple[TokenLogprob, ...] = ()) -> Document:
         """The answer as an item."""
@@ -92,8 +109,8 @@ class Response:
             "store": asked.stored,
             "temperature": 1.0 if asked.temperature is None else asked.temperature,
             "text": {"format": {"type": "text"}},
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": "none" if asked.tool_choice == "none" else "auto",
+            "tools": [tool.echo for tool in asked.tools or ()],
             "top_logprobs": asked.top_logprobs or 0,
             "top_p": 1.0 if asked.top_p is None else asked.top_p,
             "truncation": asked.truncation or "disabled",
@@ -146,6 +163,8 @@ def text_part(text: str, scores: tuple[TokenLogprob, ...] = ()) -> Document:
 
 def input_message(session_id: str, item: Item) -> Document:
     """An item of a history."""
+    if item.role == Role.TOOL:
+        return result_item(item_id(session_id, item.item), item.text, item.call_id)
     role = item.role if isinstance(item.role, Role) else Role.USER
     part = text_part(item.text) if role is Role.ASSISTANT else {"type": "input_text", "text": item.text}
     return {
@@ -155,6 +174,14 @@ def input_message(session_id: str, item: Item) -> Document:
         "status": "completed",
         "content": [part],
     }
+
+
+def history_items(session_id: str, item: Item, form: SpeechForm) -> list[Document]:
+    """An item of a history as the items that a response tells it as."""
+    if item.role != Role.ASSISTANT or form.plain:
+        return [input_message(session_id, item)]
+    made = OutputItems(item_id(session_id, item.item).removeprefix("msg_"), item.request_id)
+    return made.all(answer_parts(item.text, form), "completed")
 
 
 def listing(items: list[Document], *, has_more: bool = False) -> Document:

@@ -7,11 +7,12 @@ from typing import Any, Final
 
 import msgspec
 
-from pensieve.client import TurnOptions
-from pensieve.http.common.contents import Content, Said, said
+from pensieve.client import Role, TurnOptions
+from pensieve.http.common.contents import Content, Said, called, said, text_of
 from pensieve.http.common.failures import bad, unsupported
 from pensieve.http.common.logprobs import MAX_TOP
 from pensieve.http.common.requests import Drawing, Positive
+from pensieve.http.tools.definitions import OfferedTool, check_tools
 
 MAX_METADATA: Final = 16
 MAX_METADATA_KEY: Final = 64
@@ -19,11 +20,15 @@ MAX_METADATA_VALUE: Final = 512
 
 
 class InputItem(msgspec.Struct, frozen=True):
-    """A message of the input; the other types of items are refused by name."""
+    """An item of the input; types that are not known are refused by name."""
 
     type: str = "message"
     role: str | None = None
     content: Content = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: Content = None
 
 
 class InConversation(msgspec.Struct, frozen=True):
@@ -60,7 +65,7 @@ class ResponseRequest(Drawing, kw_only=True):
     metadata: dict[str, str] | None = None
     truncation: str | None = None
     parallel_tool_calls: bool | None = None
-    tools: list[Any] | None = None
+    tools: list[OfferedTool] | None = None
     tool_choice: Any = None
     text: TextOptions | None = None
     reasoning: Any = None
@@ -82,8 +87,7 @@ class ResponseRequest(Drawing, kw_only=True):
             raise bad("background", "needs store: nobody could fetch the answer otherwise")
         if self.truncation not in (None, "auto", "disabled"):
             raise bad("truncation", "must be auto or disabled")
-        if self.tools and self.tool_choice != "none":
-            raise unsupported("tools", "tool calls are not supported")
+        check_tools(self.tools or (), self.tool_choice, self.parallel_tool_calls)
         if self.text is not None and self.text.format is not None and self.text.format.type != "text":
             raise unsupported("text.format", "only text is supported")
         if self.prompt is not None:
@@ -132,15 +136,40 @@ class ResponseRequest(Drawing, kw_only=True):
 
 
 def messages_of(items: Sequence[InputItem], param: str) -> list[Said]:
-    """Items as messages. Raises HttpFailure for those that are none."""
-    found = []
+    """Items as messages: what one answer was told as, reasoning apart, is one. Raises HttpFailure."""
+    found: list[Said] = []
+    continues = False
     for number, item in enumerate(items):
-        if item.type != "message":
-            raise unsupported(f"{param}[{number}]", f"items of type {item.type!r} are not supported")
-        if item.role is None:
-            raise bad(f"{param}[{number}].role", "is missing")
-        found.append(said(item.role, item.content, f"{param}[{number}]"))
+        one = _said(item, f"{param}[{number}]")
+        if one is None:
+            continue
+        if continues and one.role is Role.ASSISTANT and (one.calls or found[-1].calls):
+            last = found.pop()
+            one = Said(Role.ASSISTANT, last.text + one.text, (*last.calls, *one.calls))
+        found.append(one)
+        continues = one.role is Role.ASSISTANT
     return found
+
+
+def _said(item: InputItem, param: str) -> Said | None:
+    """None for what a model does not read again: the history has its thoughts, if it was here that it had them."""
+    match item.type:
+        case "message":
+            if item.role is None:
+                raise bad(f"{param}.role", "is missing")
+            return said(item.role, item.content, param)
+        case "reasoning":
+            return None
+        case "function_call":
+            if not item.name:
+                raise bad(f"{param}.name", "is missing")
+            call = called(item.name, item.arguments or "", item.call_id or "", param)
+            return Said(Role.ASSISTANT, "", (call,))
+        case "function_call_output":
+            if item.output is None:
+                raise bad(f"{param}.output", "is missing")
+            return Said(Role.TOOL, text_of(item.output, f"{param}.output"), call_id=item.call_id or "")
+    raise unsupported(param, f"items of type {item.type!r} are not supported")
 
 
 def check_metadata(metadata: dict[str, str]) -> None:

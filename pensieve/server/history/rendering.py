@@ -12,7 +12,8 @@ import numpy as np
 from pensieve.core import Role, TokenArray, pack_tokens, packed_length, unpack_tokens
 from pensieve.errors import ContextLimitExceeded, InvalidArgument
 from pensieve.server.history.lanes import TextLanes
-from pensieve.server.values import InputEntry, RawEntry
+from pensieve.server.values import InputEntry, RawEntry, SpokenEntry
+from pensieve.speech import written
 from pensieve.store.records import History, Item, Overflow
 from pensieve.tokenizer import ChatTokenizer, HistoryItem, RawMessage, TextMessage, TokenMessage
 
@@ -87,7 +88,7 @@ class Renderer:
     ) -> tuple[tuple[Item, ...], TokenArray]:
         """Items for ``entries`` behind ``history``, and the generation prompt behind them (int32 [n], maybe empty)."""
         work = functools.partial(self._render, history, tuple(entries), stamp, generation_prompt)
-        return await self._lanes.run(self._tenant, _size(entries), work)
+        return await self._lanes.run(self._tenant, _size(history, entries), work)
 
     async def prepare(
         self, history: History, entries: Sequence[InputEntry], stamp: Stamp, room: Room
@@ -99,7 +100,13 @@ class Renderer:
         """
         self.check_size(entries, room.limit)
         work = functools.partial(self._prepare, history, tuple(entries), stamp, room)
-        return await self._lanes.run(self._tenant, _size(entries), work)
+        return await self._lanes.run(self._tenant, _size(history, entries), work)
+
+    async def check_tools(self, tools: str) -> None:
+        """Raises InvalidArgument unless a session with these definitions of functions can be rendered."""
+        if tools:
+            work = functools.partial(self._tokenizer.check_tools, tools)
+            await self._lanes.run(self._tenant, len(tools), work)
 
     def check_size(self, entries: Sequence[InputEntry], limit: int) -> None:
         """Raises ContextLimitExceeded for input that is too long whatever it tokenises to. Costs nothing."""
@@ -136,20 +143,32 @@ class Renderer:
             [self._seen(item) for item in history.visible()],
             [_message(entry) for entry in entries],
             generation_prompt=generation_prompt,
+            tools=history.config.tools,
         )
         items = tuple(
             Item(
                 number=stamp.first_number + index,
                 role=entry.role,
-                text=entry.text if entry.tokens is None else self._tokenizer.decode(tokens),
+                text=self._text(entry) if entry.tokens is None else self._tokenizer.decode(tokens),
                 tokens=pack_tokens(tokens),
                 request_id=stamp.request_id,
                 create_ms=stamp.time_ms,
                 verbatim=entry.tokens is not None or isinstance(entry, RawEntry),
+                call_id=entry.call_id if isinstance(entry, SpokenEntry) else "",
             )
             for index, (entry, tokens) in enumerate(zip(entries, rendered.item_tokens, strict=True))
         )
         return items, rendered.generation_prompt
+
+    def _text(self, entry: InputEntry) -> str:
+        """Of an item that is no token ids: calls as the model would have written them."""
+        if not isinstance(entry, SpokenEntry) or not entry.calls:
+            return entry.text
+        if self._tokenizer.call_form is None:
+            raise InvalidArgument.field(
+                "input", "has calls of functions, and the chat template does not take them"
+            )
+        return written(entry.text, entry.calls, self._tokenizer.call_form)
 
     def _prepare(
         self, history: History, entries: tuple[InputEntry, ...], stamp: Stamp, room: Room
@@ -200,13 +219,15 @@ class Renderer:
 
 
 def turn_borders(history: History) -> list[int]:
-    """Numbers of the visible items that start a turn: the first one, and each that follows an answer."""
+    """Numbers of the visible items that start a turn: the first one, and each that follows an answer, results of calls
+    excepted."""
     items = [item for item in history.visible() if item.role is not Role.SYSTEM]
     starts = [items[0].number] if items else []
     starts += [
         after.number
         for before, after in pairwise(items)
-        if before.role is Role.ASSISTANT and after.role is not Role.ASSISTANT
+        # A call and its results are never torn apart.
+        if before.role is Role.ASSISTANT and after.role not in (Role.ASSISTANT, Role.TOOL)
     ]
     return starts
 
@@ -218,14 +239,20 @@ def too_long(context_tokens: int, limit: int) -> ContextLimitExceeded:
     )
 
 
-def _size(entries: Sequence[InputEntry]) -> int:
-    """Characters, and token ids, which are turned into text."""
-    return sum(len(entry.text) if entry.tokens is None else packed_length(entry.tokens) for entry in entries)
+def _size(history: History, entries: Sequence[InputEntry]) -> int:
+    """Characters, and token ids, which are turned into text; definitions of functions as long as no user has spoken."""
+    shows_tools = all(item.role is not Role.USER for item in history.items)
+    tools = len(history.config.tools) if shows_tools else 0
+    return tools + sum(
+        len(entry.text) if entry.tokens is None else packed_length(entry.tokens) for entry in entries
+    )
 
 
 def _message(entry: InputEntry) -> TextMessage | RawMessage | TokenMessage:
     if isinstance(entry, RawEntry):
         return RawMessage(entry.role, entry.text)
+    if isinstance(entry, SpokenEntry):
+        return TextMessage(entry.role, entry.text, entry.calls, entry.call_id)
     if entry.tokens is None:
         return TextMessage(entry.role, entry.text)
     return TokenMessage(entry.role, unpack_tokens(entry.tokens))

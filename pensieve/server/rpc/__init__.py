@@ -2,5 +2,5 @@
 
 May import: core, engine.messages, errors, rpc_status, server.bugs, server.clock, server.conversations, server.ids,
 server.keys, server.links, server.pace, server.sessions, server.settings, server.tenants, server.turns, server.values,
-store, v1.
+speech, store, v1.
 """

@@ -104,6 +104,7 @@ def _config(config: SessionConfig) -> pb.SessionConfig:
         system_prompt=config.system_prompt,
         overflow_policy=_number(config.overflow),
         prefix_sharing=_number(config.prefix_sharing),
+        tools_json=config.tools,
     )
     if config.sampling != SamplingDefaults():
         message.default_sampling.CopyFrom(_sampling(config.sampling))
@@ -131,6 +132,7 @@ def item(value: Item, *, tokens: bool) -> pb.Item:
         request_id=value.request_id,
         finish_reason=_number(value.finish_reason),
         create_time=timestamp(value.create_ms),
+        call_id=value.call_id,
     )
     if tokens:
         message.tokens.ids.extend(unpack_tokens(value.tokens).tolist())

@@ -10,6 +10,7 @@ from typing import Any
 
 from pensieve.server import ids
 from pensieve.server.settings import RequestLimits
+from pensieve.speech import is_object
 
 Problems = list[tuple[str, str]]
 """(field path, what is wrong) pairs."""
@@ -26,6 +27,7 @@ UPDATABLE = frozenset(
         "config.ttl",
         "config.overflow_policy",
         "config.prefix_sharing",
+        "config.tools_json",
     }
 )
 """Paths that an update mask may name."""
@@ -54,6 +56,7 @@ def _pattern(pattern: re.Pattern[str], problem: str) -> Check:
 
 session_name = _pattern(ids.SESSION_NAME, "must be sessions/{id} with an id like [a-z0-9][a-z0-9-]{2,62}")
 session_id = _pattern(ids.SESSION_ID, "must be like [a-z0-9][a-z0-9-]{2,62}")
+function_name = _pattern(re.compile(r"[A-Za-z0-9_.-]{1,64}"), "must be like [A-Za-z0-9_.-]{1,64}")
 request_id = _pattern(ids.REQUEST_ID, "must be a UUID")
 
 
@@ -113,13 +116,36 @@ def entries(count: FromBounds, element: Check) -> Check:
         if len(value) > count(bounds):
             problems.append((path, f"has more than {count(bounds):g} items"))
             return
-        if sum(len(item.text) + len(item.raw_text) for item in value) > bounds.limits.max_input_chars:
+        if sum(_chars(item) for item in value) > bounds.limits.max_input_chars:
             problems.append((path, f"has more than {bounds.limits.max_input_chars} characters"))
             return
         for index, item in enumerate(value):
             element(item, bounds, f"{path}[{index}]", problems)
 
     return check
+
+
+def each(count: FromBounds, element: Check) -> Check:
+    """A list: its number, then each."""
+
+    def check(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
+        if len(value) > count(bounds):
+            problems.append((path, f"has more than {count(bounds):g} elements"))
+            return
+        for index, one in enumerate(value):
+            element(one, bounds, f"{path}[{index}]", problems)
+
+    return check
+
+
+def _chars(item: Any) -> int:
+    texts = len(item.text) + len(item.raw_text)
+    return texts + sum(len(call.name) + len(call.arguments_json) for call in item.function_calls)
+
+
+def json_object(value: str, _bounds: Bounds, path: str, problems: Problems) -> None:
+    if not is_object(value):
+        problems.append((path, "must be a JSON object"))
 
 
 def below_vocab(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:

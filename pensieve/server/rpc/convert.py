@@ -14,8 +14,10 @@ from pensieve.server.values import (
     OnDisconnect,
     OutputChoice,
     RawEntry,
+    SpokenEntry,
     TurnHints,
 )
+from pensieve.speech import FunctionCall
 from pensieve.store.records import CandidateChoice, Overflow, PrefixSharing, SamplingDefaults, SessionConfig
 from pensieve.v1 import pensieve_pb2 as pb
 
@@ -49,7 +51,10 @@ def _entry(item: pb.InputItem) -> InputEntry:
             return InputEntry(role, tokens=pack_tokens(item.tokens.ids))
         case "raw_text":
             return RawEntry(role, item.raw_text)
-    return InputEntry(role, item.text)
+    if not (item.function_calls or item.call_id):
+        return InputEntry(role, item.text)
+    calls = tuple(FunctionCall(one.name, one.arguments_json, one.id) for one in item.function_calls)
+    return SpokenEntry(role, item.text, calls=calls, call_id=item.call_id)
 
 
 def sampling(params: pb.SamplingParams) -> SamplingDefaults:
@@ -73,6 +78,7 @@ def config(message: pb.SessionConfig) -> SessionConfig:
         ttl_s=seconds(message.ttl) or 0.0,
         overflow=Overflow(message.overflow_policy or Overflow.REJECT),
         prefix_sharing=PrefixSharing(message.prefix_sharing or PrefixSharing.TENANT),
+        tools=message.tools_json,
     )
 
 
@@ -99,6 +105,7 @@ def session_change(request: pb.UpdateSessionRequest) -> SessionChange:
         ttl_s=new.ttl_s if "config.ttl" in paths else None,
         overflow=new.overflow if "config.overflow_policy" in paths else None,
         prefix_sharing=new.prefix_sharing if "config.prefix_sharing" in paths else None,
+        tools=new.tools if "config.tools_json" in paths else None,
         rebind=request.rebind,
     )
 
@@ -112,6 +119,7 @@ def _populated(session: pb.Session) -> set[str]:
         "config.ttl": new.HasField("ttl"),
         "config.overflow_policy": bool(new.overflow_policy),
         "config.prefix_sharing": bool(new.prefix_sharing),
+        "config.tools_json": bool(new.tools_json),
     }
     return {path for path, is_set in given.items() if is_set}
 

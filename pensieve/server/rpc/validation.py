@@ -20,6 +20,8 @@ from pensieve.server.turns.sampling import NOT_WITH_BEAMS, is_neutral
 from pensieve.v1 import pensieve_pb2 as pb
 
 MAX_PROBLEMS = 20
+MAX_CALLS = 128
+"""Of one item."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,14 @@ def _has_turn(message: Any, bounds: Bounds, path: str, problems: Problems) -> No
 def _entry_has_content(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
     if message.WhichOneof("content") is None:
         problems.append((path, "needs text or tokens"))
+
+
+def _speaks_as_its_role(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
+    is_text = message.WhichOneof("content") == "text"
+    if message.function_calls and not (is_text and message.role == pb.ROLE_ASSISTANT):
+        problems.append((f"{path}.function_calls", "are of texts of the assistant"))
+    if message.call_id and not (is_text and message.role == pb.ROLE_TOOL):
+        problems.append((f"{path}.call_id", "is of texts of tools"))
 
 
 def _turn_has_input(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
@@ -186,10 +196,18 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
         _may("ttl", c.ttl),
         _may("overflow_policy", c.enum(pb.OverflowPolicy)),
         _may("prefix_sharing", c.enum(pb.PrefixSharing)),
+        _may("tools_json", c.prompt),
     ),
     pb.InputItem: (
         _must("role", c.enum(pb.Role, unspecified=False)),
         _may("tokens", c.token_ids),
+        _may("function_calls", c.each(lambda _: MAX_CALLS, _nested)),
+        _may("call_id", c.text(256)),
+    ),
+    pb.FunctionCall: (
+        _must("name", c.function_name),
+        _must("arguments_json", c.json_object),
+        _may("id", c.text(256)),
     ),
     pb.TurnSpec: (
         _must("request_id", c.request_id),
@@ -235,7 +253,7 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
 CROSS: dict[type[Any], tuple[Callable[[Any, Bounds, str, Problems], None], ...]] = {
     pb.StreamTurnRequest: (_has_turn,),
     pb.RunTurnRequest: (_has_turn,),
-    pb.InputItem: (_entry_has_content,),
+    pb.InputItem: (_entry_has_content, _speaks_as_its_role),
     pb.TurnSpec: (_beams_without_logprobs,),
     pb.SamplingParams: (_min_below_max, _beams_alone),
     pb.UpdateSessionRequest: (_same_name,),

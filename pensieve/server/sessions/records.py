@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from pensieve.core import Role
-from pensieve.errors import FailedPrecondition, NotFound
+from pensieve.errors import FailedPrecondition, InvalidArgument, NotFound
 from pensieve.server.clock import now_ms
 from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.cache import kept, system_item
 from pensieve.server.history.rendering import Renderer, Stamp
-from pensieve.server.values import InputEntry
+from pensieve.server.values import InputEntry, SpokenEntry
 from pensieve.store import Counts
 from pensieve.store.records import (
     History,
@@ -48,6 +48,7 @@ class SessionChange:
     ttl_s: float | None = None
     overflow: Overflow | None = None
     prefix_sharing: PrefixSharing | None = None
+    tools: str | None = None
     rebind: bool = False
     """Move the session to the model that is served."""
 
@@ -58,6 +59,7 @@ class SessionChange:
             "ttl_s": self.ttl_s,
             "overflow": self.overflow,
             "prefix_sharing": self.prefix_sharing,
+            "tools": self.tools,
         }
         set_ones = {name: value for name, value in changes.items() if value is not None}
         return msgspec.structs.replace(config, **set_ones)
@@ -72,7 +74,9 @@ async def create(renderer: Renderer, new: NewSession, served: ServedModel) -> Re
     """First record of a session: system prompt and imported items, rendered and numbered from 1."""
     prompt = (InputEntry(Role.SYSTEM, new.config.system_prompt),) if new.config.system_prompt else ()
     now = now_ms()
-    items, _ = await renderer.items(History(), (*prompt, *new.items), Stamp(1, new.request_id, now))
+    await check_tools(new.config, renderer)
+    base = History(config=new.config)
+    items, _ = await renderer.items(base, (*prompt, *new.items), Stamp(1, new.request_id, now))
     return Record(
         revision=1,
         kind=RecordKind.CREATE,
@@ -131,16 +135,19 @@ def rewind(base: History, item: int, request_id: str) -> Record:
 async def update(renderer: Renderer, base: History, change: SessionChange, served: ServedModel) -> Record:
     """Set fields of the session.
 
-    A changed system prompt changes what the model sees first, so every live item is superseded and appended again
-    under a new number. The items' tokens are reused. A session that is moved to a model with another tokenizer, or one
-    of which nothing is known, has all of them made anew from its texts.
+    Another system prompt, and other tools, change what the model sees first, so every live item is superseded and
+    appended again under a new number. The items' tokens are reused. A session that is moved to a model with another
+    tokenizer, or one of which nothing is known, has all of them made anew from its texts.
     """
     config = change.applied(base.config)
+    if (config.tools, config.overflow) != (base.config.tools, base.config.overflow):
+        await check_tools(config, renderer)
+    begins_alike = (config.system_prompt, config.tools) == (base.config.system_prompt, base.config.tools)
     anew = False
     if change.rebind:
         anew = config.binding is None or config.binding.tokenizer != served.binding.tokenizer
         config = served.bound(config)
-    elif config.system_prompt != base.config.system_prompt:
+    elif not begins_alike:
         served.check(config)
     record = Record(
         revision=base.revision + 1,
@@ -149,10 +156,10 @@ async def update(renderer: Renderer, base: History, change: SessionChange, serve
         config=config if config != base.config else None,
         labels=change.labels,
     )
-    if config.system_prompt == base.config.system_prompt and not anew:
+    if begins_alike and not anew:
         return record
     make = _from_texts if anew else _behind_prompt
-    head, moved = await make(renderer, base, config.system_prompt, record.time_ms)
+    head, moved = await make(renderer, base, config, record.time_ms)
     hidden = None
     if base.hidden_before:
         seen = [
@@ -164,6 +171,16 @@ async def update(renderer: Renderer, base: History, change: SessionChange, serve
     return msgspec.structs.replace(record, keep_items=0, items=(*head, *moved), hidden_before=hidden)
 
 
+async def check_tools(config: SessionConfig, renderer: Renderer) -> None:
+    """Raises InvalidArgument for tools that a session with this configuration cannot have."""
+    await renderer.check_tools(config.tools)
+    if config.tools and config.overflow is Overflow.DROP_OLDEST_TURNS:
+        # Many templates show them in the first user's message.
+        raise InvalidArgument.field(
+            "config.overflow_policy", "must be REJECT with tools: they would be dropped with the oldest turn"
+        )
+
+
 def check_item(history: History, item: int) -> None:
     """Raises NotFound unless ``item`` is 0 or the number of a live item."""
     if item and all(live.number != item for live in history.items):
@@ -171,35 +188,45 @@ def check_item(history: History, item: int) -> None:
 
 
 async def _behind_prompt(
-    renderer: Renderer, base: History, prompt: str, time_ms: int
+    renderer: Renderer, base: History, config: SessionConfig, time_ms: int
 ) -> tuple[tuple[Item, ...], list[Item]]:
     """A new system prompt (nothing if "") and the other live items, renumbered behind it.
 
-    Of the reused tokens only the glue that introduces the first item can be wrong (beginning of sequence, role
-    header). It is rendered anew when rendering gives the stored tokens back in the old place, and else left alone.
+    Of the reused tokens only the glue that introduces the first item can be wrong (beginning of sequence, role header,
+    tools). It is rendered anew when rendering gives the stored tokens back in the old place, and else left alone.
+    Raises FailedPrecondition (TOOLS_NOT_CHANGEABLE) when that leaves other tools unshown.
     """
     number = base.head_item + 1
     rest = _without_prompt(base)
     head: tuple[Item, ...] = ()
-    if prompt:
+    changed = History(config=config)
+    if config.system_prompt:
         head, _ = await renderer.items(
-            History(), (InputEntry(Role.SYSTEM, prompt),), Stamp(number, "", time_ms)
+            changed, (InputEntry(Role.SYSTEM, config.system_prompt),), Stamp(number, "", time_ms)
         )
         number += 1
     moved = [msgspec.structs.replace(item, number=number + i) for i, item in enumerate(rest)]
+    shown = not moved or config.tools == base.config.tools
     if moved and not moved[0].verbatim:
         first, old = moved[0], replace(base, items=base.items[: len(base.items) - len(rest)], hidden_before=0)
         entry = (InputEntry(first.role, first.text),)
         stamp = Stamp(first.number, first.request_id, first.create_ms)
         (again,), _ = await renderer.items(old, entry, stamp)
         if again.tokens == first.tokens:
-            (here,), _ = await renderer.items(replace(old, items=head), entry, stamp)
+            (here,), _ = await renderer.items(replace(changed, items=head), entry, stamp)
             moved[0] = msgspec.structs.replace(first, tokens=here.tokens)
+            shown = True
+    if not shown:
+        raise FailedPrecondition(
+            "the session does not begin with a text that could be rendered again with other tools: give them to a new "
+            "session",
+            reason="TOOLS_NOT_CHANGEABLE",
+        )
     return head, moved
 
 
 async def _from_texts(
-    renderer: Renderer, base: History, prompt: str, time_ms: int
+    renderer: Renderer, base: History, config: SessionConfig, time_ms: int
 ) -> tuple[tuple[Item, ...], list[Item]]:
     """The system prompt (nothing if "") and the other live items as a transcript of the same texts that is imported.
 
@@ -214,14 +241,21 @@ async def _from_texts(
             reason="MODEL_MISMATCH",
             metadata={"item": str(verbatim)},
         )
-    head = (InputEntry(Role.SYSTEM, prompt),) if prompt else ()
-    entries = [*head, *(InputEntry(item.role, item.text) for item in rest)]
-    made, _ = await renderer.items(History(), entries, Stamp(base.head_item + 1, "", time_ms))
+    head = (InputEntry(Role.SYSTEM, config.system_prompt),) if config.system_prompt else ()
+    entries = [*head, *(_said(item) for item in rest)]
+    stamp = Stamp(base.head_item + 1, "", time_ms)
+    made, _ = await renderer.items(History(config=config), entries, stamp)
     moved = [
         msgspec.structs.replace(old, number=new.number, tokens=new.tokens, prefix_tokens=0)
         for old, new in zip(rest, made[len(head) :], strict=True)
     ]
     return made[: len(head)], moved
+
+
+def _said(item: Item) -> InputEntry:
+    if item.role is Role.TOOL:
+        return SpokenEntry(item.role, item.text, call_id=item.call_id)
+    return InputEntry(item.role, item.text)
 
 
 def _without_prompt(history: History) -> tuple[Item, ...]:

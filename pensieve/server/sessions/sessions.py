@@ -80,7 +80,7 @@ class Sessions:
         session_id = new.session_id or ids.derived_session_id("create", tenant, new.request_id)
         key = Key(tenant, session_id)
         limit = context_limit(self._link.info)
-        prompt = InputEntry(Role.SYSTEM, new.config.system_prompt)
+        prompt = InputEntry(Role.SYSTEM, new.config.system_prompt + new.config.tools)
         if new.config.overflow is Overflow.REJECT:
             self._renderer.check_size((prompt, *new.items), limit)
         else:
@@ -135,6 +135,10 @@ class Sessions:
         if change.system_prompt is not None:
             prompt = InputEntry(Role.SYSTEM, change.system_prompt)
             self._renderer.check_size((prompt,), context_limit(self._link.info))
+        if change.tools is not None:
+            self._renderer.check_size(
+                (InputEntry(Role.SYSTEM, change.tools),), context_limit(self._link.info)
+            )
 
         async def record(base: History) -> Record:
             return await session_records.update(self._renderer.of(key.tenant), base, change, self._served)

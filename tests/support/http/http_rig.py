@@ -36,10 +36,12 @@ class HttpRig:
 
 
 @asynccontextmanager
-async def door(answer: str | None = ANSWER, **settings: Any) -> AsyncIterator[HttpRig]:
+async def door(
+    answer: str | None = ANSWER, *, service_options: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[HttpRig]:
     """``answer``: what the engine says to everything; None: the test plays the engine. ``settings``: of the door."""
     async with (
-        serving(answer=answer, authorizer=BearerTenant()) as service,
+        serving(answer=answer, authorizer=BearerTenant(), **(service_options or {})) as service,
         opened(service.target, **settings) as (url, client),
     ):
         yield HttpRig(service, client, url)

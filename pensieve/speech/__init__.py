@@ -1,0 +1,26 @@
+"""Speech: what an answer holds beside words, thoughts and calls of functions; read from text, written as text.
+
+A model calls a function by writing so, in the form that its family was trained on (``CallForm``). The history keeps
+what it wrote, token by token; whoever shows an answer reads it with ``SpeechReader``, in pieces or whole, alike.
+
+May import: nothing else of Pensieve.
+"""
+
+from pensieve.speech.calls import SHOWN_MARKS, CallForm, FunctionCall, is_object, written
+from pensieve.speech.reader import PLAIN, Answer, SpeechForm, SpeechReader, Spoken, Thought, Words, read
+
+__all__ = [
+    "PLAIN",
+    "SHOWN_MARKS",
+    "Answer",
+    "CallForm",
+    "FunctionCall",
+    "SpeechForm",
+    "SpeechReader",
+    "Spoken",
+    "Thought",
+    "Words",
+    "is_object",
+    "read",
+    "written",
+]

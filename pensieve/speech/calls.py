@@ -1,0 +1,154 @@
+"""Calls of functions as the families of models write them: one call from its JSON, and back."""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+OPEN_CALL: Final = "<tool_call>"
+CLOSE_CALL: Final = "</tool_call>"
+PYTHON_TAG: Final = "<|python_tag|>"
+TOOL_CALLS: Final = "[TOOL_CALLS]"
+ARGUMENTS: Final = "[ARGS]"
+CALL_ID: Final = "[CALL_ID]"
+SHOWN_MARKS: Final = frozenset(
+    {OPEN_CALL, CLOSE_CALL, PYTHON_TAG, TOOL_CALLS, ARGUMENTS, CALL_ID, "<think>", "</think>"}
+)
+"""Control tokens that belong to what an answer says."""
+
+
+class CallForm(enum.StrEnum):
+    """How a family of models writes a call."""
+
+    HERMES = "hermes"
+    """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, any number: Hermes, Qwen 2.5, Qwen 3."""
+    LLAMA3 = "llama3"
+    """``{"name": …, "parameters": {…}}`` as the whole answer or behind ``<|python_tag|>``: Llama 3.1 to 3.3."""
+    MISTRAL = "mistral"
+    """``[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]`` or ``[TOOL_CALLS]name[ARGS]{…}``, at the end: Mistral."""
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionCall:
+    """A function that the model wants called."""
+
+    name: str
+    arguments: str
+    """A JSON object, as it was written."""
+    id: str = ""
+    """Names the call, for its result; empty where nobody has named it."""
+
+
+class _WrittenCall(msgspec.Struct):
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw()
+    parameters: msgspec.Raw = msgspec.Raw()
+    id: str | None = None
+
+
+_NAMED: Final = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\s*(\w+))?\s*(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
+"""Mistral's later form, without the token before it."""
+
+
+def one_call(text: str, *, needs_arguments: bool = False) -> FunctionCall | None:
+    """The call that a JSON object is; None for anything else."""
+    found = _decoded(text, _WrittenCall)
+    return None if found is None else _call(found, needs_arguments)
+
+
+def llama_calls(text: str) -> tuple[FunctionCall, ...]:
+    """Calls with white space, semicolons or tags between them; none unless all of ``text`` is calls."""
+    calls = []
+    rest = _between(text)
+    while rest:
+        end = _object_end(rest)
+        # An answer may well be a JSON object with a name: only arguments make it a call.
+        call = one_call(rest[:end], needs_arguments=True) if end else None
+        if call is None:
+            return ()
+        calls.append(call)
+        rest = _between(rest[end:])
+    return tuple(calls)
+
+
+def mistral_calls(text: str) -> tuple[FunctionCall, ...]:
+    """Calls behind the first ``[TOOL_CALLS]``; none unless all of ``text`` is calls."""
+    if text.lstrip().startswith("["):
+        listed = _decoded(text, list[_WrittenCall]) or []
+        calls = [_call(one, False) for one in listed]
+    else:
+        calls = [_named_call(part) for part in text.split(TOOL_CALLS)]
+    whole = [call for call in calls if call is not None]
+    return tuple(whole) if len(whole) == len(calls) else ()
+
+
+def written(words: str, calls: Sequence[FunctionCall], form: CallForm) -> str:
+    """An answer with these words and calls as a model of the family would have written it: ``read`` gives them back."""
+    match form:
+        case CallForm.HERMES:
+            texts = [f"{OPEN_CALL}\n{_json(call, 'arguments')}\n{CLOSE_CALL}" for call in calls]
+            return "\n".join([*([words] if words else []), *texts])
+        case CallForm.LLAMA3:
+            head = f"{words}{PYTHON_TAG}" if words and calls else words
+            return head + "; ".join(_json(call, "parameters") for call in calls)
+        case CallForm.MISTRAL:
+            texts = [_json(call, "arguments", with_id=True) for call in calls]
+            return f"{words}{TOOL_CALLS} [{', '.join(texts)}]" if calls else words
+
+
+def is_object(text: str) -> bool:
+    """Whether a text is a JSON object."""
+    return _decoded(text, dict[str, Any]) is not None
+
+
+def _json(call: FunctionCall, key: str, *, with_id: bool = False) -> str:
+    named = f', "id": {json.dumps(call.id)}' if with_id and call.id else ""
+    return f'{{"name": {json.dumps(call.name, ensure_ascii=False)}, "{key}": {call.arguments}{named}}}'
+
+
+def _named_call(text: str) -> FunctionCall | None:
+    found = _NAMED.fullmatch(text)
+    if found is None or not is_object(found[3]):
+        return None
+    return FunctionCall(found[1], found[3].strip(), found[2] or "")
+
+
+def _call(found: _WrittenCall, needs_arguments: bool) -> FunctionCall | None:
+    arguments = (bytes(found.arguments) or bytes(found.parameters)).decode().strip()
+    if not found.name or (needs_arguments and not arguments):
+        return None
+    if arguments and not is_object(arguments):
+        return None
+    return FunctionCall(found.name, arguments or "{}", found.id or "")
+
+
+def _decoded(text: str, kind: Any) -> Any:
+    """``text`` as a value of this type; None when it is none. A model may write anything."""
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return None
+
+
+def _between(text: str) -> str:
+    """``text`` without what may stand before a call."""
+    while True:
+        shorter = text.lstrip(" \t\r\n;").removeprefix(PYTHON_TAG)
+        if shorter == text:
+            return text
+        text = shorter
+
+
+def _object_end(text: str) -> int:
+    """Where the JSON object ends that ``text`` begins with; 0 when it has no end."""
+    try:
+        _, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        return 0
+    return end

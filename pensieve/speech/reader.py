@@ -1,0 +1,279 @@
+"""Reads an answer: words, thoughts and calls, from pieces of any size with the outcome of the whole text.
+
+What may still become something else is held back: the beginning of a marker, and a call until it is whole, because one
+that turns out not to be JSON is words after all. So whatever was told stays right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from pensieve.speech.calls import (
+    CLOSE_CALL,
+    OPEN_CALL,
+    PYTHON_TAG,
+    TOOL_CALLS,
+    CallForm,
+    FunctionCall,
+    llama_calls,
+    mistral_calls,
+    one_call,
+)
+
+OPEN_THOUGHT: Final = "<think>"
+CLOSE_THOUGHT: Final = "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What the model says to who asked."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """What it says to itself before."""
+
+    text: str
+
+
+Spoken = Words | Thought | FunctionCall
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechForm:
+    """What to look for in an answer."""
+
+    calls: CallForm | None = None
+    """None: calls are words like any other."""
+    thinks: bool = False
+    """A ``<think>`` block at the beginning is a thought."""
+    begins_thinking: bool = False
+    """The block was opened before the answer begins, by the chat template."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether all of an answer is words."""
+        return self.calls is None and not self.thinks
+
+
+PLAIN: Final = SpeechForm()
+"""All of an answer is words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer."""
+
+    parts: tuple[Spoken, ...]
+    """In their order; no two of the same kind, calls excepted, follow each other."""
+
+    @property
+    def words(self) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, Words))
+
+    @property
+    def thoughts(self) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, Thought))
+
+    @property
+    def calls(self) -> tuple[FunctionCall, ...]:
+        return tuple(part for part in self.parts if isinstance(part, FunctionCall))
+
+
+def read(text: str, form: SpeechForm) -> Answer:
+    """The whole of an answer."""
+    reader = SpeechReader(form)
+    return Answer(joined([*reader.push(text), *reader.finish()]))
+
+
+def joined(parts: Iterable[Spoken]) -> tuple[Spoken, ...]:
+    """``parts`` with neighbours of one kind as one."""
+    found: list[Spoken] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if isinstance(part, Words) and isinstance(last, Words):
+            found[-1] = Words(last.text + part.text)
+        elif isinstance(part, Thought) and isinstance(last, Thought):
+            found[-1] = Thought(last.text + part.text)
+        else:
+            found.append(part)
+    return tuple(found)
+
+
+class SpeechReader:
+    """Takes the text of one answer as it comes. White space around thoughts and calls belongs to nobody."""
+
+    def __init__(self, form: SpeechForm) -> None:
+        self._form = form
+        self._text = ""
+        """Not told yet."""
+        self._state = self._thinking if form.begins_thinking else self._beginning
+        if form.plain:
+            self._state = self._only_words
+        self._bare = not form.plain
+        """Nothing was told since the beginning, a thought or a call: white space that follows is not told either."""
+
+    def push(self, text: str) -> list[Spoken]:
+        """What is certain with some more text."""
+        self._text += text
+        return self._run(last=False)
+
+    def finish(self) -> list[Spoken]:
+        """What is left when no more text follows."""
+        return self._run(last=True)
+
+    def _run(self, *, last: bool) -> list[Spoken]:
+        told: list[Spoken] = []
+        while True:
+            state = self._state
+            told += state(last)
+            if self._state == state:
+                return [part for part in told if isinstance(part, FunctionCall) or part.text]
+
+    # ---- states: each tells what it can of the text, and may name another to go on
+
+    def _beginning(self, last: bool) -> list[Spoken]:
+        """Before anything but white space."""
+        self._bare = False  # here it is told, if words follow
+        text = self._text.lstrip()
+        if self._form.thinks and text.startswith(OPEN_THOUGHT):
+            self._text = text.removeprefix(OPEN_THOUGHT)
+            self._state = self._thinking
+        elif last or not (self._form.thinks and OPEN_THOUGHT.startswith(text)):
+            self._state = self._talk
+        return []
+
+    def _thinking(self, last: bool) -> list[Spoken]:
+        self._bare = True
+        self._state = self._in_thought
+        return []
+
+    def _in_thought(self, last: bool) -> list[Spoken]:
+        if self._bare:
+            # A model whose template opens the block may open it once more.
+            self._text = self._text.lstrip()
+            if not last and OPEN_THOUGHT.startswith(self._text):
+                return []
+            self._text = self._text.removeprefix(OPEN_THOUGHT).lstrip()
+            if not (self._text or last):
+                return []
+        if CLOSE_THOUGHT in self._text:
+            thought, _, self._text = self._text.partition(CLOSE_THOUGHT)
+            self._bare, self._state = True, self._talk
+            return [Thought(thought.rstrip())]
+        self._bare = False
+        return [Thought(self._certain(CLOSE_THOUGHT, last))]
+
+    def _talk(self, last: bool) -> list[Spoken]:
+        """The first words, or what is no words."""
+        text = self._text.lstrip()
+        if not (text or last):
+            return []
+        match self._form.calls:
+            case None:
+                self._state = self._only_words
+            case CallForm.HERMES:
+                self._state = self._words_or_call
+            case CallForm.MISTRAL:
+                self._state = self._words_or_tail
+            case CallForm.LLAMA3:
+                self._state = self._tail if text.startswith("{") else self._words_or_tail
+        return []
+
+    def _only_words(self, last: bool) -> list[Spoken]:
+        text, self._text = self._text, ""
+        return [self._words(text)]
+
+    def _words_or_call(self, last: bool) -> list[Spoken]:
+        if OPEN_CALL in self._text:
+            at = self._text.index(OPEN_CALL)
+            words = self._text[:at].rstrip()
+            self._text, self._state = self._text[len(words) :], self._call
+            return [self._words(words)]
+        return [self._words(self._certain(OPEN_CALL, last))]
+
+    def _call(self, last: bool) -> list[Spoken]:
+        """The text is white space, the opening of a call, and what followed."""
+        start = self._text.index(OPEN_CALL) + len(OPEN_CALL)
+        end = self._text.find(CLOSE_CALL, start)
+        while end >= 0:
+            inside = self._text[start:end]
+            if call := one_call(inside):
+                return self._called(call, end + len(CLOSE_CALL))
+            if not _in_string(inside):
+                return self._not_called(end + len(CLOSE_CALL))
+            end = self._text.find(CLOSE_CALL, end + 1)
+        if not last:
+            return []
+        # Some models end their answer without closing the call.
+        if call := one_call(self._text[start:]):
+            return self._called(call, len(self._text))
+        return self._not_called(len(self._text))
+
+    def _called(self, call: FunctionCall, end: int) -> list[Spoken]:
+        self._text, self._bare = self._text[end:], True
+        self._state = self._words_or_call
+        return [call]
+
+    def _not_called(self, end: int) -> list[Spoken]:
+        text, self._text = self._text[:end], self._text[end:]
+        self._state = self._words_or_call
+        return [self._words(text)]
+
+    def _words_or_tail(self, last: bool) -> list[Spoken]:
+        marker = TOOL_CALLS if self._form.calls is CallForm.MISTRAL else PYTHON_TAG
+        if marker in self._text:
+            words = self._text[: self._text.index(marker)].rstrip()
+            self._text, self._state = self._text[len(words) :], self._tail
+            return [self._words(words)]
+        return [self._words(self._certain(marker, last))]
+
+    def _tail(self, last: bool) -> list[Spoken]:
+        """Calls until the end of the answer, or words."""
+        if not last:
+            return []
+        text, self._text = self._text, ""
+        if self._form.calls is CallForm.MISTRAL:
+            calls = mistral_calls(text.lstrip().removeprefix(TOOL_CALLS))
+        else:
+            calls = llama_calls(text)
+        return list(calls) or [self._words(text)]
+
+    # ---- parts of them
+
+    def _words(self, text: str) -> Words:
+        if self._bare:
+            text = text.lstrip()
+            self._bare = not text
+        return Words(text)
+
+    def _certain(self, marker: str, last: bool) -> str:
+        """Takes what cannot be part of ``marker`` or of white space before it, and all at the end."""
+        keep = 0 if last else _held(self._text, marker)
+        split = len(self._text) - keep
+        text, self._text = self._text[:split], self._text[split:]
+        return text
+
+
+def _held(text: str, marker: str) -> int:
+    """Characters at the end of ``text`` that are white space with the beginning of ``marker``, or may become that."""
+    partial = next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
+    before = text[: len(text) - partial]
+    return partial + len(before) - len(before.rstrip())
+
+
+def _in_string(text: str) -> bool:
+    """Whether a JSON text ends inside a string."""
+    inside = escaped = False
+    for char in text:
+        if escaped:
+            escaped = False
+        elif char == "\\":
+            escaped = inside
+        elif char == '"':
+            inside = not inside
+    return inside

@@ -1,0 +1,207 @@
+"""Conversations with tools against what transformers makes of the whole of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from pensieve.core import Role
+from pensieve.errors import InvalidArgument
+from pensieve.speech import CallForm, FunctionCall
+from pensieve.tokenizer import ChatTokenizer, HistoryItem, TemplateError, TextMessage
+from support import tokenizers_ as tiny
+from support.tool_templates import MOVING, STYLES, TOOLS, WEATHER, write_model
+
+S, U, A, T = Role.SYSTEM, Role.USER, Role.ASSISTANT, Role.TOOL
+ROME = FunctionCall("weather", '{"town": "Rome"}', "rome00001")
+OSLO = FunctionCall("weather", '{"town": "Oslo \\u00fc"}', "oslo00002")
+
+
+@pytest.fixture(scope="module", params=["qwen", "llama", "mistral"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    return request.param, write_model(tmp_path_factory.mktemp(request.param) / "m", *STYLES[request.param])
+
+
+@pytest.fixture(scope="module")
+def chat(model: tuple[str, Path]) -> ChatTokenizer:
+    return ChatTokenizer.from_folder(model[1])
+
+
+@pytest.fixture(scope="module")
+def oracle(model: tuple[str, Path]) -> Any:
+    return PreTrainedTokenizerFast.from_pretrained(str(model[1]))
+
+
+def shown(message: TextMessage) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": message.role.name.lower(), "content": message.text}
+    if message.calls:
+        found["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+            }
+            for call in message.calls
+        ]
+    if message.role is T:
+        found["tool_call_id"] = message.call_id
+    return found
+
+
+def whole(oracle: Any, messages: list[TextMessage], tools: str = TOOLS, prompt: bool = True) -> list[int]:
+    definitions = json.loads(tools) if tools else None
+    text = oracle.apply_chat_template(
+        [shown(one) for one in messages], tools=definitions, add_generation_prompt=prompt, tokenize=False
+    )
+    return list(oracle(text, add_special_tokens=False)["input_ids"])
+
+
+def delta(
+    chat: ChatTokenizer, turns: list[list[TextMessage]], tools: str = TOOLS, prompt: bool = True
+) -> list[int]:
+    """The context as the service makes it: each turn's messages behind what there was."""
+    history: list[HistoryItem] = []
+    ids: list[int] = []
+    for number, turn in enumerate(turns):
+        last = number == len(turns) - 1
+        rendered = chat.render(history, turn, generation_prompt=last and prompt, tools=tools)
+        for message, tokens in zip(turn, rendered.item_tokens, strict=True):
+            ids += tokens.tolist()
+            history.append(HistoryItem(message.role, closed=chat.is_closed(tokens)))
+        ids += rendered.generation_prompt.tolist()
+    return ids
+
+
+ASKED = [TextMessage(U, "How is it in Rome?")]
+CALLED = [TextMessage(A, "", (ROME,))]
+TOLD = [TextMessage(T, '{"sky": "blue."}', call_id="rome00001")]
+
+
+@pytest.mark.parametrize("system", [[], [TextMessage(S, "Be brief.")]])
+def test_a_call_its_result_and_the_answer(
+    chat: ChatTokenizer, oracle: Any, system: list[TextMessage]
+) -> None:
+    turns = [[*system, *ASKED], CALLED, TOLD, [TextMessage(A, "Blue.")], [TextMessage(U, "Thanks")]]
+    for count in (1, 3, 5):
+        said = [one for turn in turns[:count] for one in turn]
+        assert delta(chat, turns[:count]) == whole(oracle, said)
+        # As one import, too.
+        assert delta(chat, [said]) == whole(oracle, said)
+
+
+def test_parallel_calls_and_their_results(model: tuple[str, Path], chat: ChatTokenizer, oracle: Any) -> None:
+    called = [TextMessage(A, "", (ROME, OSLO))]
+    told = [TextMessage(T, "blue.", call_id="rome00001"), TextMessage(T, "\ngrey", call_id="oslo00002")]
+    if model[0] == "llama":
+        with pytest.raises(TemplateError, match="single tool-calls"):
+            delta(chat, [ASKED, called])
+        called = [TextMessage(A, "", (ROME,))]
+    turns = [ASKED, called, told, [TextMessage(A, "So so.")], ASKED]
+    for count in (3, 5):
+        assert delta(chat, turns[:count]) == whole(oracle, [one for turn in turns[:count] for one in turn])
+
+
+def test_results_come_one_by_one(chat: ChatTokenizer) -> None:
+    """Whatever a template does with results that follow each other: what was rendered is never taken back."""
+    one, two = TextMessage(T, "blue", call_id="rome00001"), TextMessage(T, "grey", call_id="oslo00002")
+    first, both = (
+        delta(chat, [ASKED, CALLED, [one]], prompt=False),
+        delta(chat, [ASKED, CALLED, [one], [two]]),
+    )
+    assert both[: len(first)] == first
+    added = chat.decode(both[len(first) :])
+    assert added.count("grey") == 1
+    assert added.count("<tool_response>") == added.count("</tool_response>")
+
+
+def test_words_beside_a_call(model: tuple[str, Path], chat: ChatTokenizer, oracle: Any) -> None:
+    turns = [ASKED, [TextMessage(A, "Let me see.", (ROME,))], TOLD]
+    assert delta(chat, turns) == whole(oracle, [one for turn in turns for one in turn])
+
+
+def test_no_tools_is_as_before(chat: ChatTokenizer, oracle: Any) -> None:
+    assert delta(chat, [ASKED], tools="") == whole(oracle, ASKED, tools="")
+
+
+def test_later_glue_does_not_depend_on_the_definitions(chat: ChatTokenizer, oracle: Any) -> None:
+    """Only the beginning shows them; what follows is remembered for all."""
+    others = TOOLS.replace("weather", "traffic")
+    turns = [ASKED, CALLED, TOLD]
+    said = [one for turn in turns for one in turn]
+    assert delta(chat, turns, others) == whole(oracle, said, others)
+    assert delta(chat, turns) == whole(oracle, said)
+
+
+def test_people_do_not_write_marks(chat: ChatTokenizer) -> None:
+    """A mark in a result, in arguments or in a definition is text, or is refused."""
+    marks = "<tool_call>[TOOL_CALLS]<|im_end|><|eot_id|></s>"
+    plain = delta(chat, [ASKED, CALLED, [TextMessage(T, "x", call_id="rome00001")]])
+    spelled = delta(chat, [ASKED, CALLED, [TextMessage(T, f"x{marks}", call_id="rome00001")]])
+    control = {chat_id for chat_id in range(chat.vocab_size) if chat_id in _control(chat)}
+    assert [one for one in spelled if one in control] == [one for one in plain if one in control]
+    argument = FunctionCall("weather", json.dumps({"town": marks}), "rome00001")
+    called = delta(chat, [ASKED, [TextMessage(A, "", (argument,))]], prompt=False)
+    assert sum(one in control for one in called) == sum(
+        one in control for one in delta(chat, [ASKED, CALLED], prompt=False)
+    )
+    with pytest.raises(InvalidArgument, match="control token"):
+        chat.check_tools(TOOLS.replace("Tells", "<|im_end|>"))
+
+
+def _control(chat: ChatTokenizer) -> frozenset[int]:
+    return chat._encoder.control_ids
+
+
+def test_marks_of_calls_are_shown(model: tuple[str, Path], chat: ChatTokenizer) -> None:
+    """Special tokens are left out of answers, but not those that tell a call from words."""
+    ids = np.asarray(
+        chat._encoder.encode([], chat_before())[0] + _ids(model[1], "[TOOL_CALLS]", "<tool_call>")
+    )
+    assert chat.decode(ids) == "[TOOL_CALLS]<tool_call>"
+
+
+def chat_before() -> Any:
+    from pensieve.tokenizer.encoding import Before
+
+    return Before.NOTHING
+
+
+def _ids(folder: Path, *marks: str) -> list[int]:
+    oracle = PreTrainedTokenizerFast.from_pretrained(str(folder))
+    return [int(oracle.convert_tokens_to_ids(mark)) for mark in marks]
+
+
+def test_forms(tmp_path: Path, model: tuple[str, Path], chat: ChatTokenizer) -> None:
+    forms = {"qwen": CallForm.HERMES, "llama": CallForm.LLAMA3, "mistral": CallForm.MISTRAL}
+    assert chat.call_form is forms[model[0]]
+    chat.check_tools(TOOLS)
+
+
+@pytest.mark.parametrize(
+    "tools",
+    ["{", "[]", "{}", "[1]", '[{"type": "function"}]', '[{"type": "web_search", "function": {"name": "f"}}]',
+     '[{"type": "function", "function": {"name": "a b"}}]', "[NaN]", f"[{json.dumps(WEATHER)}, {json.dumps(WEATHER)}]",
+     '[{"type": "function", "function": {"name": "f", "parameters": 1}}]', "[" * 100_000,
+     '[{"type": "function", "function": {"name": "f", "parameters": {"x": %s}}}]' % ("[" * 200 + "]" * 200)],
+)  # fmt: skip
+def test_what_is_no_definition(chat: ChatTokenizer, tools: str) -> None:
+    with pytest.raises(InvalidArgument, match="tools_json"):
+        chat.check_tools(tools)
+
+
+def test_templates_without_a_fixed_place_for_tools(tmp_path: Path) -> None:
+    for number, (template, problem) in enumerate(
+        [(tiny.CHATML, "no place"), (MOVING, "earlier text changes|at the beginning|once")]
+    ):
+        folder = write_model(tmp_path / str(number), template, "</s>")
+        for rewriting in (False, True):
+            chat = ChatTokenizer.from_folder(folder, allow_rewriting=rewriting)
+            assert chat.call_form is None
+            with pytest.raises(TemplateError, match=problem):
+                chat.check_tools(TOOLS)
+            assert delta(chat, [ASKED], tools="")
