@@ -24,6 +24,10 @@ from pensieve.v1 import pensieve_pb2_grpc
 SESSIONS = 300
 WORKERS = 32
 """Calls at once of a tenant that floods with other calls than turns."""
+CONNECTIONS = 16
+"""That one of them opens at once."""
+HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""The preface of HTTP/2, and settings without any."""
 WORDS = "the fox was in the garden and the neighbour told me what the name of the dog is "
 INPUT_CHARS = 200
 
@@ -57,7 +61,8 @@ def offer(load: Load) -> list[Call]:
 
 
 def flood(load: Load, kind: str) -> int:
-    """Flood with other calls (``listings``, ``counts``, ``bodies``) for as long; returns how many were made."""
+    """Flood with other calls (``listings``, ``counts``, ``bodies``) or ``connections``, 16 a call, for as long; returns
+    how many were made."""
     return asyncio.run(_flood(load, kind))
 
 
@@ -138,6 +143,7 @@ async def _flood(load: Load, kind: str) -> int:
                 pb.CountTokensRequest(input=[pb.InputItem(role=pb.ROLE_USER, text=text)]),
                 metadata=_bearer(load.key),
             ),
+            "connections": lambda: _connections(load.address),
             "bodies": lambda: api.CreateSession(
                 pb.CreateSessionRequest(labels=labels, config=pb.SessionConfig(system_prompt=text * 20)),
                 metadata=_bearer(load.key),
@@ -149,12 +155,25 @@ async def _flood(load: Load, kind: str) -> int:
             while time.monotonic() < until:
                 try:
                     await requests[kind]()
-                except grpc.RpcError:
+                except (grpc.RpcError, OSError):
                     await asyncio.sleep(0.001)
                 made += 1
 
         await asyncio.gather(*(work() for _ in range(WORKERS)))
     return made
+
+
+async def _connections(address: str) -> None:
+    """Open some, say hello as HTTP/2 does, wait for the answer, and leave."""
+    host, _, port = address.rpartition(":")
+    opened = await asyncio.gather(*(asyncio.open_connection(host, int(port)) for _ in range(CONNECTIONS)))
+    try:
+        for reader, writer in opened:
+            writer.write(HELLO)
+            await asyncio.wait_for(reader.read(9), 5)
+    finally:
+        for _, writer in opened:
+            writer.close()
 
 
 def _channel(address: str) -> Any:

@@ -167,7 +167,10 @@ class Bench:
 @click.command()
 @click.option("--times", type=float, multiple=True, default=(1, 2, 5, 10), show_default=True)
 @click.option(
-    "--flood", "floods", type=click.Choice(["turns", "listings", "counts", "bodies"]), multiple=True
+    "--flood",
+    "floods",
+    type=click.Choice(["turns", "listings", "counts", "bodies", "connections"]),
+    multiple=True,
 )
 @click.option("--seconds", type=float, default=20.0, show_default=True, help="Of each load.")
 @click.option("--step-ms", type=float, default=40.0, show_default=True, help="Price of a step.")
