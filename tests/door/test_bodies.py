@@ -214,6 +214,20 @@ async def test_large_bodies_of_one_caller_come_at_its_pace_and_nobody_elses() ->
     assert min(spaces) > 0.05, "each waits for those before it, though nobody knew their sizes"
 
 
+async def test_small_bodies_behind_a_large_one_do_not_wait_as_if_they_were_large() -> None:
+    pace = BodyPace(rate=1e6, burst=3e6)
+    pace.came("a", 2_000_000, await pace.wait("a"))
+    await asyncio.wait_for(asyncio.gather(*(pace.wait("a") for _ in range(100))), 0.5)
+
+
+async def test_what_was_taken_for_a_body_that_never_came_is_given_back() -> None:
+    pace = BodyPace(rate=1e6, burst=100_000)
+    for _ in range(2):  # the second one waits for the first, and is taken to be as large
+        pace.came("a", 200_000, await pace.wait("a"))
+    pace.came("a", 0, await pace.wait("a"))
+    await asyncio.wait_for(pace.wait("a"), 0.1)
+
+
 async def test_callers_who_have_been_quiet_are_forgotten() -> None:
     pace = BodyPace(rate=1e9, burst=1.0)
     for number in range(3 * KNOWN):

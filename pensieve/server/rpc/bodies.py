@@ -37,8 +37,8 @@ KNOWN: Final = 1024
 class BodyPace:
     """Bytes that each caller may send: a bucket of ``burst`` bytes that fills with ``rate`` bytes a second.
 
-    How large a body is shows when it has been read, so as many bytes as the caller's last one had are taken for it
-    before. Used on one event loop.
+    How large a body is shows when it has been read. So a caller goes into debt first, and then waits; as many bytes as
+    its last body had are taken for one that has waited, so that those behind it wait on. Used on one event loop.
     """
 
     def __init__(self, rate: float = RATE, burst: float = BURST) -> None:
@@ -50,18 +50,19 @@ class BodyPace:
         """Size of each caller's last body."""
 
     async def wait(self, caller: str) -> int:
-        """Until the caller may send; returns the bytes that were taken for it."""
-        now = asyncio.get_running_loop().time()
-        until = self._paid_until.get(caller, 0.0)
-        expected = self._last.get(caller, 0)
-        self._take(caller, expected, now)
-        if until > now:
-            await asyncio.sleep(until - now)
+        """Until the caller may send; returns the bytes that were taken for it. ``came`` has to follow."""
+        loop = asyncio.get_running_loop()
+        expected = 0
+        while (until := self._paid_until.get(caller, 0.0)) > loop.time():
+            await asyncio.sleep(until - loop.time())
+            expected = self._last.get(caller, 0)
+        self._take(caller, expected, loop.time())
         return expected
 
     def came(self, caller: str, size: int, expected: int) -> None:
-        """A body of ``size`` bytes came, for which ``expected`` were taken."""
-        self._last[caller] = size
+        """A body of ``size`` bytes came, for which ``expected`` were taken; 0: none came."""
+        if size:
+            self._last[caller] = size
         self._take(caller, size - expected, asyncio.get_running_loop().time())
 
     def _take(self, caller: str, size: int, now: float) -> None:

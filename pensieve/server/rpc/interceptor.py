@@ -137,12 +137,16 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
         self, call: RunningCall, inner: Handler, parse: Callable[[bytes], Any], context: Any
     ) -> Any:
         expected = await self._pace.wait(call.caller)
-        async with self._bodies.place(call):
-            data = await context.read()
+        size = 0
+        try:
+            async with self._bodies.place(call):
+                data = await context.read()
+            size = len(data) if isinstance(data, bytes) else 0
+        finally:
+            self._pace.came(call.caller, size, expected)
         if not isinstance(data, bytes):
             # No message came before the end of the call: it was cancelled, or gRPC has refused it for its size.
             raise InvalidArgument("the call ended without a request", reason="REQUEST_MALFORMED")
-        self._pace.came(call.caller, len(data), expected)
         token = _identity.set(call.identity)
         try:
             self._check_size(call.identity.tenant, len(data))
