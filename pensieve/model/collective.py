@@ -6,28 +6,51 @@ same on every rank to the last bit, or the ranks' residual streams would drift a
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Literal, Protocol
 
 import torch
+
+Slot = Literal[0, 1]
+"""The block of a layer that a sum ends, attention or MLP: sums of the two alternate, whatever a step is made of."""
+AddNorm = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float], tuple[torch.Tensor, torch.Tensor]
+]
+"""``pensieve.kernels.reference.add_norm``, or what keeps its promise on another device."""
+
+
+class SumRoom(Protocol):
+    """Where a rank puts its part of a sum, [T, W], when there is a better place for it than any."""
+
+    memory: torch.Tensor
+    pieces: int
+    """In how many pieces by rows the part should be made, so that one can be passed on while the next is made."""
+
+    def made(self, start: int, end: int) -> None:
+        """Rows ``start`` to ``end`` of the part are queued on the current stream."""
+        return
+
+    def add_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, add_norm: AddNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum over all ranks, added to ``x`` in place, and the norm of that: as ``add_norm``, which it may use."""
+        ...
 
 
 class Collective(Protocol):
     """The ranks of one model. On a GPU a call queues its work on the current stream, and can be captured in a graph."""
 
-    @property
-    def rank(self) -> int:
-        """Which one this is; rank 0 leads: its samples count."""
-        ...
+    rank: int
+    """Which one this is; rank 0 leads: its samples count."""
+    ranks: int
 
-    @property
-    def ranks(self) -> int: ...
-
-    def room(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor | None:
-        """Memory in which ``sum`` likes to find a part; None: anywhere will do. It is the same at every call."""
-        ...
+    def room(self, shape: tuple[int, int], dtype: torch.dtype, slot: Slot) -> SumRoom | None:
+        """For a part of that shape; None, as always for one of no rows: anywhere will do, and ``sum`` takes it.
+        Rooms of the same slot share their memory, and no two sums in a row have the same slot."""
+        return None
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, to be used before the next ``room``; ``part`` is contiguous, and overwritten."""
+        """The sum over all ranks; ``part`` is contiguous, and overwritten."""
         ...
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
@@ -43,14 +66,11 @@ class Collective(Protocol):
         ...
 
 
-class Alone:
+class Alone(Collective):
     """The only rank of a model that is not divided."""
 
     rank = 0
     ranks = 1
-
-    def room(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor | None:
-        return None
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         return part

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 
 from pensieve.kernels.arguments import HeadPrep
 from pensieve.model.arch import Arch, Rope
-from pensieve.model.collective import ALONE, Collective
+from pensieve.model.collective import ALONE, Collective, Slot
 from pensieve.model.ops import TORCH_OPS, DecoderOps
 from pensieve.model.shard import Shard
-from pensieve.model.weights import LayerWeights, Linear, Weights
+from pensieve.model.weights import LayerWeights, Linear, NormWeights, Weights
 
 
 class Attend(Protocol):
@@ -70,10 +70,9 @@ class Transformer:
                 # After the last attention a token matters only if it is sampled.
                 x, attention = x.index_select(0, sample_rows), attention.index_select(0, sample_rows)
             norm = layer.mlp_norm
-            delta = self._sum(attention, layer.output)
-            x, normed = ops.add_norm(x, delta, norm.weight, norm.bias, eps)
-            delta = self._mlp(normed, layer)
-            x, normed = ops.add_norm(x, delta, next_norm.weight, next_norm.bias, eps)
+            x, normed = self._end_block(0, x, attention, layer.output, norm)
+            up = ops.activate(_linear(normed, layer.up), self.arch.gated_mlp, self.arch.activation)
+            x, normed = self._end_block(1, x, up, layer.down, next_norm)
         return self._logits(normed)
 
     def _attention(
@@ -85,18 +84,21 @@ class Transformer:
         qkv = _linear(x, layer.qkv).view(len(x), heads, arch.head_dim)
         return attend(index, qkv, prep).reshape(len(x), arch.num_heads * arch.head_dim)
 
-    def _mlp(self, x: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
-        up = _linear(x, layer.up)
-        return self._sum(self.ops.activate(up, self.arch.gated_mlp, self.arch.activation), layer.down)
-
-    def _sum(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
-        """The product that ends a block, added up over the ranks. [T, hidden]"""
-        room = self.together.room((len(x), len(linear.weight)), x.dtype)
+    def _end_block(
+        self, slot: Slot, x: torch.Tensor, block: torch.Tensor, linear: Linear, norm: NormWeights
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The product that ends a block, added up over the ranks and added to ``x`` [T, W]; and the norm of that."""
+        eps, (rows, width) = self.arch.norm_eps, x.shape
+        room = self.together.room((rows, width), x.dtype, slot)
         if room is None:
-            return self.together.sum(_linear(x, linear))
-        if linear.bias is None:
-            return self.together.sum(torch.mm(x, linear.weight.t(), out=room))
-        return self.together.sum(torch.addmm(linear.bias, x, linear.weight.t(), out=room))
+            delta = self.together.sum(_linear(block, linear))
+            return self.ops.add_norm(x, delta, norm.weight, norm.bias, eps)
+        step = -(-rows // room.pieces)
+        for start in range(0, rows, step):
+            end = min(start + step, rows)
+            _product(block[start:end], linear, room.memory[start:end])
+            room.made(start, end)
+        return room.add_norm(x, norm.weight, norm.bias, eps, self.ops.add_norm)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """float32 [S, vocab], the same on every rank."""
@@ -133,6 +135,14 @@ def inverse_frequency(rope: Rope, head_dim: int, device: torch.device) -> torch.
     )
     kept = blend.clamp(0.0, 1.0)
     return frequency * (kept + (1.0 - kept) / rope.factor)
+
+
+def _product(x: torch.Tensor, linear: Linear, out: torch.Tensor) -> None:
+    """``_linear`` into memory that is there."""
+    if linear.bias is None:
+        torch.mm(x, linear.weight.t(), out=out)
+    else:
+        torch.addmm(linear.bias, x, linear.weight.t(), out=out)
 
 
 def _linear(x: torch.Tensor, linear: Linear) -> torch.Tensor:

@@ -34,3 +34,32 @@ def test_a_rank_that_fails_ends_the_engine_with_its_words() -> None:
     )
     assert done.returncode == 1, done.stderr
     assert done.stderr.splitlines()[-1].startswith("engine: rank 1: ")
+
+
+LEAVING = """
+import subprocess, sys, time
+from pensieve.config import EngineOptions
+from pensieve.engine.ranks import crew
+
+start = subprocess.Popen
+crew.subprocess.Popen = lambda command, **given: start(["cat"], stdin=given["stdin"], stdout=given["stdout"])
+others = crew.Crew(EngineOptions(model="/nowhere", tensor_parallel=3), "cpu", ring=0, meeting=0)
+if sys.argv[1] == "told":
+    others.leaving()
+for process in others._processes.values():
+    process.stdin.close()
+    process.wait()
+time.sleep(2 * crew.LOOK_S)
+others.left()
+print("all have left")
+"""
+
+
+@pytest.mark.parametrize(("told", "status"), [("told", 0), ("not told", 1)])
+def test_a_rank_that_leaves_first_is_waited_for_only_if_it_was_told_to(told: str, status: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", LEAVING, told], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == status, done.stderr
+    assert ("all have left" in done.stdout) == (told == "told")
+    assert ("unasked" in done.stderr) == (told != "told")

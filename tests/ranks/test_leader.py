@@ -36,6 +36,9 @@ class Scripted:
     def failed(self) -> None:
         self.noted.append("failed")
 
+    def leaving(self) -> None:
+        self.noted.append("leaving")
+
     def left(self) -> None:
         self.noted.append("left")
 
@@ -56,7 +59,7 @@ def test_results_are_those_of_all_ranks() -> None:
     readers[1].say_behind(3)
     assert leader.run(Plan(6)).swap_out_backlog == 4
     leader.close()
-    assert scripted.noted == ["launch 5", "launch 6", "close", "left"]
+    assert scripted.noted == ["launch 5", "launch 6", "leaving", "close", "left"]
     for reader in readers:
         heard = [decode(reader.receive(1.0) or b"") for _ in range(3)]
         assert [plan and plan.step for plan in heard] == [5, 6, None]

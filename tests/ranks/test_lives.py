@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from pensieve.config import EngineOptions
-from pensieve.core import Sampling, SessionKey
-from pensieve.engine.messages import Output
 from pensieve.engine.ranks.build import build_workers, check_gpus
-from pensieve.errors import Internal, Unavailable
+from pensieve.errors import Internal
 from pensieve.model.arch import ModelError
-from pensieve.server.links.engine_link import LinkState
 from pensieve.server.links.process_link import ProcessLink
 from support.engine.checkpoints import tiny_checkpoint
-from support.engine.hf_oracle import HfOracle
-from support.processes import alive, children
-from support.service.listener import Listened
+from support.processes import children
+from support.ranks.lives import live_and_die_together, nothing_is_left, options
 
 pytestmark = pytest.mark.timeout(300)
-PROMPT = list(range(10, 50))
-STEP_S = 60.0
-"""For anything that happens soon on an idle machine."""
-
-
-def options(model: Path, **changes: Any) -> EngineOptions:
-    sizes = {"device_cache": "512tokens", "host_cache": "256tokens", "chunk_tokens": 8}
-    return EngineOptions(
-        model=str(model), device="cpu", tensor_parallel=2, torch_threads=2, **(sizes | changes)
-    )
 
 
 @pytest.fixture(scope="module")
@@ -44,87 +24,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint("llama3", tmp_path_factory.getbasetemp(), vocab_size=163)
 
 
-@asynccontextmanager
-async def running(model: Path) -> AsyncIterator[ProcessLink]:
-    link = ProcessLink(options(model), stall_limit_s=STEP_S, log_level="WARNING")
-    await link.start()
-    try:
-        yield link
-    finally:
-        await link.stop()
-
-
-def started(link: ProcessLink, count: int) -> Listened:
-    sampling = Sampling(max_output_tokens=count, ignore_eos=True)
-    return Listened(link, SessionKey("a"), np.array(PROMPT, np.int32), sampling)
-
-
-async def answer(link: ProcessLink) -> list[int]:
-    events = [event async for event in started(link, 20)]
-    return [token for event in events if isinstance(event, Output) for token in event.token_ids]
-
-
-def ranks_of(link: ProcessLink) -> tuple[int, int]:
-    """Process ids of ranks 0 and 1."""
-    assert link.pid is not None
-    (other,) = children(link.pid)
-    return link.pid, other
-
-
-def orphans() -> list[int]:
-    """Rank processes whose engine is gone."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (process / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if b"pensieve.engine.ranks.host" in words and alive(int(process.name)):
-            found += [int(process.name)] if not alive(int(words[words.index(b"--parent") + 1])) else []
-    return found
-
-
-async def nothing_is_left() -> None:
-    async with asyncio.timeout(STEP_S):
-        while orphans():
-            await asyncio.sleep(0.02)
-
-
-async def until_gone(*pids: int) -> None:
-    async with asyncio.timeout(STEP_S):
-        while any(alive(pid) for pid in pids):
-            await asyncio.sleep(0.02)
-
-
 @pytest.mark.fault(27)
 async def test_ranks_live_and_die_together(model: Path) -> None:
-    async with running(model) as link:
-        lead, other = ranks_of(link)
-        oracle = HfOracle(model)
-        first = await answer(link)
-        oracle.verify(PROMPT, first)
-
-        # Killed in the middle of a generation: by a signal, so nobody's request is to blame.
-        turn = started(link, 400)
-        async for event in turn:
-            if isinstance(event, Output):
-                break
-        os.kill(other, signal.SIGKILL)
-        with pytest.raises(Unavailable) as caught:
-            async for _ in turn:
-                pass
-        assert caught.value.reason == "ENGINE_RESTARTING"
-        await until_gone(lead, other)
-        async with asyncio.timeout(STEP_S):
-            while link.state is not LinkState.SERVING:
-                await asyncio.sleep(0.02)
-        assert await answer(link) == first
-
-        # Stopped while there is nothing to do: found as well.
-        lead, other = ranks_of(link)
-        os.kill(other, signal.SIGSTOP)
-        await until_gone(lead, other)
-    await nothing_is_left()
+    await live_and_die_together(model, "cpu")
 
 
 @pytest.mark.fault(30)

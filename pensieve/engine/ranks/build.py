@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Final
@@ -18,8 +17,6 @@ from pensieve.engine.worker.sizing import resolve_device
 from pensieve.engine.worker.torch_worker import Worker, build_worker
 from pensieve.model.folder import load_arch
 from pensieve.model.shard import Shard
-
-log = logging.getLogger(__name__)
 
 GPU_SPIN_S: Final = 0.002
 """Ranks beside GPUs look for the next plan without pause for so long: longer than most steps. On a CPU, whose cores do
@@ -39,7 +36,6 @@ def build_workers(options: EngineOptions) -> Worker:
     Shard(0, ranks).arch(arch)
     if device == "cuda":
         check_gpus([torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())], ranks)
-        log.warning("a model divided over several GPUs is new and not proven: see docs/several-gpus.md")
     ring, meeting = SharedRing.create(ranks - 1), os.memfd_create("pensieve-meeting")
     crew = Crew(options, device, ring=ring.fd, meeting=meeting)
     try:
@@ -63,6 +59,9 @@ class Ending:
 
     def abandon(self) -> None:
         self._crew.abandon()
+
+    def leaving(self) -> None:
+        self._crew.leaving()
 
     def left(self) -> None:
         self._together.close()

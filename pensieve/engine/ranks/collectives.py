@@ -15,6 +15,7 @@ import torch
 import torch.distributed
 
 from pensieve.engine.ranks.symmetric import SymmetricSums
+from pensieve.model.collective import Collective, Slot, SumRoom
 
 log = logging.getLogger(__name__)
 
@@ -32,16 +33,13 @@ PATIENCE: Final = timedelta(minutes=30)
 """For a rank that still loads its weights. One that hangs while serving is noticed by who waits for the engine."""
 
 
-class GlooCollective:
+class GlooCollective(Collective):
     """``pensieve.model.collective.Collective`` on a CPU: each call returns when it is done."""
 
     def __init__(self, store: Any, rank: int, ranks: int) -> None:
         """Waits for all ranks; they have the same ``store`` (a ``torch.distributed.Store``)."""
         self.rank, self.ranks = rank, ranks
         self._group = dist.ProcessGroupGloo(dist.PrefixStore("ranks", store), rank, ranks, PATIENCE)
-
-    def room(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor | None:
-        return None
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         if part.numel():
@@ -65,11 +63,11 @@ class GlooCollective:
         """Leave; the others may have left already."""
 
 
-class NcclCollective:
+class NcclCollective(Collective):
     """``pensieve.model.collective.Collective`` on GPUs, rank by rank; each process has made its own the current one."""
 
     def __init__(self, store: Any, rank: int, ranks: int, *, symmetric: bool) -> None:
-        """Waits for all ranks; they have the same ``store`` (a ``torch.distributed.Store``). ``symmetric``: small sums
+        """Waits for all ranks; they have the same ``store`` (a ``torch.distributed.Store``). ``symmetric``: sums
         are left to ``SymmetricSums`` if that can be."""
         self.rank, self.ranks = rank, ranks
         self._symmetric: SymmetricSums | None = None
@@ -84,17 +82,15 @@ class NcclCollective:
         """None, on all ranks, where one cannot have them."""
         sums = None
         try:
-            sums = SymmetricSums(dist.group.WORLD.group_name, self.ranks, self._device)
+            sums = SymmetricSums(dist.group.WORLD.group_name, self.rank, self.ranks, self._device)
         except (ImportError, RuntimeError) as error:
-            log.warning("small sums over ranks go by NCCL, since there is no symmetric memory: %s", error)
+            log.warning("sums over ranks go by NCCL, since there is no symmetric memory: %s", error)
         return sums if self.least([sums is not None]) == [1] else None
 
-    def room(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor | None:
-        return self._symmetric.room(shape, dtype) if self._symmetric is not None else None
+    def room(self, shape: tuple[int, int], dtype: torch.dtype, slot: Slot) -> SumRoom | None:
+        return self._symmetric.room(shape, dtype, slot) if self._symmetric is not None else None
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        if self._symmetric is not None and self._symmetric.holds(part):
-            return self._symmetric.sum(part)
         dist.all_reduce(part)
         return part
 

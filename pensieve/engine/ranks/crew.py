@@ -39,7 +39,7 @@ class Crew:
 
     def __init__(self, options: EngineOptions, device: str, *, ring: int, meeting: int) -> None:
         """Start them. ``device``: ``cpu`` or ``cuda``; ``ring``, ``meeting``: file descriptors, see ``host``."""
-        self._leaving = threading.Event()
+        self._told, self._leaving = threading.Event(), threading.Event()
         command = [sys.executable, "-P", "-m", "pensieve.engine.ranks.host", "--parent", str(os.getpid())]
         command += ["--device", device, "--ring", str(ring), "--meeting", str(meeting)]
         command += ["--log-level", logging.getLevelName(logging.getLogger().getEffectiveLevel())]
@@ -68,6 +68,10 @@ class Crew:
     def failed(self) -> None:
         """See ``leader.Others``: a rank's death may show first as a sum that does not come about."""
         time.sleep(TOLD_PATIENCE_S)  # meanwhile ``_look_after`` ends the process
+
+    def leaving(self) -> None:
+        """See ``leader.Others``. (A GPU's memory takes longer to release here than the other ranks take to end.)"""
+        self._told.set()
 
     def left(self) -> None:
         """See ``leader.Others``; a rank that does not leave in time is killed."""
@@ -99,9 +103,12 @@ class Crew:
             ended = looker.poll(LOOK_S * 1000)
             if self._leaving.is_set():
                 break
-            if ended:
-                rank = handles[ended[0][0]]
-                self._end(rank, self._processes[rank].wait())
+            for handle, _ in ended:
+                rank = handles[handle]
+                status = self._processes[rank].wait()
+                if status or not self._told.is_set():
+                    self._end(rank, status)
+                looker.unregister(handle)
             for rank, process in self._processes.items():
                 stopped[rank] = stopped[rank] + 1 if _is_stopped(process.pid) else 0
                 if stopped[rank] >= STOPPED_LOOKS:

@@ -22,6 +22,10 @@ class Others(Protocol):
         """Something went wrong here. If it was because another rank has ended, this does not return."""
         ...
 
+    def leaving(self) -> None:
+        """They are about to be told to leave: one that ends well is no failure from now on."""
+        ...
+
     def left(self) -> None:
         """All plans are done and all ranks have been told to leave; returns when they have."""
         ...
@@ -86,6 +90,7 @@ class LeadingWorker:
             self._others.abandon()
             return
         with self.blaming():
+            self._others.leaving()
             self._writer.send(encode(None))
             self._worker.close()
         self._others.left()

@@ -36,6 +36,8 @@ class HfOracle:
         self._every = every
         self._near_tie = near_tie
         self.calls = self.tokens = self.near_ties = 0
+        self.largest_gap = 0.0
+        """By how much the logit of a token was below the largest, at most."""
 
     @torch.inference_mode()
     def verify(self, context: Sequence[int], output: Sequence[int], seed: int = 0) -> None:
@@ -50,6 +52,7 @@ class HfOracle:
         tied = False
         for index in (expected != ids[0, len(context) :]).nonzero().flatten().tolist():
             gap = (logits[index].max() - logits[index, output[index]]).item()
+            self.largest_gap = max(self.largest_gap, gap)
             assert gap < self._near_tie, (
                 f"token {index} of the output is {output[index]}, not {expected[index].item()} (logit gap {gap:.4g})"
             )

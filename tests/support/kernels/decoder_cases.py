@@ -11,6 +11,7 @@ from pensieve.kernels.activation import activate
 from pensieve.kernels.arguments import Activation, HeadPrep
 from pensieve.kernels.kv_write import kv_write
 from pensieve.kernels.norm import add_norm, norm
+from pensieve.kernels.sum_norm import sum_add_norm
 from support.kernels.attention_cases import relative_error
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -129,6 +130,28 @@ def check_norm(
     want = reference.norm(total.double(), weight.double(), None if bias is None else bias.double(), 1e-5)
     assert got.dtype == dtype
     close(got, want)
+
+
+def check_sum_norm(
+    tokens: int, width: int, ranks: int, *, dtype: torch.dtype = torch.float32, layer: bool = False
+) -> None:
+    """What ``sum_add_norm`` makes of parts that are all there, against a sum in float32 and the reference."""
+    generator = torch.Generator().manual_seed(width)
+    parts = [torch.randn(tokens, width, generator=generator).to(dtype) for _ in range(ranks)]
+    around = torch.randn(tokens, width + 32, generator=generator).to(dtype)
+    x, before = around[:, 16 : 16 + width], around.clone()
+    weight = torch.randn(width, generator=generator).to(dtype)
+    bias = torch.randn(width, generator=generator).to(dtype) if layer else None
+    summed = parts[0].float()
+    for part in parts[1:]:
+        summed = summed + part.float()
+    total = x + summed.to(dtype)
+    arrived = [torch.zeros(tokens, ranks, dtype=torch.int32) for _ in range(ranks)]
+    calls = torch.zeros(tokens, dtype=torch.int32)
+    got = sum_add_norm(x, parts, arrived, calls, ranks - 1, weight, bias, 1e-5, sync=False)
+    before[:, 16 : 16 + width] = total
+    assert torch.equal(around, before), "the sum is made in place, and nothing beside it is written"
+    close(got, reference.norm(total.double(), weight.double(), None if bias is None else bias.double(), 1e-5))
 
 
 def check_activation(

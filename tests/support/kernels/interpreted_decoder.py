@@ -24,7 +24,7 @@ from pensieve.kernels.norm import add_norm, norm
 from pensieve.kernels.upload import upload
 from pensieve.model.ops import triton_ops
 from pensieve.model.transformer import Transformer
-from support.kernels.decoder_cases import check_activation, check_heads, check_norm, head_case
+from support.kernels.decoder_cases import check_activation, check_heads, check_norm, check_sum_norm, head_case
 from support.kernels.decoder_models import SHAPES, Shape, heads_only, random_weights, small_arch
 
 DTYPES = [torch.float32, torch.float16]
@@ -112,6 +112,13 @@ def test_norms_of_models(width: int, layer: bool) -> None:
 
 def test_layer_norm_far_from_zero() -> None:
     check_norm(3, 512, dtype=torch.float16, layer=True, offset=300.0)
+
+
+@pytest.mark.parametrize("layer", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_sums_over_ranks(ranks: int, layer: bool) -> None:
+    for width, dtype in ((64, torch.float32), (100, torch.float16)):
+        check_sum_norm(3, width, ranks, dtype=dtype, layer=layer)
 
 
 @settings(max_examples=30)

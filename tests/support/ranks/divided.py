@@ -99,7 +99,8 @@ def main(
             paths["recomputed"] += turn.usage.recomputed_tokens
         paths["suspended"] += engine.stats().suspensions_total
     worker.close()
-    print(json.dumps({"near_ties": oracle.near_ties, "tokens": oracle.tokens, **paths}))
+    seen = {"near_ties": oracle.near_ties, "largest_gap": oracle.largest_gap, "tokens": oracle.tokens}
+    print(json.dumps({**seen, **paths}))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from pensieve.engine.ranks.leader import LeadingWorker
 from pensieve.engine.ranks.ring import RingReader, RingWriter, SharedRing
 from pensieve.engine.worker.sizing import WorkerInfo
 from pensieve.engine.worker.torch_worker import TorchWorker
+from pensieve.model.collective import AddNorm, Collective, Slot, SumRoom
 from pensieve.model.folder import load_arch
 from pensieve.model.shard import Shard
 from pensieve.model.transformer import Transformer
@@ -56,19 +57,18 @@ class Exchange:
         self._barrier.abort()
 
 
-class ThreadCollective:
+class ThreadCollective(Collective):
     """``pensieve.model.collective.Collective`` of one thread."""
 
     def __init__(self, exchange: Exchange, rank: int) -> None:
         self._exchange, self.rank, self.ranks = exchange, rank, exchange.ranks
-        self._room = torch.empty(1 << 16)
+        self._rooms = torch.empty(2, 1 << 16)
 
-    def room(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor | None:
+    def room(self, shape: tuple[int, int], dtype: torch.dtype, slot: Slot) -> SumRoom | None:
         """Of even numbers of rows only: as on GPUs, some sums have it and some do not."""
-        if shape[0] % 2:
+        if shape[0] % 2 or shape[0] == 0:
             return None
-        self._room.fill_(torch.nan)
-        return self._room[: shape[0] * shape[1]].view(shape)
+        return ThreadRoom(self, self._rooms[slot, : shape[0] * shape[1]].view(shape))
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         total = torch.stack([one.clone() for one in self._exchange.swap(self.rank, part.clone())]).sum(0)
@@ -83,6 +83,24 @@ class ThreadCollective:
     def least(self, numbers: list[int]) -> list[int]:
         found: list[int] = self.gather(torch.tensor(numbers)).amin(0).tolist()
         return found
+
+
+class ThreadRoom(SumRoom):
+    """Memory that holds nothing but what was made in it."""
+
+    pieces = 3
+
+    def __init__(self, together: ThreadCollective, memory: torch.Tensor) -> None:
+        self._together, self.memory = together, memory.fill_(torch.nan)
+        self._passed = torch.full_like(memory, torch.nan)
+
+    def made(self, start: int, end: int) -> None:
+        self._passed[start:end] = self.memory[start:end]
+
+    def add_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, add_norm: AddNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return add_norm(x, self._together.sum(self._passed), weight, bias, eps)
 
 
 class RankThreads:
@@ -112,6 +130,8 @@ class RankThreads:
 
     def abandon(self) -> None:
         self._exchange.abort()
+
+    def leaving(self) -> None: ...
 
     def left(self) -> None:
         for thread in self._threads:
