@@ -28,7 +28,7 @@ are compared at equal latency.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import get_args
 
@@ -56,6 +56,11 @@ NO_HOST_TIER = ("--host-cache", "0")
 STATELESS = ("--stateless", *NO_HOST_TIER)
 """Without a host tier, which would still take in the requests that are suspended: a peer without one has to compute
 them again."""
+VLLM_RANKS = (
+    "--tensor-parallel-size", "2", "--compilation-config", '{{"pass_config": {{"fuse_allreduce_rms": false}}}}',
+)  # fmt: skip
+"""Without a fusion whose kernels it compiles when it starts, by a compiler that has to be there. At two GPUs others saw
+no gain from it (vLLM's pull request 22086)."""
 OFFLOAD_COMPILE_S, OFFLOAD_PIN_S = 35.0, 0.7
 """Guesses: with offload vLLM's start takes so much longer the first time, and for each GiB that it pins."""
 
@@ -121,6 +126,8 @@ class Scale:
     replay: tuple[str, ...]
     start_up_s: tuple[float, float]
     """Guesses: Pensieve, vLLM."""
+    ranks: int = 1
+    """GPUs of a server. The device tier is that of all together, ``device_bytes`` that of each."""
 
     def shape(self, kv_heads: int) -> str:
         return f"{self.gqa}-gqa{kv_heads}"
@@ -153,11 +160,18 @@ SMALL = Scale(
     start_up_s=(6.0, 10.0),
 )  # fmt: skip
 """A few seconds per point on one core; that every experiment runs is all that it shows, however busy the machine is."""
+TWO_GPUS = replace(
+    FULL, gqa="llama-2-70b", gqa_heads=8, opt="", ranks=2, device_tier="80GiB", host_tier="64GiB",
+    host_bytes=64 * GIB, rates={("gqa", "sharegpt"): Rates((10, 7, 8.5), (8, 6), (4, 3))},
+    window_s=80.0, time_scale=1 / 6, start_up_s=(70.0, 110.0),
+)  # fmt: skip
+"""The paper's Figure 11, of Llama-2-70B. Steps take three times as long as the 13B's, so less is idle and more runs: with
+users who think for a sixth of the paper's time the device tier is too small at the highest rates."""
 
 
 def experiments(scale: Scale) -> dict[str, Experiment]:
     """All experiments, by name."""
-    found = [*_systems(scale), *_ablations(scale)]
+    found = [*_systems(scale), *_ablations(scale)] if scale.ranks == 1 else [_divided(scale)]
     return {experiment.name: experiment for experiment in found}
 
 
@@ -170,6 +184,7 @@ def pensieve(scale: Scale, name: str, *arguments: str) -> System:
     command = (
         "{python}", "-P", "-m", "pensieve", "serve", "--model", "{model}", "--listen", "127.0.0.1:0",
         "--store", "sqlite:///{scratch}/history.sqlite3", "--load-format", "dummy", *scale.serve,
+        *(("--tensor-parallel", str(scale.ranks)) if scale.ranks > 1 else ()),
         "--disconnect-grace", "0", "--max-wait", "0", "--device-cache", scale.device_tier,
         "--host-cache", scale.host_tier, *arguments,
     )  # fmt: skip
@@ -189,7 +204,7 @@ def vllm(scale: Scale, name: str, *arguments: str, host_gib: float = 0.0) -> Sys
         "vllm", "serve", "{model}", "--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "{context}",
         "--max-num-seqs", "512", "--max-num-batched-tokens", "8192", "--kv-cache-memory-bytes",
         str(scale.device_bytes), "--host", "127.0.0.1", "--port", "{port}", "--disable-uvicorn-access-log",
-        "--enable-prompt-tokens-details", *arguments, *offload,
+        "--enable-prompt-tokens-details", *(VLLM_RANKS if scale.ranks > 1 else ()), *arguments, *offload,
     )  # fmt: skip
     start_up_s = scale.start_up_s[1] + (OFFLOAD_COMPILE_S + OFFLOAD_PIN_S * host_gib if host_gib else 0.0)
     environment = (("VLLM_SERVER_DEV_MODE", "1"),)
@@ -234,6 +249,27 @@ def _systems(scale: Scale) -> Iterable[Experiment]:
                     for system, offered in systems
                 ),
             )
+
+
+def _divided(scale: Scale) -> Experiment:
+    """The paper's Figure 11: a model on several GPUs."""
+    ours, peer, rates = partial(pensieve, scale), partial(vllm, scale), scale.rates["gqa", "sharegpt"]
+    prefixes = "--enable-prefix-caching"
+    systems = (
+        (ours("Pensieve"), rates.both),
+        (peer("vLLM CPU offload", prefixes, host_gib=scale.host_bytes / GIB), rates.both),
+        (peer("vLLM prefix caching", prefixes), rates.device),
+        (ours("Pensieve stateless", *STATELESS), rates.none),
+    )
+    model = scale.gqa
+    return Experiment(
+        "systems-70b-sharegpt",
+        f"latency against throughput of systems, {model} on {scale.ranks} GPUs, sharegpt (EuroSys figure 11)",
+        tuple(
+            Line(system.name, system, model, _workload(scale, "gqa", "sharegpt", offered))
+            for system, offered in systems
+        ),
+    )
 
 
 def _ablations(scale: Scale) -> Iterable[Experiment]:

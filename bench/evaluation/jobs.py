@@ -44,7 +44,7 @@ class Device:
     """A part of the machine: one GPU, or none, and cores that no other device has."""
 
     name: str
-    """A value of CUDA_VISIBLE_DEVICES; ``cpu``: no GPU."""
+    """Numbers of GPUs, with ``+`` between them; ``cpu``: no GPU."""
     cores: tuple[int, ...]
 
 
@@ -147,7 +147,7 @@ async def _replay(
     """Exit status. When cancelled the replay is interrupted, which ends its server."""
     environment = os.environ | {
         MARK: mark,
-        "CUDA_VISIBLE_DEVICES": "" if device.name == "cpu" else device.name,
+        "CUDA_VISIBLE_DEVICES": "" if device.name == "cpu" else device.name.replace("+", ","),
     }
     with (scratch / "replay.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(

@@ -23,6 +23,8 @@ from pensieve.replay.load.run_in import run_in
 from pensieve.replay.load.schedule import Arrivals, Script, scripts
 from support.replay.benches import BENCH
 
+SCALES = ["FULL", "SMALL", "TWO_GPUS"]
+
 
 @pytest.fixture(autouse=True)
 def bench_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +55,7 @@ def test_the_issue_is_covered() -> None:
     systems = {f"systems-{model}-{data}" for model in ("13b", "opt13b") for data in ("sharegpt", "ultrachat")}
     ablations = ("tiers", "policy", "unified", "swap-in", "swap-out", "chunk", "think", "kv-heads")
     assert set(found) == systems | {f"ablate-{name}" for name in ablations}
+    assert set(table().experiments(table().TWO_GPUS)) == {"systems-70b-sharegpt"}
     for name in systems:
         assert len(found[name].lines) == 6
     for experiment in found.values():
@@ -73,7 +76,7 @@ def test_every_policy_and_chunk_size_is_compared() -> None:
     assert think == pytest.approx([1.5, 6, 15, 30, 60, 6])
 
 
-@pytest.mark.parametrize("scale", ["FULL", "SMALL"])
+@pytest.mark.parametrize("scale", SCALES)
 def test_all_systems_of_an_experiment_have_the_same_memory(scale: str) -> None:
     limits = getattr(table(), scale)
     per_token = limits.device_bytes // parse_cache_size(limits.device_tier, 1) if scale == "SMALL" else 1
@@ -84,14 +87,15 @@ def test_all_systems_of_an_experiment_have_the_same_memory(scale: str) -> None:
             if "--kv-offloading-size" in command:
                 assert float(option(command, "--kv-offloading-size")) * 2**30 == limits.host_bytes
         else:
-            assert parse_cache_size(option(command, "--device-cache"), 1) * per_token == limits.device_bytes
+            device = parse_cache_size(option(command, "--device-cache"), 1) * per_token
+            assert device == limits.device_bytes * limits.ranks
             host = parse_cache_size(option(command, "--host-cache"), 1) * per_token
             assert host == line.system.host_bytes and host in (limits.host_bytes, 0)
             assert not (host and "--stateless" in command), "a peer without cache has no host memory either"
             assert option(command, "--store").startswith("sqlite:///{scratch}/"), "history is kept, and anew"
 
 
-@pytest.mark.parametrize("scale", ["FULL", "SMALL"])
+@pytest.mark.parametrize("scale", SCALES)
 def test_pensieve_takes_every_command_line(scale: str, tmp_path: Path) -> None:
     names = {"python": "python", "model": "demo", "port": "1", "context": "64", "scratch": str(tmp_path)}
     seen = set()
@@ -116,7 +120,7 @@ def test_an_ablation_changes_one_thing() -> None:
         assert len(set(extras)) == len(extras), name
 
 
-@pytest.mark.parametrize("scale", ["FULL", "SMALL"])
+@pytest.mark.parametrize("scale", SCALES)
 def test_conversations_last_until_the_window_ends(scale: str) -> None:
     for workload in {line.workload for line in all_lines(scale)}:
         rate = max(workload.most, *workload.rates)
@@ -137,7 +141,7 @@ def test_the_default_is_measured_once() -> None:
     assert len(dict(default)) == len(default), "one experiment has a line twice"
 
 
-@pytest.mark.parametrize("scale", ["FULL", "SMALL"])
+@pytest.mark.parametrize("scale", SCALES)
 def test_systems_get_the_same_conversations_each_at_its_own_rates(scale: str) -> None:
     module = table()
     for name, experiment in module.experiments(getattr(module, scale)).items():
