@@ -135,7 +135,10 @@ def _settings(one: Simulation) -> dict[str, Any]:
         "max_running": settings.max_running,
         "replicas": settings.replicas,
         "routing": settings.routing,
+        "ring_points": settings.ring_points,
         "lose_replica_at": settings.lose_replica_at,
+        "replica_returns_at": settings.replica_returns_at,
+        "lease_s": settings.lease_s,
         "hints": None if settings.hints is None else settings.hints.noise,
         "slack": settings.slack,
     }
