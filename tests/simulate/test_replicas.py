@@ -38,8 +38,8 @@ def every_ten_seconds(name: str, turns: int) -> Conversation:
 def test_a_replica_is_lost_and_comes_back(engine: EngineName) -> None:
     """Session 0 is at replica 0, session 1 at the other; replica 0 is away from second 15 to second 25.
 
-    Session 0 finds its history at 10 s; at 20 s it is at replica 1, which has none of its 28 tokens; at 30 s it is back,
-    and a server that has started again has none of its 42; at 40 s all is as before.
+    Session 0 finds its history at 10 s; at 20 s it is at replica 1, which has none of its 28 tokens; at 30 s it is
+    back, and a server that has started again has none of its 42; at 40 s all is as before.
     """
     config = settings(2, lose_replica_at=15.0, replica_returns_at=25.0)
     load = Load([every_ten_seconds("a", 5), every_ten_seconds("b", 5)])
