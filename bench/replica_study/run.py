@@ -1,6 +1,6 @@
 """Simulates 1, 4, 16 and 64 replicas behind routers of several kinds, and the loss and return of one of them.
 
-    python bench/replica_study/run.py                  # all of it: some core-hours' half
+    python bench/replica_study/run.py                  # all of it: half an hour of two cores
     python bench/replica_study/run.py four-lost        # one simulation anew, the others as they are in replicas.json
     python bench/replica_study/run.py --write          # no simulation: the page and the picture from replicas.json
 
@@ -122,7 +122,7 @@ def main(names: tuple[str, ...], only_write: bool, results: Path) -> None:
         lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in found.items())
         file.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
         click.echo(name)
-    write(json.loads(file.read_text(encoding="utf-8")), results)
+    write(json.loads(file.read_text(encoding="utf-8")), results, (LOST_S, BACK_S))
 
 
 if __name__ == "__main__":

@@ -122,8 +122,6 @@ def test_a_sweep_is_drawn_and_compared_like_a_replay(tmp_path: Path) -> None:
         (["--device-cache", "lots"], "cache size 'lots'"),
         (["--device-cache", "4tokens"], "does not hold one chunk"),
         (["--lose-replica-at", "5"], "--replicas 2"),
-        (["--replica-returns-at", "5"], "needs --lose-replica-at"),
-        (["--replicas", "2", "--lose-replica-at", "5", "--replica-returns-at", "5"], "has to be later"),
         (["--policy", "best"], "'best' is not one of"),
         (["--run-in", "5"], "only a load with a rate"),
         (

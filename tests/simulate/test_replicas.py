@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from pensieve.config import CacheConfig
 from pensieve.replay.load.workload import Conversation, TurnLengths
+from pensieve.simulate.command import simulate
 from pensieve.simulate.run import EngineName, Simulation
 from pensieve.simulate.scenario.load import Load
 from pensieve.simulate.scenario.machine import Machine
@@ -63,6 +67,49 @@ def test_what_ran_there_begins_again_when_its_lease_has_lapsed(engine: EngineNam
     assert told["repeated_turns"] == 1 and [row["replica"] for row in told["by_replica"]] == [1]
     assert 15.0 < told["ttft_s"]["cold"]["max"] < 15.1
     assert told["receipts"] == {"checked": 1, "violations": 0, "examples": []}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--replica-returns-at", "5"], "needs --lose-replica-at"),
+        (["--lose-replica-at", "5", "--replica-returns-at", "5"], "has to be later"),
+    ],
+)
+def test_bad_options(arguments: list[str], says: str) -> None:
+    result = CliRunner().invoke(simulate, ["sharegpt", "--sessions", "9", "--replicas", "2", *arguments])
+    assert result.exit_code == 2 and says in result.output
+
+
+def test_the_report_tells_how_evenly_replicas_were_used(tmp_path: Path) -> None:
+    """Twelve sessions of one turn, dealt out to four replicas in turn; two rows of time."""
+    rows = [
+        {"session_id": f"s{at}", "turn": 0, "input_tokens": 20, "output_tokens": 10, "timestamp_s": at}
+        for at in range(12)
+    ]
+    trace, out = tmp_path / "trace.jsonl", tmp_path / "out.json"
+    trace.write_text("\n".join(json.dumps(row) for row in rows))
+    arguments = [
+        str(trace),
+        "--policy",
+        "lru",
+        "--replicas",
+        "4",
+        "--row",
+        "6",
+        "--jobs",
+        "1",
+        "--json",
+        str(out),
+    ]
+    result = CliRunner().invoke(simulate, arguments)
+    assert result.exit_code == 0, result.output
+    assert "the busiest replica had 1.00 times the mean of the turns" in " ".join(result.output.split())
+    report = json.loads(out.read_text())
+    (target,) = report["targets"]
+    assert [row["turns"] for row in target["by_replica"]] == [3, 3, 3, 3]
+    assert [(row["start_s"], row["turns"]) for row in target["timeline"]] == [(0.0, 6), (6.0, 6)]
+    assert report["simulation"]["settings"]["lease_s"] == 10.0
 
 
 def found(router: Router, sessions: int, *, lost: bool = False) -> list[int]:
