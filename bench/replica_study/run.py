@@ -1,6 +1,6 @@
 """Simulates 1, 4, 16 and 64 replicas behind routers of several kinds, and the loss and return of one of them.
 
-    python bench/replica_study/run.py                  # all of it: half an hour of two cores
+    python bench/replica_study/run.py                  # all of it
     python bench/replica_study/run.py four-lost        # one simulation anew, the others as they are in replicas.json
     python bench/replica_study/run.py --write          # no simulation: the page and the picture from replicas.json
 

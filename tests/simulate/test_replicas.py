@@ -160,7 +160,10 @@ def test_each_alone_is_as_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
     for turn_s in (0.0, 0.5):
         slower = replace(config, machine=Machine(overlapped=False, turn_s=turn_s))
         load = Load(talks, 180, 60.0, 2.0, 3)
-        alone = TurnSimulation(slower, "retention", row_s=1.0).run(load).summary()
+        simulation = TurnSimulation(slower, "retention", row_s=1.0)
+        begun = simulation.replicas[0]
+        alone = simulation.run(load).summary()
+        assert simulation.replicas[0] is not begun, "who starts again has learned nothing"
         with monkeypatch.context() as patch:
             patch.setattr(Router, "apart", False)
             together = TurnSimulation(slower, "retention", row_s=1.0).run(load).summary()
