@@ -148,7 +148,7 @@ _SOURCES = ("gpu_cached", "swapped_in", "recomputed")
 _COLUMNS = (
     Column("TTFT warm mean ms", "ttft_s.warm.mean", ",.0f", 1e3),
     Column("p90 ms", "ttft_s.warm.p90", ",.0f", 1e3),
-    Column("normalised latency mean ms", "normalised_latency_s.mean", ",.1f", 1e3),
+    Column("normalised latency mean ms/token", "normalised_latency_s.mean", ",.1f", 1e3),
     Column("p90 ms", "normalised_latency_s.p90", ",.1f", 1e3),
 )
 

@@ -25,7 +25,7 @@ from pensieve.simulate.run import EngineName, Simulation, run_all
 from pensieve.simulate.scenario import policies
 from pensieve.simulate.scenario.load import Load, in_the_middle
 from pensieve.simulate.scenario.machine import Machine, MachineError
-from pensieve.simulate.scenario.settings import ClientHints, Routing, Settings
+from pensieve.simulate.scenario.settings import LEASE_S, RING_POINTS, ClientHints, Routing, Settings
 from pensieve.simulate.scenario.tally import Span
 
 _POSITIVE = click.IntRange(min=1)
@@ -93,6 +93,13 @@ _HISTORY = 1.5
     help="Measure only what ends after S virtual seconds, and before the last session starts.",
 )
 @click.option("--window", type=_ABOVE_ZERO, metavar="S", help="Measure for S virtual seconds; default: all.")
+@click.option(
+    "--row",
+    "row_s",
+    type=_ABOVE_ZERO,
+    metavar="S",
+    help="The JSON tells of every S virtual seconds by itself, too (`timeline`).",
+)
 @click.option("--device-cache", default="400000tokens", metavar="SIZE", help="Per replica.")
 @click.option("--host-cache", default="1600000tokens", metavar="SIZE", help="Per replica.")
 @click.option(
@@ -117,9 +124,17 @@ _HISTORY = 1.5
 @click.option("--replicas", type=_POSITIVE, default=1, metavar="N")
 @click.option(
     "--routing",
-    type=click.Choice(["affine", "random"]),
+    type=click.Choice(["affine", "hash", "bounded", "random"]),
     default="affine",
-    help="A session's turns to one replica, or each turn to any.",
+    help="A session's turns to one replica: evenly, by a consistent hash, or by that with bounded loads; or each turn "
+    "to any.",
+)
+@click.option(
+    "--ring-points",
+    type=_POSITIVE,
+    default=RING_POINTS,
+    metavar="N",
+    help="Of each replica, for hash and bounded: 16 times a server's weight in HAProxy.",
 )
 @click.option(
     "--hints",
@@ -135,6 +150,20 @@ _HISTORY = 1.5
     help="Replica 0 is gone after S virtual seconds.",
 )
 @click.option(
+    "--replica-returns-at",
+    type=click.FloatRange(min=0),
+    metavar="S",
+    help="Replica 0 is there again after S virtual seconds, with nothing cached; default: never.",
+)
+@click.option(
+    "--lease",
+    "lease_s",
+    type=click.FloatRange(min=0),
+    default=LEASE_S,
+    metavar="S",
+    help="Turns under way at the lost replica begin again elsewhere after S seconds.",
+)
+@click.option(
     "--machine", "machine_file", type=_FILE, metavar="FILE", help="JSON with the fields of a machine."
 )
 @click.option("--cost-profile", type=_FILE, metavar="FILE", help="Compute rates from `pensieve profile`.")
@@ -148,7 +177,8 @@ _HISTORY = 1.5
 def simulate(
     trace: Path | str, engine: EngineName, names: tuple[str, ...], sessions: int | None, rate: float | None,
     rates: tuple[float, ...], think_time: float | None, think_from: Path | None, seed: int, seeds: tuple[int, ...],
-    run_in: float, warm_up: float | None, window: float | None, system_tokens: int, jobs: int | None, outputs: Outputs,
+    run_in: float, warm_up: float | None, window: float | None, row_s: float | None,
+    system_tokens: int, jobs: int | None, outputs: Outputs,
     **given: Any,
 ) -> None:  # fmt: skip
     """Run scheduler and cache under a virtual clock and compare eviction policies.
@@ -178,7 +208,7 @@ def simulate(
         raise click.UsageError(str(error)) from error
     spans = [_span(lives, warm_up, window) for lives in loads]
     work = [
-        Simulation(settings, lives, engine, name, span)
+        Simulation(settings, lives, engine, name, span, row_s)
         for lives, span in zip(loads, spans, strict=True)
         for name in names or policies.NAMES
     ]
@@ -242,12 +272,17 @@ def _run(work: Sequence[Simulation], jobs: int | None) -> list[dict[str, Any]]:
 def make_settings(
     *, seed: int, device_cache: str, host_cache: str, chunk_tokens: int, swap_watermark: float, decode_reserve: float,
     prefix_sharing: bool, context_limit: int, max_batch_tokens: int, max_running: int, replicas: int, routing: Routing,
-    lose_replica_at: float | None, hints: float | None, machine_file: Path | None, cost_profile: Path | None,
+    ring_points: int, lose_replica_at: float | None, replica_returns_at: float | None, lease_s: float,
+    hints: float | None, machine_file: Path | None, cost_profile: Path | None,
     exact: bool,
 ) -> Settings:  # fmt: skip
     """From the command line. Raises click exceptions."""
     if lose_replica_at is not None and replicas < 2:
         raise click.UsageError("--lose-replica-at needs --replicas 2 or more: somebody has to go on")
+    if replica_returns_at is not None and not (lose_replica_at or 0.0) < replica_returns_at:
+        raise click.UsageError("--replica-returns-at has to be later than --lose-replica-at")
+    if replica_returns_at is not None and lose_replica_at is None:
+        raise click.UsageError("--replica-returns-at needs --lose-replica-at")
     try:
         machine = Machine.from_json(machine_file) if machine_file else Machine()
         if cost_profile is not None:
@@ -277,7 +312,10 @@ def make_settings(
         max_running=max_running,
         replicas=replicas,
         routing=routing,
+        ring_points=ring_points,
         lose_replica_at=lose_replica_at,
+        replica_returns_at=replica_returns_at,
+        lease_s=lease_s,
         seed=seed,
         hints=None if hints is None else ClientHints(hints),
         slack=0 if exact else int(_SLACK_SHARE * device),

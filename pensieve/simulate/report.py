@@ -8,20 +8,26 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from pensieve.replay.load.shaping import Shaped
 from pensieve.replay.load.workload import Dataset
 from pensieve.replay.measure.report import SCHEMA, environment
 from pensieve.replay.measure.validity import intervals
 from pensieve.replay.presentation.columns import number
+from pensieve.replay.presentation.curves import entries, unsteady
+from pensieve.replay.presentation.fitting import print_grid
 from pensieve.replay.presentation.table import show_curves
 from pensieve.simulate.run import Simulation
 from pensieve.simulate.scenario.load import Load
+
+_HEADS: Final = (
+    "device %", "host %", "recomputed %", "recomputed s", "x clairvoyant", "TTFT ms mean / p90 warm",
+    "norm. ms/token mean / p90", "turns", "wall s",
+)  # fmt: skip
 
 
 def document(
@@ -135,7 +141,10 @@ def _settings(one: Simulation) -> dict[str, Any]:
         "max_running": settings.max_running,
         "replicas": settings.replicas,
         "routing": settings.routing,
+        "ring_points": settings.ring_points,
         "lose_replica_at": settings.lose_replica_at,
+        "replica_returns_at": settings.replica_returns_at,
+        "lease_s": settings.lease_s,
         "hints": None if settings.hints is None else settings.hints.noise,
         "slack": settings.slack,
     }
@@ -144,20 +153,17 @@ def _settings(one: Simulation) -> dict[str, Any]:
 def show(report: dict[str, Any], console: Console) -> None:
     """The policies below each other, load by load; of several loads also how far each policy carries."""
     simulated, work = report["simulation"], report["workload"]
-    table = Table(
-        title=f"{work['conversations']:,} sessions of {report['dataset']['name']}, {simulated['engine']} engine, "
-        f"{simulated['settings']['replicas']} replica(s)",
-        title_justify="left",
+    several = simulated["settings"]["replicas"] > 1
+    title = (
+        f"{work['conversations']:,} sessions of {report['dataset']['name']}, {simulated['engine']} engine, "
+        f"{simulated['settings']['replicas']} replica(s) of {simulated['machine']['name']}"
     )
-    table.add_column("policy")
-    for name in ("offered", "device %", "host %", "recomputed %", "recomputed s", "x clairvoyant",
-                 "TTFT ms mean / p90 warm", "norm. ms mean / p90", "turns", "wall s"):  # fmt: skip
-        table.add_column(name, justify="right")
-    for row in report["targets"]:
-        table.add_row(*_line(row))
-    console.print(table)
+    print_grid(console, title, ["policy", "offered"], _HEADS, [_line(row) for row in report["targets"]])
     if len(report["runs"]) > 1:
         show_curves([report], [report["dataset"]["name"]], console)
+    else:
+        for line in unsteady(entries([report])):
+            console.print(line, style="red", markup=False, highlight=False)
     for row in report["targets"]:
         if row["least_recomputed_cost_s"] is not None:
             least, offered = row["least_recomputed_cost_s"], _offered(row)
@@ -168,8 +174,18 @@ def show(report: dict[str, Any], console: Console) -> None:
             console.print(
                 f"{row['target']}, {_offered(row)}: others had computed {shared:,} tokens of input."
             )
+        if several and row["turns"]["completed"]:
+            console.print(f"{row['target']}, {_offered(row)}: {_spread(row['by_replica'], simulated)}.")
         if row["receipts"]["violations"]:
             console.print(f"{row['target']}: {row['receipts']['violations']} receipts do not add up")
+
+
+def _spread(rows: Sequence[Mapping[str, Any]], simulated: Mapping[str, Any]) -> str:
+    """How evenly the replicas were used."""
+    mean = sum(row["turns"] for row in rows) / simulated["settings"]["replicas"]
+    slow = [row["ttft_s"]["warm"]["p99"] for row in rows if row["ttft_s"]["warm"]["p99"] is not None]
+    late = f"; warm TTFT p99 from {1000 * min(slow):.1f} to {1000 * max(slow):.1f} ms" if slow else ""
+    return f"the busiest replica had {max(row['turns'] for row in rows) / mean:.2f} times the mean of the turns{late}"
 
 
 def _line(row: Mapping[str, Any]) -> list[str]:

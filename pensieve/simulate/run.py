@@ -33,6 +33,8 @@ class Simulation:
     policy: str
     window: Span | None = None
     """What is measured: the turns that end in it, from ``load.zero_s`` on; None: all."""
+    row_s: float | None = None
+    """Length of a row of ``timeline``; None: there are none."""
 
     def run(self, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
         """The numbers: always the same ones, but for ``wall_s`` and ``peak_rss_mib``. ``progress``: sessions begun.
@@ -47,7 +49,9 @@ class Simulation:
         started = time.perf_counter()
         bound: float | None = None
         if self.engine == "turns":
-            turns = TurnSimulation(self.settings, self.policy, progress, self.window, self.load.zero_s)
+            turns = TurnSimulation(
+                self.settings, self.policy, progress, self.window, self.load.zero_s, self.row_s
+            )
             tally = turns.run(self.load)
             shares = self.load.shares and self.settings.cache.prefix_sharing
             if turns.bound is not None and self.window is None and not shares:  # what it is a bound of
@@ -56,7 +60,12 @@ class Simulation:
                 bound = turns.bound.least_recomputed(pages, tally.ended)
         else:
             full = FullSimulation(
-                self.settings, self.policy, progress, window=self.window, zero_s=self.load.zero_s
+                self.settings,
+                self.policy,
+                progress,
+                window=self.window,
+                zero_s=self.load.zero_s,
+                row_s=self.row_s,
             )
             tally = full.run(self.load)
         return {

@@ -10,6 +10,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
 
 from pensieve.replay.presentation.latency_plot import latency_figure
 from pensieve.replay.presentation.panels import Panel, panels
@@ -113,3 +114,19 @@ def test_a_system_has_one_look_in_all_panels() -> None:
 def test_nothing_measured_is_no_picture() -> None:
     assert latency_figure([]) is None
     assert latency_figure([Panel("", {"A": []})]) is None
+
+
+def test_one_load_each_is_bars() -> None:
+    """A curve of one dot says nothing: two systems at one load are two pairs of bars, with their throughput above."""
+    figure = latency_figure([panel({"A": [(1.25, 0.010)], "_B": [(2, 0.030)]})])
+    assert figure is not None
+    (axes,) = figure.axes
+    assert not axes.get_lines()
+    heights = {str(bar.get_gid()): bar.get_height() for bar in axes.patches if isinstance(bar, Rectangle)}
+    assert heights == {"mean-0-0": 10, "p90-0-0": 15, "mean-0-1": 30, "p90-0-1": 45}
+    assert {text.get_text() for text in axes.texts} == {"1.25 turns/s", "2.00 turns/s"}
+    assert axes.get_ylim()[0] == 0 and axes.get_ylim()[1] > 45
+
+
+def test_one_measurement_is_no_picture() -> None:
+    assert latency_figure([panel({"A": [(1, 0.010)]})]) is None

@@ -27,9 +27,11 @@ def test_every_plot_and_table_is_laid_out(tmp_path: Path) -> None:
     assert len(light["curves"]) == len(SYSTEMS) and all(width > 50 for width in light["curves"]), light[
         "curves"
     ]
-    assert light["overflow"] == 0, "wide tables scroll inside themselves"
+    assert light["overflow"] == 0 and light["beyond"] == []
+    half = measured(text, tmp_path, "--window-size=800,900")
+    assert half["overflow"] == 0 and half["beyond"] == [], "all columns are in sight"
     narrow = measured(text, tmp_path, "--window-size=500,900")
-    assert narrow["overflow"] == 0
+    assert narrow["overflow"] == 0, "wide tables scroll inside themselves"
     dark = measured(text, tmp_path, "--blink-settings=preferredColorScheme=0")
     assert light["paper"] == "rgb(255, 255, 255)" and dark["paper"] != light["paper"]
     assert dark["ink"] != light["ink"], "the plots' text follows the page"
@@ -50,3 +52,9 @@ def test_errors_would_be_seen(tmp_path: Path) -> None:
     file.write_text(page([sweep()]).replace("</body>", '<img src="x.png"><script>oops()</script></body>'))
     result = browse(tmp_path, file, "--dump-dom")
     assert result.stderr.count("CONSOLE") >= 2, "the page's own policy refuses both"
+
+
+def test_a_comparison_at_one_load(tmp_path: Path) -> None:
+    """Bars instead of curves of one dot; all columns are in sight here as well."""
+    found = measured(page([sweep(rates=(1.0,))]), tmp_path, "--window-size=800,900")
+    assert len(found["curves"]) == len(SYSTEMS) and found["beyond"] == []

@@ -14,7 +14,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pensieve.replay.presentation.columns import BY_TURN, FAILURES, SESSIONS, SPEED, TOKENS
+from pensieve.replay.presentation.columns import (
+    BY_TURN,
+    FAILURES,
+    FIRST_TOKEN,
+    LATENESS,
+    SESSIONS,
+    SPEED,
+    TOKENS,
+)
 from pensieve.replay.presentation.html import page
 from pensieve.replay.presentation.plots import write_plots
 from pensieve.replay.presentation.table import show
@@ -59,7 +67,8 @@ def test_numbers_on_the_page_are_those_of_the_report() -> None:
     read = Page(page([report]))
     assert read.reports == [report]
     seen = set()
-    columns = {column.path: column for column in (*SPEED, *TOKENS, *SESSIONS, *FAILURES, *BY_TURN)}
+    every = (*SPEED, *FIRST_TOKEN, *TOKENS, *SESSIONS, *FAILURES, *LATENESS)
+    columns = {column.path: column for column in (*every, *BY_TURN)}
     for table in read.tables.values():
         for path, exact, text in table.numbers:
             value = value_at([report], path)
@@ -67,10 +76,10 @@ def test_numbers_on_the_page_are_those_of_the_report() -> None:
             field = re.sub(r"^0\.targets\.\d+\.(by_turn\.\d+\.)?", "", path)
             seen.add(field)
             if value is not None and field != "active_sessions.largest_within_limit" and field in columns:
-                exactly = value * 1000 if columns[field].title.endswith("[ms]") else value
+                exactly = value * 1000 if columns[field].title.endswith(("[ms]", "[ms/token]")) else value
                 places = len(text.partition(".")[2])
                 assert float(text.replace(",", "")) == pytest.approx(exactly, abs=0.51 * 10**-places), path
-    assert seen >= {column.path for column in (*SPEED, *TOKENS, *SESSIONS, *FAILURES)}
+    assert seen >= {column.path for column in every}
     assert "swap.in_bytes" in seen
     limits = [cell for cell in read.tables["table-sessions"].numbers if cell[0].endswith("within_limit")]
     assert len(limits) == len(report["targets"])
@@ -124,16 +133,29 @@ def test_what_forbids_belief_is_on_top() -> None:
         show(report, console)
     text = console.export_text()
     assert "300 ms late" in text and "refused" in text and "turn 3 lies" in text
+    assert "Pensieve, 1 turns/s: the load was not steady" in text
+
+
+def test_a_simulation_names_the_machine_that_it_is_of() -> None:
+    report = sweep({"lru": 8.0}, (1.0,))
+    report["simulation"] = {"machine": {"name": "a big one"}, "settings": {"replicas": 4}}
+    text = page([report])
+    subtitle = text[text.index("<header>") : text.index("</header>")]
+    assert "simulated machine: 4 × a big one" in subtitle and report["machine"]["cpu"] not in subtitle
+    report["simulation"]["settings"]["replicas"] = 1
+    assert "simulated machine: a big one" in page([report])
+    assert report["machine"]["cpu"] in page([sweep()])
 
 
 @pytest.mark.parametrize(
     ("report", "names"),
     [
         (sweep(), {"latency", "ttft", "sources", "sessions"}),
-        (sweep({"One": 5.0}, (1.0,)), {"latency", "ttft", "sources", "sessions"}),
-        (first_version(), {"latency", "ttft", "sources"}),
+        (sweep(rates=(1.0,)), {"latency", "ttft", "sources", "sessions"}),
+        (sweep({"One": 5.0}, (1.0,)), {"ttft", "sources", "sessions"}),
+        (first_version(), {"ttft", "sources"}),
     ],
-    ids=["several", "one", "first-version"],
+    ids=["several", "one-load", "one", "first-version"],
 )
 def test_plots(report: dict[str, Any], names: set[str], tmp_path: Path) -> None:
     written = write_plots([report], tmp_path / "new" / "folder")

@@ -114,10 +114,10 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
 
     def spy(
         self: Tally, turn: int, usage: Usage, context: int, cost: float, ttft: float, rest: float, now: float,
-        shared: int = 0,
+        shared: int = 0, replica: int = 0,
     ) -> None:  # fmt: skip
         found.append(Seen(turn, usage, cost, ttft, now - ttft - rest, now))
-        add(self, turn, usage, context, cost, ttft, rest, now, shared)
+        add(self, turn, usage, context, cost, ttft, rest, now, shared, replica)
 
     monkeypatch.setattr(Tally, "add", spy)
     return found

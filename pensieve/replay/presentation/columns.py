@@ -44,10 +44,15 @@ def _milliseconds(title: str, path: str, *keys: str) -> list[Column]:
 SPEED = (
     Column("turns/s", "turns_per_s", ",.2f"),
     Column("output tokens/s", "output_tokens_per_s", ",.1f"),
-    *_milliseconds("normalised latency", "normalised_latency_s", "mean", "p90"),
-    *_milliseconds("TTFT cold", "ttft_s.cold", "p50", "p90", "p99"),
-    *_milliseconds("TTFT warm", "ttft_s.warm", "p50", "p90", "p99"),
+    *(
+        Column(f"normalised latency {key} [ms/token]", f"normalised_latency_s.{key}", ",.1f", 1000.0)
+        for key in ("mean", "p90")
+    ),
     *_milliseconds("inter-token", "inter_token_s", "p50", "p99"),
+)
+FIRST_TOKEN = (
+    *_milliseconds("cold", "ttft_s.cold", "p50", "p90", "p99"),
+    *_milliseconds("warm", "ttft_s.warm", "p50", "p90", "p99"),
 )
 TOKENS = (
     Column("context", "tokens.context"),
@@ -70,8 +75,8 @@ FAILURES = (
     Column("cut short", "window.cut_short"),
     Column("receipts checked", "receipts.checked"),
     Column("receipts wrong", "receipts.violations"),
-    *_milliseconds("client lag", "client_lag_s", "p50", "p99", "max"),
 )
+LATENESS = tuple(_milliseconds("late", "client_lag_s", "p50", "p99", "max"))
 BY_TURN = (
     Column("turns", "turns"),
     *_milliseconds("TTFT", "ttft_s", "p50", "p99"),

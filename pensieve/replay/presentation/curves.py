@@ -53,6 +53,16 @@ def entries(reports: Sequence[Report]) -> list[CurveEntry]:
     return [entry for number, report in enumerate(reports) for entry in _of_report(number, report)]
 
 
+def unsteady(found: Sequence[CurveEntry]) -> Iterator[str]:
+    """A line for each entry whose load was not steady: its numbers depend on when they were taken."""
+    for entry in found:
+        if at(entry.summary, "window.steady") is False:
+            yield (
+                f"{entry.system}, {entry.load}: the load was not steady in the measured window; "
+                "a longer warm-up helps, or a lower rate where turns pile up"
+            )
+
+
 def by_system(found: Sequence[CurveEntry]) -> dict[str, list[CurveEntry]]:
     """System → curve, in the order in which systems first appear; a curve goes from the lowest load to the highest."""
     curves: dict[str, list[CurveEntry]] = {}

@@ -12,9 +12,9 @@ import jinja2
 
 from pensieve.replay.measure.activity import RULE
 from pensieve.replay.measure.report import at
-from pensieve.replay.presentation.columns import NOTHING
-from pensieve.replay.presentation.curves import CurveEntry, Report
-from pensieve.replay.presentation.latency_plot import CAPTION
+from pensieve.replay.presentation.columns import NOTHING, number
+from pensieve.replay.presentation.curves import CurveEntry, Report, unsteady
+from pensieve.replay.presentation.latency_plot import BARS_CAPTION, CAPTION, has_bars
 from pensieve.replay.presentation.page_tables import headline_tables, tables
 from pensieve.replay.presentation.panels import panels, report_numbers
 from pensieve.replay.presentation.plots import inline_svgs
@@ -53,7 +53,8 @@ def page(reports: Sequence[Report], names: Sequence[str] = (), latency_s: float 
     names = list(names) or report_numbers(reports)
     shown = panels(reports, names)
     found = [entry for panel in shown for entry in panel.entries]
-    pictures = {key: (key, *_CAPTIONS[key], svg) for key, svg in inline_svgs(shown, latency_s).items()}
+    captions = _CAPTIONS | ({"latency": ("Latency", BARS_CAPTION)} if has_bars(shown) else {})
+    pictures = {key: (key, *captions[key], svg) for key, svg in inline_svgs(shown, latency_s).items()}
     return environment.get_template("report.html.jinja").render(
         kind="Simulation" if all("simulation" in report for report in reports) else "Replay",
         title=", ".join(
@@ -90,17 +91,24 @@ def _problems(reports: Sequence[Report], names: Sequence[str], found: Sequence[C
             yield f"{where}: {text}"
         for text in (at(entry.summary, "receipts.examples") or [])[:3]:
             yield f"{where}: receipt: {text}"
-        if at(entry.summary, "window.steady") is False:
-            yield f"{where}: the load was not steady in the measured window"
+    yield from unsteady(found)
 
 
 def _line(report: Report) -> str:
-    """One line that says when, where and how much was replayed."""
-    machine = f"{at(report, 'machine.cpu')}, {at(report, 'machine.cores')} cores"
-    work = f"{at(report, 'workload.conversations')} conversations, {at(report, 'workload.turns')} turns"
+    """One line that says when, where and how much was replayed; of a simulation also what was simulated."""
+    work = f"{_count(report, 'conversations')} conversations, {_count(report, 'turns')} turns"
+    where = f"{at(report, 'machine.cpu')}, {at(report, 'machine.cores')} cores"
+    if "simulation" in report:
+        replicas = at(report, "simulation.settings.replicas")
+        times = f"{replicas} × " if replicas and replicas > 1 else ""
+        where = f"simulated machine: {times}{at(report, 'simulation.machine.name')}"
     return " · ".join(
-        (work, machine, f"pensieve {at(report, 'versions.pensieve')}", str(report.get("created", "")))
+        (work, where, f"pensieve {at(report, 'versions.pensieve')}", str(report.get("created", "")))
     )
+
+
+def _count(report: Report, what: str) -> str:
+    return number(at(report, f"workload.{what}"), ",d")
 
 
 def _facts(report: Report) -> list[tuple[str, str]]:

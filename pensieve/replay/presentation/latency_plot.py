@@ -15,6 +15,7 @@ from pensieve.replay.presentation.plot_style import (
     grid,
     legend,
     looks,
+    plain,
     plain_numbers,
     sample,
     title,
@@ -29,6 +30,11 @@ _ROOM = 5.0
 _LOG_FROM = 10.0
 """With systems whose lowest latencies are so many times apart, the axis is logarithmic, and nothing is cut."""
 
+BARS_CAPTION = (
+    "Every system was measured at one load, so there is no curve: bars are the mean over turns and the 90th "
+    "percentile, with the throughput above. Normalised latency: time from sending a turn to its last token, per output "
+    "token."
+)
 CAPTION = (
     "One line per system: the mean over turns, dashed the 90th percentile; bars are 95 % intervals over seeds. "
     "Normalised latency: time from sending a turn to its last token, per output token. A hollow arrow at the top is a "
@@ -37,10 +43,15 @@ CAPTION = (
 
 
 def latency_figure(panels: Sequence[Panel], latency_s: float | None = None) -> Figure | None:
-    """One axes per panel; None without a measured point. ``latency_s`` is marked by a line."""
+    """One axes per panel; bars where no system has two points, None where there is but one, which a table tells.
+
+    ``latency_s`` is marked by a line.
+    """
     shown = [panel for panel in panels if any(panel.points.values())]
-    if not shown:
+    if sum(len(points) for panel in shown for points in panel.points.values()) < 2:
         return None
+    if has_bars(panels):
+        return _bar_figure(panels, shown)
     figure, grid_axes = grid(len(shown), 2, WIDE_IN, 4.2 if len(shown) == 1 else 3.4)
     look = looks(panels)
     for number, (axes, panel) in enumerate(zip(grid_axes, shown, strict=True)):
@@ -59,6 +70,38 @@ def latency_figure(panels: Sequence[Panel], latency_s: float | None = None) -> F
         (name, sample(its.colour, its.style, its.marker)) for name, its in look.items() if name in drawn
     ]
     legend(figure, [*samples, ("mean", sample(INK)), ("90th percentile", sample(INK, "--"))])
+    return figure
+
+
+def has_bars(panels: Sequence[Panel]) -> bool:
+    """Whether no system was measured at two loads: points without a line between them."""
+    return all(len(points) < 2 for panel in panels for points in panel.points.values())
+
+
+def _bar_figure(panels: Sequence[Panel], shown: Sequence[Panel]) -> Figure:
+    figure, grid_axes = grid(len(shown), 2, WIDE_IN, 3.4)
+    look = looks(panels)
+    for number, (axes, panel) in enumerate(zip(grid_axes, shown, strict=True)):
+        title(axes, panel.title)
+        found = [(name, points[0]) for name, points in panel.points.items() if points]
+        for at, (name, point) in enumerate(found):
+            bars = [(-0.2, point.mean_s, 1.0, "mean"), (0.2, point.p90_s, 0.5, "p90")]
+            for aside, seconds, alpha, what in bars:
+                if seconds is not None:
+                    bar = axes.bar(at + aside, 1000 * seconds, 0.38, color=look[name].colour, alpha=alpha)
+                    bar[0].set_gid(f"{what}-{number}-{at}")
+            high = 1000 * max(point.mean_s, point.p90_s or 0.0)
+            axes.annotate(f"{point.throughput:,.2f} turns/s", (at, high), (0, 3), textcoords="offset points",
+                          ha="center", fontsize=9, color=INK)  # fmt: skip
+        axes.set_xticks(
+            range(len(found)), [plain(f"{name}\n{point.load}") for name, point in found], wrap=True
+        )
+        axes.set_xlim(-0.6, len(found) - 0.4)
+        axes.margins(y=0.12)
+        axes.set_ylabel("normalised latency [ms/token]")
+    dark, pale = sample(INK), sample(INK)
+    pale.set_alpha(0.5)
+    legend(figure, [("mean", dark), ("90th percentile", pale)])
     return figure
 
 

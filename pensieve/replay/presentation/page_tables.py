@@ -11,6 +11,8 @@ from pensieve.replay.measure.report import at
 from pensieve.replay.presentation.columns import (
     BY_TURN,
     FAILURES,
+    FIRST_TOKEN,
+    LATENESS,
     NOTHING,
     SESSIONS,
     SPEED,
@@ -63,6 +65,8 @@ def tables(panels: Sequence[Panel]) -> Iterator[Table]:
     """The tables of all numbers, further down the page."""
     found = [entry for panel in panels for entry in panel.entries]
     yield _grid("speed", "Throughput and latency", "", panels, SPEED)
+    told = "Cold: the first turn of a conversation; warm: the later ones."
+    yield _grid("ttft", "Time to first token", told, panels, FIRST_TOKEN)
     swap = _swap_columns(found)
     note = (
         ""
@@ -71,7 +75,10 @@ def tables(panels: Sequence[Panel]) -> Iterator[Table]:
     )
     yield _grid("tokens", "Tokens by source, and swap traffic", note, panels, (*TOKENS, *swap))
     yield _grid("sessions", "Active conversations", RULE, panels, SESSIONS)
-    yield _grid("failures", "Failures, receipts and the client's own lateness", "", panels, FAILURES)
+    yield _grid("failures", "Failures and receipts", "", panels, FAILURES)
+    if any(at(entry.summary, "client_lag_s") for entry in found):
+        told = "How much later than due the client sent its turns."
+        yield _grid("lateness", "The client's own lateness", told, panels, LATENESS)
     for panel in panels:
         for entry in panel.entries:
             if at(entry.summary, "by_turn"):
@@ -80,7 +87,8 @@ def tables(panels: Sequence[Panel]) -> Iterator[Table]:
 
 def _systems(panels: Sequence[Panel]) -> Table:
     heads = (
-        "system", "most turns/s", "offered then", "normalised latency then [ms]", "lowest normalised latency [ms]",
+        "system", "most turns/s", "offered then", "normalised latency then [ms/token]",
+        "lowest normalised latency [ms/token]",
         "active conversations with TTFT p95 ≤ 2 s", "turns lost",
     )  # fmt: skip
     rows = [(panel, _system(name, curve)) for panel in panels for name, curve in panel.curves.items()]
@@ -118,8 +126,8 @@ def _ratios(panels: Sequence[Panel], latency_s: float | None) -> Table:
         for pair in comparisons(panel.points, latency_s)
     ]
     heads = (
-        "system", "against", "at mean normalised latency [ms]", "times the throughput",
-        "at p90 normalised latency [ms]", "times the throughput",
+        "system", "against", "at mean normalised latency [ms/token]", "times the throughput",
+        "at p90 normalised latency [ms/token]", "times the throughput",
     )  # fmt: skip
     table = Table("ratios", "Throughput at equal normalised latency", RATIO_RULE, heads, 2, ())
     return _with_work(table, panels, rows)

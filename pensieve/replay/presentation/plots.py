@@ -154,8 +154,8 @@ def _sources(shown: Sequence[Panel]) -> Figure | None:
 
 def _sessions(shown: Sequence[Panel]) -> Figure | None:
     told = [panel for panel in shown if any(map(_bins, panel.curves.values()))]
-    if not told:
-        return None
+    if sum(len(_bins(curve)) for panel in told for curve in panel.curves.values()) < 2:
+        return None  # a table tells of one dot
     figure, axes_ = grid(len(told), 1, WIDTH_IN, 3.2)
     look = looks(shown)
     drawn = set()

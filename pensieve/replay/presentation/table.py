@@ -6,13 +6,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from pensieve.replay.measure.report import SOURCES, at
-from pensieve.replay.presentation.columns import NOTHING, SESSIONS, SPEED, limit_text, number, ratio_texts
-from pensieve.replay.presentation.curves import CurveEntry, Report, busiest
+from pensieve.replay.presentation.columns import (
+    FIRST_TOKEN,
+    NOTHING,
+    SESSIONS,
+    SPEED,
+    limit_text,
+    number,
+    ratio_texts,
+)
+from pensieve.replay.presentation.curves import CurveEntry, Report, busiest, entries, unsteady
 from pensieve.replay.presentation.equal_latency import comparisons
+from pensieve.replay.presentation.fitting import print_grid
 from pensieve.replay.presentation.panels import Panel, panels
 
 _EXAMPLES = 5
@@ -20,15 +27,15 @@ _SIDE_BY_SIDE = 4
 _LINE = {
     "turns_per_s": "turns/s",
     "output_tokens_per_s": "tok/s",
-    "normalised_latency_s.mean": "norm mean ms",
-    "normalised_latency_s.p90": "norm p90 ms",
+    "normalised_latency_s.mean": "norm. mean ms/token",
+    "normalised_latency_s.p90": "norm. p90 ms/token",
     "ttft_s.cold.p99": "cold TTFT p99 ms",
     "ttft_s.warm.p99": "warm TTFT p99 ms",
     "inter_token_s.p99": "inter-token p99 ms",
     "active_sessions.mean": "active",
 }
 """What is told of a run in a sweep, and its short name."""
-_COLUMNS = {column.path: column for column in (*SPEED, *SESSIONS)}
+_COLUMNS = {column.path: column for column in (*SPEED, *FIRST_TOKEN, *SESSIONS)}
 
 
 def show(report: dict[str, Any], console: Console) -> None:
@@ -40,15 +47,15 @@ def show(report: dict[str, Any], console: Console) -> None:
     (panel,) = panels([report])
     found = panel.entries
     if len(found) <= _SIDE_BY_SIDE and len({entry.load for entry in found}) == 1:
-        console.print(_overview(report["targets"], _workload_line(report)))
+        _overview(report["targets"], _workload_line(report), console)
         detailed = found
     else:
-        console.print(_curves(found, _workload_line(report)))
+        _curves(found, _workload_line(report), console)
         _ratios(panel, None, console)
         detailed = [busiest(curve) for curve in panel.curves.values()]
     for entry in detailed:
         if entry.summary["receipts"]["checked"]:
-            console.print(_by_turn(entry))
+            _by_turn(entry, console)
     for summary in report["targets"]:
         _problems(summary, console)
     _warnings(report, console)
@@ -63,7 +70,7 @@ def show_curves(
     """
     for panel in panels(reports, names):
         told = names[0] if len(reports) == 1 else f"{len(reports)} reports"
-        console.print(_curves(panel.entries, panel.title or told))
+        _curves(panel.entries, panel.title or told, console)
         _ratios(panel, latency_s, console)
     for report in reports:
         for summary in report["targets"]:
@@ -82,26 +89,23 @@ def _workload_line(report: dict[str, Any]) -> str:
     return line
 
 
-def _overview(summaries: Sequence[dict[str, Any]], title: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
-    for summary in summaries:
-        table.add_column(Text(summary["target"]), justify="right", overflow="fold")
+def _overview(summaries: Sequence[dict[str, Any]], title: str, console: Console) -> None:
+    rows: list[tuple[str, ...]] = []
 
     def row(name: str, *values: str) -> None:
-        table.add_row(name, *values)
+        rows.append((name, *values))
 
     def each(path: str, digits: str) -> list[str]:
         return [number(at(summary, path), digits) for summary in summaries]
 
-    def milliseconds(name: str, path: str, *keys: str) -> None:
+    def milliseconds(name: str, path: str, *keys: str, unit: str = "ms") -> None:
         cells = (" / ".join(number(at(s, f"{path}.{key}"), ",.1f", 1000) for key in keys) for s in summaries)
-        row(f"{name} ms, {' / '.join(keys)}", *cells)
+        row(f"{name} {unit}, {' / '.join(keys)}", *cells)
 
     row("turns completed", *each("turns.completed", ",d"))
     row("turns/s", *each("turns_per_s", ",.2f"))
     row("output tokens/s", *each("output_tokens_per_s", ",.1f"))
-    milliseconds("normalised latency", "normalised_latency_s", "mean", "p90")
+    milliseconds("normalised latency", "normalised_latency_s", "mean", "p90", unit="ms/token")
     milliseconds("TTFT cold", "ttft_s.cold", "mean", "p50", "p90", "p99")
     milliseconds("TTFT warm", "ttft_s.warm", "mean", "p50", "p90", "p99")
     milliseconds("inter-token", "inter_token_s", "p50", "p99")
@@ -121,51 +125,48 @@ def _overview(summaries: Sequence[dict[str, Any]], title: str) -> Table:
         "receipts wrong / checked",
         *(f"{s['receipts']['violations']} / {s['receipts']['checked']}" for s in summaries),
     )
-    return table
+    print_grid(console, title, [""], [str(summary["target"]) for summary in summaries], rows)
 
 
-def _curves(found: Sequence[CurveEntry], title: str) -> Table:
-    table = Table(title=Text(title), title_justify="left")
-    table.add_column("system", overflow="fold", min_width=24)
-    for name in ("offered", "seed", *_LINE.values(), "TTFT p95 ≤ 2 s"):
-        table.add_column(name, justify="right", overflow="fold")
-    for entry in found:
-        seed = NOTHING if entry.seed is None else str(entry.seed)
-        cells = (_COLUMNS[path].text(entry.summary) for path in _LINE)
-        within = limit_text(at(entry.summary, "active_sessions"))
-        table.add_row(Text(entry.system), entry.load, seed, *cells, within)
-    return table
+def _curves(found: Sequence[CurveEntry], title: str, console: Console) -> None:
+    rows = [
+        (
+            entry.system,
+            entry.load,
+            NOTHING if entry.seed is None else str(entry.seed),
+            *(_COLUMNS[path].text(entry.summary) for path in _LINE),
+            limit_text(at(entry.summary, "active_sessions")),
+        )
+        for entry in found
+    ]
+    print_grid(console, title, ["system", "offered"], ["seed", *_LINE.values(), "TTFT p95 ≤ 2 s"], rows)
 
 
 def _ratios(panel: Panel, latency_s: float | None, console: Console) -> None:
-    pairs = comparisons(panel.points, latency_s)
-    if not pairs:
-        return
-    table = Table(title="Throughput at equal normalised latency", title_justify="left")
-    for name in ("system", "against"):
-        table.add_column(name, overflow="fold", min_width=20)
-    for name in ("mean ms", "times", "p90 ms", "times"):
-        table.add_column(name, justify="right")
-    for pair in pairs:
-        table.add_row(Text(pair.ours), Text(pair.other), *ratio_texts(pair.mean), *ratio_texts(pair.p90))
-    console.print(table)
+    rows = [
+        (pair.ours, pair.other, *ratio_texts(pair.mean), *ratio_texts(pair.p90))
+        for pair in comparisons(panel.points, latency_s)
+    ]
+    if rows:
+        heads = ["mean ms/token", "times", "p90 ms/token", "times"]
+        title = "Throughput at equal normalised latency"
+        print_grid(console, title, ["system", "against"], heads, rows)
 
 
-def _by_turn(entry: CurveEntry) -> Table:
-    table = Table(title=Text(f"By turn: {entry.system}, {entry.load}"), title_justify="left")
-    heads = ("turn", "turns", "TTFT p50 ms", "TTFT p99 ms", "context")
-    for name in (*heads, *(source.replace("_", " ") for source in SOURCES), "output"):
-        table.add_column(name, justify="right", overflow="fold")
-    for row in entry.summary["by_turn"]:
-        tokens = row["tokens"]
-        table.add_row(
+def _by_turn(entry: CurveEntry, console: Console) -> None:
+    tokens = ("context", *SOURCES, "output")
+    rows = [
+        (
             str(row["turn"] + 1),
             f"{row['turns']:,d}",
             number(row["ttft_s"]["p50"], ",.1f", 1000),
             number(row["ttft_s"]["p99"], ",.1f", 1000),
-            *(f"{tokens[name]:,d}" for name in ("context", *SOURCES, "output")),
+            *(f"{row['tokens'][name]:,d}" for name in tokens),
         )
-    return table
+        for row in entry.summary["by_turn"]
+    ]
+    heads = ["turns", "TTFT p50 ms", "TTFT p99 ms", *(name.replace("_", " ") for name in tokens)]
+    print_grid(console, f"By turn: {entry.system}, {entry.load}", ["turn"], heads, rows)
 
 
 def _problems(summary: Mapping[str, Any], console: Console) -> None:
@@ -177,6 +178,8 @@ def _problems(summary: Mapping[str, Any], console: Console) -> None:
 
 
 def _warnings(report: Report, console: Console) -> None:
+    for line in unsteady(entries([report])):
+        console.print(line, style="red", markup=False, highlight=False)
     for reason in report.get("invalid_reasons") or []:
         console.print(f"not valid: {reason}", style="bold red", markup=False)
     for missing in report.get("unreached") or []:

@@ -20,6 +20,7 @@ from pensieve.simulate.scenario import policies
 from pensieve.simulate.scenario.hints import hints_of
 from pensieve.simulate.scenario.load import Life
 from pensieve.simulate.scenario.machine import Machine
+from pensieve.simulate.scenario.routing import Router
 from pensieve.simulate.scenario.settings import Settings
 from pensieve.simulate.scenario.tally import ChunkPrices, Span, Tally
 from pensieve.simulate.scenario.work import work_of
@@ -136,12 +137,16 @@ class FullSimulation:
         make_worker: MakeWorker | None = None,
         window: Span | None = None,
         zero_s: float = 0.0,
+        row_s: float | None = None,
     ) -> None:
         self._settings = settings
+        self._policy = policy
+        self._make_worker = make_worker
         self._prices = ChunkPrices(settings.cost)
         self._progress = progress
-        self.tally = Tally(window, zero_s)
-        self._replicas = [_Replica(settings, policy, make_worker) for _ in range(settings.replicas)]
+        self.tally = Tally(window, zero_s, row_s)
+        self._replicas = [self._replica() for _ in range(settings.replicas)]
+        self._router = Router(settings, lambda replica: len(self._replicas[replica].turns))
         self._arrivals: list[tuple[float, int, _Turn]] = []
         self._tickets = 0
         self._lost = False
@@ -150,6 +155,7 @@ class FullSimulation:
         """Simulate until the last answer has ended."""
         source = iter(lives)
         upcoming = next(source, None)
+        changes = self._settings.changes(self._lose, self._bring_back)
         while True:
             if upcoming is not None and (not self._arrivals or upcoming.start <= self._arrivals[0][0]):
                 self._later(_Turn(upcoming), upcoming.start)
@@ -160,9 +166,9 @@ class FullSimulation:
             busy = [replica for replica in live if replica.engine.has_work]
             first = min(busy, key=lambda replica: replica.clock.now, default=None)
             now = min(at, first.clock.now if first else float("inf"))
-            loss = self._settings.lose_replica_at
-            if loss is not None and not self._lost and loss <= now:
-                self._lose(loss)
+            if changes and changes[0][0] <= now < float("inf"):
+                when, change = changes.pop(0)
+                change(when)
             elif first is not None and first.clock.now <= at:
                 self._step(first)
             elif self._arrivals:
@@ -170,13 +176,19 @@ class FullSimulation:
             else:
                 return self.tally
 
+    def _replica(self) -> _Replica:
+        return _Replica(self._settings, self._policy, self._make_worker)
+
     def _later(self, turn: _Turn, at: float) -> None:
-        self._tickets += 1
         turn.arrived = at
-        heapq.heappush(self._arrivals, (at + self._settings.machine.turn_s, self._tickets, turn))
+        self._expect(turn, at + self._settings.machine.turn_s)
+
+    def _expect(self, turn: _Turn, at: float) -> None:
+        self._tickets += 1
+        heapq.heappush(self._arrivals, (at, self._tickets, turn))
 
     def _submit(self, turn: _Turn, now: float) -> None:
-        turn.replica = self._settings.route(turn.life.number, turn.turn, lost=self._lost)
+        turn.replica = self._router.replica(turn.life.number, turn.turn, lost=self._lost)
         replica = self._replicas[turn.replica]
         if not replica.engine.has_work:
             replica.clock.now = max(replica.clock.now, now)
@@ -232,7 +244,9 @@ class FullSimulation:
         ttft = turn.first_token - turn.arrived
         answering = now - turn.first_token
         shared = len(turn.context) - len(turn.history) - usage.new_tokens
-        self.tally.add(turn.turn, usage, len(turn.context), turn.cost, ttft, answering, now, shared)
+        self.tally.add(
+            turn.turn, usage, len(turn.context), turn.cost, ttft, answering, now, shared, turn.replica
+        )
         if self._progress is not None:
             self._progress(self.tally.sessions)
         turn.history = np.concatenate([turn.context, np.array(turn.output, np.int32)])
@@ -248,4 +262,8 @@ class FullSimulation:
         turns, replica.turns = list(replica.turns.values()), {}
         self.tally.repeated_turns = len(replica.scheduler.batch.running)
         for turn in turns:
-            self._submit(turn, now)
+            self._expect(turn, now + self._settings.lease_s)
+
+    def _bring_back(self, now: float) -> None:
+        """Replica 0 is there again, as a server that has just started."""
+        self._replicas[0], self._lost = self._replica(), False

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from pensieve.config import BATCH_LIMITS, CacheConfig
 from pensieve.engine.cost.model import CostModel
 from pensieve.simulate.scenario.machine import Machine
 
-Routing = Literal["affine", "random"]
+Routing = Literal["affine", "hash", "bounded", "random"]
+"""See ``scenario.routing``."""
+
+
+LEASE_S: Final = 10.0
+"""As of `pensieve serve`."""
+RING_POINTS: Final = 1600
+Change = Callable[[float], None]
+"""Told of the virtual time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +47,19 @@ class Settings:
     routing: Routing = "affine"
     lose_replica_at: float | None = None
     """Virtual seconds after which replica 0 is gone, with its cache and its running turns."""
+    replica_returns_at: float | None = None
+    """Virtual seconds after which it is there again, with nothing cached and nothing learned; None: never."""
+    lease_s: float = LEASE_S
+    """A turn that was under way at the lost replica begins again elsewhere so long after: when its lease has lapsed."""
+    ring_points: int = RING_POINTS
+    """Points of each replica on the ring of ``hash`` and ``bounded``: 16 times a server's weight in HAProxy."""
     seed: int = 0
     hints: ClientHints | None = None
     """None: clients say nothing of their next turn."""
     slack: int = 0
     """See ``TurnCache``; only the ``turns`` engine has it."""
 
-    def route(self, session: int, turn: int, *, lost: bool) -> int:
-        """The replica of a turn: by session, or by a hash of session and turn. ``lost``: replica 0 takes none."""
-        pick = session if self.routing == "affine" else _mix(session * 1_000_003 + turn * 7919 + self.seed)
-        replica = pick % self.replicas
-        return 1 + (pick // self.replicas) % (self.replicas - 1) if lost and replica == 0 else replica
-
-
-def _mix(value: int) -> int:
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return value ^ (value >> 31)
+    def changes(self, lose: Change, bring_back: Change) -> list[tuple[float, Change]]:
+        """What happens to the replicas, in order: (when, what to call then)."""
+        told = ((self.lose_replica_at, lose), (self.replica_returns_at, bring_back))
+        return [(at, change) for at, change in told if at is not None]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import log
 from typing import Any
 
 import numpy as np
@@ -15,56 +13,11 @@ from pensieve.engine.cost.model import CostModel
 from pensieve.replay.measure.activity import TTFT_LIMIT_S, largest_within_limit
 from pensieve.replay.measure.report import SOURCES
 from pensieve.replay.measure.windows import BINS, has_trend
+from pensieve.simulate.scenario.slices import Slice
+from pensieve.simulate.scenario.times import Times
 
-_STEP = math.log(1.01)
-_LEAST = 1e-5
 _TURNS_SHOWN = 20
 Span = tuple[float, float]
-
-
-@dataclass(slots=True)
-class Times:
-    """Mean and percentiles of durations; a percentile is right to 1 %."""
-
-    count: int = 0
-    total: float = 0.0
-    most: float = 0.0
-    bins: dict[int, int] = field(default_factory=dict)
-
-    def add(self, seconds: float, count: int = 1) -> None:
-        self.count += count
-        self.total += count * seconds
-        if seconds > self.most:
-            self.most = seconds
-        bin_ = int(log(seconds / _LEAST) / _STEP) if seconds > _LEAST else 0
-        bins = self.bins
-        bins[bin_] = bins.get(bin_, 0) + count
-
-    def percentile(self, share: float) -> float | None:
-        left = share * self.count
-        for bin_ in sorted(self.bins):
-            left -= self.bins[bin_]
-            if left <= 0:
-                return min(_LEAST * math.exp((bin_ + 0.5) * _STEP), self.most)
-        return None
-
-    def quantiles(self) -> list[float] | None:
-        """The percentiles 0, 1, … 100; None where nothing was added."""
-        found = [self.percentile(share / 100) for share in range(101)]
-        return None if found[-1] is None else [value for value in found if value is not None]
-
-    def merge(self, other: Times) -> None:
-        """Add what another one has."""
-        self.count, self.total = self.count + other.count, self.total + other.total
-        self.most = max(self.most, other.most)
-        for bin_, count in other.bins.items():
-            self.bins[bin_] = self.bins.get(bin_, 0) + count
-
-    def statistic(self) -> dict[str, float | int | None]:
-        mean = self.total / self.count if self.count else None
-        shares = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
-        percentiles = {name: self.percentile(share) for name, share in shares.items()}
-        return {"count": self.count, "mean": mean, **percentiles, "max": self.most if self.count else None}
 
 
 class ChunkPrices:
@@ -110,6 +63,8 @@ class Tally:
     """From its start up to its end, in virtual seconds from ``zero_s`` on."""
     zero_s: float = 0.0
     """All times here count from this one."""
+    row_s: float | None = None
+    """Length of a row of ``timeline``; None: there are none."""
     sessions: int = 0
     """Begun, in the window or not."""
     turns_outside: int = 0
@@ -133,6 +88,10 @@ class Tally:
     flight_s: list[float] = field(default_factory=lambda: [0.0] * BINS)
     """Seconds that turns were under way in each part of the window, all turns together."""
     ended: float = 0.0
+    replicas: dict[int, Slice] = field(default_factory=dict)
+    """The turns by the replica that ended them."""
+    timeline: dict[int, Slice] = field(default_factory=dict)
+    """The turns by when they ended: in which row of ``row_s`` after the window's start."""
 
     def add(
         self,
@@ -144,10 +103,11 @@ class Tally:
         answering: float,
         now: float,
         shared: int = 0,
+        replica: int = 0,
     ) -> None:
         """One completed turn, ended ``now``; ``answering``: seconds since its first token.
 
-        ``shared``: tokens of its input that were found cached.
+        ``shared``: tokens of its input that were found cached. ``replica``: which one answered.
         """
         values = (usage.gpu_cached_tokens, usage.swapped_in_tokens, usage.recomputed_tokens, usage.new_tokens)
         now -= self.zero_s
@@ -159,6 +119,12 @@ class Tally:
             if not self.window[0] <= now < self.window[1]:
                 self.turns_outside += 1
                 return
+        slices = [self.replicas.setdefault(replica, Slice())]
+        if self.row_s is not None:
+            start = self.window[0] if self.window else 0.0
+            slices.append(self.timeline.setdefault(int((now - start) / self.row_s), Slice()))
+        for slice_ in slices:
+            slice_.add(usage, ttft, answering, warm=turn > 0)
         self.shared += shared
         self.recomputed_cost_s += cost
         self.answering_s += answering
@@ -250,6 +216,8 @@ class Tally:
             "recomputed_cost_s": self.recomputed_cost_s,
             "repeated_turns": self.repeated_turns,
             "receipts": {"checked": self.turns + self.turns_outside, "violations": self.violations, "examples": []},
+            "by_replica": [{"replica": at, **self.replicas[at].told()} for at in sorted(self.replicas)],
+            "timeline": self._timeline(),
             "by_turn": [_by_turn(number, row) for number, row in enumerate(self.rows)],
             "active_sessions": {
                 "mean": active, "limit_s": TTFT_LIMIT_S, "ttft_p95_s": ttft, **largest_within_limit(bins), "bins": bins,
@@ -257,6 +225,14 @@ class Tally:
             "window": self._window(),
             **({"running_turns": {"mean": sum(self.flight_s) / seconds}} if self.window else {}),
         }  # fmt: skip
+
+    def _timeline(self) -> list[dict[str, Any]]:
+        start = self.window[0] if self.window else 0.0
+        return [
+            {"start_s": start + row * self.row_s, **self.timeline.get(row, Slice()).told()}
+            for row in range(1 + max(self.timeline, default=-1))
+            if self.row_s is not None
+        ]
 
     def _window(self) -> dict[str, Any]:
         start, end = self.window or (0.0, self.ended)

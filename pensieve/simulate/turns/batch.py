@@ -67,6 +67,11 @@ class Batch:
 
         A generation takes a chunk every ``chunk_tokens`` steps, always at the same remainder."""
 
+    @property
+    def under_way(self) -> int:
+        """Turns that wait or run here."""
+        return len(self._waiting) + len(self._running)
+
     def submit(self, turn: LiveTurn, ticket: int, now: float) -> None:
         """Queue a turn that arrives now, during the latest step or after it."""
         if self._waiting or self._running:

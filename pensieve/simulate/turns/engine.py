@@ -9,7 +9,7 @@ while it recomputes a chunk loses that chunk.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import Final
 
@@ -17,6 +17,7 @@ from pensieve.core import Usage
 from pensieve.simulate.scenario import policies
 from pensieve.simulate.scenario.bound import Bound
 from pensieve.simulate.scenario.load import Life
+from pensieve.simulate.scenario.routing import Router
 from pensieve.simulate.scenario.settings import Settings
 from pensieve.simulate.scenario.tally import ChunkPrices, Span, Tally
 from pensieve.simulate.turns.batch import Batch
@@ -24,7 +25,11 @@ from pensieve.simulate.turns.cache import TurnCache
 from pensieve.simulate.turns.live import LiveTurn
 
 _NEVER: Final = float("inf")
+_READ_AHEAD: Final = 32
+"""Sessions of each replica that are read before it plays; what it takes in memory against how often it is resumed."""
 _begins: Final = attrgetter("begins")
+Due = tuple[float, int, LiveTurn]
+"""(Time, ticket, turn)."""
 
 
 class TurnSimulation:
@@ -37,71 +42,115 @@ class TurnSimulation:
         progress: Callable[[int], None] | None = None,
         window: Span | None = None,
         zero_s: float = 0.0,
+        row_s: float | None = None,
     ) -> None:
         self._settings = settings
+        self._policy = policy
         self._prices = ChunkPrices(settings.cost)
         self._progress = progress
-        self.tally = Tally(window, zero_s)
+        self.tally = Tally(window, zero_s, row_s)
         self.bound = Bound(settings.cost) if policy == "clairvoyant" else None
-        self._affine = settings.routing == "affine"
-        self.replicas: list[Batch] = []
-        for _ in range(settings.replicas):
-            rule, stamp = policies.make(policy)
-            cache = TurnCache(settings.cache, settings.cost, rule, settings.slack)
-            self.replicas.append(Batch(settings, cache, stamp, self.tally.gap))
-        self._due: list[tuple[float, int, LiveTurn]] = []
-        """Turns that are to come: (time, ticket, turn)."""
-        self._tickets = 0
+        self.replicas = [self._replica() for _ in range(settings.replicas)]
         self._live = self.replicas
-        self._loss = _NEVER if settings.lose_replica_at is None else settings.lose_replica_at
-        """When replica 0 will be lost."""
+        self._router = Router(settings, lambda replica: self.replicas[replica].under_way)
+        self._apart = settings.replicas > 1 and self._router.apart
+        self._due: list[list[Due]] = [[] for _ in range(settings.replicas if self._apart else 1)]
+        """Heaps of turns that are to come: one for each replica where these keep apart, else one for all."""
+        self._tickets = 0
+        self._source: Iterator[Life] = iter(())
+        self._upcoming: Life | None = None
         self.most_alive = 0
         """Sessions held at once: what memory grows with."""
 
     def run(self, lives: Iterable[Life]) -> Tally:
-        """Simulate until the last answer has ended.
+        """Simulate until the last answer has ended. ``lives`` is read bit by bit, so a long load is never held."""
+        self._source = iter(lives)
+        self._upcoming = next(self._source, None)
+        play = self._play_apart if self._apart else self._play_together
+        for at, change in self._settings.changes(self._lose, self._bring_back):
+            play(at)
+            change(at)
+        play(_NEVER)
+        return self.tally
 
-        Each pass takes what comes first: a session starts, a turn arrives at its replica, a replica takes its next run
-        of steps, or a replica is lost. ``lives`` is read only as far as that, so a long load is never held.
+    def _play_together(self, until: float) -> None:
+        """What begins before ``until``, in one order of events.
+
+        Each pass takes what comes first: a session starts, a turn arrives at its replica, or a replica takes its next
+        run of steps. A replica runs no further than another one's next step: a turn that ends there may send its
+        session's next one here.
         """
-        source = iter(lives)
-        upcoming = next(source, None)
+        (coming,) = self._due
         while True:
-            at = self._due[0][0] if self._due else _NEVER
-            if upcoming is not None and upcoming.start <= at:
-                self._later(LiveTurn(upcoming), upcoming.start)
-                upcoming = next(source, None)
+            at = coming[0][0] if coming else _NEVER
+            if self._upcoming is not None and self._upcoming.start <= at:
+                self._read()
                 continue
             first = self._live[0] if len(self._live) == 1 else min(self._live, key=_begins)
-            if self._loss <= min(at, first.begins) < _NEVER:
-                self._lose(self._loss)
-            elif first.begins <= at and first.begins < _NEVER:
-                horizon = _NEVER if self._affine else self._horizon(first)
-                if ended := first.run(min(at, self._loss, horizon)):
+            if until <= min(at, first.begins):
+                return
+            if first.begins <= at:
+                others = min((other.begins for other in self._live if other is not first), default=_NEVER)
+                if ended := first.run(min(at, until, others)):
                     self._ended(first, ended)
-            elif self._due:
-                self._submit(heapq.heappop(self._due)[2], at)
             else:
-                return self.tally
+                self._submit(heapq.heappop(coming)[2], at)
 
-    def _horizon(self, first: Batch) -> float:
-        """Until when nothing that another replica does can matter to ``first``: until another one's next step begins.
+    def _play_apart(self, until: float) -> None:
+        """The same where sessions keep to a replica: each plays alone for as long as all that starts is known.
 
-        A turn that ends elsewhere may send its session's next one here. Where sessions keep to one replica (``affine``)
-        they never meet the others, and nobody asks.
+        Replica 0 is the last: when it is back, it gets the next turns of sessions that the others are still answering.
         """
-        return min((other.begins for other in self._live if other is not first), default=_NEVER)
+        ahead = 0.0
+        while ahead < until:
+            for _ in range(_READ_AHEAD * len(self.replicas)):
+                if self._upcoming is None:
+                    break
+                self._read()
+            coming = self._upcoming
+            ahead = until if coming is None else min(until, coming.start + self._settings.machine.turn_s)
+            for number in reversed(range(len(self.replicas))):
+                self._play_alone(self.replicas[number], self._due[number], ahead)
+
+    def _play_alone(self, replica: Batch, coming: list[Due], until: float) -> None:
+        while True:
+            at = coming[0][0] if coming else _NEVER
+            if until <= min(at, replica.begins):
+                return
+            if replica.begins <= at:
+                if ended := replica.run(min(at, until)):
+                    self._ended(replica, ended)
+            else:
+                self._submit(heapq.heappop(coming)[2], at)
+
+    def _replica(self) -> Batch:
+        rule, stamp = policies.make(self._policy)
+        settings = self._settings
+        cache = TurnCache(settings.cache, settings.cost, rule, settings.slack)
+        return Batch(settings, cache, stamp, self.tally.gap)
+
+    def _read(self) -> None:
+        """The session that starts next is known from here on."""
+        assert self._upcoming is not None
+        self._later(LiveTurn(self._upcoming), self._upcoming.start)
+        self._upcoming = next(self._source, None)
 
     def _later(self, turn: LiveTurn, at: float) -> None:
-        self._tickets += 1
         turn.arrived = at
-        heapq.heappush(self._due, (at + self._settings.machine.turn_s, self._tickets, turn))
-        self.most_alive = max(self.most_alive, len(self._due))
+        self._expect(turn, at + self._settings.machine.turn_s)
+
+    def _expect(self, turn: LiveTurn, at: float) -> None:
+        """The turn will reach its replica ``at``."""
+        self._tickets += 1
+        due = self._due[self._route(turn) if self._apart else 0]
+        heapq.heappush(due, (at, self._tickets, turn))
+        self.most_alive = max(self.most_alive, sum(map(len, self._due)))
+
+    def _route(self, turn: LiveTurn) -> int:
+        return self._router.replica(turn.life.number, turn.index, lost=self._live is not self.replicas)
 
     def _submit(self, turn: LiveTurn, now: float) -> None:
-        turn.replica = self._settings.route(
-            turn.life.number, turn.index, lost=self._live is not self.replicas
-        )
+        turn.replica = self._route(turn)
         self._tickets += 1
         self.replicas[turn.replica].submit(turn, self._tickets, now)
 
@@ -123,7 +172,17 @@ class TurnSimulation:
             cost = self._prices.of(restore.missing, turn.history) if restore.recomputed else 0.0
             first = turn.first_token
             shared = present - turn.history
-            self.tally.add(turn.index, usage, turn.prompt, cost, first - turn.arrived, at - first, at, shared)
+            self.tally.add(
+                turn.index,
+                usage,
+                turn.prompt,
+                cost,
+                first - turn.arrived,
+                at - first,
+                at,
+                shared,
+                turn.replica,
+            )
             if arc is not None:
                 arc.returned(turn.index, turn.history, restore.recomputed)
             if self._progress is not None:
@@ -138,8 +197,23 @@ class TurnSimulation:
                 self.tally.open(turn.life.start, at)
 
     def _lose(self, now: float) -> None:
-        """Replica 0 is gone: its turns begin again on the others."""
-        self._live, self._loss = self.replicas[1:], _NEVER
+        """Replica 0 is gone: its turns begin again on the others when their leases have lapsed."""
         turns, self.tally.repeated_turns = self.replicas[0].clear()
+        self._live = self.replicas[1:]
+        self._send_anew()
         for turn in turns:
-            self._submit(turn, now)
+            self._expect(turn, now + self._settings.lease_s)
+
+    def _bring_back(self, now: float) -> None:
+        """Replica 0 is there again, as a server that has just started."""
+        self.replicas[0] = self._replica()
+        self._live = self.replicas
+        self._send_anew()
+
+    def _send_anew(self) -> None:
+        """Turns that are to come go where the router sends them now."""
+        coming = [due for heap in self._due for due in heap]
+        for heap in self._due:
+            heap.clear()
+        for due in coming:
+            heapq.heappush(self._due[self._route(due[2]) if self._apart else 0], due)

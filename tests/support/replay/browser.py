@@ -21,6 +21,8 @@ const found = {
   drawn: [...document.querySelectorAll("figure svg")].map(e => e.getBBox().width),
   curves: [...document.querySelectorAll("[id^=latency-mean-] > path")].map(e => e.getBBox().width),
   tables: [...document.querySelectorAll("table")].map(box),
+  beyond: [...document.querySelectorAll(".scroll")].map(
+    e => [e.firstElementChild.id, e.scrollWidth - e.clientWidth]).filter(pair => pair[1] > 0),
   overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
   paper: getComputedStyle(document.body).backgroundColor,
   ink: getComputedStyle(document.querySelector("#plot-latency svg text")).fill,
