@@ -58,10 +58,7 @@ def gateway(
 
     Holds no state: any number may stand in front of one server. Prints one line, `ready http=HOST:PORT`.
     """
-    try:
-        door = importlib.import_module("pensieve.http.run")
-    except ImportError as error:
-        raise click.ClickException(f"cannot load the door: {error}; pip install 'pensieve[http]'") from error
+    door = importlib.import_module("pensieve.http.run")
     host, _, port = listen.rpartition(":")
     if not host or not port.isdecimal():
         raise click.UsageError(f"--listen: {listen!r} is not HOST:PORT")
