@@ -26,10 +26,15 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
 """Extra → what is imported of it; its first stands for the whole."""
 
 
+def installed(extra: str) -> bool:
+    """Whether the extra is there, as far as the module that stands for it tells."""
+    return importlib.util.find_spec(EXTRAS[extra][0]) is not None
+
+
 def require(extra: str) -> None:
     """Raises ModuleNotFoundError when the extra is not installed, before anything is started that would need it."""
-    module = EXTRAS[extra][0]
-    if importlib.util.find_spec(module) is None:
+    if not installed(extra):
+        module = EXTRAS[extra][0]
         raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
 

@@ -11,16 +11,18 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import socket
 import sqlite3
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import msgspec
 
+from pensieve import extras
 from pensieve.machine import memory, usable_cores
 from pensieve.options.values import split_address
 
@@ -58,16 +60,33 @@ def system() -> Iterator[Check]:
 
 
 def packages() -> Iterator[Check]:
-    """Every declared dependency: installed, importable at all, which version."""
-    requirements = importlib.metadata.requires("pensieve") or []
-    names = [_name_of(line) for line in requirements if "extra ==" not in line]
-    for name in sorted(names):
+    """Every dependency that a server has: installed, importable at all, which version."""
+    if not extras.installed("server"):
+        yield Check(
+            "packages", "server", "fail", "only a client is installed", "pip install 'pensieve[server]'"
+        )
+    for name, part in sorted(_dependencies().items()):
         try:
             yield Check("packages", name, "ok", importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
+            if part != _CLIENT and not extras.installed("server"):
+                continue  # one line says it all
             needed = name != "triton"  # on other systems than Linux there is none, and the reference runs
-            yield Check("packages", name, "fail" if needed else "note", "missing", f"pip install {name}")
+            yield Check("packages", name, "fail" if needed else "note", "missing", f"pip install '{part}'")
     yield _kernels_name()
+
+
+_CLIENT: Final = "pensieve"
+
+
+def _dependencies() -> dict[str, str]:
+    """Name of a dependency of a server → what to install so that it is there."""
+    found: dict[str, str] = {}
+    for line in importlib.metadata.requires("pensieve") or []:
+        extra = re.search(r"extra == ['\"](\w+)", line)
+        if (extra is None or extra[1] in ("server", "http")) and _name_of(line) != "pensieve":
+            found.setdefault(_name_of(line), f"pensieve[{extra[1]}]" if extra else _CLIENT)
+    return found
 
 
 def _name_of(requirement: str) -> str:
@@ -136,7 +155,7 @@ def _redis(url: str) -> Check:
     try:
         redis = importlib.import_module("redis")
     except ImportError as error:
-        return Check("store", "redis", "fail", f"no client: {error}", "pip install redis")
+        return Check("store", "redis", "fail", f"no client: {error}", "pip install 'pensieve[server]'")
     query = urlencode(
         [pair for pair in parse_qsl(parts.query) if pair[0] != "replicas"]
     )  # ours, not the client's
