@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import socket
 from pathlib import Path
 from typing import Final
@@ -71,7 +72,9 @@ def gateway(
     try:
         listener = socket.create_server((host.strip("[]"), int(port)), backlog=2048)
     except OSError as error:
-        raise click.ClickException(f"cannot listen on {listen}: {error.strerror}") from error
+        # Python adds the address to ``strerror``; errors of names have numbers of their own.
+        why = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        raise click.UsageError(f"--listen: cannot listen on {listen}: {why}") from error
     with listener:
         click.echo(f"ready http={host}:{listener.getsockname()[1]}")
         try:
