@@ -78,6 +78,11 @@ def test_version() -> None:
         (["serve", "--listen", "0.0.0.0:0"], "pensieve serve: --listen: 0.0.0.0:0 is not loopback"),
         (["doctor", "--store", "mysql://x"], "pensieve doctor: --store: expected memory:"),
         (["nonsense"], "pensieve: No such command 'nonsense'"),
+        (["gateway", "--target", "nowhere"], "pensieve gateway: --target: expected HOST:PORT"),
+        (
+            ["gateway", "--target", "h:1", "--listen", "h:99999"],
+            "pensieve gateway: --listen: expected HOST:PORT",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_code_2(arguments: list[str], line: str) -> None:

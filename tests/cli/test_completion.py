@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from click.shell_completion import BashComplete
 from pensieve.cli import main as cli
 from pensieve.client import Client
 from support.service.fake_server import FakeServerThread
+from support.sources import ROOT
 
 PENSIEVE = Path(sys.executable).parent / "pensieve"
 
@@ -24,7 +26,18 @@ def offered(line: str) -> list[str]:
     return [f"{item.type},{item.value}" for item in completion.get_completions(words[:-1], words[-1])]
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_takes_the_line_of_the_page() -> None:
+    page = (ROOT / "docs/install.md").read_text()
+    (line,) = re.findall(r"`(eval .*bash_source.*)`", page)
+    path = f"{PENSIEVE.parent}{os.pathsep}{os.environ['PATH']}"
+    result = subprocess.run(
+        ["bash", "--norc", "-c", f"{line}\ncomplete -p pensieve"], env=os.environ | {"PATH": path},
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert "_pensieve_completion pensieve" in result.stdout
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_the_script_for_each_shell(shell: str) -> None:
     result = subprocess.run(
         [PENSIEVE], env=os.environ | {"_PENSIEVE_COMPLETE": f"{shell}_source"}, capture_output=True, text=True,

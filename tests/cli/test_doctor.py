@@ -123,6 +123,13 @@ def test_redis_without_append_only_file_is_noted(monkeypatch: pytest.MonkeyPatch
         assert by_name(list(checks.store("redis://127.0.0.1:6379/0")))["redis"].state == state
 
 
+def test_a_folder_that_is_not_there_blocks_and_a_hub_id_does_not(tmp_path: Path) -> None:
+    (found,) = checks.model(str(tmp_path / "nowhere"))
+    assert found.state == "fail" and found.found.endswith("no such folder")
+    (found,) = checks.model("somebody/some-model")
+    assert found.state == "note"
+
+
 def test_model_folder_without_weights(tmp_path: Path) -> None:
     config = {"model_type": "llama", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8,
               "num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 64}  # fmt: skip

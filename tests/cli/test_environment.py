@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -13,6 +14,7 @@ from click.testing import CliRunner
 from pensieve.cli import main as cli
 from pensieve.cli.environment import NO_OPTIONS
 from pensieve.spawn import ServerProcess
+from support.sources import ROOT
 
 
 class Result(NamedTuple):
@@ -70,6 +72,21 @@ def test_every_option_of_every_command_has_its_variable() -> None:
                 seen.add(expected)
     assert {"PENSIEVE_SERVE_MODEL", "PENSIEVE_CHAT_SESSION", "PENSIEVE_STORE_CHECK_STORE"} <= seen
     assert not seen & NO_OPTIONS
+
+
+def test_the_page_says_what_is_so(run: Run) -> None:
+    """The examples of docs/install.md: each variable does what the command beside it does; messages are as printed."""
+    page = (ROOT / "docs/install.md").read_text()
+    by_path = dict(commands())
+    rows = re.findall(r"^\| `pensieve (.+) --(\S+)[^|]*` \| `(PENSIEVE_\w+)=(\S+)` \|$", page, re.MULTILINE)
+    assert len(rows) == 5
+    for path, flag, variable, _ in rows:
+        param = next(one for one in by_path[path].params if f"--{flag}" in (*one.opts, *one.secondary_opts))
+        assert param.envvar is not None and variable in param.envvar
+    for variable, said in re.findall(r"^pensieve serve: (PENSIEVE_\w+)(.*)$", page, re.MULTILINE):
+        value = said.rpartition(" ")[2] if "got" in said else "1"
+        result = run("serve", "--print-config", **{variable: value})
+        assert f"pensieve serve: {variable}{said}\n" in result.stderr
 
 
 def test_flag_beats_environment_beats_file(run: Run, tmp_path: Path) -> None:

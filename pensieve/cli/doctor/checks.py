@@ -181,9 +181,9 @@ def model(name: str) -> Iterator[Check]:
     """The model folder: architecture, weights, tokenizer, chat template. Downloads nothing."""
     from pensieve.model.arch import ModelError
     from pensieve.model.folder import load_arch
-    from pensieve.model.resolve import resolve_model
+    from pensieve.model.resolve import is_path, resolve_model
 
-    if name != "demo" and not Path(name).expanduser().is_dir():
+    if name != "demo" and not is_path(name) and not Path(name).is_dir():
         fix = "pass a folder, or let `pensieve serve` download it"
         yield Check(
             "model", name, "note", "not a folder here; a hub id is looked at when the server starts", fix
@@ -193,7 +193,7 @@ def model(name: str) -> Iterator[Check]:
         folder = resolve_model(name)
         arch = load_arch(folder)
     except ModelError as error:
-        yield Check("model", "architecture", "fail", str(error), "use a model of a supported family")
+        yield Check("model", "architecture", "fail", str(error), "name a model folder of a supported family")
         return
     found = f"{arch.family}, {arch.num_layers} layers, context {arch.context_limit}, {arch.num_parameters / 1e6:.1f} M"
     yield Check("model", "architecture", "ok", found)
