@@ -85,7 +85,7 @@ class GroupedCommand(click.Command):
         rows = {}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
-            if record is not None:
+            if record is not None and isinstance(param, click.Option):
                 rows[max(param.opts, key=len).lstrip("-")] = record
         for title, names in self._groups.items():
             with formatter.section(title):

@@ -117,6 +117,11 @@ def test_the_help_of_serve_is_in_groups() -> None:
     assert "PENSIEVE_SERVE_<OPTION>" in lines[-1]
 
 
+def test_no_option_of_replay_is_left_without_a_heading() -> None:
+    shown = CliRunner().invoke(cli.cli, ["replay", "--help"]).output
+    assert "\nTargets:\n" in shown and "\nOther:\n" not in shown and "\nOptions:\n" not in shown
+
+
 def test_no_arguments_shows_help() -> None:
     result = run()
     assert result.returncode == 2
