@@ -20,6 +20,7 @@ from urllib.request import urlopen
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from pensieve import extras
 from pensieve.debug import child_environment
 
 READY = re.compile(r"ready grpc=(?P<grpc>\S+) admin=(?P<admin>\S+)(?: http=(?P<http>\S+))?")
@@ -87,7 +88,11 @@ class ServerProcess:
         listen: str = "127.0.0.1:0",
         wait: bool = True,
     ) -> None:
-        """Start the server and, unless told not to ``wait``, return when it is ready. Raises SpawnError."""
+        """Start the server and, unless told not to ``wait``, return when it is ready.
+
+        Raises SpawnError, and ModuleNotFoundError where only a client is installed.
+        """
+        extras.require("server")
         command = [sys.executable, "-P", "-m", "pensieve", "serve", "--listen", listen, *arguments]
         self._log: deque[str] = deque(maxlen=200)
         self._process = subprocess.Popen(
@@ -96,7 +101,7 @@ class ServerProcess:
             stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL,
             text=True,
-            env={**child_environment(failpoints=False), **(environment or {})},
+            env={**_environment(), **(environment or {})},
             start_new_session=True,  # Ctrl-C in the terminal is for the program that owns this server
         )
         self._drain = threading.Thread(target=self._read_log, daemon=True)
@@ -175,6 +180,12 @@ class ServerProcess:
         assert self._process.stderr is not None
         for line in self._process.stderr:
             self._log.append(line.rstrip("\n"))
+
+
+def _environment() -> dict[str, str]:
+    """Without options of a server: those of the user's own one are not for this one, whose owner says all of them."""
+    inherited = child_environment(failpoints=False)
+    return {name: value for name, value in inherited.items() if not name.startswith("PENSIEVE_SERVE_")}
 
 
 @contextlib.contextmanager

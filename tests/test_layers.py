@@ -27,13 +27,14 @@ LEAVES: dict[str, set[str]] = {
     "core": set(),
     "debug": set(),
     "errors": set(),
+    "extras": set(),
     "frames": set(),
     "kernels": set(),
     "lifeline": set(),
     "logs": set(),
     "machine": set(),
     "rpc_status": {"errors"},
-    "spawn": {"debug"},
+    "spawn": {"debug", "extras"},
 }
 """What the modules beside the packages may import, and ``kernels``, which has no ``__init__`` to say it in."""
 

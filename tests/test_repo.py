@@ -25,6 +25,7 @@ SDIST_FILES = {"PKG-INFO", "setup.cfg"}
 """What setuptools adds to the tree of a source distribution, where these tests run as well."""
 MAX_FUNCTION_LINES = 80
 ENVIRONMENT_READERS = {
+    "pensieve/cli/environment.py",  # which variables are set, to name the one at fault
     "pensieve/debug.py",  # debug switches
     "pensieve/machine.py",  # XDG_STATE_HOME and XDG_CACHE_HOME, where a user's data goes
 }

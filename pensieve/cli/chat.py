@@ -19,11 +19,12 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from pensieve.cli import candidates
+from pensieve.cli import candidates, completion
 from pensieve.client import Client, Piece, Role, Session, Turn, TurnState, TurnStream
 from pensieve.client import SamplingOptions as Sampling
 from pensieve.core import FinishReason
 from pensieve.errors import NotFound, PensieveError
+from pensieve.options.completion import models
 from pensieve.spawn import ServerProcess, SpawnError
 
 log = logging.getLogger(__name__)
@@ -36,11 +37,18 @@ PROMPT = "[bold cyan]you>[/] "
     "--target", metavar="HOST:PORT", help="Server to talk to; without it one is started for this chat."
 )
 @click.option(
-    "--model", metavar="NAME", help="Model folder, hub id or `demo`, for the server that is started."
+    "--model",
+    metavar="NAME",
+    help="Model folder, hub id or `demo`, for the server that is started.",
+    shell_complete=models,
 )
 @click.option("--store", metavar="URL", help="History store of the server that is started.")
 @click.option(
-    "--session", "session_id", metavar="ID", help="Session to go on with, or to make under this id."
+    "--session",
+    "session_id",
+    metavar="ID",
+    help="Session to go on with, or to make under this id.",
+    shell_complete=completion.sessions,
 )
 @click.option("--system", metavar="TEXT", help="System prompt of a new session.")
 @click.option("--temperature", type=click.FloatRange(min=0), metavar="T", help="0 is greedy.")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import socket
 from pathlib import Path
 from typing import Final
 
 import click
+
+from pensieve.options.values import split_address
 
 _FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -58,13 +61,9 @@ def gateway(
 
     Holds no state: any number may stand in front of one server. Prints one line, `ready http=HOST:PORT`.
     """
-    try:
-        door = importlib.import_module("pensieve.http.run")
-    except ImportError as error:
-        raise click.ClickException(f"cannot load the door: {error}; pip install 'pensieve[http]'") from error
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdecimal():
-        raise click.UsageError(f"--listen: {listen!r} is not HOST:PORT")
+    door = importlib.import_module("pensieve.http.run")
+    _address("target", target)
+    host, port = _address("listen", listen)
     if (tls_cert is None) != (tls_key is None):
         raise click.UsageError("--tls-cert and --tls-key go together")
     files = door.TlsFiles(tls_cert, tls_key) if tls_cert is not None else None
@@ -72,13 +71,22 @@ def gateway(
         target, tls, max_body_bytes=int(max_body) << 20, patience_s=patience, cors_origins=cors_origin
     )
     try:
-        listener = socket.create_server((host.strip("[]"), int(port)), backlog=2048)
+        listener = socket.create_server((host, port), backlog=2048)
     except OSError as error:
-        raise click.ClickException(f"cannot listen on {listen}: {error.strerror}") from error
+        # Python adds the address to ``strerror``; errors of names have numbers of their own.
+        why = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        raise click.UsageError(f"--listen: cannot listen on {listen}: {why}") from error
     with listener:
-        click.echo(f"ready http={host}:{listener.getsockname()[1]}")
+        click.echo(f"ready http={listen.rpartition(':')[0]}:{listener.getsockname()[1]}")
         try:
             with asyncio.Runner(loop_factory=door.loop_factory()) as runner:
                 runner.run(door.serve(settings, listener, files))
         except (OSError, ValueError) as error:
             raise click.ClickException(f"cannot serve: {error}") from error
+
+
+def _address(option: str, value: str) -> tuple[str, int]:
+    try:
+        return split_address(value)
+    except ValueError as error:
+        raise click.UsageError(f"--{option}: {error}") from None

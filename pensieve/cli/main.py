@@ -13,8 +13,10 @@ from typing import Any, Final, NoReturn
 
 import click
 
-from pensieve import __version__
+from pensieve import __version__, extras
+from pensieve.cli import environment
 from pensieve.options import serve as options
+from pensieve.options.groups import GROUPS, GroupedCommand
 
 LAZY: Final[dict[str, tuple[str, str, str]]] = {
     "chat": ("pensieve.cli.chat", "chat", "Chat in the terminal, with a server or with one of its own."),
@@ -56,17 +58,37 @@ class LazyGroup(click.Group):
         return sorted([*super().list_commands(ctx), *LAZY])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in LAZY:
-            return super().get_command(ctx, cmd_name)
+        command = self._load(cmd_name) if cmd_name in LAZY else super().get_command(ctx, cmd_name)
+        if command is not None:
+            environment.name_variables(command, cmd_name)
+        return command
+
+    def _load(self, cmd_name: str) -> click.Command:
         module, attribute, _ = LAZY[cmd_name]
         try:
             command = getattr(importlib.import_module(module), attribute)
         except ImportError as error:
-            raise click.ClickException(
-                f"cannot load `pensieve {cmd_name}`: {error}; `pensieve doctor` shows what is missing"
-            ) from error
+            raise cannot_load(f"`pensieve {cmd_name}`", error) from error
         assert isinstance(command, click.Command), f"{module}.{attribute} is no click command"
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        if name is not None and command is not None:
+            for line in environment.misspelt(command, name):
+                click.echo(f"pensieve {name}: {line}", err=True)
+        return name, command, rest
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ImportError as error:  # some commands find out late what they need
+            line = extras.missing_extra(error)
+            if line is None:
+                raise
+            raise click.UsageError(line, _named(ctx)) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         rows = [
@@ -79,22 +101,45 @@ class LazyGroup(click.Group):
         return self.commands[name].get_short_help_str(limit=80)
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+def cannot_load(what: str, error: ImportError) -> ImportError | click.ClickException:
+    """The error to raise: one that names the extra to install, or one that leads to ``pensieve doctor``."""
+    if extras.missing_extra(error) is not None:
+        return error
+    return click.ClickException(f"cannot load {what}: {error}; `pensieve doctor` shows what is missing")
+
+
+def _named(ctx: click.Context) -> click.Context:
+    """A context that prints as the subcommand."""
+    name = ctx.invoked_subcommand or ""
+    return click.Context(click.Command(name), parent=ctx, info_name=name)
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Options may come from the environment: --max-running of `serve` is PENSIEVE_SERVE_MAX_RUNNING, and so on "
+    "with every command. A flag wins.",
+)
 @click.version_option(__version__, prog_name="pensieve")
 def cli() -> None:
     """Stateful server for multi-turn conversations with large language models."""
 
 
-@cli.command(context_settings={"max_content_width": 110})
+@cli.command(
+    cls=GroupedCommand, groups=GROUPS, epilog="Each option may be a variable, too: PENSIEVE_SERVE_<OPTION>."
+)
 @options.serve_flags
 @click.option(
     "--config",
     type=click.Path(path_type=Path),
     metavar="FILE.toml",
-    help="Options as TOML, named as the flags without dashes; a flag wins over the file.",
+    help="Options as TOML, named as the flags without dashes; flags and the environment win.",
 )
 @click.option(
-    "--print-config", is_flag=True, help="Print the resolved options and their reasons as TOML, then exit."
+    "--print-config",
+    is_flag=True,
+    allow_from_autoenv=False,
+    help="Print the resolved options and their reasons as TOML, then exit.",
 )
 @click.pass_context
 def serve(ctx: click.Context, /, config: Path | None, print_config: bool, **given: Any) -> None:
@@ -103,16 +148,16 @@ def serve(ctx: click.Context, /, config: Path | None, print_config: bool, **give
     Prints one line, `ready grpc=HOST:PORT admin=HOST:PORT`, when it accepts calls, with
     `http=HOST:PORT` behind it if there is --http. SIGTERM lets running turns finish.
     """
-    resolved = options.resolve(options.by_name(given), config)
+    variables = options.by_name(environment.from_environment(ctx))
+    resolved = options.resolve(options.by_name(given), config, variables)
     if print_config:
         click.echo(resolved.render())
         return
+    extras.require("server")
     try:
         app = importlib.import_module("pensieve.server.app")
     except ImportError as error:
-        raise click.ClickException(
-            f"cannot load the server: {error}; `pensieve doctor` shows what is missing"
-        ) from error
+        raise cannot_load("the server", error) from error
     if resolved.sources["store"] == "default":
         # Histories are private: nobody else on the machine may list or read them.
         options.state_directory().mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -128,7 +173,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(error.exit_code)
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
-        click.echo(f"{context.command_path if context else 'pensieve'}: {error.format_message()}", err=True)
+        variable = environment.variable_at_fault(error)
+        message = f"{variable}: {error.message}" if variable else error.format_message()
+        click.echo(f"{context.command_path if context else 'pensieve'}: {message}", err=True)
         sys.exit(error.exit_code)
     except click.Abort:
         sys.exit(130)

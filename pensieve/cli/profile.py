@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pensieve.config import CacheConfig, DeviceName, DtypeName, EngineOptions, LoadFormat
 from pensieve.engine.cost.probe import LONGEST, CostPoint, Prober, describe, prober
+from pensieve.options.completion import models
 from pensieve.simulate.calibrate import SWAP_CHUNKS, calibrated
 
 if TYPE_CHECKING:  # the module brings torch with it
@@ -55,7 +56,14 @@ def _measure_machine(worker: Worker, name: str, longest: int, path: Path) -> Non
 
 
 @click.command()
-@click.option("--model", default="demo", show_default=True, metavar="MODEL", help="Folder, hub id or `demo`.")
+@click.option(
+    "--model",
+    default="demo",
+    show_default=True,
+    metavar="MODEL",
+    help="Folder, hub id or `demo`.",
+    shell_complete=models,
+)
 @click.option("--device", type=click.Choice(get_args(DeviceName)), default="auto", show_default=True)
 @click.option(
     "--dtype",

@@ -19,6 +19,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from pensieve import extras
 from pensieve.demo.acts import crowd, long_talk
 from pensieve.demo.acts.exchange import ServerRun
 from pensieve.demo.talk.scenario import conversations
@@ -73,6 +74,7 @@ def demo(
     """
     if verbose and quiet:
         raise click.UsageError("--verbose and --quiet do not go together")
+    extras.require("server")
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal without bars gets "?"
     started = time.perf_counter()

@@ -27,9 +27,14 @@ def resolve_model(name: str) -> Path:
         if not (folder / "config.json").is_file():
             raise ModelError(f"{folder}: no config.json; not a model folder")
         return folder
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if is_path(name):
         raise ModelError(f"{name}: no such folder")
     return _download(name)
+
+
+def is_path(name: str) -> bool:
+    """Whether it can only be meant as a folder: hub ids have one slash at most, inside."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def display_name(name: str) -> str:

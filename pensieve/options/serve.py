@@ -1,7 +1,8 @@
 """Options of ``pensieve serve``: one table, from which come the flags, the keys of a TOML file and ``--print-config``.
 
-A flag wins over the file, the file over the default. Names are the same everywhere (``device-cache``); an unknown key
-is an error that names the nearest known one. The environment sets nothing.
+A flag wins over the environment, the environment over the file, the file over the default. Names are the same
+everywhere (``device-cache``, ``PENSIEVE_SERVE_DEVICE_CACHE``); an unknown key is an error that names the nearest known
+one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import click
 import msgspec
@@ -28,12 +29,15 @@ from pensieve.config import (
     EngineTuning,
 )
 from pensieve.machine import user_directory
+from pensieve.options import completion
 from pensieve.options.option import Option
 from pensieve.options.table import OPTIONS
 from pensieve.options.values import is_loopback
 
-Source = Literal["flag", "file", "default"]
+Source = Literal["flag", "environment", "file", "default"]
 Command = Callable[..., Any]
+T = TypeVar("T")
+NO_VARIABLES: Final[Mapping[str, str]] = {}
 
 
 def state_directory() -> Path:
@@ -90,18 +94,21 @@ class Resolved:
     options: ServeOptions
     sources: Mapping[str, Source]
     config: Path | None
+    variables: Mapping[str, str]
+    """Option name → the variable that set it."""
 
     def render(self) -> str:
         """TOML that ``--config`` takes back; behind each value where it came from and why.
 
         Only a password in the store's URL is not shown.
         """
-        lines = ["# Configuration of `pensieve serve`: flags win over the file, the file over defaults."]
+        lines = ["# Configuration of `pensieve serve`: a flag wins, then the environment, then the file."]
         for option in OPTIONS:
             value = getattr(self.options, option.field)
             source = self.sources[option.name]
             origin = {
                 "flag": f"flag --{option.name}",
+                "environment": f"environment {self.variables.get(option.name)}",
                 "file": f"file {self.config}",
                 "default": f"default: {option.why}",
             }[source]
@@ -113,8 +120,12 @@ class Resolved:
         return "\n".join(lines)
 
 
-def resolve(flags: Mapping[str, object], config: Path | None = None) -> Resolved:
+def resolve(
+    flags: Mapping[str, object], config: Path | None = None, variables: Mapping[str, str] = NO_VARIABLES
+) -> Resolved:
     """Check every value and merge. ``flags``: option name → value as given; None means not given.
+
+    ``variables``: option name → variable, of those in ``flags`` that no flag gave but the environment.
 
     Raises click.UsageError with one line that names the option, the value and what would do.
     """
@@ -126,8 +137,9 @@ def resolve(flags: Mapping[str, object], config: Path | None = None) -> Resolved
     for option in OPTIONS:
         given = flags.get(option.name)
         if given is not None:
-            values[option.field] = _parse(option, given, f"--{option.name}")
-            sources[option.name] = "flag"
+            variable = variables.get(option.name)
+            values[option.field] = _parse(option, given, variable or f"--{option.name}")
+            sources[option.name] = "environment" if variable else "flag"
         elif option.name in from_file:
             values[option.field] = _parse(option, from_file[option.name], f"{config}: {option.name}")
             sources[option.name] = "file"
@@ -135,12 +147,12 @@ def resolve(flags: Mapping[str, object], config: Path | None = None) -> Resolved
             sources[option.name] = "default"
     options = ServeOptions(**values)
     _check_together(options)
-    return Resolved(options, sources, config)
+    return Resolved(options, sources, config, variables)
 
 
-def by_name(parameters: Mapping[str, object]) -> dict[str, object]:
-    """Parameters of a click command with ``serve_flags`` as ``resolve`` takes them."""
-    return {option.name: parameters[option.field] for option in OPTIONS}
+def by_name(parameters: Mapping[str, T]) -> dict[str, T]:
+    """What is known of parameters of a click command with ``serve_flags``, as ``resolve`` takes it."""
+    return {option.name: parameters[option.field] for option in OPTIONS if option.field in parameters}
 
 
 def serve_flags(command: Command) -> Command:
@@ -158,7 +170,12 @@ def serve_flags(command: Command) -> Command:
             written = option.shown or (f"{default:g}{option.unit}" if option.unit else default)
             shown = f"  [default: {written}]" if default is not None else ""
             command = click.option(
-                f"--{option.name}", option.field, type=str, metavar=option.metavar, help=option.help + shown
+                f"--{option.name}",
+                option.field,
+                type=str,
+                metavar=option.metavar,
+                help=option.help + shown,
+                shell_complete=completion.of_option(option),
             )(command)
     return command
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -110,15 +111,21 @@ def size(low: int) -> Parser:
     return parse
 
 
-def choice(*allowed: str) -> Parser:
-    """One of ``allowed``."""
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """A parser that takes one of these words."""
 
-    def parse(value: object) -> str:
-        if not isinstance(value, str) or value not in allowed:
-            raise ValueError(f"expected one of {', '.join(allowed)}, got {value!r}")
+    words: tuple[str, ...]
+
+    def __call__(self, value: object) -> str:
+        if not isinstance(value, str) or value not in self.words:
+            raise ValueError(f"expected one of {', '.join(self.words)}, got {value!r}")
         return value
 
-    return parse
+
+def choice(*allowed: str) -> OneOf:
+    """One of ``allowed``."""
+    return OneOf(allowed)
 
 
 def split_address(value: str) -> tuple[str, int]:

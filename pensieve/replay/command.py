@@ -14,6 +14,8 @@ from typing import Any
 import click
 from rich.console import Console
 
+from pensieve.options.groups import GroupedCommand
+from pensieve.replay.groups import GROUPS
 from pensieve.replay.load.generators import generate
 from pensieve.replay.load.schedule import Arrivals, Gaps
 from pensieve.replay.load.shaping import Shaping
@@ -185,23 +187,28 @@ async def _until_terminated(work: Coroutine[Any, Any, dict[str, Any]]) -> dict[s
     return await work
 
 
-class _Replay(click.Command):
+class _Replay(GroupedCommand):
     """``pensieve replay compare …`` is a command of its own; any other first word is a dataset or an option."""
+
+    @property
+    def commands(self) -> dict[str, click.Command]:
+        """What there is below it."""
+        from pensieve.replay.compare_command import compare
+
+        return {"compare": compare}
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
         if args[:1] == ["compare"]:
-            from pensieve.replay.compare_command import compare
-
-            return compare.make_context(f"{info_name} compare", args[1:], parent, **extra)
+            return self.commands["compare"].make_context(f"{info_name} compare", args[1:], parent, **extra)
         return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
         return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
 
 
-@click.command(cls=_Replay)
+@click.command(cls=_Replay, groups=GROUPS)
 @workload_options
 @target_options
 @click.option("--rates", callback=numbers(float), metavar="R,R,…", help="A run for each of these rates.")

@@ -30,15 +30,17 @@ from __future__ import annotations
 import datetime
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
+from pensieve.options.toml_lines import line_of
 from pensieve.server.tenants import NO_LIMITS, TenantLimits
 
+T = TypeVar("T")
 READ: Final = "sessions.read"
 WRITE: Final = "sessions.write"
 ADMIN: Final = "admin"
@@ -66,13 +68,6 @@ class Certificate(Credential, frozen=True, kw_only=True, forbid_unknown_fields=T
     name: str
 
 
-class _Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    key: tuple[ApiKey, ...] = ()
-    certificate: tuple[Certificate, ...] = ()
-    tenants: dict[str, TenantLimits] = {}
-    limits: TenantLimits = NO_LIMITS
-
-
 @dataclass(frozen=True, slots=True)
 class KeyFile:
     """A key file as read and checked."""
@@ -93,41 +88,97 @@ class KeyFile:
 
 CERTIFICATE: Final = "certificate "
 """Before the name, in ``Identity.key_id``: no id of a key has a space."""
+_TABLES: Final = frozenset({"key", "certificate", "tenants", "limits"})
 ROUNDING: Final = 1e-9
 """Ten times 0.1 is a whole."""
 NO_KEYS: Final = KeyFile({}, {}, {}, NO_LIMITS)
 
 
 def load_keys(path: Path) -> KeyFile:
-    """Raises ValueError (what is wrong, and in which entry) or OSError."""
+    """Raises ValueError (the line, the entry and the field, and what is wrong there) or OSError."""
     try:
-        written = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), _Written)
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8")
+        data = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}") from error
-    keys: dict[str, ApiKey] = {}
-    for key in written.key:
-        problem = _key_problem(key, keys) or _problem(key)
-        if problem:
-            raise ValueError(f"{path}: key {key.id!r}: {problem}")
-        keys[key.id] = key
-    certificates: dict[str, Certificate] = {}
-    for entry in written.certificate:
-        problem = "name must not be empty" if not entry.name else _problem(entry)
-        if problem or entry.name in certificates:
-            raise ValueError(f"{path}: certificate {entry.name!r}: {problem or 'name occurs twice'}")
-        certificates[entry.name] = entry
-    if not keys and not certificates:
-        raise ValueError(f"{path}: holds no [[key]] and no [[certificate]]")
-    known = {entry.tenant for entry in _all(keys, certificates)}
-    if strangers := written.tenants.keys() - known:
-        raise ValueError(f"{path}: tenant {min(strangers)!r} has limits and no key")
-    shares = [
-        (written.tenants.get(name, written.limits).cache_share, written.limits.cache_share) for name in known
-    ]
-    together = sum(own if own is not None else default or 0.0 for own, default in shares)
-    if together > 1 + ROUNDING:
-        raise ValueError(f"{path}: the tenants' cache_share add up to {together:g}, more than 1")
-    return KeyFile(keys, certificates, written.tenants, written.limits)
+    return _Reader(path, text).read(data)
+
+
+class _Reader:
+    """Turns what a file says into values, and knows where it says it."""
+
+    def __init__(self, path: Path, text: str) -> None:
+        self._path = path
+        self._text = text
+
+    def read(self, data: dict[str, Any]) -> KeyFile:
+        if unknown := data.keys() - _TABLES:
+            name = min(unknown)
+            there = "there are [[key]], [[certificate]], [tenants.NAME] and [limits]"
+            raise self._wrong(f"nothing is called {name!r}: {there}", name)
+        keys: dict[str, ApiKey] = {}
+        for number, key in enumerate(self._entries(data, "key", ApiKey)):
+            if problem := _key_problem(key, keys) or _problem(key):
+                raise self._wrong(f"key {key.id!r}: {problem}", "key", number, problem.split()[0])
+            keys[key.id] = key
+        certificates: dict[str, Certificate] = {}
+        for number, entry in enumerate(self._entries(data, "certificate", Certificate)):
+            if problem := _name_problem(entry, certificates) or _problem(entry):
+                where = f"certificate {entry.name!r}"
+                raise self._wrong(f"{where}: {problem}", "certificate", number, problem.split()[0])
+            certificates[entry.name] = entry
+        if not keys and not certificates:
+            raise ValueError(f"{self._path}: holds no [[key]] and no [[certificate]]")
+        limits = self._value(data.get("limits", {}), TenantLimits, "limits", "limits")
+        tenants = self._tenants(data.get("tenants", {}), {entry.tenant for entry in _all(keys, certificates)})
+        self._check_shares({entry.tenant for entry in _all(keys, certificates)}, tenants, limits)
+        return KeyFile(keys, certificates, tenants, limits)
+
+    def _entries(self, data: dict[str, Any], heading: str, kind: type[T]) -> Iterator[T]:
+        """The entries below ``[[heading]]``, one after the other, so that the first wrong one is told."""
+        entries = data.get(heading, [])
+        if not isinstance(entries, list):
+            raise self._wrong(f"Expected [[{heading}]], got {entries!r}", "", 0, heading)
+        for number, entry in enumerate(entries):
+            name = next(
+                (entry[one] for one in ("id", "name") if isinstance(entry, dict) and one in entry), None
+            )
+            shown = f"{heading} {name!r}" if name else f"{heading} number {number + 1}"
+            yield self._value(entry, kind, shown, heading, number)
+
+    def _tenants(self, data: Any, known: set[str]) -> dict[str, TenantLimits]:
+        if not isinstance(data, dict):
+            raise self._wrong(f"Expected [tenants.NAME], got {data!r}", "", 0, "tenants")
+        found = {}
+        for name, entry in data.items():
+            heading = f"tenants.{name}"
+            if name not in known:
+                raise self._wrong(f"tenant {name!r} has limits and no key", heading)
+            found[name] = self._value(entry, TenantLimits, f"tenant {name!r}", heading)
+        return found
+
+    def _check_shares(
+        self, known: set[str], tenants: Mapping[str, TenantLimits], limits: TenantLimits
+    ) -> None:
+        shares = [(tenants.get(name, limits).cache_share, limits.cache_share) for name in known]
+        together = sum(own if own is not None else default or 0.0 for own, default in shares)
+        if together > 1 + ROUNDING:
+            raise ValueError(f"{self._path}: the tenants' cache_share add up to {together:g}, more than 1")
+
+    def _value(self, entry: Any, kind: type[T], shown: str, heading: str, number: int = 0) -> T:
+        try:
+            return msgspec.convert(entry, kind)
+        except msgspec.ValidationError as error:
+            said = str(error)
+            field = re.search(r"field `(\w+)`|at `\$\.(\w+)", said)
+            name = (field[1] or field[2]) if field else ""
+            problem = re.sub(r"^Object (contains )?| - at `\$.*`$", "", said)
+            words = f"{name}: {problem}" if field and field[2] else problem
+            raise self._wrong(f"{shown}: {words}", heading, number, name) from error
+
+    def _wrong(self, problem: str, heading: str, number: int = 0, field: str = "") -> ValueError:
+        line = line_of(self._text, heading, number, field)
+        return ValueError(f"{self._path}: {problem}" if line is None else f"{self._path}:{line}: {problem}")
 
 
 def _all(keys: Mapping[str, ApiKey], certificates: Mapping[str, Certificate]) -> Iterable[Credential]:
@@ -142,6 +193,12 @@ def _key_problem(entry: ApiKey, others: Mapping[str, ApiKey]) -> str:
     if not re.fullmatch(r"[0-9a-f]{64}", entry.sha256):
         return "sha256 must be 64 lower-case hex digits"
     return ""
+
+
+def _name_problem(entry: Certificate, others: Mapping[str, Certificate]) -> str:
+    if not entry.name:
+        return "name must not be empty"
+    return "name occurs twice" if entry.name in others else ""
 
 
 def _problem(entry: Credential) -> str:

@@ -29,6 +29,7 @@ from pensieve.server.rpc.grpc_server import (
     BindError,
     add_health_and_reflection,
     bind,
+    check_free,
     split_address,
     tls_credentials,
 )
@@ -66,6 +67,13 @@ class Ports:
     def bind(self, conversations: Conversations, monitor: HealthMonitor) -> None:
         """Bind the gRPC port and the HTTP door's. Raises BindError, GatewayError or OSError."""
         options = self._options
+        for name, address in (("listen", options.listen), ("admin", options.admin)):
+            try:
+                check_free(
+                    address
+                )  # the admin port's too, although it opens later: nothing has been started yet
+            except BindError as error:
+                raise BindError(f"--{name}: {error}") from error
         credentials = None
         if options.tls_cert is not None and options.tls_key is not None:
             credentials = tls_credentials(options.tls_cert, options.tls_key, options.tls_client_ca)

@@ -51,7 +51,8 @@ _HISTORY = 1.5
     "names",
     multiple=True,
     type=click.Choice(policies.NAMES),
-    help="Give it again to compare several.  [default: all]",
+    metavar="NAME",
+    help=f"{', '.join(policies.NAMES)}; give it again to compare several.  [default: all]",
 )
 @click.option(
     "--sessions", type=_POSITIVE, metavar="N", help="Draw N sessions from the trace; default: each once."

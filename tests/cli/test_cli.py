@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 import tomllib
@@ -15,6 +16,7 @@ from click.testing import CliRunner
 from pensieve import __version__
 from pensieve.cli import main as cli
 from pensieve.options import serve as options
+from pensieve.options.groups import GROUPS
 from pensieve.options.table import OPTIONS
 
 PENSIEVE = Path(sys.executable).parent / "pensieve"
@@ -76,6 +78,11 @@ def test_version() -> None:
         (["serve", "--listen", "0.0.0.0:0"], "pensieve serve: --listen: 0.0.0.0:0 is not loopback"),
         (["doctor", "--store", "mysql://x"], "pensieve doctor: --store: expected memory:"),
         (["nonsense"], "pensieve: No such command 'nonsense'"),
+        (["gateway", "--target", "nowhere"], "pensieve gateway: --target: expected HOST:PORT"),
+        (
+            ["gateway", "--target", "h:1", "--listen", "h:99999"],
+            "pensieve gateway: --listen: expected HOST:PORT",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_code_2(arguments: list[str], line: str) -> None:
@@ -84,6 +91,35 @@ def test_a_mistake_is_one_line_and_code_2(arguments: list[str], line: str) -> No
     assert result.stdout == ""
     assert result.stderr.startswith(line)
     assert result.stderr.count("\n") == 1
+
+
+def test_a_door_whose_address_is_taken_says_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        result = run("gateway", "--target", "127.0.0.1:1", "--listen", address)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert (
+        result.stderr == f"pensieve gateway: --listen: cannot listen on {address}: Address already in use\n"
+    )
+
+
+@pytest.mark.parametrize("name", ["", "serve", *sorted(cli.LAZY)])
+def test_help_fits_a_terminal_of_80_columns(name: str) -> None:
+    shown = CliRunner().invoke(cli.cli, [*name.split(), "--help"]).output
+    assert shown.startswith("Usage: ") and max(map(len, shown.splitlines())) <= 80
+
+
+def test_the_help_of_serve_is_in_groups() -> None:
+    lines = run("serve", "--help").stdout.splitlines()
+    headings = [line for line in lines if re.fullmatch(r"[A-Z][^:]*:", line)]
+    assert headings == [f"{title}:" for title in GROUPS]
+    assert lines.index("Model:") < next(at for at, line in enumerate(lines) if line.startswith("  --model "))
+    assert "PENSIEVE_SERVE_<OPTION>" in lines[-1]
+
+
+def test_no_option_of_replay_is_left_without_a_heading() -> None:
+    shown = CliRunner().invoke(cli.cli, ["replay", "--help"]).output
+    assert "\nTargets:\n" in shown and "\nOther:\n" not in shown and "\nOptions:\n" not in shown
 
 
 def test_no_arguments_shows_help() -> None:

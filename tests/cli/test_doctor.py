@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import json
 import socket
 import sys
@@ -11,11 +13,13 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from pensieve.cli.doctor import checks
 from pensieve.cli.doctor import gpu as doctor_gpu
 from pensieve.cli.doctor.checks import Check
-from pensieve.cli.doctor.command import doctor
+from pensieve.cli.doctor.command import doctor, examine, show
+from pensieve.options.serve import ServeOptions
 
 
 def by_name(findings: list[Check]) -> dict[str, Check]:
@@ -29,10 +33,46 @@ def test_this_machine_can_run_it() -> None:
 
 
 def test_a_missing_package_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.metadata.requires", lambda _: ["no-such-package>=1", "x; extra == 'dev'"])
-    found = by_name(list(checks.packages()))["no-such-package"]
-    assert (found.state, found.fix) == ("fail", "pip install no-such-package")
-    assert "x" not in by_name(list(checks.packages()))
+    required = [
+        "no-such-package>=1",
+        "x; extra == 'dev'",
+        'no-such-engine>=2; os_name == "y" and extra == "server"',
+    ]
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: required)
+    found = by_name(list(checks.packages()))
+    assert (found["no-such-package"].state, found["no-such-package"].fix) == (
+        "fail",
+        "pip install 'pensieve'",
+    )
+    assert found["no-such-engine"].fix == "pip install 'pensieve[server]'"
+    assert "x" not in found
+
+
+def test_a_client_is_told_in_one_line_what_a_server_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "torch" else find(name))
+    required = ["click>=8", "no-such-engine>=2; extra == 'server'"]
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: required)
+    findings = examine(ServeOptions(store="memory:", listen="127.0.0.1:0"))
+    blocking = [(check.name, check.fix) for check in findings if check.state == "fail"]
+    assert blocking == [("server", "pip install 'pensieve[server]'")]
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_it_fits_the_terminal(width: int) -> None:
+    """What can be copied is not cut apart, all else is wrapped below itself."""
+    long = Check(
+        "store", "file", "fail", "/some/where/that/is.sqlite3 is not writable", "a fix of many words " * 5
+    )
+    out = io.StringIO()
+    show([long], Console(file=out, width=width, force_terminal=True, color_system=None))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert "/some/where/that/is.sqlite3" in out.getvalue()
+    assert lines[-1] == "1 blocking problem" and len(lines) > 3
+    plain = io.StringIO()
+    show([long], Console(file=plain, width=width))
+    assert len(plain.getvalue().splitlines()) == 4, "a line stays a line where it is read by a program"
 
 
 def test_torch_that_does_not_load_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +121,13 @@ def test_redis_without_append_only_file_is_noted(monkeypatch: pytest.MonkeyPatch
     for aof, state in ((0, "note"), (1, "ok")):
         monkeypatch.setattr(redis.Redis, "from_url", lambda *_, aof=aof, **__: client(aof))
         assert by_name(list(checks.store("redis://127.0.0.1:6379/0")))["redis"].state == state
+
+
+def test_a_folder_that_is_not_there_blocks_and_a_hub_id_does_not(tmp_path: Path) -> None:
+    (found,) = checks.model(str(tmp_path / "nowhere"))
+    assert found.state == "fail" and found.found.endswith("no such folder")
+    (found,) = checks.model("somebody/some-model")
+    assert found.state == "note"
 
 
 def test_model_folder_without_weights(tmp_path: Path) -> None:

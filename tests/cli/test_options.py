@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pensieve.config import EngineOptions, batch_limits
+from pensieve.options.groups import GROUPS
 from pensieve.options.serve import ServeOptions, resolve
 from pensieve.options.table import OPTIONS
 from pensieve.options.values import duration, is_loopback, split_address
@@ -85,9 +86,25 @@ def test_flag_beats_file_beats_default(tmp_path: Path) -> None:
     assert resolved.sources["chunk-tokens"] == "default"
 
 
-def test_the_environment_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSIEVE_MAX_RUNNING", "1")
-    assert resolve({}).options.max_running == ServeOptions().max_running
+def test_a_variable_is_between_flag_and_file(tmp_path: Path) -> None:
+    config = write(tmp_path, "max-running = 7\nmax-queued = 9\n")
+    variables = {"max-running": "PENSIEVE_SERVE_MAX_RUNNING"}
+    resolved = resolve({"max-running": "3", "chunk-tokens": "16"}, config, variables)
+    assert (resolved.options.max_running, resolved.options.max_queued) == (3, 9)
+    assert {name: resolved.sources[name] for name in ("max-running", "max-queued", "chunk-tokens")} == {
+        "max-running": "environment",
+        "max-queued": "file",
+        "chunk-tokens": "flag",
+    }
+    assert "max-running = 3  # environment PENSIEVE_SERVE_MAX_RUNNING" in resolved.render()
+    with pytest.raises(click.UsageError, match=r"^PENSIEVE_SERVE_MAX_RUNNING: expected a whole number"):
+        resolve({"max-running": "x"}, None, variables)
+
+
+def test_every_option_has_its_heading() -> None:
+    named = [name for names in GROUPS.values() for name in names]
+    assert len(named) == len(set(named))
+    assert set(named) == {option.name for option in OPTIONS} | {"config", "print-config", "help"}
 
 
 @pytest.mark.parametrize(

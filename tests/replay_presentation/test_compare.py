@@ -108,7 +108,7 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, 
     with pytest.raises(PlotsMissing, match=r"pip install 'pensieve\[plots\]'"):
         require()
     result = run_compare(*written(tmp_path, a=first_version()), "--html", tmp_path / "c.html")
-    assert result.exit_code == 1 and "pensieve[plots]" in result.output
+    assert result.exit_code == 2 and "pensieve[plots]" in result.output
     assert not (tmp_path / "c.html").exists()
 
 

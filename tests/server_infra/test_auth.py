@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -234,3 +235,34 @@ def test_a_bad_file_is_refused_with_the_reason(tmp_path: Path, text: str, proble
     path.write_text(text)
     with pytest.raises(ValueError, match=problem):
         load_keys(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("# ours\n" + entry("a") + "\n" + entry("b", extra="scopes = ['root']"), "scopes: key 'b': scopes must be"),
+        (entry("a") + entry("b", tenant="x/y"), "tenant: key 'b': tenant must be"),
+        (entry("a") + entry("a"), "id: key 'a': id occurs twice"),
+        (entry("a", extra="expires = 'soon'"), "expires: key 'a': expires: Invalid RFC3339"),
+        (entry("a", extra="secret = 'plain'"), "secret: key 'a': unknown field `secret`"),
+        (entry("a") + "[[key]] # no more\nid = 'b'\n", "[[key]] # no more: key 'b': missing required field"),
+        ("[[certificate]]\nname = ''\ntenant = 'a'\n", "name: certificate '': name must not be empty"),
+        (entry("a", tenant="b.c") + "[tenants.'b.c']\nweight = 1\nmax_sessions = 'x'\n",
+         "max_sessions: tenant 'b.c': max_sessions: Expected"),
+        (entry("a") + "[tenants.acmee]\nmax_sessions = 1\n", "[tenants.acmee]: tenant 'acmee' has limits"),
+        (entry("a") + "[limit]\nmax_sessions = 1\n", "[limit]: nothing is called 'limit'"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_told_by_line_and_field(tmp_path: Path, text: str, told: str) -> None:
+    """``told``: how the line begins, and what is said of it."""
+    path = tmp_path / "keys.toml"
+    path.write_text(text)
+    begins, _, problem = told.partition(": ")
+    with pytest.raises(ValueError) as caught:
+        load_keys(path)
+    place = re.fullmatch(rf"{re.escape(str(path))}:(\d+): (.*)", str(caught.value))
+    assert place is not None, caught.value
+    assert text.splitlines()[int(place[1]) - 1].startswith(begins)
+    assert place[2].startswith(problem)
+    if text.count(begins) > 1:
+        assert begins not in "\n".join(text.splitlines()[int(place[1]) :]), "of the entry that is wrong"

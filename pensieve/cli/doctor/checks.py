@@ -11,16 +11,18 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import socket
 import sqlite3
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import msgspec
 
+from pensieve import extras
 from pensieve.machine import memory, usable_cores
 from pensieve.options.values import split_address
 
@@ -58,16 +60,33 @@ def system() -> Iterator[Check]:
 
 
 def packages() -> Iterator[Check]:
-    """Every declared dependency: installed, importable at all, which version."""
-    requirements = importlib.metadata.requires("pensieve") or []
-    names = [_name_of(line) for line in requirements if "extra ==" not in line]
-    for name in sorted(names):
+    """Every dependency that a server has: installed, importable at all, which version."""
+    if not extras.installed("server"):
+        yield Check(
+            "packages", "server", "fail", "only a client is installed", "pip install 'pensieve[server]'"
+        )
+    for name, part in sorted(_dependencies().items()):
         try:
             yield Check("packages", name, "ok", importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
+            if part != _CLIENT and not extras.installed("server"):
+                continue  # one line says it all
             needed = name != "triton"  # on other systems than Linux there is none, and the reference runs
-            yield Check("packages", name, "fail" if needed else "note", "missing", f"pip install {name}")
+            yield Check("packages", name, "fail" if needed else "note", "missing", f"pip install '{part}'")
     yield _kernels_name()
+
+
+_CLIENT: Final = "pensieve"
+
+
+def _dependencies() -> dict[str, str]:
+    """Name of a dependency of a server → what to install so that it is there."""
+    found: dict[str, str] = {}
+    for line in importlib.metadata.requires("pensieve") or []:
+        extra = re.search(r"extra == ['\"](\w+)", line)
+        if (extra is None or extra[1] in ("server", "http")) and _name_of(line) != "pensieve":
+            found.setdefault(_name_of(line), f"pensieve[{extra[1]}]" if extra else _CLIENT)
+    return found
 
 
 def _name_of(requirement: str) -> str:
@@ -136,7 +155,7 @@ def _redis(url: str) -> Check:
     try:
         redis = importlib.import_module("redis")
     except ImportError as error:
-        return Check("store", "redis", "fail", f"no client: {error}", "pip install redis")
+        return Check("store", "redis", "fail", f"no client: {error}", "pip install 'pensieve[server]'")
     query = urlencode(
         [pair for pair in parse_qsl(parts.query) if pair[0] != "replicas"]
     )  # ours, not the client's
@@ -162,9 +181,9 @@ def model(name: str) -> Iterator[Check]:
     """The model folder: architecture, weights, tokenizer, chat template. Downloads nothing."""
     from pensieve.model.arch import ModelError
     from pensieve.model.folder import load_arch
-    from pensieve.model.resolve import resolve_model
+    from pensieve.model.resolve import is_path, resolve_model
 
-    if name != "demo" and not Path(name).expanduser().is_dir():
+    if name != "demo" and not is_path(name) and not Path(name).is_dir():
         fix = "pass a folder, or let `pensieve serve` download it"
         yield Check(
             "model", name, "note", "not a folder here; a hub id is looked at when the server starts", fix
@@ -174,7 +193,7 @@ def model(name: str) -> Iterator[Check]:
         folder = resolve_model(name)
         arch = load_arch(folder)
     except ModelError as error:
-        yield Check("model", "architecture", "fail", str(error), "use a model of a supported family")
+        yield Check("model", "architecture", "fail", str(error), "name a model folder of a supported family")
         return
     found = f"{arch.family}, {arch.num_layers} layers, context {arch.context_limit}, {arch.num_parameters / 1e6:.1f} M"
     yield Check("model", "architecture", "ok", found)

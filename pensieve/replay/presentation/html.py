@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from pensieve.replay.measure.activity import RULE
 from pensieve.replay.measure.report import at
 from pensieve.replay.presentation.columns import NOTHING, number
@@ -45,6 +43,8 @@ def write_html(
 
 def page(reports: Sequence[Report], names: Sequence[str] = (), latency_s: float | None = None) -> str:
     """The text of the page that ``write_html`` writes. Raises PlotsMissing."""
+    import jinja2  # of the extra `plots`, like matplotlib
+
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("pensieve.replay.presentation"),
         autoescape=True,

@@ -47,6 +47,8 @@ _OLD_QUANTILES = (("p50", 50), ("p90", 90), ("p95", 95), ("p99", 99), ("max", 10
 class PlotsMissing(click.ClickException):
     """matplotlib is not installed."""
 
+    exit_code = 2
+
     def __init__(self) -> None:
         super().__init__("plots need matplotlib: pip install 'pensieve[plots]'")
 

@@ -78,7 +78,7 @@ def add_health_and_reflection(
 
 def bind(server: aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
     """Listen on ``HOST:PORT``; the port, found by the system when it was 0. Raises BindError."""
-    _check_free(address)
+    check_free(address)
     try:
         if credentials is None:
             port: int = server.add_insecure_port(address)
@@ -97,7 +97,7 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _check_free(address: str) -> None:
+def check_free(address: str) -> None:
     """grpc says only that binding failed; the system says why. Raises BindError."""
     host, port = split_address(address)
     try:
