@@ -57,10 +57,12 @@ STATELESS = ("--stateless", *NO_HOST_TIER)
 """Without a host tier, which would still take in the requests that are suspended: a peer without one has to compute
 them again."""
 VLLM_RANKS = (
-    "--tensor-parallel-size", "2", "--compilation-config", '{{"pass_config": {{"fuse_allreduce_rms": false}}}}',
-)  # fmt: skip
-"""Without a fusion whose kernels it compiles when it starts, by a compiler that has to be there. At two GPUs others saw
-no gain from it (vLLM's pull request 22086)."""
+    "--tensor-parallel-size",
+    "2",
+    "--compilation-config",
+    '{{"pass_config": {{"fuse_allreduce_rms": false}}}}',
+)
+"""Without a fusion that needs a compiler at its start, and gains nothing at two GPUs (vLLM's pull request 22086)."""
 OFFLOAD_COMPILE_S, OFFLOAD_PIN_S = 35.0, 0.7
 """Guesses: with offload vLLM's start takes so much longer the first time, and for each GiB that it pins."""
 
@@ -165,9 +167,8 @@ TWO_GPUS = replace(
     host_bytes=64 * GIB, rates={("gqa", "sharegpt"): Rates((20, 14, 17), (16, 11), (5, 4))},
     window_s=80.0, time_scale=1 / 6, start_up_s=(70.0, 110.0),
 )  # fmt: skip
-"""The paper's Figure 11, of Llama-2-70B. Its steps take twice to three times as long as the 13B's, so less is idle and
-more runs: with users who think for a sixth of the paper's time the device tier becomes too small. The rates are
-guesses: at 12 turns/s, the most that was tried, a token takes 24.7 ms and nothing is recomputed."""
+"""The paper's Figure 11, of Llama-2-70B, whose steps take two to three times as long. The rates are guesses: at 12
+turns/s, the most that was tried, a token takes 24.7 ms and nothing is recomputed."""
 
 
 def experiments(scale: Scale) -> dict[str, Experiment]:
@@ -254,23 +255,18 @@ def _systems(scale: Scale) -> Iterable[Experiment]:
 
 def _divided(scale: Scale) -> Experiment:
     """The paper's Figure 11: a model on several GPUs."""
-    ours, peer, rates = partial(pensieve, scale), partial(vllm, scale), scale.rates["gqa", "sharegpt"]
-    prefixes = "--enable-prefix-caching"
+    rates, prefixes = scale.rates["gqa", "sharegpt"], "--enable-prefix-caching"
+    offload = vllm(scale, "vLLM CPU offload", prefixes, host_gib=scale.host_bytes / GIB)
     systems = (
-        (ours("Pensieve"), rates.both),
-        (peer("vLLM CPU offload", prefixes, host_gib=scale.host_bytes / GIB), rates.both),
-        (peer("vLLM prefix caching", prefixes), rates.device),
-        (ours("Pensieve stateless", *STATELESS), rates.none),
-    )
-    model = scale.gqa
-    return Experiment(
-        "systems-70b-sharegpt",
-        f"latency against throughput of systems, {model} on {scale.ranks} GPUs, sharegpt (EuroSys figure 11)",
-        tuple(
-            Line(system.name, system, model, _workload(scale, "gqa", "sharegpt", offered))
-            for system, offered in systems
-        ),
-    )
+        (pensieve(scale, "Pensieve"), rates.both), (offload, rates.both),
+        (vllm(scale, "vLLM prefix caching", prefixes), rates.device),
+        (pensieve(scale, "Pensieve stateless", *STATELESS), rates.none),
+    )  # fmt: skip
+    shows = f"latency against throughput, {scale.gqa} on {scale.ranks} GPUs, sharegpt (EuroSys figure 11)"
+    return Experiment("systems-70b-sharegpt", shows, tuple(
+        Line(system.name, system, scale.gqa, _workload(scale, "gqa", "sharegpt", offered))
+        for system, offered in systems
+    ))  # fmt: skip
 
 
 def _ablations(scale: Scale) -> Iterable[Experiment]:
@@ -347,13 +343,12 @@ def _kv_heads(scale: Scale) -> Experiment:
     counts = KV_HEADS if scale is FULL else {8: (6, 3), 2: (6, 3)}
     lines = []
     for heads, offered in counts.items():
-        for suffix, system, turns_per_s in (("", kept, offered), (", stateless", none, _lowest(rates.none))):
+        for suffix, system, turns_per_s in (
+            ("", kept, offered),
+            (", stateless", none, sorted(rates.none)[:2]),
+        ):
             load = _workload(scale, "gqa", "sharegpt", turns_per_s)
             lines.append(Line(f"{heads} KV heads{suffix}", system, scale.shape(heads), load))
     return Experiment(
         "ablate-kv-heads", "KV heads that queries share, with the cache and without", tuple(lines)
     )
-
-
-def _lowest(rates: Iterable[float]) -> tuple[float, ...]:
-    return tuple(sorted(rates)[:2])
