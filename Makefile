@@ -16,7 +16,7 @@ BENCH_ARGS ?= --limit 20
 # For bench-replay: more options of both its servers of Pensieve, and where its third server listens.
 SERVE_ARGS ?=
 PORT ?= 8000
-SERVE = $(BIN)/pensieve serve --model '$(MODEL)' --store memory: --device cpu --threads 1 --max-wait 0 --listen 127.0.0.1:0 $(SERVE_ARGS)
+SERVE = $(BIN)/pensieve serve --model '$(MODEL)' --store memory: --device cpu --threads 1 --max-wait 0 --listen 127.0.0.1:0 --admin 127.0.0.1:0 $(SERVE_ARGS)
 # Python with a CUDA build of torch for the GPU targets; where the environment has none, $(PYTHON) is tried.
 PYTHON_GPU ?= $(BIN)/python
 GPU_ARGS ?=

@@ -88,7 +88,8 @@ class ServerProcess:
         wait: bool = True,
     ) -> None:
         """Start the server and, unless told not to ``wait``, return when it is ready. Raises SpawnError."""
-        command = [sys.executable, "-P", "-m", "pensieve", "serve", "--listen", listen, *arguments]
+        ports = ["--listen", listen, "--admin", "127.0.0.1:0"]  # any number of servers beside each other
+        command = [sys.executable, "-P", "-m", "pensieve", "serve", *ports, *arguments]
         self._log: deque[str] = deque(maxlen=200)
         self._process = subprocess.Popen(
             command,

@@ -169,8 +169,8 @@ def pensieve(scale: Scale, name: str, *arguments: str) -> System:
     """
     command = (
         "{python}", "-P", "-m", "pensieve", "serve", "--model", "{model}", "--listen", "127.0.0.1:0",
-        "--store", "sqlite:///{scratch}/history.sqlite3", "--load-format", "dummy", *scale.serve,
-        "--disconnect-grace", "0", "--max-wait", "0", "--device-cache", scale.device_tier,
+        "--admin", "127.0.0.1:0", "--store", "sqlite:///{scratch}/history.sqlite3", "--load-format", "dummy",
+        *scale.serve, "--disconnect-grace", "0", "--max-wait", "0", "--device-cache", scale.device_tier,
         "--host-cache", scale.host_tier, *arguments,
     )  # fmt: skip
     host_bytes = 0 if command[-2:] == NO_HOST_TIER else scale.host_bytes

@@ -51,7 +51,7 @@ class ServeOptions(EngineTuning, frozen=True, kw_only=True):
 
     model: str = "demo"
     listen: str = "127.0.0.1:50051"
-    admin: str = "127.0.0.1:0"
+    admin: str = "127.0.0.1:25051"
     http: str | None = None
     store: str = msgspec.field(default_factory=default_store)
     threads: int = 0

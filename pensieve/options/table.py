@@ -39,7 +39,7 @@ OPTIONS: tuple[Option, ...] = (
         "admin",
         values.address,
         "HTTP address of metrics and health; port 0 picks a free one.",
-        "this machine only, and no clash between servers",
+        "this machine only; a scraper finds it, no usual exporter is there, and no outgoing connection takes it",
         "HOST:PORT",
     ),
     Option(

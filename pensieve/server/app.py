@@ -224,9 +224,9 @@ def _explained(error: BaseException) -> BaseException:
     """An error that an operator can act on becomes a StartError of one line; any other is a bug and stays as it is."""
     if isinstance(error, PensieveError):
         return StartError(error.message)
-    if isinstance(error, ModelError | BindError | OSError):
+    if isinstance(error, ModelError | OSError):
         return StartError(str(error))
-    if isinstance(error, ValueError | GatewayError):
+    if isinstance(error, ValueError | GatewayError | BindError):
         return StartError(str(error), status=2)
     return error
 

@@ -85,6 +85,13 @@ def test_flag_beats_file_beats_default(tmp_path: Path) -> None:
     assert resolved.sources["chunk-tokens"] == "default"
 
 
+def test_the_admin_port_is_one_that_nothing_else_takes() -> None:
+    host, _, port = ServeOptions().admin.rpartition(":")
+    assert host == "127.0.0.1"
+    assert 1024 <= int(port) < 32768, "from there on the system gives ports to outgoing connections"
+    assert not 9090 <= int(port) < 11000, "where Prometheus and its exporters are"
+
+
 def test_the_environment_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSIEVE_MAX_RUNNING", "1")
     assert resolve({}).options.max_running == ServeOptions().max_running

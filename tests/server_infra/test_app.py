@@ -237,8 +237,10 @@ def test_a_second_server_on_the_same_port_is_refused(tmp_path: Path) -> None:
         for option, address in (("listen", one.grpc), ("admin", one.admin)):
             with launched(tmp_path / option, ready=False, **{option: address}) as two:
                 status, line = refused_start(two)
-                assert status == 1
-                assert line == f"pensieve serve: cannot listen on {address}: Address already in use"
+                assert status == 2
+                assert (
+                    line == f"pensieve serve: --{option}: cannot listen on {address}: Address already in use"
+                )
 
 
 @pytest.mark.fault(33)
