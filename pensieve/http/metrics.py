@@ -11,6 +11,7 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
+    ProcessCollector,
     generate_latest,
 )
 from starlette.requests import Request
@@ -26,6 +27,7 @@ class HttpMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector("pensieve_http", registry=self.registry)
         self.calls = Counter(
             "pensieve_http_calls", "HTTP calls that have ended.", ("route", "status"), registry=self.registry
         )

@@ -38,7 +38,7 @@ from pensieve.server.conversations import Conversations
 from pensieve.server.gateway.keeper import GatewayError
 from pensieve.server.links.process_link import ProcessLink
 from pensieve.server.operations.health import HealthMonitor
-from pensieve.server.operations.housekeeping import end_task, purge_forever
+from pensieve.server.operations.housekeeping import end_task, purge_forever, watch_lag
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.operations.recording import TraceRecorder, header, open_recorder
 from pensieve.server.ports import Ports
@@ -128,6 +128,7 @@ class App:
             log_json=options.log_json,
         )
         self._metrics.watch_engine(self._link)
+        self._metrics.processes.watch_engine(lambda: self._link.pid)
         weights = options.load_format != "dummy"
         model_sha256 = await asyncio.to_thread(model_fingerprint, folder, weights=weights)
         defaults = await asyncio.to_thread(_sampling_defaults, folder)
@@ -158,17 +159,20 @@ class App:
         ports.bind(self._conversations, self._monitor)
         await self._monitor.start()
         self._stack.push_async_callback(self._monitor.stop)
-        self._stack.push_async_callback(end_task, asyncio.create_task(purge_forever(store), name="purge"))
+        for name, work in (("purge", purge_forever(store)), ("lag", watch_lag(self._metrics.processes.lag))):
+            self._stack.push_async_callback(end_task, asyncio.create_task(work, name=name))
         await ports.open_admin(self._link, self._conversations, self._monitor, self._metrics)
         self._stack.push_async_callback(end_task, asyncio.create_task(door.watch(), name="keys"))
         await self._link.start()
+        info = self._link.info
+        self._metrics.processes.describe(model=settings.model, device=info.device, dtype=info.dtype)
         if self._recorder is not None:
             self._recorder.start(header(self._link.info, options))
         await self._monitor.refresh()
         await ports.start()
 
     def _turn_ended(self, end: TurnEnd) -> None:
-        self._metrics.turn_ended(end.outcome, end.key.tenant, end.usage)
+        self._metrics.turn_ended(end)
         if self._recorder is not None:
             self._recorder.turn_ended(end)
 

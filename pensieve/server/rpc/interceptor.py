@@ -25,7 +25,7 @@ from pensieve.errors import InvalidArgument, PensieveError, Unauthenticated
 from pensieve.server.bugs import bug
 from pensieve.server.rpc.auth import ANONYMOUS, Identity, Peer, told_names
 from pensieve.server.rpc.bodies import BodyGate, BodyPace
-from pensieve.server.rpc.calls import Calls, RunningCall
+from pensieve.server.rpc.calls import CallObserver, Calls, Handler, RunningCall, counted
 from pensieve.server.rpc.decode import decode
 from pensieve.server.rpc.logins import FailedLogins
 from pensieve.server.tenants import TenantTable, quota_exceeded
@@ -33,8 +33,6 @@ from pensieve.server.tenants import TenantTable, quota_exceeded
 _identity: contextvars.ContextVar[Identity] = contextvars.ContextVar("pensieve_identity")
 DEFAULT_IN_FLIGHT: Final = 1024
 _HEALTH: Final = "/grpc.health."
-
-Handler = Callable[[Any, Any], Awaitable[Any]]
 
 
 class Authorizer(Protocol):
@@ -61,6 +59,7 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
         bodies: BodyGate | None = None,
         tenants: TenantTable | None = None,
         logins: FailedLogins | None = None,
+        observer: CallObserver | None = None,
     ) -> None:
         self._believes = False
         self._authorizer = authorizer
@@ -69,6 +68,7 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
         self._pace = BodyPace()
         self._tenants = tenants or TenantTable()
         self._logins = logins or FailedLogins()
+        self._observer = observer
 
     def beside(self) -> Interceptor:
         """One for another server, which shares all limits and believes what its callers say of certificates."""
@@ -90,7 +90,12 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
         handler = await continuation(handler_call_details)
         if handler is None or method.startswith(_HEALTH):
             return handler
-        return _wrapped(handler, lambda inner: self._guard(method, metadata, inner, handler))
+
+        def guarded(inner: Handler) -> Handler:
+            guard = self._guard(method, metadata, inner, handler)
+            return guard if self._observer is None else counted(guard, method, self._observer)
+
+        return _wrapped(handler, guarded)
 
     def _guard(
         self,
