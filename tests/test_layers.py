@@ -33,6 +33,7 @@ LEAVES: dict[str, set[str]] = {
     "logs": set(),
     "machine": set(),
     "rpc_status": {"errors"},
+    "tracing": set(),
     "spawn": {"debug"},
 }
 """What the modules beside the packages may import, and ``kernels``, which has no ``__init__`` to say it in."""

@@ -71,6 +71,7 @@ class ServeOptions(EngineTuning, frozen=True, kw_only=True):
     lease_s: float = LEASE_S
     stall_limit_s: float = 60.0
     record: Path | None = None
+    traces: str | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_json: bool = False
 

@@ -336,6 +336,9 @@ OPTIONS: tuple[Option, ...] = (
         "FILE",
     ),
     Option(
+        "traces", values.http_url, "OTLP address for traces (extra `otel`).", "nothing is sent unasked", "URL"
+    ),
+    Option(
         "log-level",
         values.choice("debug", "info", "warning", "error"),
         "debug, info, warning or error.",

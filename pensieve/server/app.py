@@ -25,6 +25,7 @@ from typing import Final
 
 import msgspec
 
+from pensieve import __version__
 from pensieve.debug import debug_enabled
 from pensieve.engine.process.host import DEFAULT_BUILDER
 from pensieve.errors import PensieveError
@@ -41,6 +42,8 @@ from pensieve.server.operations.health import HealthMonitor
 from pensieve.server.operations.housekeeping import end_task, purge_forever, watch_lag
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.operations.recording import TraceRecorder, header, open_recorder
+from pensieve.server.operations.traces import TurnTraces, open_traces
+from pensieve.server.operations.turn_log import log_turn
 from pensieve.server.ports import Ports
 from pensieve.server.rpc.door import Door
 from pensieve.server.rpc.grpc_server import BindError
@@ -75,6 +78,7 @@ class App:
         self._stack = contextlib.AsyncExitStack()
         self._metrics = Metrics(by_tenant=options.tenant_metrics)
         self._recorder: TraceRecorder | None = None
+        self._traces: TurnTraces | None = None
         self._door: Door | None = None
         self._ports: Ports | None = None
 
@@ -133,6 +137,10 @@ class App:
         model_sha256 = await asyncio.to_thread(model_fingerprint, folder, weights=weights)
         defaults = await asyncio.to_thread(_sampling_defaults, folder)
         settings = self._settings(defaults, store.store_id, model_sha256)
+        if options.traces is not None:
+            names = {"model": settings.model, "version": __version__, "instance": settings.replica}
+            self._traces = await asyncio.to_thread(open_traces, options.traces, **names)
+            self._stack.push_async_callback(self._traces.close)
         self._conversations = Conversations(
             store,
             self._link,
@@ -173,6 +181,9 @@ class App:
 
     def _turn_ended(self, end: TurnEnd) -> None:
         self._metrics.turn_ended(end)
+        log_turn(end)
+        if self._traces is not None:
+            self._traces.turn_ended(end)
         if self._recorder is not None:
             self._recorder.turn_ended(end)
 

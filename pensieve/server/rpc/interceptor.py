@@ -22,6 +22,7 @@ from grpc import aio
 
 from pensieve import rpc_status
 from pensieve.errors import InvalidArgument, PensieveError, Unauthenticated
+from pensieve.logs import bind
 from pensieve.server.bugs import bug
 from pensieve.server.rpc.auth import ANONYMOUS, Identity, Peer, told_names
 from pensieve.server.rpc.bodies import BodyGate, BodyPace
@@ -29,6 +30,7 @@ from pensieve.server.rpc.calls import CallObserver, Calls, Handler, RunningCall,
 from pensieve.server.rpc.decode import decode
 from pensieve.server.rpc.logins import FailedLogins
 from pensieve.server.tenants import TenantTable, quota_exceeded
+from pensieve.tracing import found_in, incoming, trace_id
 
 _identity: contextvars.ContextVar[Identity] = contextvars.ContextVar("pensieve_identity")
 DEFAULT_IN_FLIGHT: Final = 1024
@@ -113,6 +115,9 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
                     return await _relayed(inner, requests, context)
                 # Callers without a credential are told apart by where they call from.
                 call = RunningCall(identity, f"@{peer.address}" if identity is ANONYMOUS else identity.tenant)
+                # A call has a context of its own, which is why neither is ever taken back.
+                incoming.set(found := found_in(metadata))
+                bind(tenant=identity.tenant, trace_id=trace_id(found))
                 with self._calls.entered(call), call.interruptible():
                     return await self._answer(call, inner, handler.request_deserializer, context)
             except Unauthenticated as error:
