@@ -24,6 +24,7 @@ DASHBOARD = json.loads((ROOT / "deploy/grafana/pensieve.json").read_text())
 RULES = [
     rule for group in yaml.safe_load((FOLDER / "rules.yml").read_text())["groups"] for rule in group["rules"]
 ]
+BY_SERIES = {series: family for family in metrics_page.all_families().values() for series in family.series}
 OF_PROMETHEUS = {"instance", "job", "le"}
 """Labels that it adds, and that of a histogram's buckets."""
 NEEDS_A_REASON = {"pensieve_refusals_total", "pensieve_step_part_seconds_total"}
@@ -51,13 +52,11 @@ def families_of(query: str) -> set[str]:
 
 @pytest.mark.parametrize(("title", "query"), QUERIES)
 def test_queries_name_metrics_and_labels_that_exist(title: str, query: str) -> None:
-    families = metrics_page.all_families()
-    by_series = {series: family for family in families.values() for series in family.series}
     assert families_of(query), "a query about nothing of ours"
     labels = set(OF_PROMETHEUS)
     for name in families_of(query) - {"up"}:
-        assert name in by_series, f"{title}: no metric {name}"
-        labels |= set(by_series[name].labels)
+        assert name in BY_SERIES, f"{title}: no metric {name}"
+        labels |= set(BY_SERIES[name].labels)
     without_texts = re.sub(r'"[^"]*"', '""', query)
     matched = set(re.findall(r"[{,]\s*(\w+)\s*(?:=~|!~|!=|=)", without_texts))
     grouped = {
