@@ -43,7 +43,7 @@ QUERIES = [*panels(), *((rule["alert"], rule["expr"]) for rule in RULES)]
 
 def plain(query: str) -> str:
     """A query of the dashboard with values for Grafana's variables."""
-    return query.replace("$__rate_interval", "5s").replace("$instance", ".+")
+    return query.replace("$__rate_interval", "1m").replace("$instance", ".+")
 
 
 def families_of(query: str) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import types
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from pensieve import __version__
 from pensieve.client import AsyncClient
 from pensieve.server.operations.housekeeping import end_task, watch_lag
 from pensieve.server.operations.metrics import Metrics
+from pensieve.server.rpc.calls import counted
 from pensieve.server.rpc.door import Door
 from pensieve.spawn import read_metric, read_metrics
 from pensieve.v1 import pensieve_pb2 as pb
@@ -75,27 +77,40 @@ async def test_calls_are_counted_by_method_and_status() -> None:
         await stream.read()
         assert value(registry, "pensieve_rpc_started_total", {"method": "StreamTurn"}) == 1
         stream.cancel()
-        late = rig.api.StreamTurn(pb.StreamTurnRequest(session=session, turn=turn), timeout=0.3)
-        with pytest.raises(aio.AioRpcError):
-            async for _ in late:
-                pass
 
         def handled(method: str, code: grpc.StatusCode) -> float:
             return value(registry, "pensieve_rpc_handled_total", {"method": method, "code": code.name})
 
-        while not (
-            handled("StreamTurn", grpc.StatusCode.CANCELLED)
-            and handled("StreamTurn", grpc.StatusCode.DEADLINE_EXCEEDED)
-        ):
+        while not handled("StreamTurn", grpc.StatusCode.CANCELLED):
             await asyncio.sleep(0.01)
         assert handled("CreateSession", grpc.StatusCode.OK) == 1
         assert handled("GetSession", grpc.StatusCode.NOT_FOUND) == 1
-        assert value(registry, "pensieve_rpc_seconds_count", {"method": "StreamTurn"}) == 2
+        assert value(registry, "pensieve_rpc_seconds_count", {"method": "StreamTurn"}) == 1
         # What does not exist is no label: whoever calls it cannot make the page grow.
         with pytest.raises(aio.AioRpcError):
             await rig.channel.unary_unary("/pensieve.v1.ConversationService/Bogus")(b"")
         methods = {sample.labels.get("method") for metric in registry.collect() for sample in metric.samples}
         assert "Bogus" not in methods
+
+
+@pytest.mark.parametrize(
+    ("left", "code"),
+    [(None, "CANCELLED"), (9.0, "CANCELLED"), (0.05, "DEADLINE_EXCEEDED"), (0.0, "DEADLINE_EXCEEDED")],
+)
+async def test_a_call_that_was_cut_is_told_from_one_whose_time_was_over(
+    left: float | None, code: str
+) -> None:
+    """``left``: seconds to the deadline that the caller set."""
+    metrics = Metrics()
+
+    async def handler(_requests: object, _context: object) -> None:
+        raise asyncio.CancelledError
+
+    context = types.SimpleNamespace(time_remaining=lambda: left)
+    with pytest.raises(asyncio.CancelledError):
+        await counted(handler, "/pensieve.v1.ConversationService/StreamTurn", metrics.calls)(None, context)
+    labels = {"method": "StreamTurn", "code": code}
+    assert value(metrics.registry, "pensieve_rpc_handled_total", labels) == 1
 
 
 async def test_a_blocked_event_loop_shows_as_lag() -> None:

@@ -20,6 +20,7 @@ from pensieve.errors import PensieveError, ResourceExhausted
 from pensieve.server.rpc.auth import Identity
 
 SHARE: Final = 4
+CLOCK_SLACK_S: Final = 0.1
 _NAMES: Final = {code.value[0]: code.name for code in grpc.StatusCode}
 
 Handler = Callable[[Any, Any], Awaitable[Any]]
@@ -132,7 +133,8 @@ def _code(context: Any, cancelled: bool) -> str:
     """How the call ended. One that was cancelled has no status: its caller gave up, or its time was over."""
     if cancelled:
         left = context.time_remaining()
-        return "CANCELLED" if left is None or left > 0 else "DEADLINE_EXCEEDED"
+        # The caller's clock may be a little ahead: its time began before the call came here.
+        return "CANCELLED" if left is None or left > CLOCK_SLACK_S else "DEADLINE_EXCEEDED"
     code: grpc.StatusCode | int | None = context.code()
     name: str = code.name if isinstance(code, grpc.StatusCode) else _NAMES.get(code or 0, "UNKNOWN")
     return name
