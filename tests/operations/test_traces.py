@@ -17,6 +17,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from pensieve import tracing
 from pensieve.client import AsyncClient, Client
+from pensieve.server.app import StartError
+from pensieve.server.app import _explained as explained
+from pensieve.server.operations.traces import TracesError, open_traces
 from support.engine.fake_engine import Script
 from support.otlp import Collector, collecting
 from support.service.server_process import ServerProcess, launched
@@ -149,16 +152,11 @@ assert not [name for name in sys.modules if name.startswith("opentelemetry")]
     subprocess.run([sys.executable, "-P", "-c", program], check=True, timeout=60)
 
 
-def test_a_server_says_what_it_lacks(tmp_path: Path) -> None:
-    """A path without the package stands for an environment without the extra."""
-    blocker = tmp_path / "site"
-    blocker.mkdir()
-    (blocker / "sitecustomize.py").write_text("import sys\nsys.modules['opentelemetry.sdk.trace'] = None\n")
-    environment = {"PYTHONPATH": str(blocker)}
-    with launched(
-        tmp_path / "server", ready=False, environment=environment, traces="http://127.0.0.1:9/v1/traces"
-    ) as server:
-        status, _ = server.finish()
-        assert status == 2
-        line = server.stderr.strip().splitlines()[-1]
-        assert line.startswith("pensieve serve: --traces: needs opentelemetry") and "pensieve[otel]" in line
+def test_what_is_missing_is_said_in_a_line_that_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)  # as if it were not installed
+    with pytest.raises(
+        TracesError, match=r"--traces: needs opentelemetry\S*: pip install 'pensieve\[otel\]'"
+    ):
+        open_traces("http://127.0.0.1:9/v1/traces", model="m", version="1", instance="r")
+    error = explained(TracesError("why"))
+    assert isinstance(error, StartError) and error.status == 2
