@@ -15,6 +15,7 @@ import yaml
 
 from pensieve.client import AsyncClient
 from pensieve.core import FinishReason
+from pensieve.server.operations.turn_log import OURS
 from support import metrics_page
 from support.prometheus import FOLDER, prometheus, promtool
 from support.service.server_process import launched
@@ -81,6 +82,10 @@ def test_values_of_labels_exist() -> None:
                 )
                 found += 1
     assert found > 10
+    assert known >= OURS
+    [fails] = [rule["expr"] for rule in RULES if rule["alert"] == "PensieveTurnsFail"]
+    counted = set(re.findall(r'outcome=~"([^"]+)"', fails)[0].split("|"))
+    assert counted == OURS - {"history_corrupt", "history_regressed"}, "those two have alerts of their own"
 
 
 def test_every_alert_has_a_runbook() -> None:
