@@ -185,8 +185,8 @@ def pensieve(scale: Scale, name: str, *arguments: str) -> System:
     """
     command = (
         "{python}", "-P", "-m", "pensieve", "serve", "--model", "{model}", "--listen", "127.0.0.1:0",
-        "--store", "sqlite:///{scratch}/history.sqlite3", "--load-format", "dummy", *scale.serve,
-        *(("--tensor-parallel", str(scale.ranks)) if scale.ranks > 1 else ()),
+        "--admin", "127.0.0.1:0", "--store", "sqlite:///{scratch}/history.sqlite3", "--load-format", "dummy",
+        *scale.serve, *(("--tensor-parallel", str(scale.ranks)) if scale.ranks > 1 else ()),
         "--disconnect-grace", "0", "--max-wait", "0", "--device-cache", scale.device_tier,
         "--host-cache", scale.host_tier, *arguments,
     )  # fmt: skip
@@ -282,10 +282,9 @@ def _ablations(scale: Scale) -> Iterable[Experiment]:
         name: str, shows: str, variants: Mapping[str, tuple[str, ...]], think_s: float = THINK_S
     ) -> Experiment:
         load = _workload(scale, "gqa", "sharegpt", _think_rates(scale, think_s), think_s)
-        lines = (
-            Line(label, pensieve(scale, label, *arguments), model, load)
-            for label, arguments in variants.items()
-        )
+        lines = [
+            Line(label, pensieve(scale, label, *given), model, load) for label, given in variants.items()
+        ]
         return Experiment(f"ablate-{name}", shows, tuple(lines))
 
     tiers: Mapping[str, tuple[tuple[str, ...], tuple[float, ...]]] = {
@@ -331,8 +330,10 @@ def _think(scale: Scale, model: str) -> Experiment:
         for paper_s in THINK_TIMES_S
     ]  # fmt: skip
     none = scale.rates["gqa", "sharegpt"].none
-    load = _workload(scale, "gqa", "sharegpt", none)
-    stateless = pensieve(scale, "Pensieve stateless", *STATELESS)
+    stateless, load = (
+        pensieve(scale, "Pensieve stateless", *STATELESS),
+        _workload(scale, "gqa", "sharegpt", none),
+    )
     lines.append(Line(f"stateless, think time {THINK_S:g} s", stateless, model, load))
     return Experiment("ablate-think", "how long users think (EuroSys figure 15)", tuple(lines))
 
@@ -349,6 +350,5 @@ def _kv_heads(scale: Scale) -> Experiment:
         ):
             load = _workload(scale, "gqa", "sharegpt", turns_per_s)
             lines.append(Line(f"{heads} KV heads{suffix}", system, scale.shape(heads), load))
-    return Experiment(
-        "ablate-kv-heads", "KV heads that queries share, with the cache and without", tuple(lines)
-    )
+    shows = "KV heads that queries share, with the cache and without"
+    return Experiment("ablate-kv-heads", shows, tuple(lines))

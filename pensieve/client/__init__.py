@@ -4,7 +4,7 @@ The life of a turn: ``_requests`` builds it under a fresh request id, ``_turn_ma
 every message or failure means, a shell (``_sync_link``, ``_aio_link``) performs that on a channel, ``decode`` makes
 values. Unary calls are ``_flows``. Errors are the classes of ``pensieve.errors``.
 
-May import: core, errors, rpc_status, speech, v1.
+May import: core, errors, rpc_status, speech, tracing, v1.
 """
 
 from pensieve.client._aio import AsyncClient, AsyncSession

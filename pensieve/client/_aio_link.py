@@ -223,7 +223,7 @@ class AsyncTurnStream(StreamView):
         self._call = stub.StreamTurn(
             self._machine.next_request(),
             timeout=remaining,
-            metadata=self._link.settings.metadata(self._core.name),
+            metadata=self._link.settings.metadata(self._core.name, self._span.header),
         )
 
     def _drop(self) -> None:

@@ -197,7 +197,7 @@ class TurnStream(StreamView):
         self._call = self._watch.call = self._link.stub.StreamTurn(
             self._machine.next_request(),
             timeout=remaining,
-            metadata=self._link.settings.metadata(self._core.name),
+            metadata=self._link.settings.metadata(self._core.name, self._span.header),
         )
         self._link.janitor.start()
         self._link.janitor.watch(self._watch)

@@ -53,6 +53,7 @@ GROUPS: Final[Mapping[str, Sequence[str]]] = {
         "log-json",
         "record",
         "tenant-metrics",
+        "traces",
         "drain-grace",
         "disconnect-grace",
         "heartbeat",

@@ -55,7 +55,7 @@ class ServeOptions(EngineTuning, frozen=True, kw_only=True):
 
     model: str = "demo"
     listen: str = "127.0.0.1:50051"
-    admin: str = "127.0.0.1:0"
+    admin: str = "127.0.0.1:25051"
     http: str | None = None
     store: str = msgspec.field(default_factory=default_store)
     threads: int = 0
@@ -75,6 +75,7 @@ class ServeOptions(EngineTuning, frozen=True, kw_only=True):
     lease_s: float = LEASE_S
     stall_limit_s: float = 60.0
     record: Path | None = None
+    traces: str | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_json: bool = False
 

@@ -39,7 +39,7 @@ OPTIONS: tuple[Option, ...] = (
         "admin",
         values.address,
         "HTTP address of metrics and health; port 0 picks a free one.",
-        "this machine only, and no clash between servers",
+        "this machine only; a scraper finds it, no usual exporter is there, and no outgoing connection takes it",
         "HOST:PORT",
     ),
     Option(
@@ -334,6 +334,9 @@ OPTIONS: tuple[Option, ...] = (
         "Append a trace of lengths and times, never text, for replay and simulate; gzip when it ends in .gz.",
         "nothing is recorded unasked",
         "FILE",
+    ),
+    Option(
+        "traces", values.http_url, "OTLP address for traces (extra `otel`).", "nothing is sent unasked", "URL"
     ),
     Option(
         "log-level",

@@ -5,5 +5,5 @@
 ``operations`` runs beside the service: metrics, health, the admin port, recordings.
 
 May import: config, core, debug, engine.messages, engine.process, errors, frames, logs, model, options, pensieve,
-rpc_status, speech, store, tokenizer, v1.
+rpc_status, speech, store, tokenizer, tracing, v1.
 """

@@ -25,6 +25,7 @@ from typing import Final
 
 import msgspec
 
+from pensieve import __version__
 from pensieve.debug import debug_enabled
 from pensieve.engine.process.host import DEFAULT_BUILDER
 from pensieve.errors import PensieveError
@@ -38,9 +39,11 @@ from pensieve.server.conversations import Conversations
 from pensieve.server.gateway.keeper import GatewayError
 from pensieve.server.links.process_link import ProcessLink
 from pensieve.server.operations.health import HealthMonitor
-from pensieve.server.operations.housekeeping import end_task, purge_forever
+from pensieve.server.operations.housekeeping import end_task, purge_forever, watch_lag
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.operations.recording import TraceRecorder, header, open_recorder
+from pensieve.server.operations.traces import TurnTraces, open_traces
+from pensieve.server.operations.turn_log import log_turn
 from pensieve.server.ports import Ports
 from pensieve.server.rpc.door import Door
 from pensieve.server.rpc.grpc_server import BindError
@@ -75,6 +78,7 @@ class App:
         self._stack = contextlib.AsyncExitStack()
         self._metrics = Metrics(by_tenant=options.tenant_metrics)
         self._recorder: TraceRecorder | None = None
+        self._traces: TurnTraces | None = None
         self._door: Door | None = None
         self._ports: Ports | None = None
 
@@ -128,10 +132,15 @@ class App:
             log_json=options.log_json,
         )
         self._metrics.watch_engine(self._link)
+        self._metrics.processes.watch_engine(lambda: self._link.pid)
         weights = options.load_format != "dummy"
         model_sha256 = await asyncio.to_thread(model_fingerprint, folder, weights=weights)
         defaults = await asyncio.to_thread(_sampling_defaults, folder)
         settings = self._settings(defaults, store.store_id, model_sha256)
+        if options.traces is not None:
+            names = {"model": settings.model, "version": __version__, "instance": settings.replica}
+            self._traces = await asyncio.to_thread(open_traces, options.traces, **names)
+            self._stack.push_async_callback(self._traces.close)
         self._conversations = Conversations(
             store,
             self._link,
@@ -158,17 +167,23 @@ class App:
         ports.bind(self._conversations, self._monitor)
         await self._monitor.start()
         self._stack.push_async_callback(self._monitor.stop)
-        self._stack.push_async_callback(end_task, asyncio.create_task(purge_forever(store), name="purge"))
+        for name, work in (("purge", purge_forever(store)), ("lag", watch_lag(self._metrics.processes.lag))):
+            self._stack.push_async_callback(end_task, asyncio.create_task(work, name=name))
         await ports.open_admin(self._link, self._conversations, self._monitor, self._metrics)
         self._stack.push_async_callback(end_task, asyncio.create_task(door.watch(), name="keys"))
         await self._link.start()
+        info = self._link.info
+        self._metrics.processes.describe(model=settings.model, device=info.device, dtype=info.dtype)
         if self._recorder is not None:
             self._recorder.start(header(self._link.info, options))
         await self._monitor.refresh()
         await ports.start()
 
     def _turn_ended(self, end: TurnEnd) -> None:
-        self._metrics.turn_ended(end.outcome, end.key.tenant, end.usage)
+        self._metrics.turn_ended(end)
+        log_turn(end)
+        if self._traces is not None:
+            self._traces.turn_ended(end)
         if self._recorder is not None:
             self._recorder.turn_ended(end)
 

@@ -84,7 +84,10 @@ class Ports:
         # Whoever has no key may not even learn what there is; operators ask on the admin port.
         reflects = options.api_keys is None
         add_health_and_reflection(server, monitor.servicer, [DATA_SERVICE], reflects=reflects)
-        port = bind(server, options.listen, credentials)
+        try:
+            port = bind(server, options.listen, credentials)
+        except BindError as error:
+            raise BindError(f"--listen: {error}") from error
         self._opened(server)
         self.grpc_address = _with_port(options.listen, port)
         if options.http is not None:
@@ -108,7 +111,7 @@ class Ports:
             bound = await port.start(host, number)
         except OSError as error:
             why = os.strerror(error.errno) if error.errno else str(error)
-            raise BindError(f"cannot listen on {self._options.admin}: {why}") from error
+            raise BindError(f"--admin: cannot listen on {self._options.admin}: {why}") from error
         self.admin_address = _with_port(self._options.admin, bound)
         if self._gateway is not None:
             self._gateway.watch_in(metrics.registry)

@@ -107,6 +107,13 @@ def test_every_option_has_its_heading() -> None:
     assert set(named) == {option.name for option in OPTIONS} | {"config", "print-config", "help"}
 
 
+def test_the_admin_port_is_one_that_nothing_else_takes() -> None:
+    host, _, port = ServeOptions().admin.rpartition(":")
+    assert host == "127.0.0.1"
+    assert 1024 <= int(port) < 32768, "from there on the system gives ports to outgoing connections"
+    assert not 9090 <= int(port) < 11000, "where Prometheus and its exporters are"
+
+
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [

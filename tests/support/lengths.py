@@ -37,6 +37,8 @@ SLOWEST = (
     "tests/test_distribution.py",
     "tests/engine/test_beams.py",
     "tests/bench/test_evaluate_plan.py",
+    "tests/operations/test_traces.py",
+    "tests/operations/test_dashboard_and_alerts.py",
     "tests/server_infra/test_process_link.py",
     "tests/engine/test_mutants.py",
     "tests/replay/test_crew.py",

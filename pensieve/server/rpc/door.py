@@ -11,6 +11,7 @@ from typing import Final, Protocol
 from grpc import aio
 
 from pensieve.server.rpc.auth import RELOAD_S, Authenticator
+from pensieve.server.rpc.calls import CallObserver
 from pensieve.server.rpc.grpc_server import make_server
 from pensieve.server.rpc.interceptor import DEFAULT_IN_FLIGHT, Interceptor
 from pensieve.server.rpc.logins import FailedLogins
@@ -28,6 +29,11 @@ class DoorObserver(Protocol):
 
     def auth_held_back(self) -> None: ...
 
+    @property
+    def calls(self) -> CallObserver:
+        """Hears of every call."""
+        ...
+
 
 class Door:
     """One per process. Used on one event loop."""
@@ -36,6 +42,7 @@ class Door:
         """Reads the key file. Raises ValueError or OSError when it cannot be used."""
         self._authenticator = Authenticator(key_file, on_failure=observer.auth_failure)
         self._held_back: Callable[[], None] = observer.auth_held_back
+        self._observer = observer.calls
         self._interceptors: list[Interceptor] = []
 
     @property
@@ -50,6 +57,7 @@ class Door:
             max_in_flight=max_in_flight,
             tenants=self.tenants,
             logins=FailedLogins(self._held_back),
+            observer=self._observer,
         )
         self._interceptors.append(interceptor)
         return make_server([interceptor])
