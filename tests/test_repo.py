@@ -26,7 +26,7 @@ SDIST_FILES = {"PKG-INFO", "setup.cfg"}
 MAX_FUNCTION_LINES = 80
 ENVIRONMENT_READERS = {
     "pensieve/debug.py",  # debug switches
-    "pensieve/machine.py",  # XDG_STATE_HOME and XDG_CACHE_HOME, where a user's data goes
+    "pensieve/machine.py",  # where a user's data goes (XDG_…_HOME), and who has started this process (NOTIFY_SOCKET)
 }
 SERVE_FLAGS = {option.name.removeprefix("no-") for option in OPTIONS} | {"config", "print-config", "help"}
 FORBIDDEN = {
