@@ -129,7 +129,8 @@ class Image:
                 said(f"it serves after {time.monotonic() - began:.1f} s: {line.strip()}")
                 yield process
             finally:
-                process.kill()  # the server goes with it
+                if process.poll() is None:
+                    os.kill(first(process), signal.SIGTERM)
 
 
 def first(process: subprocess.Popen[str]) -> int:
