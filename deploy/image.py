@@ -113,7 +113,9 @@ class Image:
             mount --rbind /dev {inside}/dev
             mount -o remount,bind,ro {inside}
             exec {shlex.join([*as_user, *command])}"""
-        return ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-ec", script]
+        # Whoever is killed, what it has started goes with it.
+        dies = ["setpriv", "--pdeathsig=KILL"]
+        return [*dies, "unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-ec", script]
 
     def ask(self, volume: Path, *command: str) -> subprocess.CompletedProcess[str]:
         """Run a command beside the server, on the same network and volume."""

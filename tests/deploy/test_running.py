@@ -1,7 +1,7 @@
 """What ``deploy/`` describes, running: two servers on one Redis, HAProxy, a gateway and Prometheus. On demand.
 
 Each runs from the file that is deployed, and its ports are those of the file; only addresses differ. A name is looked
-up at a name server, which says that pensieve-0 and pensieve-1 have an address of loopback each.
+up at a name server, as in Kubernetes; it says that pensieve-0 and pensieve-1 have an address of loopback each.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import msgspec
 import pytest
 
@@ -28,12 +29,14 @@ from pensieve.options.serve import resolve
 from pensieve.spawn import read_metric
 from support.deploy.demand import on_demand, program
 from support.deploy.names import name_server
+from support.service.certificates import authority, signed
 from support.service.server_process import ServerProcess, launched
 from support.store.redis_server import free_port, redis_server
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 BASE = DEPLOY / "kubernetes" / "base"
 HOMES = {"pensieve-0": "127.0.0.2", "pensieve-1": "127.0.0.3"}
+DOMAIN = ".pensieve-servers.somewhere.svc.cluster.local."
 PROXY, GATEWAY, ENVOY = "127.0.0.4", "127.0.0.5", "127.0.0.6"
 LIMIT_S = 60.0
 SESSIONS = 6
@@ -47,6 +50,8 @@ class Deployed:
     """What runs, by the addresses that callers use."""
 
     servers: dict[str, ServerProcess]
+    authority: Path = Path()
+    """Who has signed the proxy's certificate."""
 
     def turns(self) -> dict[str, float]:
         """How many each server has answered."""
@@ -104,13 +109,17 @@ def deployed(tmp_path: Path) -> Iterator[Deployed]:
             name: stack.enter_context(launched(tmp_path / name, **options(address, store)))
             for name, address in HOMES.items()
         }
-        names = stack.enter_context(name_server(HOMES))
-        environment = {"LISTEN": PROXY, "SERVERS_DOMAIN": "", "NAMESERVER": names}
+        known = {f"{name}{DOMAIN}".rstrip("."): address for name, address in HOMES.items()}
+        names = stack.enter_context(name_server(known))
+        ca = authority(tmp_path, "authority")
+        certificate, _ = signed(tmp_path, ca, "tls", "/CN=pensieve", f"IP:{PROXY}")
+        environment = {"LISTEN": PROXY, "SERVERS_DOMAIN": DOMAIN, "NAMESERVER": names}
+        environment["PROXY_CERTIFICATE"] = str(certificate)
         command = [program("haproxy"), "-db", "-f", str(BASE / "haproxy.cfg")]
         stack.enter_context(process(command, tmp_path / "haproxy", environment))
         up = 'haproxy_backend_active_servers{proxy="servers"} 2'
         until(lambda: up in get(f"http://{PROXY}:8404/metrics")[1], (tmp_path / "haproxy").read_text)
-        yield Deployed(servers)
+        yield Deployed(servers, ca)
 
 
 def talk(client: Client, deployed: Deployed) -> tuple[Session, str]:
@@ -138,6 +147,9 @@ def test_each_session_stays_with_one_server(deployed: Deployed) -> None:
         deployed.servers[gone].terminate()
         assert deployed.servers[gone].finish()[0] == 0
         assert chat.send("and now?", max_output_tokens=4).usage.output_tokens == 4
+    roots = grpc.ssl_channel_credentials(deployed.authority.read_bytes())
+    with Client(f"{PROXY}:50443", credentials=roots) as client:
+        assert client.session(chat.name).send("over TLS", max_output_tokens=4).usage.output_tokens == 4
         assert get(f"http://{PROXY}:8404/readyz")[0] == 200
 
 
@@ -171,10 +183,10 @@ def test_envoy_keeps_sessions_at_their_server_as_well(tmp_path: Path) -> None:
             name: stack.enter_context(
                 launched(
                     tmp_path / name,
-                    **options(ENVOY, store) | {"listen": f"{ENVOY}:{grpc}", "admin": f"{ENVOY}:{admin}"},
+                    **options(ENVOY, store) | {"listen": f"{ENVOY}:{data}", "admin": f"{ENVOY}:{admin}"},
                 )
             )
-            for name, (grpc, admin) in ports.items()
+            for name, (data, admin) in ports.items()
         }
         (tmp_path / "envoy.yaml").write_text((DEPLOY / "envoy.yaml").read_text().replace("127.0.0.1", ENVOY))
         command = [
