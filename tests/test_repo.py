@@ -27,7 +27,7 @@ MAX_FUNCTION_LINES = 80
 ENVIRONMENT_READERS = {
     "pensieve/cli/environment.py",  # which variables are set, to name the one at fault
     "pensieve/debug.py",  # debug switches
-    "pensieve/machine.py",  # XDG_STATE_HOME and XDG_CACHE_HOME, where a user's data goes
+    "pensieve/machine.py",  # where a user's data goes (XDG_…_HOME), and who has started this process (NOTIFY_SOCKET)
 }
 SERVE_FLAGS = {option.name.removeprefix("no-") for option in OPTIONS} | {"config", "print-config", "help"}
 FORBIDDEN = {

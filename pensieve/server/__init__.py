@@ -4,6 +4,6 @@
 ``turns``, which ``admission`` lets in, and ``sessions`` over ``history``, with an engine behind ``links``.
 ``operations`` runs beside the service: metrics, health, the admin port, recordings.
 
-May import: config, core, debug, engine.messages, engine.process, errors, frames, logs, model, options, pensieve,
-rpc_status, speech, store, tokenizer, tracing, v1.
+May import: config, core, debug, engine.messages, engine.process, errors, frames, logs, machine, model, options,
+pensieve, rpc_status, speech, store, tokenizer, tracing, v1.
 """

@@ -30,6 +30,7 @@ from pensieve.debug import debug_enabled
 from pensieve.engine.process.host import DEFAULT_BUILDER
 from pensieve.errors import PensieveError
 from pensieve.logs import configure_logging
+from pensieve.machine import manager
 from pensieve.model.arch import ModelError
 from pensieve.model.fingerprint import model_fingerprint
 from pensieve.model.folder import load_generation
@@ -40,6 +41,7 @@ from pensieve.server.gateway.keeper import GatewayError
 from pensieve.server.links.process_link import ProcessLink
 from pensieve.server.operations.health import HealthMonitor
 from pensieve.server.operations.housekeeping import end_task, purge_forever, watch_lag
+from pensieve.server.operations.manager import ManagerLink
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.operations.recording import TraceRecorder, header, open_recorder
 from pensieve.server.operations.traces import TurnTraces, open_traces
@@ -274,7 +276,11 @@ async def _serve(options: ServeOptions, builder: str) -> None:
     gc.collect()
     gc.freeze()
     print(app.ready_line, flush=True)
+    link = ManagerLink(manager())
+    link.serving()
+    turning = asyncio.create_task(link.turn(), name="watchdog")
     log.info("draining", extra={"signal": (await stopping).name})
+    link.draining()
     draining = asyncio.create_task(app.drain(), name="drain")
     again = asyncio.create_task(asked.get(), name="second signal")
     await asyncio.wait({draining, again}, return_when=asyncio.FIRST_COMPLETED)
@@ -285,6 +291,7 @@ async def _serve(options: ServeOptions, builder: str) -> None:
         draining.cancel()
     again.cancel()
     await app.close()
+    await end_task(turning)
 
 
 def run(options: ServeOptions, *, builder: str = DEFAULT_BUILDER) -> int:
