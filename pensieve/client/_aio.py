@@ -19,7 +19,7 @@ from pensieve.client._requests import (
     Tools,
     TurnOptions,
 )
-from pensieve.client._retry import RetryPolicy
+from pensieve.client._retry import RetryPolicy, retry_policy
 from pensieve.client._transport import ClientSettings
 from pensieve.client._values import FoundTurn, Item, ServerInfo, SessionInfo, TokenCount, Turn, Warming
 from pensieve.client._view import SessionView
@@ -29,8 +29,11 @@ class AsyncClient:
     """A connection to a Pensieve server. Use it as a context manager, or call ``close``.
 
     ``target`` is ``HOST:PORT``. ``api_key`` goes out as a bearer token. ``tls`` uses the system's roots,
-    ``credentials`` is for anything else. ``timeout`` bounds every call that is not a turn, in seconds.
-    ``metadata`` goes out with every call, for what stands before the server.
+    ``credentials`` is for anything else. ``metadata`` goes out with every call, for what stands before the server.
+    ``timeout``, in seconds, bounds every call that is not a turn, with all its tries; a turn has its own ``timeout``.
+
+    A server that is away or busy is asked again, for ``retry_for`` seconds in a row (default 60; 0: not at all),
+    after growing random waits and what the server asks for. Nothing happens twice by that. ``retry`` sets more of it.
     """
 
     def __init__(
@@ -41,12 +44,13 @@ class AsyncClient:
         tls: bool = False,
         credentials: grpc.ChannelCredentials | None = None,
         timeout: float = 60.0,
+        retry_for: float | None = None,
         retry: RetryPolicy | None = None,
         options: Sequence[tuple[str, Any]] = (),
         metadata: Sequence[tuple[str, str | bytes]] = (),
     ) -> None:
         settings = ClientSettings(
-            target, api_key, tls, credentials, timeout, retry or RetryPolicy(), options, metadata
+            target, api_key, tls, credentials, timeout, retry_policy(retry, retry_for), options, metadata
         )
         self._link = AsyncLink(settings)
 

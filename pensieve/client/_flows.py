@@ -14,8 +14,7 @@ from google.protobuf.message import Message
 
 from pensieve.client import _requests, decode
 from pensieve.client._requests import InputLike
-from pensieve.client._retry import Backoff, Verdict, verdict
-from pensieve.client._steps import Flow, Sleep, call
+from pensieve.client._steps import Flow, Invoke, Tries, call
 from pensieve.client._transport import ClientSettings
 from pensieve.client._turn_machine import TurnMachine
 from pensieve.client._values import (
@@ -308,22 +307,19 @@ class SessionCore:
         request = pb.DeleteSessionRequest(
             name=self.name, expected_revision=expected_revision, allow_missing=allow_missing
         )
-        backoff = Backoff(self.settings.retry)
-        tried = False
+        tries, tried = Tries(self.settings), False
         while True:
             try:
-                yield from self.call("DeleteSession", request, replay=False)
+                yield Invoke("DeleteSession", request, self.name, tries.left_s)
                 return
             except NotFound as error:
                 if tried and error.reason == "SESSION_DELETED":
                     return  # By the try whose answer was lost.
                 raise
             except PensieveError as error:
-                delay = backoff.delay(at_least=error.retry_after_s)
-                if verdict(error) is Verdict.RAISE or delay is None:
-                    raise
+                pause = tries.wait_after(error)
             tried = True
-            yield Sleep(delay)
+            yield pause
 
     def count_tokens(
         self, text: str | None, tokens: Sequence[int] | None, items: Sequence[InputLike] | None
