@@ -83,6 +83,9 @@ def test_our_names_do_not_shadow_others() -> None:
 
 TWICE = {
     "Item": "one message of a history as the client and as the store sees it: the same thing at two ends of the wire",
+    **dict.fromkeys(
+        ("FinishReason", "Phase", "Role"), "a number in the store and on the wire, a word for programs of people"
+    ),
 }
 """Class names that are defined more than once → why each of them may be."""
 

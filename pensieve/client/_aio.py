@@ -10,8 +10,15 @@ import grpc
 
 from pensieve.client import _flows, _requests
 from pensieve.client._aio_link import AsyncLink, AsyncTurnStream
-from pensieve.client._requests import (
-    InputLike,
+from pensieve.client._requests import InputLike
+from pensieve.client._retry import RetryPolicy, retry_policy
+from pensieve.client._transport import ClientSettings
+from pensieve.client._values import FoundTurn, Item, ServerInfo, SessionInfo, TokenCount, Turn, Warming
+from pensieve.client._view import SessionView
+from pensieve.client.arguments.names import check_names
+from pensieve.client.arguments.options import (
+    CHANGE_KEYS,
+    TURN_KEYS,
     Keep,
     Overflow,
     SamplingOptions,
@@ -19,10 +26,7 @@ from pensieve.client._requests import (
     Tools,
     TurnOptions,
 )
-from pensieve.client._retry import RetryPolicy, retry_policy
-from pensieve.client._transport import ClientSettings
-from pensieve.client._values import FoundTurn, Item, ServerInfo, SessionInfo, TokenCount, Turn, Warming
-from pensieve.client._view import SessionView
+from pensieve.client.arguments.signatures import with_options
 
 
 class AsyncClient:
@@ -54,6 +58,7 @@ class AsyncClient:
         )
         self._link = AsyncLink(settings)
 
+    @with_options(SamplingOptions)
     async def create_session(
         self,
         *,
@@ -139,6 +144,7 @@ class AsyncSession(SessionView):
         super().__init__(link.settings, name_or_id, info)
         self._link = link
 
+    @with_options(TurnOptions)
     def stream(
         self,
         text: str | None = None,
@@ -157,6 +163,7 @@ class AsyncSession(SessionView):
             self._link, self._core, machine, options.get("on_disconnect", "cancel") == "cancel"
         )
 
+    @with_options(TurnOptions)
     async def send(
         self,
         text: str | None = None,
@@ -168,13 +175,16 @@ class AsyncSession(SessionView):
         """One whole turn."""
         return await self.stream(text, tokens=tokens, items=items, **options).finish()
 
+    @with_options(TurnOptions)
     async def regenerate(self, **options: Unpack[TurnOptions]) -> Turn:
         """Another answer to the newest user item. The old answer stays until the new one is committed."""
+        check_names(options, TURN_KEYS)  # before anything is asked
         item, revision = await self._link.run(self._core.last_user_item())
         options.setdefault("expected_revision", revision)
         options["replace_after_item"] = item
         return await self.send(**options)
 
+    @with_options(TurnOptions)
     async def edit(self, item: int, text: str, **options: Unpack[TurnOptions]) -> Turn:
         """Replace item number ``item`` and everything after it by ``text`` and a new answer."""
         options["replace_after_item"] = item - 1
@@ -265,11 +275,12 @@ class AsyncSession(SessionView):
         """
         return await self._link.run(self._core.warm())
 
+    @with_options(SessionChanges)
     async def update(
         self, *, expected_revision: int | None = None, **changes: Unpack[SessionChanges]
     ) -> SessionInfo:
         """Change what is given, and nothing else. A changed system prompt makes all cached state useless."""
-        _requests.check_names(changes, frozenset(_requests.UPDATE_PATHS))
+        check_names(changes, CHANGE_KEYS)
         return await self._link.run(self._core.update(changes, expected_revision))
 
     async def rebind(self, *, expected_revision: int | None = None) -> SessionInfo:

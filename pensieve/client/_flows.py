@@ -27,8 +27,10 @@ from pensieve.client._values import (
     TurnState,
     Warming,
 )
-from pensieve.core import Role
-from pensieve.errors import NotFound, PensieveError
+from pensieve.client.arguments.ids import UUID
+from pensieve.client.arguments.ids import request_id as make_id
+from pensieve.client.arguments.words import Role
+from pensieve.errors import InvalidArgument, NotFound, PensieveError
 from pensieve.v1 import pensieve_pb2 as pb
 
 PAGE = 500
@@ -65,7 +67,7 @@ def create_session(
     request_id: str | None,
 ) -> Flow[SessionInfo]:
     request = pb.CreateSessionRequest(
-        request_id=request_id or _requests.new_request_id(),
+        request_id=make_id(f"sessions/{session_id}" if session_id else "", request_id),
         session_id=session_id or "",
         config=config,
         labels=labels or {},
@@ -78,6 +80,10 @@ def create_session(
 def find_turn(
     settings: ClientSettings, mark: str, answer: str | None, request_id: str | None
 ) -> Flow[FoundTurn | None]:
+    if request_id is not None and not UUID.fullmatch(request_id):
+        raise InvalidArgument.field(
+            "request_id", "must be a UUID here: a name stands for another one in each session"
+        )
     request = pb.FindTurnRequest(mark=mark, answer=answer, request_id=request_id)
     try:
         response = yield from call(settings, "FindTurn", request)
@@ -130,6 +136,7 @@ class SessionCore:
         self, request_id: str, timeout: float | None, max_chunk_tokens: int | None
     ) -> TurnMachine:
         """An existing turn, from its first token."""
+        request_id = make_id(self.name, request_id)
         output = pb.OutputOptions(max_chunk_tokens=max_chunk_tokens)
         request = pb.StreamTurnRequest(
             session=self.name, turn=pb.TurnSpec(request_id=request_id, output=output), attach_only=True
@@ -162,20 +169,20 @@ class SessionCore:
         del self.abandoned[:-ABANDONED_KEPT]
 
     def get_turn(self, request_id: str) -> Flow[Turn]:
-        request = pb.GetTurnRequest(session=self.name, request_id=request_id)
+        request = pb.GetTurnRequest(session=self.name, request_id=make_id(self.name, request_id))
         response = yield from self.call("GetTurn", request)
         return decode.turn(response.turn)
 
     def cancel(self, request_id: str | None, keep: str, keep_output_tokens: int | None) -> Flow[Turn]:
-        request_id = request_id or self.running
-        if request_id is None:
+        found = self.running if request_id is None else make_id(self.name, request_id)
+        if found is None:
             info = yield from self.refresh()
-            request_id = info.active_request_id
-        if not request_id:
+            found = info.active_request_id
+        if not found:
             raise NotFound("no turn is running in this session", reason="TURN_NOT_FOUND")
         request = pb.CancelTurnRequest(
             session=self.name,
-            request_id=request_id,
+            request_id=found,
             keep=_requests.choice("keep", keep, _requests.KEEP),
             keep_output_tokens=keep_output_tokens,
         )
@@ -227,7 +234,7 @@ class SessionCore:
     ) -> Flow[tuple[Item, ...]]:
         request = pb.AppendItemsRequest(
             name=self.name,
-            request_id=request_id or _requests.new_request_id(),
+            request_id=make_id(self.name, request_id),
             items=[_requests.input_item(one) for one in items],
             expected_revision=expected_revision,
         )
@@ -240,7 +247,7 @@ class SessionCore:
     ) -> Flow[SessionInfo]:
         request = pb.RewindSessionRequest(
             name=self.name,
-            request_id=request_id or _requests.new_request_id(),
+            request_id=make_id(self.name, request_id),
             item=to_item,
             expected_revision=expected_revision,
         )
@@ -257,7 +264,7 @@ class SessionCore:
     ) -> Flow[SessionInfo]:
         request = pb.ForkSessionRequest(
             name=self.name,
-            request_id=request_id or _requests.new_request_id(),
+            request_id=make_id(self.name, request_id),
             item=item,
             session_id=session_id or "",
             expected_revision=expected_revision,

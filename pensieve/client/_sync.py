@@ -9,8 +9,16 @@ from typing import Any, Self, Unpack
 import grpc
 
 from pensieve.client import _flows, _requests
-from pensieve.client._requests import (
-    InputLike,
+from pensieve.client._requests import InputLike
+from pensieve.client._retry import RetryPolicy, retry_policy
+from pensieve.client._sync_link import Link, TurnStream
+from pensieve.client._transport import ClientSettings
+from pensieve.client._values import FoundTurn, Item, ServerInfo, SessionInfo, TokenCount, Turn, Warming
+from pensieve.client._view import SessionView
+from pensieve.client.arguments.names import check_names
+from pensieve.client.arguments.options import (
+    CHANGE_KEYS,
+    TURN_KEYS,
     Keep,
     Overflow,
     SamplingOptions,
@@ -18,11 +26,7 @@ from pensieve.client._requests import (
     Tools,
     TurnOptions,
 )
-from pensieve.client._retry import RetryPolicy, retry_policy
-from pensieve.client._sync_link import Link, TurnStream
-from pensieve.client._transport import ClientSettings
-from pensieve.client._values import FoundTurn, Item, ServerInfo, SessionInfo, TokenCount, Turn, Warming
-from pensieve.client._view import SessionView
+from pensieve.client.arguments.signatures import with_options
 
 
 class Client:
@@ -54,6 +58,7 @@ class Client:
         )
         self._link = Link(settings)
 
+    @with_options(SamplingOptions)
     def create_session(
         self,
         *,
@@ -139,6 +144,7 @@ class Session(SessionView):
         super().__init__(link.settings, name_or_id, info)
         self._link = link
 
+    @with_options(TurnOptions)
     def stream(
         self,
         text: str | None = None,
@@ -155,6 +161,7 @@ class Session(SessionView):
         machine = self._core.turn_machine(text, tokens, items, options)
         return TurnStream(self._link, self._core, machine, options.get("on_disconnect", "cancel") == "cancel")
 
+    @with_options(TurnOptions)
     def send(
         self,
         text: str | None = None,
@@ -166,13 +173,16 @@ class Session(SessionView):
         """One whole turn."""
         return self.stream(text, tokens=tokens, items=items, **options).finish()
 
+    @with_options(TurnOptions)
     def regenerate(self, **options: Unpack[TurnOptions]) -> Turn:
         """Another answer to the newest user item. The old answer stays until the new one is committed."""
+        check_names(options, TURN_KEYS)  # before anything is asked
         item, revision = self._link.run(self._core.last_user_item())
         options.setdefault("expected_revision", revision)
         options["replace_after_item"] = item
         return self.send(**options)
 
+    @with_options(TurnOptions)
     def edit(self, item: int, text: str, **options: Unpack[TurnOptions]) -> Turn:
         """Replace item number ``item`` and everything after it by ``text`` and a new answer."""
         options["replace_after_item"] = item - 1
@@ -261,11 +271,12 @@ class Session(SessionView):
         """
         return self._link.run(self._core.warm())
 
+    @with_options(SessionChanges)
     def update(
         self, *, expected_revision: int | None = None, **changes: Unpack[SessionChanges]
     ) -> SessionInfo:
         """Change what is given, and nothing else. A changed system prompt makes all cached state useless."""
-        _requests.check_names(changes, frozenset(_requests.UPDATE_PATHS))
+        check_names(changes, CHANGE_KEYS)
         return self._link.run(self._core.update(changes, expected_revision))
 
     def rebind(self, *, expected_revision: int | None = None) -> SessionInfo:

@@ -20,7 +20,8 @@ from dataclasses import replace
 from pensieve.client import decode
 from pensieve.client._retry import STREAM_INCONSISTENT, Backoff, RetryPolicy, Verdict, verdict
 from pensieve.client._values import Piece, Progress, Turn
-from pensieve.core import FinishReason, TokenLogprob
+from pensieve.client.arguments.words import FinishReason
+from pensieve.core import TokenLogprob
 from pensieve.errors import Cancelled, DeadlineExceeded, Internal, PensieveError, Unavailable
 from pensieve.rpc_status import TRANSPORT
 from pensieve.v1 import pensieve_pb2 as pb
