@@ -77,6 +77,7 @@ structure: setup ## Every package with its purpose, modules and lines
 
 types: setup ## Static types
 	$(BIN)/mypy
+	$(BIN)/mypy examples
 
 proto: setup ## Regenerate the gRPC stubs
 	$(BIN)/python -P proto/generate.py

@@ -2,7 +2,8 @@
 
 The life of a turn: ``_requests`` builds it under a fresh request id, ``_turn_machine`` decides what to send and what
 every message or failure means, a shell (``_sync_link``, ``_aio_link``) performs that on a channel, ``decode`` makes
-values. Unary calls are ``_flows``. What callers may write stands in ``arguments``. Errors are the classes of ``pensieve.errors``.
+values. Unary calls are ``_flows``. What callers may write stands in ``arguments``. Errors are the classes of
+``pensieve.errors``.
 
 May import: core, errors, rpc_status, speech, v1.
 """

@@ -71,8 +71,8 @@ class TurnOptions(SamplingOptions, total=False):
     request_id: str
     """Names the turn within its session: the same id and content never append twice. A UUID, or a name of 1 to 128
     characters, from which a UUID is made; left out: a fresh one."""
-    expected_revision: int
-    """Raise RevisionMismatch unless the session is at this revision."""
+    expected_revision: int | None
+    """Raise RevisionMismatch unless the session is at this revision; None: whatever it is at."""
     replace_after_item: int
     """Replace everything after this item, in the same commit as the new turn."""
     token_ids: bool
