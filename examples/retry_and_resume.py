@@ -17,10 +17,10 @@ with tempfile.TemporaryDirectory() as folder:
     first = ServerProcess(*options)
     address = first.target
     with Client(address, retry_for=60) as client:
-        session = client.create_session(session_id="ada")
+        session = client.create_session(session_id="ada", max_output_tokens=100)
         session.send("My name is Ada.", request_id="introduction")
 
-        stream = session.stream(QUESTION, request_id="question", ignore_eos=True, max_output_tokens=100)
+        stream = session.stream(QUESTION, request_id="question", ignore_eos=True)
         print("answer:", next(stream).text, end="", flush=True)
         first.kill()  # as by a power cut
         print(" [killed]", end="", flush=True)
@@ -37,7 +37,7 @@ with tempfile.TemporaryDirectory() as folder:
         print(f"\nsent {stream.resumes + 1} times, in history once: {len(session.items())} items")
 
         # The same request again, as by a program that does not know whether it was done: the same turn, not another.
-        again = session.send(QUESTION, request_id="question", ignore_eos=True, max_output_tokens=100)
+        again = session.send(QUESTION, request_id="question", ignore_eos=True)
         print("the same turn:", again.revision == stream.turn.revision, "- items:", len(session.items()))
 
         # Another program, or a page that was loaded anew, follows a turn by its id alone.

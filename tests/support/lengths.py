@@ -19,6 +19,7 @@ SLOWEST = (
     "tests/e2e/test_readme.py",
     "tests/e2e/test_real_server.py",
     "tests/client/test_restart.py",
+    "tests/e2e/test_examples.py",
     "tests/engine/test_random_schedules.py",
     "tests/simulate/test_fidelity.py",
     "tests/server_infra/test_app.py",
