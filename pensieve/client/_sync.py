@@ -33,7 +33,8 @@ class Client:
     """A connection to a Pensieve server. Use it as a context manager, or call ``close``.
 
     ``target`` is ``HOST:PORT``. ``api_key`` goes out as a bearer token. ``tls`` uses the system's roots,
-    ``credentials`` is for anything else. ``metadata`` goes out with every call, for what stands before the server.
+    ``credentials`` is for anything else. ``metadata`` goes out with every call, for what stands before the server;
+    ``options`` are more of gRPC's channel options.
     ``timeout``, in seconds, bounds every call that is not a turn, with all its tries; a turn has its own ``timeout``.
 
     A server that is away or busy is asked again, for ``retry_for`` seconds in a row (default 60; 0: not at all),
@@ -75,11 +76,16 @@ class Client:
         request_id: str | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Session:
-        """A new conversation. ``ttl``: idle lifetime in seconds. Sampling keywords become the session's defaults.
+        """A new conversation. Sampling keywords become the session's defaults.
 
-        ``initial_items`` imports a transcript. ``tools``: functions that the model may call. ``share_prefixes=False``:
-        its cached state is never used by another session, nor that of another by it. Raises AlreadyExists when
-        ``session_id`` is taken by another session.
+        ``system_prompt``: what the model is told first. ``session_id``: lower-case letters, digits and hyphens, 3 to
+        63; left out: the server makes one. ``labels``: to find it by, with ``sessions``. ``ttl``: seconds without use
+        after which it is erased. ``overflow``: what happens to a turn that does not fit the context. ``tools``:
+        functions that the model may call. ``initial_items`` imports a transcript. ``share_prefixes=False``: its cached
+        state is never used by another session, nor that of another by it. ``request_id``: the same one makes no second
+        session.
+
+        Raises AlreadyExists when ``session_id`` is taken by another session.
         """
         config = _requests.session_config(
             model=model,

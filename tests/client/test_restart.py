@@ -50,7 +50,7 @@ async def stream_async(target: str, session: str, screen: Watched) -> Turn:
         return stream.turn
 
 
-@pytest.mark.fault(25)
+@pytest.mark.fault(15, 25)
 @pytest.mark.timeout(150)
 def test_a_long_outage_is_ridden_out(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
