@@ -165,9 +165,7 @@ class AsyncSession(SessionView):
         To keep what was said so far call ``await stream.cancel()``. To let it run on, pass ``on_disconnect="finish"``.
         """
         machine = self._core.turn_machine(text, tokens, items, options)
-        return AsyncTurnStream(
-            self._link, self._core, machine, options.get("on_disconnect", "cancel") == "cancel"
-        )
+        return AsyncTurnStream(self._link, self._core, machine)
 
     @with_options(TurnOptions)
     async def send(
@@ -201,7 +199,7 @@ class AsyncSession(SessionView):
     ) -> AsyncTurnStream:
         """Follow a turn that was started elsewhere, from its first token; leaving does not end it."""
         machine = self._core.attach_machine(request_id, timeout, max_chunk_tokens)
-        return AsyncTurnStream(self._link, self._core, machine, False)
+        return AsyncTurnStream(self._link, self._core, machine)
 
     async def get_turn(self, request_id: str) -> Turn:
         """State and result of a turn."""

@@ -116,10 +116,8 @@ class Closing:
 class AsyncTurnStream(StreamView):
     """The pieces of one turn. Iterate it, and leave the loop whenever you like; or await ``finish``."""
 
-    def __init__(
-        self, link: AsyncLink, core: SessionCore, machine: TurnMachine, discard_on_leave: bool
-    ) -> None:
-        super().__init__(core, machine, discard_on_leave=discard_on_leave)
+    def __init__(self, link: AsyncLink, core: SessionCore, machine: TurnMachine) -> None:
+        super().__init__(core, machine)
         self._link = link
         self._call: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None

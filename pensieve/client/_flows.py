@@ -123,7 +123,7 @@ class SessionCore:
         options: Mapping[str, Any],
     ) -> TurnMachine:
         """A new turn, not yet sent. ``timeout`` counts from here."""
-        options = dict(options)
+        options = {name: value for name, value in options.items() if value is not None}  # None: left out
         timeout = options.pop("timeout", None)
         wait_if_busy = options.pop("wait_if_busy", False)
         request = _requests.stream_turn(self.name, _requests.turn_input(text, tokens, items), options)

@@ -165,7 +165,7 @@ class Session(SessionView):
         To keep what was said so far call ``stream.cancel()``. To let it run on, pass ``on_disconnect="finish"``.
         """
         machine = self._core.turn_machine(text, tokens, items, options)
-        return TurnStream(self._link, self._core, machine, options.get("on_disconnect", "cancel") == "cancel")
+        return TurnStream(self._link, self._core, machine)
 
     @with_options(TurnOptions)
     def send(
@@ -199,7 +199,7 @@ class Session(SessionView):
     ) -> TurnStream:
         """Follow a turn that was started elsewhere, from its first token; leaving does not end it."""
         machine = self._core.attach_machine(request_id, timeout, max_chunk_tokens)
-        return TurnStream(self._link, self._core, machine, False)
+        return TurnStream(self._link, self._core, machine)
 
     def get_turn(self, request_id: str) -> Turn:
         """State and result of a turn."""

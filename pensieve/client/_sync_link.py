@@ -82,8 +82,8 @@ class TurnStream(StreamView):
     ``cancel`` and ``close`` may come from another thread than the reading one.
     """
 
-    def __init__(self, link: Link, core: SessionCore, machine: TurnMachine, discard_on_leave: bool) -> None:
-        super().__init__(core, machine, discard_on_leave=discard_on_leave)
+    def __init__(self, link: Link, core: SessionCore, machine: TurnMachine) -> None:
+        super().__init__(core, machine)
         self._link = link
         self._call: Any = None
         self._watch = Watch()

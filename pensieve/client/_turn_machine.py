@@ -59,6 +59,8 @@ class TurnMachine:
         self._clock = clock
         self._deadline = None if timeout is None else clock() + timeout
         self._backoff = backoff or Backoff(policy, clock=clock)
+        self.ends_with_client = request.on_disconnect != pb.DISCONNECT_POLICY_FINISH
+        """Whether the turn is discarded when the client walks away from it."""
         self._wait_if_busy = wait_if_busy
         self._abandoned = abandoned
         self._heartbeat_s = DEFAULT_HEARTBEAT_S

@@ -20,6 +20,7 @@ from pensieve import core
 from pensieve.client import FinishReason, Phase, Role, decode
 from pensieve.client._flows import SessionCore, create_session
 from pensieve.client._transport import ClientSettings
+from pensieve.client._view import StreamView
 from pensieve.client.arguments import names, signatures
 from pensieve.client.arguments.ids import request_id
 from pensieve.client.arguments.options import CHANGE_KEYS, SAMPLING_KEYS, TURN_KEYS
@@ -190,6 +191,17 @@ def test_words_and_numbers_are_taken_as_options(client: Any, fake: FakeConversat
     ]
     assert [one.role for one in chat.items()] == ["user", "tool", "user", "assistant"]
     assert chat.last_turn.finish_reason == "eos" == FinishReason.EOS == 1
+
+
+def test_a_turn_that_shall_finish_is_not_discarded() -> None:
+    """However the word was written; and what is None was not said."""
+    chat = SessionCore(ClientSettings("x"), "sessions/a")
+    for given, discarded in (("FINISH", False), ("finish", False), ("Cancel", True), (None, True)):
+        options = {"on_disconnect": given, "token_ids": None, "timeout": None}
+        machine = chat.turn_machine("x", None, None, options)
+        assert StreamView(chat, machine)._discard_on_leave is machine.ends_with_client is discarded
+        assert machine.next_request().turn.output.token_ids
+    assert not chat.attach_machine("x", None, None).ends_with_client
 
 
 def test_a_number_of_a_newer_server_stays_a_number() -> None:
