@@ -57,7 +57,7 @@ def test_a_long_outage_is_ridden_out(tmp_path: Path) -> None:
     store = f"sqlite:///{tmp_path / 'history.sqlite3'}"
     options: dict[str, Any] = {"max_output_tokens": TOKENS, "ignore_eos": True}
     with (
-        fault_server(tmp_path / "server", store, pace_s=0.05, listen=address) as server,
+        fault_server(tmp_path / "server", store, pace_s=0.5, listen=address) as server,
         Client(address) as client,
         Client(address) as other,
         ThreadPoolExecutor(8) as pool,
@@ -75,7 +75,8 @@ def test_a_long_outage_is_ridden_out(tmp_path: Path) -> None:
         onlooker = other.session(chats[0].name).attach(streaming.request_id)
         jobs["attach"] = pool.submit(stream, onlooker, followed)
         assert followed.begun.wait(30)
-        server.kill()
+        server.kill()  # long before the turns would have ended: a step takes half a second
+        (server.model / "pace").write_text("0")
         jobs["late send"] = pool.submit(chats[3].send, "four", **options)
         jobs["items"] = pool.submit(chats[3].items, after_item=100)
         time.sleep(OUTAGE_S)
