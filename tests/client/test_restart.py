@@ -56,8 +56,10 @@ def test_a_long_outage_is_ridden_out(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     store = f"sqlite:///{tmp_path / 'history.sqlite3'}"
     options: dict[str, Any] = {"max_output_tokens": TOKENS, "ignore_eos": True}
+    # A lease that a loaded machine renews in time, and that is over when the server is there again.
+    lasting: dict[str, Any] = {"listen": address, "lease_s": 6.0}
     with (
-        fault_server(tmp_path / "server", store, pace_s=0.5, listen=address) as server,
+        fault_server(tmp_path / "server", store, pace_s=0.5, **lasting) as server,
         Client(address) as client,
         Client(address) as other,
         ThreadPoolExecutor(8) as pool,
