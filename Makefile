@@ -40,6 +40,11 @@ $(VENV)/.ready: pyproject.toml constraints.txt proto/requirements.txt
 	  echo "cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt 'torch==2.13.0'
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@# What pip leaves for an editable package is code, which type checkers and editors do not run: a path they do read. It
+	@# leads to a link to the package alone, for the root has folders that must not be importable (CONTRIBUTING.md).
+	mkdir -p $(VENV)/source && ln -sfn '$(CURDIR)/pensieve' $(VENV)/source/pensieve
+	@$(BIN)/python -c "from pathlib import Path; from sysconfig import get_path; \
+	  Path(get_path('purelib'), 'pensieve-source.pth').write_text(str(Path('$(VENV)/source').absolute()))"
 	rm -rf $(VENV)/protoc
 	$(BIN)/python -m pip install -q $(PIP_ARGS) --no-deps --target $(VENV)/protoc -r proto/requirements.txt
 	@touch $@
@@ -87,6 +92,7 @@ structure: setup ## Every package with its purpose, modules and lines
 
 types: setup ## Static types
 	$(BIN)/mypy
+	$(BIN)/mypy examples
 
 proto: setup ## Regenerate the gRPC stubs
 	$(BIN)/python -P proto/generate.py

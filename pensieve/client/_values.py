@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
-from pensieve.core import FinishReason, HintReceipt, Phase, Role, TokenLogprob, Usage
+from pensieve.client.arguments.words import FinishReason, Phase, Role
+from pensieve.core import HintReceipt, TokenLogprob, Usage
 from pensieve.speech import CallForm, FunctionCall, SpeechForm
 
 

@@ -13,10 +13,10 @@ from pensieve.tracing import ClientSpan
 class StreamView:
     """Read-only view of a turn under way."""
 
-    def __init__(self, core: SessionCore, machine: TurnMachine, *, discard_on_leave: bool) -> None:
+    def __init__(self, core: SessionCore, machine: TurnMachine) -> None:
         self._core = core
         self._machine = machine
-        self._discard_on_leave = discard_on_leave
+        self._discard_on_leave = machine.ends_with_client
         self._started = False
         self._span = ClientSpan()
         self._over = False

@@ -18,6 +18,8 @@ SLOWEST = (
     "tests/robustness/test_under_faults.py",
     "tests/e2e/test_readme.py",
     "tests/e2e/test_real_server.py",
+    "tests/client/test_restart.py",
+    "tests/e2e/test_examples.py",
     "tests/engine/test_random_schedules.py",
     "tests/simulate/test_fidelity.py",
     "tests/server_infra/test_app.py",
