@@ -18,6 +18,7 @@ from pensieve.engine.messages import (
     Output,
     RequestProgress,
     ResidentTokens,
+    SessionStrip,
     Started,
     Stats,
     Warmed,
@@ -140,6 +141,10 @@ class EngineLink(Protocol):
         ...
 
     async def residency(self, session: SessionKey) -> ResidentTokens: ...
+
+    async def look(self) -> list[SessionStrip]:
+        """Where the chunks of all cached sessions lie; told in pieces, between which the engine goes on."""
+        ...
 
     async def warm(
         self, session: SessionKey, tokens: TokenArray, *, scope: str = "", standing: Standing = ALONE
