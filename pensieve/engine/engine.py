@@ -39,7 +39,7 @@ from dataclasses import dataclass, field
 from pensieve.core import FinishReason, Phase, RequestKey, SessionKey, unpack_tokens
 from pensieve.debug import debug_enabled, failpoint
 from pensieve.engine.candidates import Candidates
-from pensieve.engine.looks import Looker
+from pensieve.engine.looks.looker import Looker
 from pensieve.engine.messages import (
     Cancel,
     CandidateFinished,
@@ -52,7 +52,7 @@ from pensieve.engine.messages import (
     Failed,
     Finished,
     GetResidency,
-    Look,
+    GetStrips,
     Output,
     RequestProgress,
     ResidentTokens,
@@ -157,7 +157,7 @@ class Engine:
             case GetResidency(call, session):
                 held = self._cache.residency(SessionKey(session))
                 return [ResidentTokens(call, held.device, held.host)]
-            case Look(call, at):
+            case GetStrips(call, at):
                 return [self._looker.look(call, at, self._clock())]
             case Warm():
                 return [self._warm(command)]

@@ -54,10 +54,10 @@ class GetResidency(msgspec.Struct, frozen=True, tag="residency"):
     session: str
 
 
-class Look(msgspec.Struct, frozen=True, tag="look"):
-    """Say where the chunks of cached sessions lie. Answered by ``Looked``, as far as a bounded time goes.
+class GetStrips(msgspec.Struct, frozen=True, tag="get_strips"):
+    """Say where the chunks of cached sessions lie. Answered by ``Strips``, as far as a bounded time goes.
 
-    ``at``: 0 begins anew; ``Looked.next`` goes on where the answer before has ended.
+    ``at``: 0 begins anew; ``Strips.next`` goes on where the answer before has ended.
     """
 
     call: int
@@ -86,7 +86,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Leave the loop at the end of the current step."""
 
 
-Command = Submit | Cancel | Choose | Evict | GetResidency | Look | Warm | Stop
+Command = Submit | Cancel | Choose | Evict | GetResidency | GetStrips | Warm | Stop
 
 
 class Output(msgspec.Struct, frozen=True, tag="output"):
@@ -161,7 +161,7 @@ class SessionStrip(msgspec.Struct, frozen=True, array_like=True):
     tokens: int
     """Length of its context, what runs included."""
     strip: str
-    """Runs of chunks in one state, ``x7h40B3d12``: see ``pensieve.engine.looks``."""
+    """Runs of chunks in one state, ``x7h40B3d12``: see ``pensieve.engine.looks.looker``."""
     idle_s: float
     """Since its latest turn; 0 while something runs."""
     running: bool
@@ -171,8 +171,8 @@ class SessionStrip(msgspec.Struct, frozen=True, array_like=True):
     """It is a further candidate's."""
 
 
-class Looked(msgspec.Struct, frozen=True, tag="looked"):
-    """Answers ``Look``. ``next``: where to go on; 0: these were the last."""
+class Strips(msgspec.Struct, frozen=True, tag="strips"):
+    """Answers ``GetStrips``. ``next``: where to go on; 0: these were the last."""
 
     call: int
     next: int
@@ -260,7 +260,7 @@ Event = (
     | Failed
     | Evicted
     | ResidentTokens
-    | Looked
+    | Strips
     | Warmed
     | EngineReady
     | Stepping

@@ -19,13 +19,13 @@ from pensieve.engine.messages import (
     Evict,
     Evicted,
     GetResidency,
-    Look,
-    Looked,
+    GetStrips,
     Report,
     ResidentTokens,
     SessionStrip,
     Stats,
     Stepping,
+    Strips,
     Submit,
     Warm,
     Warmed,
@@ -126,7 +126,7 @@ class BaseLink(abc.ABC):
         strips: list[SessionStrip] = []
         at = 0
         while True:
-            looked = await self._call(functools.partial(Look, at=at), Looked)
+            looked = await self._call(functools.partial(GetStrips, at=at), Strips)
             strips += looked.sessions
             at = looked.next
             if not at:

@@ -96,6 +96,11 @@ class EngineLink(Protocol):
         ...
 
     @property
+    def restarts_total(self) -> int:
+        """Engines that took the place of one that had died."""
+        ...
+
+    @property
     def stalled(self) -> bool:
         """No step has ended for longer than a step of its size can take, while work is waiting (``watchdog``)."""
         ...

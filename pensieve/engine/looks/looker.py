@@ -30,7 +30,7 @@ from typing import Final
 
 from pensieve.core import RequestKey
 from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, Range, SharedRun
-from pensieve.engine.messages import Looked, SessionStrip
+from pensieve.engine.messages import SessionStrip, Strips
 from pensieve.engine.plan import Plan
 from pensieve.engine.request import Request
 from pensieve.engine.scheduler import Scheduler
@@ -54,7 +54,7 @@ class Looker:
         """The sessions there were when the look began."""
         self.plan = _NO_PLAN
 
-    def look(self, call: int, at: int, now: float) -> Looked:
+    def look(self, call: int, at: int, now: float) -> Strips:
         """The strips from ``at`` on, as many as ``LOOK_S`` allows, one at least."""
         until = self._timer() + LOOK_S
         if at == 0:
@@ -80,7 +80,7 @@ class Looker:
                     break
         if at >= len(self._order):
             self._order = []
-        return Looked(call, at if self._order else 0, tuple(strips))
+        return Strips(call, at if self._order else 0, tuple(strips))
 
     def _computed(self, request: Request, spans: Sequence[Range]) -> dict[int, str]:
         """Which chunks of a running request's context are being computed, or wait for it: their letters."""

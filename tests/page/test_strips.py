@@ -10,11 +10,11 @@ import pytest
 
 from pensieve.config import CacheConfig, SchedulerConfig
 from pensieve.core import SessionKey
-from pensieve.engine import looks
 from pensieve.engine.cache.chunk import NOWHERE
 from pensieve.engine.engine import Engine
-from pensieve.engine.looks import Looker
-from pensieve.engine.messages import Look, Looked, SessionStrip
+from pensieve.engine.looks import looker as looks
+from pensieve.engine.looks.looker import Looker
+from pensieve.engine.messages import GetStrips, SessionStrip, Strips
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hash_worker import VOCABULARY, HashWorker, verify_beams, verify_tokens
 from support.lengths import at_length
@@ -46,8 +46,8 @@ def whole_look(engine: Engine) -> list[SessionStrip]:
     strips: list[SessionStrip] = []
     at = 0
     while True:
-        (looked,) = engine.handle(Look(7, at))
-        assert isinstance(looked, Looked) and looked.call == 7
+        (looked,) = engine.handle(GetStrips(7, at))
+        assert isinstance(looked, Strips) and looked.call == 7
         strips += looked.sessions
         at = looked.next
         if not at:
