@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import sys
 import time
@@ -20,20 +21,23 @@ from pensieve.errors import PensieveError
 from pensieve.server.ids import session_key
 from pensieve.server.links.engine_link import EngineLink
 from pensieve.server.page.recent import KEPT_S, RecentTurns
+from pensieve.server.values import TurnEnd
 
 log = logging.getLogger(__name__)
 
 SCHEMA: Final = "pensieve.gap/1"
 COUNTED_S: Final = 10 * 60.0
-"""What came back in so long counts; turns before that only fill the cache that is compared with."""
-MOST_TURNS: Final = 4000
-"""Turns that are played again, the latest ones."""
+"""What came back in so long counts."""
+MOST_TURNS: Final = 1500
+"""Turns that are played again, the latest ones: a few seconds of processor time."""
+FILLING: Final = 1 / 3
+"""Part of the time that only fills the cache that is compared with, unless that was empty in truth."""
 FEWEST: Final = 20
 """Of fewer that came back nothing is said."""
 FRESH_S: Final = 30.0
 """Nobody has it computed again so soon."""
-LIMIT_S: Final = 30.0
-"""The process is ended after so long."""
+LIMIT_S: Final = 120.0
+"""The process is ended after so long: where all cores are busy it gets little of them."""
 
 
 class HistorySources(msgspec.Struct, frozen=True):
@@ -143,7 +147,7 @@ class GapFinder:
             SCHEMA,
             "",
             time.time(),
-            round(min(COUNTED_S, now - turns[0][1]), 3),
+            round(now - min(ended for _, _, ended, *_, counted in turns if counted), 3),
             figures.turns,
             figures.history_tokens,
             figures.measured,
@@ -153,26 +157,26 @@ class GapFinder:
 
     def _turns(self, now: float) -> list[tuple[Any, ...]]:
         """Those that were admitted, by time: see ``pensieve.simulate.hindsight.PastTurn``."""
-        turns: list[tuple[Any, ...]] = []
-        for end in self._recent.since(now - KEPT_S):
-            usage = end.usage
-            if len(turns) == MOST_TURNS:
-                break
-            if usage.context_tokens:
-                receipt = (usage.gpu_cached_tokens, usage.swapped_in_tokens, usage.recomputed_tokens)
-                turns.append(
-                    (
-                        session_key(end.key),
-                        end.arrived_at + usage.queue_s,
-                        end.ended_at,
-                        usage.context_tokens,
-                        max(usage.context_tokens - end.new_tokens, 0),
-                        usage.output_tokens,
-                        receipt,
-                        end.ended_at > now - COUNTED_S,
-                    )
-                )
-        return sorted(turns, key=lambda turn: float(turn[1]))
+        admitted = (end for end in self._recent.since(now - KEPT_S) if end.usage.context_tokens)
+        ends = list(itertools.islice(admitted, MOST_TURNS))
+        counted_from = now - COUNTED_S
+        if ends and (self._recent.forgotten or len(ends) == MOST_TURNS):
+            counted_from = max(counted_from, now - (1 - FILLING) * (now - ends[-1].ended_at))
+        return sorted((_row(end, counted_from) for end in ends), key=lambda turn: float(turn[1]))
+
+
+def _row(end: TurnEnd, counted_from: float) -> tuple[Any, ...]:
+    usage = end.usage
+    return (
+        session_key(end.key),
+        end.arrived_at + usage.queue_s,
+        end.ended_at,
+        usage.context_tokens,
+        max(usage.context_tokens - end.new_tokens, 0),
+        usage.output_tokens,
+        (usage.gpu_cached_tokens, usage.swapped_in_tokens, usage.recomputed_tokens),
+        end.ended_at > counted_from,
+    )
 
 
 async def _ask(order: bytes) -> bytes:

@@ -226,7 +226,7 @@ class StateView:
             running=_running(taken.sessions),
             age_s=round(time.monotonic() - taken.at, 3),
             first=after,
-            next=after + limit if after + limit < len(taken.sessions) else None,
+            next=after + limit if limit > 0 and after + limit < len(taken.sessions) else None,
             rows=tuple(_line(one, notes.get(key_of(one))) for one in strips),
         )
 

@@ -61,6 +61,7 @@ class BrowserTab:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
         await self.call("Page.navigate", url=url)
+        await self.until(f"location.href === '{url}' && document.readyState === 'complete'")
 
     async def size(self, width: int, height: int) -> None:
         await self.call(
