@@ -58,8 +58,7 @@ class BrowserTab:
         for domain in ("Page", "Runtime", "Log"):
             await self.call(f"{domain}.enable")
         await self.size(width, height)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        await self.call("Emulation.setEmulatedMedia", features=[scheme])
+        await self.scheme(dark=dark)
         await self.call("Page.navigate", url=url)
         await self.until(f"location.href === '{url}' && document.readyState === 'complete'")
 
@@ -71,6 +70,10 @@ class BrowserTab:
             deviceScaleFactor=1,
             mobile=False,
         )
+
+    async def scheme(self, *, dark: bool) -> None:
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        await self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     async def value(self, expression: str) -> Any:
         """What an expression is in the page, as JSON has it."""
