@@ -6,15 +6,15 @@ The engine is ``priced_engine``: the real scheduler and cache around a model tha
 session has one turn; then callers, in a process of their own, make one turn after the other over all of them. Of each
 round one half is without the page and the other with: that asks for what an open page asks for, as often (state each
 second, series each five, the gap each fifteen). Which half comes first changes from round to round.
-The last line is one JSON document.
+Beside turns, which depend on what else the machine does, the processor time of server and engine is
+taken. The last line is one JSON document.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import multiprocessing
-import random
+import os
 import statistics
 import subprocess
 import sys
@@ -32,72 +32,14 @@ import click
 
 sys.path.append(str(Path(__file__).parents[1]))  # bench/, which is no package
 
+from service.page_talk import Talk, begin, converse
 from service.priced_engine import STEP_VARIABLE, TOKEN_VARIABLE
 
-from pensieve.client import AsyncClient
 from pensieve.debug import child_environment
 from pensieve.spawn import wait_ready
 
 START_LIMIT_S = 60.0
 ASKS = (("state.json?limit=5000", 1.0), ("series.json", 5.0), ("gap.json", 15.0))
-WORDS = "the fox was in the garden and the neighbour told me what the name of the dog is "
-LONGEST = 6000
-"""Tokens of a context, from which on its session is left alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Talk:
-    """What the callers do until ``until``, on the clock that all processes share."""
-
-    address: str
-    sessions: int
-    callers: int
-    output: int
-    names: tuple[str, ...] = ()
-
-
-def begin(talk: Talk) -> tuple[str, ...]:
-    """Make the sessions, each with one turn; their names. In a process of its own."""
-    return asyncio.run(_begin(talk))
-
-
-def converse(talk: Talk, until: float) -> list[float]:
-    """Make turns; when each ended. In a process of its own."""
-    return asyncio.run(_converse(talk, until))
-
-
-async def _begin(talk: Talk) -> tuple[str, ...]:
-    names: list[str] = []
-    async with AsyncClient(talk.address) as client:
-
-        async def caller() -> None:
-            while len(names) < talk.sessions:
-                names.append("")
-                at = len(names) - 1
-                session = await client.create_session(labels={"title": f"talk {at}"})
-                await session.send(WORDS * random.Random(at).randrange(1, 12), max_output_tokens=talk.output)
-                names[at] = session.id
-
-        await asyncio.gather(*(caller() for _ in range(talk.callers)))
-    return tuple(names)
-
-
-async def _converse(talk: Talk, until: float) -> list[float]:
-    ended: list[float] = []
-    async with AsyncClient(talk.address) as client:
-
-        async def caller(number: int) -> None:
-            mine = [client.session(name) for name in talk.names[number :: talk.callers]]
-            rng = random.Random(number)
-            while time.monotonic() < until and mine:
-                session = rng.choice(mine)
-                turn = await session.send(WORDS, max_output_tokens=talk.output)
-                ended.append(time.monotonic())
-                if turn.usage.context_tokens > LONGEST:
-                    mine.remove(session)
-
-        await asyncio.gather(*(caller(number) for number in range(talk.callers)))
-    return ended
 
 
 @dataclass
@@ -124,9 +66,19 @@ class OpenPage:
             time.sleep(0.02)
 
 
+def processor_s(pid: int) -> float:
+    """Seconds that a process and its children have computed so far."""
+    children = [task.read_text().split() for task in Path(f"/proc/{pid}/task").glob("*/children")]
+    ticks = 0
+    for one in (pid, *(int(child) for found in children for child in found)):
+        fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 @contextmanager
-def serving(step_ms: float, token_us: float) -> Iterator[tuple[str, str]]:
-    """The addresses of a server: gRPC, admin port."""
+def serving(step_ms: float, token_us: float) -> Iterator[tuple[str, str, int]]:
+    """The addresses of a server, gRPC and admin port, and its process."""
     with tempfile.TemporaryDirectory(prefix="pensieve-bench-") as folder:
         command = [
             *(sys.executable, str(Path(__file__).parent / "priced_engine.py"), "--model", "demo"),
@@ -137,7 +89,7 @@ def serving(step_ms: float, token_us: float) -> Iterator[tuple[str, str]]:
         environment |= {STEP_VARIABLE: str(step_ms), TOKEN_VARIABLE: str(token_us)}
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
             try:
-                yield wait_ready(process, START_LIMIT_S)
+                yield *wait_ready(process, START_LIMIT_S), process.pid
             finally:
                 process.kill()
 
@@ -159,7 +111,10 @@ def main(
 ) -> None:  # fmt: skip
     """Measure turns a second with the page open and without."""
     spawn = multiprocessing.get_context("spawn")
-    with serving(step_ms, token_us) as (address, admin), ProcessPoolExecutor(1, mp_context=spawn) as pool:
+    with (
+        serving(step_ms, token_us) as (address, admin, pid),
+        ProcessPoolExecutor(1, mp_context=spawn) as pool,
+    ):
         talk = Talk(address, sessions, callers, output_tokens)
         names = pool.submit(begin, talk).result()
         talk = Talk(address, sessions, callers, output_tokens, names)
@@ -168,21 +123,33 @@ def main(
         halves = [
             (first + at * seconds, (at + at // 2) % 2 == 1) for at in range(2 * rounds)
         ]  # without, with, with, without, …
+        computed: list[float] = []
         calling = pool.submit(converse, talk, first + 2 * rounds * seconds)
         for begun, is_open in halves:
             time.sleep(max(begun - time.monotonic(), 0.0))
+            before = processor_s(pid)
             if is_open:
                 page.look(begun + seconds)
+            time.sleep(max(begun + seconds - time.monotonic(), 0.0))
+            computed.append(processor_s(pid) - before)
         ended = calling.result()
     rates = [(is_open, per_second(ended, begun, begun + seconds)) for begun, is_open in halves]
     shut = [rate for is_open, rate in rates if not is_open]
     opened = [rate for is_open, rate in rates if is_open]
     ratios = [b / a for a, b in zip(shut, opened, strict=True)]
+
+    def per_turn(wanted: bool) -> float:
+        spent = sum(cpu for cpu, (is_open, _) in zip(computed, rates, strict=True) if is_open == wanted)
+        turns = sum(rate * seconds for is_open, rate in rates if is_open == wanted)
+        return round(1e3 * spent / max(turns, 1.0), 3)
+
     found: dict[str, Any] = {
         "sessions": sessions,
         "turns_per_s_without": [round(rate, 2) for rate in shut],
         "turns_per_s_with": [round(rate, 2) for rate in opened],
         "ratio_of_medians": round(statistics.median(opened) / statistics.median(shut), 4),
+        "processor_ms_per_turn_without": per_turn(False),
+        "processor_ms_per_turn_with": per_turn(True),
         "ratios": [round(ratio, 4) for ratio in ratios],
         "state_ms_p50": round(1e3 * statistics.median(page.asked), 1),
         "state_ms_max": round(1e3 * max(page.asked), 1),

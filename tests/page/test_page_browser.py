@@ -75,6 +75,11 @@ async def _open_one(rig: PageRig, tab: BrowserTab) -> None:
     await tab.click(box[0] + 60, box[1] + 14)
     text = await tab.until("(t => /tokens in/.test(t) && t)(document.getElementById('panel').textContent)")
     assert "Turns, the latest first" in text and "--page-text" in text and "an input" not in text
+    turns = await tab.value("document.querySelectorAll('.turn .bar').length")
+    async with AsyncClient(rig.address) as client:
+        name = (await tab.value("pensieve.sessions()[0][0]")).partition("/")[2]
+        await client.session(name).send("one more", max_output_tokens=3)
+    await tab.until(f"document.querySelectorAll('.turn .bar').length === {turns + 1}")
     await tab.call("Input.dispatchKeyEvent", type="keyDown", key="Escape", code="Escape")
     await tab.until("document.getElementById('panel').hidden")
 

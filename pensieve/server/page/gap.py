@@ -34,7 +34,7 @@ FILLING: Final = 1 / 3
 """Part of the time that only fills the cache that is compared with, unless that was empty in truth."""
 FEWEST: Final = 20
 """Of fewer that came back nothing is said."""
-FRESH_S: Final = 30.0
+FRESH_S: Final = 60.0
 """Nobody has it computed again so soon."""
 LIMIT_S: Final = 120.0
 """The process is ended after so long: where all cores are busy it gets little of them."""

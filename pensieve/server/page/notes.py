@@ -12,11 +12,13 @@ from typing import Final
 from pensieve.errors import PensieveError
 from pensieve.store import HistoryStore, Key
 
-MOST_READ: Final = 50
+MOST_READ: Final = 20
 """Sessions that are read for one look; the others are told without notes, and read for the next."""
 MOST_KEPT: Final = 10_000
 FRESH_S: Final = 60.0
 """Labels may have changed after so long."""
+CHANGED_S: Final = 5.0
+"""A session that has had a turn is read again after so long."""
 PATIENCE_S: Final = 1.0
 """A store that takes longer is not waited for."""
 
@@ -65,7 +67,7 @@ class SessionNotes:
 
     def _is_due(self, key: Key, tokens: int, now: float) -> bool:
         kept = self._kept.get(key)
-        return kept is None or kept.tokens != tokens or now - kept.at > FRESH_S
+        return kept is None or now - kept.at > (FRESH_S if kept.tokens == tokens else CHANGED_S)
 
     async def _load(self, key: Key, tokens: int, now: float) -> None:
         note = None

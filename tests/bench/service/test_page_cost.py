@@ -25,6 +25,15 @@ SMALL = [
 ]
 
 
+def test_looks_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = load_bench("scheduler/looks", monkeypatch).main
+    result = CliRunner().invoke(main, ["--sessions", "5", "--chunks", "10", "--looks", "2"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["first"]["pieces"] >= found["later"]["pieces"] >= 1
+    assert 0 < found["later"]["longest"] <= found["later"]["total"]
+
+
 def test_turns_are_counted_with_the_page_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = load_bench("service/page_cost", monkeypatch)
     assert bench.per_second([0.5, 1.0, 1.5, 2.0], 1.0, 2.0) == 2.0
