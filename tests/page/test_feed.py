@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pensieve.client import AsyncClient
 from pensieve.engine.cache.chunk import Place
 from pensieve.server.page import strips as strip_watch
+from pensieve.server.page.strips import StripWatch
 from support.page.page_rig import PageRig, page_rig
 
 LETTERS = {Place.DEVICE: "d", Place.BOTH: "b", Place.HOST: "h", Place.DROPPED: "x"}
@@ -87,7 +90,8 @@ async def test_sessions_come_by_activity_and_in_pages(tmp_path: Path) -> None:
             assert status == 400 and problem["reason"] == "FIELD_INVALID", query
 
 
-async def test_one_look_serves_all_who_ask(tmp_path: Path) -> None:
+async def test_one_look_serves_all_who_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strip_watch, "FRESH_S", 600.0)
     async with page_rig(tmp_path) as rig:
         await talk(rig, 3)
         looks = 0
@@ -99,10 +103,14 @@ async def test_one_look_serves_all_who_ask(tmp_path: Path) -> None:
             return await look()
 
         rig.link.look = counted  # type: ignore[method-assign,assignment]
-        await asyncio.sleep(strip_watch.FRESH_S)
         await asyncio.gather(*(state(rig) for _ in range(10)))
         assert looks == 1
         rig.link.look = look  # type: ignore[method-assign]
+        strips = StripWatch(rig.link, clock=lambda: now)
+        now = 0.0
+        assert (await strips.strips()) is (await strips.strips())
+        first, now = await strips.strips(), 600.0
+        assert (await strips.strips()) is not first
 
 
 async def test_what_was_said_is_shown_to_nobody_unasked(tmp_path: Path) -> None:
@@ -182,7 +190,6 @@ async def test_without_an_engine_the_state_is_told_all_the_same(tmp_path: Path) 
     async with page_rig(tmp_path) as rig:
         await talk(rig, 2)
         await rig.link.stop()
-        await asyncio.sleep(strip_watch.FRESH_S)
         found = await state(rig)
         assert found["sessions"] == {
             "total": 0, "running": 0, "age_s": None, "first": 0, "next": None, "rows": [],
