@@ -37,6 +37,7 @@ SLOWEST = (
     "tests/simulate/test_turn_sharing.py",
     "tests/replay_presentation/test_compare.py",
     "tests/test_distribution.py",
+    "tests/page/test_page_browser.py",
     "tests/engine/test_beams.py",
     "tests/bench/test_evaluate_plan.py",
     "tests/operations/test_traces.py",
