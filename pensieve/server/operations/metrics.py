@@ -18,6 +18,7 @@ from pensieve.core import Usage
 from pensieve.engine.messages import Stats
 from pensieve.server.links.engine_link import LinkState
 from pensieve.server.operations.tenant_metrics import TenantMetrics
+from pensieve.server.operations.usage import UsageBook
 
 _SECONDS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _TOKEN_SECONDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -290,6 +291,12 @@ class Metrics:
             registry=self.registry,
         )
         wait.set_function(lambda: gate.expected_wait_s)
+
+    def watch_usage(self, book: UsageBook) -> bool:
+        """Show what tenants hold from now on; whether that is to be shown. Called once."""
+        if self._tenants is not None:
+            self._tenants.watch(book)
+        return self._tenants is not None
 
     def warm_ended(self, outcome: str) -> None:
         """``outcome``: see ``SessionWarmer``."""
