@@ -93,7 +93,7 @@ class Conversations:
         known = KnownRevisions(on_store_regression)
         self._histories = histories = Histories(store, settings.history_cache_bytes, known)
         self._served = served = ServedModel(settings.model, settings.model_sha256, tokenizer)
-        runner = TurnRunner(store, link, histories, renderer, tokenizer, served, settings)
+        self._runner = runner = TurnRunner(store, link, histories, renderer, tokenizer, served, settings)
         self.gate = Gate(
             GateLimits(settings.max_wait_s, settings.max_queued, settings.max_queued_tokens),
             tenants,
@@ -214,4 +214,5 @@ class Conversations:
     async def close(self) -> None:
         """Discard running turns and take no new ones."""
         await self.turns.drain(0.0)
+        await self._runner.close()
         self._renderer.close()
