@@ -189,6 +189,8 @@ class RedisStore:
             *(request.known_revision, request.known_head, request.known_create_ms, int(request.follows)),
         ]
         outcome, *values = await self._link.call(self._begin, session_keys(key), args)
+        if outcome in (b"BEHIND", b"DIVERGED") and await self._link.look_again():
+            outcome, *values = await self._link.call(self._begin, session_keys(key), args)
         if outcome not in (b"OK", b"REPLAY", b"ELSEWHERE", b"CALLED_OFF"):
             if outcome in (b"BEHIND", b"DIVERGED"):
                 at = "is behind" if outcome == b"BEHIND" else "has another record at"

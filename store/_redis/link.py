@@ -173,6 +173,14 @@ class RedisLink:
         with translated(self.place):
             return [name async for name in self._client.names(pattern, kind)]
 
+    async def look_again(self) -> bool:
+        """Who answered may be a primary that was replaced and does not know it yet; whether that is possible here.
+
+        What is asked next goes over new connections.
+        """
+        await self._client.look_again()
+        return self._place.kind == "sentinel"
+
     async def open(self) -> None:
         """Check the server's settings and the marker, and write the marker into an empty store.
 
@@ -233,6 +241,7 @@ class RedisLink:
             if isinstance(answer, Exception):
                 raise answer
         if int(count) < self.replicas:
+            await self._client.look_again()
             raise _refusals.unavailable(
                 f"Redis at {self.place}: {int(count)} of {self.replicas} replicas have the change: its outcome is open"
             )
