@@ -243,6 +243,7 @@ class Engine:
             last_step_seconds=totals.last_step_seconds,
             last_batch_tokens=totals.last_batch_tokens,
             part_seconds_total=dict(totals.parts),
+            held=self._cache.shares.news(self._clock()),
         )
 
     def check(self) -> None:

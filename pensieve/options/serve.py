@@ -68,6 +68,7 @@ class ServeOptions(EngineTuning, frozen=True, kw_only=True):
     insecure_i_know: bool = False
     max_wait_s: float = MAX_WAIT_S
     max_queued_tokens: int = MAX_QUEUED_TOKENS
+    max_connections: int = 0
     tenant_metrics: bool = False
     page_text: bool = False
     disconnect_grace_s: float = DISCONNECT_GRACE_S

@@ -153,10 +153,14 @@ OPTIONS: tuple[Option, ...] = (
         unit="s",
     ),
     Option(
-        "tenant-metrics",
-        values.boolean,
-        "Metrics by tenant, named in a label.",
-        "labels tell who the tenants are",
+        "max-connections",
+        values.integer(0),
+        "Connections to the gRPC port at once; more are closed at once; 0: 256 fewer than the files it may open.",
+        "store, engine and admin port need some of those",
+        "N",
+    ),
+    Option(
+        "tenant-metrics", values.boolean, "Metrics by tenant, named in a label.", "labels tell who they are"
     ),
     Option(
         "context-limit",
@@ -169,12 +173,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "stateless", values.boolean, "Forget a session's KV when its turn ends.", "the cache is the point"
     ),
-    Option(
-        "unified-batch",
-        values.boolean,
-        "Mix restore, prefill and decode in one step.",
-        _OFF_TO_MEASURE,
-    ),
+    Option("unified-batch", values.boolean, "Mix restore, prefill and decode in one step.", _OFF_TO_MEASURE),
     Option(
         "swap-in-first",
         values.boolean,

@@ -169,6 +169,10 @@ class App:
         )
         self._link.on_state_change = self._monitor.wake
         self._metrics.watch_queue(self._conversations.gate)
+        if self._metrics.watch_usage(self._conversations.usage):
+            self._stack.push_async_callback(
+                end_task, asyncio.create_task(self._conversations.usage.watch(), name="usage")
+            )
         # Pushed before the ports are: calls end first, then turns, then the engine, then the store.
         self._stack.push_async_callback(self._link.stop)
         self._stack.push_async_callback(self._conversations.close)

@@ -31,6 +31,7 @@ from pensieve.server.rpc.grpc_server import (
     add_health_and_reflection,
     bind,
     check_free,
+    connection_limit,
     split_address,
     tls_credentials,
 )
@@ -79,7 +80,8 @@ class Ports:
         if options.tls_cert is not None and options.tls_key is not None:
             credentials = tls_credentials(options.tls_cert, options.tls_key, options.tls_client_ca)
         # Whatever the engine would take or queue has to get this far; a full queue is told as such.
-        server = self._door.server(max(DEFAULT_IN_FLIGHT, 2 * options.max_queued))
+        most = max(DEFAULT_IN_FLIGHT, 2 * options.max_queued)
+        server = self._door.server(most, connection_limit(options.max_connections))
         service = ConversationService(conversations)
         pensieve_pb2_grpc.add_ConversationServiceServicer_to_server(service, server)
         # Whoever has no key may not even learn what there is; operators ask on the admin port.

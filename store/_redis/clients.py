@@ -49,6 +49,10 @@ class RedisClient(Protocol):
         """One command to every server that holds keys."""
         ...
 
+    async def look_again(self) -> None:
+        """Who may write may be another one by now: nothing goes over the connections any more that are idle now."""
+        ...
+
     async def beats(self) -> list[str]:
         """Keys for a write that changes nothing: one on each server that holds keys, as they are now."""
         ...
@@ -130,6 +134,12 @@ class ServerClient:
     async def everywhere(self, *words: Any) -> list[Any]:
         return [await self.run(*words)]
 
+    async def look_again(self) -> None:
+        if self._sentinel is not None:
+            # Those in use when redis-py heard of another primary stay with the old one, as long as that takes itself
+            # for a primary: its Sentinels tell it otherwise some ten seconds after they have named another.
+            await self._client.connection_pool.disconnect(inuse_connections=False)
+
     async def beats(self) -> list[str]:
         if self._sentinel is not None:
             # Drops idle connections to a primary that is none any more, also one that still takes writes.
@@ -189,6 +199,9 @@ class ClusterClient:
                 *(self._client.execute_command(*words, target_nodes=node) for node in primaries)
             )
         )
+
+    async def look_again(self) -> None:
+        """It learns of changes from its servers' answers."""
 
     async def beats(self) -> list[str]:
         await self._client.initialize()

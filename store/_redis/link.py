@@ -73,6 +73,7 @@ class RedisLink:
         self._calls = asyncio.Semaphore(CALLS_AT_ONCE)
         self._hangs = False
         self._buffered = self.script(scripts.BUFFERED)
+        self._marked = self.script(scripts.MARKED)
         self._client = make_client(
             self._place, timeout_s=socket_timeout_s, retries=retries, on_connect=self._on_connect
         )
@@ -108,8 +109,11 @@ class RedisLink:
                 reply = await self._replicated(keys[0], ("EVAL", script.source, *rest))
             return reply
 
-    async def confirm(self, keys: list[str], revision: int, head_hash: str) -> None:
+    async def confirm(self, keys: list[str], revision: int, head_hash: str, *, reading: bool = False) -> bool:
         """Returns when that revision of a session (0: its deletion), written before, would outlive Redis' process.
+
+        ``reading``: it was read, not made. False then, at once, for a disk that takes no writes: nothing is proven, but
+        reads go on there.
 
         Raises Unavailable when it may not. STORE_FULL: a write that meets a full disk is answered as if it were kept,
         and only the next, even of nothing, is refused. STORE_UNAVAILABLE: Redis does not write its file, or was
@@ -117,17 +121,26 @@ class RedisLink:
         an earlier flush runs, for up to 2 s (``flushAppendOnlyFile`` in its aof.c); ended then, it has lost what it
         answered. Without an append-only file there is nothing to wait for.
         """
+        args = [revision, head_hash, int(reading)]
+        return await self._written(self._buffered, [*keys, f"{keys[0]}:none"], args, reading=reading)
+
+    async def _written(
+        self, script: RedisScript, keys: list[str], args: list[Any], *, reading: bool = False
+    ) -> bool:
+        """As ``confirm``, for what a script looks for."""
         limit = asyncio.get_running_loop().time() + BUFFER_LIMIT_S
         handed_over = False
         while True:
-            reply = await self.call(self._buffered, [*keys, f"{keys[0]}:none"], [revision, head_hash])
-            there, size, flushes = map(int, reply)
+            reply = await self.call(script, keys, args)
+            there, size, flushes, failing = map(int, reply)
             if not there:
                 raise _refusals.unavailable(
                     f"Redis at {self.place} has forgotten a change: its outcome is open"
                 )
+            if reading and failing:
+                return False
             if handed_over or not size:
-                return
+                return True
             # It may be others', of this moment: unless a flush is under way, Redis writes it all before it answers.
             # Whether that went well, the next look finds out.
             handed_over = not flushes
@@ -160,19 +173,33 @@ class RedisLink:
         with translated(self.place):
             return [name async for name in self._client.names(pattern, kind)]
 
+    async def look_again(self) -> bool:
+        """Who answered may be a primary that was replaced and does not know it yet; whether that is possible here.
+
+        What is asked next goes over new connections.
+        """
+        await self._client.look_again()
+        return self._place.kind == "sentinel"
+
     async def open(self) -> None:
-        """Check the server's settings and the marker, and write the marker into an empty store."""
+        """Check the server's settings and the marker, and write the marker into an empty store.
+
+        Returns when the marker is as safe as a change that is acknowledged: a Redis that forgot it would be one without
+        our store, for as long as this server runs.
+        """
         await self._check_settings()
         found = await self.command("HMGET", MARKER, "store_id", "schema")
         if None in found:  # two servers may be here at once: the first value written stays
-            await self.command("HSETNX", MARKER, "schema", SCHEMA)
-            await self.command("HSETNX", MARKER, "store_id", uuid.uuid4().hex)
+            await self._mark("schema", str(SCHEMA))
+            await self._mark("store_id", uuid.uuid4().hex)
             found = await self.command("HMGET", MARKER, "store_id", "schema")
         store_id, schema = (value.decode() for value in found)
         if not schema.isdecimal() or int(schema) > SCHEMA:
             raise _refusals.newer_schema(schema, SCHEMA)
         if self.store_id and store_id != self.store_id:
             raise _refusals.replaced(f"the Redis at {self.place} holds another store than before")
+        if not self.replicas:
+            await self._written(self._marked, [MARKER, f"pv1:{{{MARKER}}}:none"], [store_id])
         self.store_id = store_id
 
     async def check_marker(self, *, counts: bool = True) -> None:
@@ -198,6 +225,11 @@ class RedisLink:
     async def close(self) -> None:
         await self._client.close()
 
+    async def _mark(self, field: str, value: str) -> None:
+        words = ("HSETNX", MARKER, field, value)
+        async with self._bounded():
+            await (self._replicated(MARKER, words) if self.replicas else self._client.run(*words))
+
     async def _beat(self, key: str) -> None:
         words = ("SET", key, "1")
         await (self._replicated(key, words) if self.replicas else self._client.run(*words))
@@ -209,6 +241,7 @@ class RedisLink:
             if isinstance(answer, Exception):
                 raise answer
         if int(count) < self.replicas:
+            await self._client.look_again()
             raise _refusals.unavailable(
                 f"Redis at {self.place}: {int(count)} of {self.replicas} replicas have the change: its outcome is open"
             )

@@ -21,6 +21,7 @@ from pensieve.server.operations.call_metrics import CallMetrics
 from pensieve.server.operations.process_metrics import ProcessMetrics
 from pensieve.server.operations.tenant_metrics import TenantMetrics
 from pensieve.server.operations.turn_metrics import TurnMetrics
+from pensieve.server.operations.usage import UsageBook
 from pensieve.server.values import TurnEnd
 
 _SECONDS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -291,6 +292,12 @@ class Metrics:
             registry=self.registry,
         )
         wait.set_function(lambda: gate.expected_wait_s)
+
+    def watch_usage(self, book: UsageBook) -> bool:
+        """Show what tenants hold from now on; whether that is to be shown. Called once."""
+        if self._tenants is not None:
+            self._tenants.watch(book)
+        return self._tenants is not None
 
     def warm_ended(self, outcome: str) -> None:
         """``outcome``: see ``SessionWarmer``."""

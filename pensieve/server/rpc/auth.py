@@ -66,6 +66,7 @@ SCOPE_OF_METHOD: Final[dict[str, str]] = {
     _CONVERSATION + "WarmSession": READ,
     _CONVERSATION + "CountTokens": READ,
     _CONVERSATION + "GetServerInfo": READ,
+    _CONVERSATION + "GetUsage": READ,
     _ADMIN + "GetStats": ADMIN,
     _ADMIN + "EvictCache": ADMIN,
     _ADMIN + "Drain": ADMIN,
@@ -141,7 +142,7 @@ class Authenticator:
         self._stamp = self._file_stamp()
         self._file = load_keys(path) if path is not None else NO_KEYS
         self._reported = ""
-        self.tenants = TenantTable(self._file.tenants, self._file.limits)
+        self.tenants = TenantTable(self._file.tenants, self._file.limits, self._names)
         """The limits that the file sets; it changes with the file."""
 
     def check(
@@ -181,8 +182,12 @@ class Authenticator:
                 log.error("key file not read again, the keys in force stay: %s", error)
             return
         self._stamp, self._reported = stamp, ""
-        self.tenants.replace(self._file.tenants, self._file.limits)
+        self.tenants.replace(self._file.tenants, self._file.limits, self._names)
         log.info("key file read again: %d keys", len(self._file.keys) + len(self._file.certificates))
+
+    @property
+    def _names(self) -> frozenset[str]:
+        return self._file.names if self._path is not None else frozenset({DEFAULT_TENANT})
 
     def _check(self, method: str, metadata: Iterable[tuple[str, str | bytes]], peer: Peer | None) -> Identity:
         scope = SCOPE_OF_METHOD.get(method)

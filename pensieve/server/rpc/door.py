@@ -54,8 +54,8 @@ class Door:
         """What each tenant may use, as the key file says at the time."""
         return self._authenticator.tenants
 
-    def server(self, max_in_flight: int = DEFAULT_IN_FLIGHT) -> aio.Server:
-        """A gRPC server, not yet bound, whose calls all come through here."""
+    def server(self, max_in_flight: int = DEFAULT_IN_FLIGHT, connections: int = 0) -> aio.Server:
+        """A gRPC server, not yet bound, whose calls all come through here. ``connections``: see ``make_server``."""
         interceptor = Interceptor(
             self._authenticator,
             max_in_flight=max_in_flight,
@@ -64,7 +64,7 @@ class Door:
             observer=self._observer,
         )
         self._interceptors.append(interceptor)
-        return make_server([interceptor])
+        return make_server([interceptor], connections=connections)
 
     def private_server(self) -> aio.Server:
         """One for the HTTP door, on a socket that nobody else reaches. Its calls have places among those of the first.
