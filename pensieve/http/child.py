@@ -1,10 +1,11 @@
 """Main of the door of ``pensieve serve --http``: ``python -P -m pensieve.http.child``.
 
 The process inherits two sockets: one that listens, and one end of a pair on which the server tells it what to do, a
-word a line. It answers ``ready`` when it takes calls, and ``metrics`` with a line that has the length of the page, and
-the page. At ``drain`` it takes no more calls and lets running ones end; at ``finish`` those that still run end with an
-error. It leaves when the other end closes, and the kernel kills it should it be stuck at that time. SIGINT, SIGTERM
-and SIGHUP, which a terminal and a service manager send to both, are for the server to act on.
+word a line. It says ``ready`` when it takes calls, then ``alive`` every ``ALIVE_S`` while its event loop turns. It
+answers ``metrics`` with that word, the length of the page, and on the next lines the page. At ``drain`` it takes no
+more calls and lets running ones end; at ``finish`` those that still run end with an error. It leaves when the other end
+closes, and the kernel kills it should it be stuck at that time. SIGINT, SIGTERM and SIGHUP, which a terminal and a
+service manager send to both, are for the server to act on.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import Final
 
 import click
 from prometheus_client import generate_latest
@@ -31,6 +33,10 @@ from pensieve.logs import configure_logging
 log = logging.getLogger("pensieve.http.child")  # Also when this module is __main__.
 
 
+ALIVE_S: Final = 0.5
+"""Well below what the server takes for silence."""
+
+
 async def _obey(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: ManagedServer) -> None:
     """Do what the server says, until it has nothing more to say."""
     door, metrics = server.config.app.state.door, server.config.app.state.metrics  # type: ignore[union-attr]
@@ -39,7 +45,7 @@ async def _obey(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, serv
         match line.strip():
             case b"metrics":
                 page = generate_latest(metrics.registry)
-                writer.write(b"%d\n%b" % (len(page), page))
+                writer.write(b"metrics %d\n%b" % (len(page), page))
             case b"drain":
                 server.should_exit = True
             case b"finish":
@@ -47,14 +53,22 @@ async def _obey(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, serv
     server.should_exit = server.force_exit = True
 
 
+async def _tell_of_life(writer: asyncio.StreamWriter) -> None:
+    while True:
+        await asyncio.sleep(ALIVE_S)
+        writer.write(b"alive\n")
+
+
 async def _serve(
     settings: DoorSettings, listener: socket.socket, control: socket.socket, tls: TlsFiles | None
 ) -> None:
     reader, writer = await asyncio.open_connection(sock=control)
-    async with running(make_app(settings), listener, tls) as server:
+    async with running(make_app(settings), listener, tls, settings.proxies) as server:
         writer.write(b"ready\n")
         obeying = asyncio.create_task(_obey(reader, writer, server), name="control")
         obeying.add_done_callback(_told)
+        living = asyncio.create_task(_tell_of_life(writer), name="life")
+    living.cancel()
     obeying.cancel()
     writer.close()
 

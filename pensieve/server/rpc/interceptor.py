@@ -23,7 +23,7 @@ from grpc import aio
 from pensieve import rpc_status
 from pensieve.errors import InvalidArgument, PensieveError, Unauthenticated
 from pensieve.server.bugs import bug
-from pensieve.server.rpc.auth import ANONYMOUS, Identity, Peer, told_names
+from pensieve.server.rpc.auth import ANONYMOUS, Identity, Peer, told_by_the_door
 from pensieve.server.rpc.bodies import BodyGate, BodyPace
 from pensieve.server.rpc.calls import Calls, RunningCall
 from pensieve.server.rpc.decode import decode
@@ -71,7 +71,7 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
         self._logins = logins or FailedLogins()
 
     def beside(self) -> Interceptor:
-        """One for another server, which shares all limits and believes what its callers say of certificates."""
+        """One for another server: it shares all limits, and believes its caller, the HTTP door."""
         other = copy.copy(self)
         other._believes = True
         return other
@@ -102,7 +102,7 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
         async def guarded(requests: Any, context: Any) -> Any:
             held_back = 0.0
             try:
-                peer = Peer(context, told_names(metadata) if self._believes else None)
+                peer = Peer(context, told_by_the_door(metadata) if self._believes else None)
                 identity = self._authorizer.check(method, metadata, peer)
                 if handler.request_streaming:  # reflection
                     return await _relayed(inner, requests, context)
