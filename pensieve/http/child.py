@@ -35,6 +35,7 @@ log = logging.getLogger("pensieve.http.child")  # Also when this module is __mai
 
 ALIVE_S: Final = 0.5
 """Well below what the server takes for silence."""
+_DEFAULTS: Final = DoorSettings("")
 
 
 async def _obey(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: ManagedServer) -> None:
@@ -87,6 +88,10 @@ def _told(task: asyncio.Task[None]) -> None:
 @click.option("--target", required=True)
 @click.option("--tls", nargs=2, type=click.Path(path_type=Path))
 @click.option("--tls-client-ca", type=click.Path(path_type=Path))
+@click.option("--max-body-bytes", default=_DEFAULTS.max_body_bytes)
+@click.option("--patience", default=_DEFAULTS.patience_s)
+@click.option("--cors-origin", multiple=True)
+@click.option("--proxy", multiple=True)
 @click.option("--log-level", default="info")
 @click.option("--log-json", is_flag=True)
 def main(
@@ -96,6 +101,10 @@ def main(
     target: str,
     tls: tuple[Path, Path] | None,
     tls_client_ca: Path | None,
+    max_body_bytes: int,
+    patience: float,
+    cors_origin: tuple[str, ...],
+    proxy: tuple[str, ...],
     log_level: str,
     log_json: bool,
 ) -> None:
@@ -106,7 +115,15 @@ def main(
     if not die_with_parent(parent):
         return
     files = TlsFiles(*tls, tls_client_ca) if tls else None
-    settings = DoorSettings(target, shows_metrics=False, vouches=True)
+    settings = DoorSettings(
+        target,
+        patience_s=patience,
+        max_body_bytes=max_body_bytes,
+        cors_origins=cors_origin,
+        shows_metrics=False,
+        vouches=True,
+        proxies=proxy,
+    )
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             sockets = socket.socket(fileno=listener), socket.socket(fileno=control)

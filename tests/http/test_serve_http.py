@@ -32,6 +32,7 @@ from support.service.server_process import ServerProcess, launched
 pytestmark = pytest.mark.timeout(300)
 ANY_PORT = "127.0.0.1:0"
 SLOW = Script(step_s=0.02)
+PAGE = "https://a.example"
 TOO_LONG = 4000
 """Tokens that nobody waits for."""
 
@@ -62,7 +63,16 @@ def respond(client: OpenAI, text: str, tokens: int = 6, **options: Any) -> Any:
 
 
 def test_a_door_that_dies_comes_back_and_a_drain_lets_streams_end(tmp_path: Path) -> None:
-    with launched(tmp_path, SLOW, http=ANY_PORT) as server, client_of(server) as client:
+    limits = {"http_max_body": 1, "http_cors_origin": f"{PAGE} https://b.example"}
+    with launched(tmp_path, SLOW, http=ANY_PORT, **limits) as server, client_of(server) as client:
+        with httpx.Client(base_url=f"http://{server.http}/v1") as http:
+            body = {"input": "x" * (1 << 20)}
+            assert http.post("/responses", json=body).status_code == 413
+            allowed = [
+                http.get("/models", headers={"Origin": origin}).headers.get("access-control-allow-origin")
+                for origin in (PAGE, "https://c.example")
+            ]
+            assert allowed == [PAGE, None]
         assert page(server.http, "/health") == page(server.http, "/ready") == '{"status":"ok"}'
         assert page(server.admin, "/readyz/http") == "ok\n"
         first = respond(client, "My name is Ada.")

@@ -35,6 +35,12 @@ class GatewayCommand:
     tls_client_ca: Path | None = None
     log_level: str = "info"
     log_json: bool = False
+    max_body_bytes: int | None = None
+    """The door's own default if None, as for what follows."""
+    patience_s: float | None = None
+    cors_origins: tuple[str, ...] = ()
+    proxies: tuple[str, ...] = ()
+    """Addresses and networks of those that may say for whom they call."""
 
     def arguments(self, listener: int, control: int) -> list[str]:
         """Run on the safe path (-P): it never imports from the directory it was started in."""
@@ -44,6 +50,12 @@ class GatewayCommand:
             found += ["--tls", str(self.tls_cert), str(self.tls_key)]
         if self.tls_client_ca is not None:
             found += ["--tls-client-ca", str(self.tls_client_ca)]
+        if self.max_body_bytes is not None:
+            found += ["--max-body-bytes", str(self.max_body_bytes)]
+        if self.patience_s is not None:
+            found += ["--patience", str(self.patience_s)]
+        found += [word for origin in self.cors_origins for word in ("--cors-origin", origin)]
+        found += [word for proxy in self.proxies for word in ("--proxy", proxy)]
         return [*found, "--log-level", self.log_level, *(["--log-json"] if self.log_json else [])]
 
 
