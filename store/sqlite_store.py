@@ -191,7 +191,7 @@ class SqliteStore:
             now = self._now()
             return [_renewed(rows, lease, lease_ms, now) for lease in leases]
 
-        answers = await self._database.write(work, flush=False)
+        answers = await self._database.write_first(work)
         return [
             await self._damaged(answer.key) if isinstance(answer, DamagedSession) else answer
             for answer in answers

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Final
 
 from pensieve.debug import async_failpoint
 from pensieve.errors import NotFound, TurnFenced
-from pensieve.store import HeldLease, HistoryStore, Key, Renewed
+from pensieve.store import HeldLease, HistoryStore, Key, RenewalAnswer, Renewed
 
 log = logging.getLogger(__name__)
 
@@ -79,17 +78,22 @@ class LeaseKeeper:
             return True
         now = asyncio.get_running_loop().time
         asked = now()
+        call = asyncio.create_task(self._ask([kept.lease for kept in batch]), name="renewal")
         answers: Sequence[Renewed | Exception]
-        until = max(min(map(self._lost_at, batch)), now() + self._lease_s / 12)
         try:
-            async with asyncio.timeout_at(until):
-                await async_failpoint("in_renew")
-                asked = now()
-                leases = [kept.lease for kept in batch]
-                answers = await self._store.renew_leases(leases, round(self._lease_s * 1000))
+            # A slow answer is waited for as long as it is good for one of them: asked again, it would be as slow.
+            while not call.done() and (waiting := [kept for kept in batch if kept in self._kept]):
+                patience = max(min(map(self._lost_at, waiting)) - now(), self._lease_s / 12)
+                await asyncio.wait({call}, timeout=patience)
+                if not call.done():
+                    self._lose_overdue(waiting)
+            answers = call.result() if call.done() else [TimeoutError()] * len(batch)
         except Exception as error:  # whatever it was, no lease was renewed
             answers = [error] * len(batch)
-        failed = Counter[str]()
+        finally:
+            call.cancel()
+        failed = list[_Kept]()
+        reasons = set[str]()
         for kept, answer in zip(batch, answers, strict=True):
             if isinstance(answer, Renewed):
                 kept.renewed = asked
@@ -97,12 +101,21 @@ class LeaseKeeper:
             elif isinstance(answer, TurnFenced | NotFound):
                 self._lose(kept)
             else:
-                failed[type(answer).__name__] += 1
-                if now() >= self._lost_at(kept):
-                    self._lose(kept)
+                failed.append(kept)
+                reasons.add(type(answer).__name__)
+        self._lose_overdue(failed)
         if failed:
-            log.warning("%d of %d leases were not renewed: %s", failed.total(), len(batch), ", ".join(failed))
+            log.warning("%d of %d leases were not renewed: %s", len(failed), len(batch), ", ".join(reasons))
         return not failed
+
+    async def _ask(self, leases: list[HeldLease]) -> list[RenewalAnswer]:
+        await async_failpoint("in_renew")
+        return await self._store.renew_leases(leases, round(self._lease_s * 1000))
+
+    def _lose_overdue(self, some: Iterable[_Kept]) -> None:
+        for kept in some:
+            if asyncio.get_running_loop().time() >= self._lost_at(kept):
+                self._lose(kept)
 
     def _lost_at(self, kept: _Kept) -> float:
         return kept.renewed + self._lease_s * 2 / 3

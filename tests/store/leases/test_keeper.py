@@ -27,11 +27,16 @@ class SlowStore(MemoryStore):
         self._change_s = change_s
         self._disk = asyncio.Lock()
         self.changes = 0
+        self.given_up = 0
         self.away: set[HeldLease] = set()
 
     async def renew_leases(self, leases: Sequence[HeldLease], lease_ms: int) -> list[RenewalAnswer]:
         async with self._disk:
-            await asyncio.sleep(self._change_s)
+            try:
+                await asyncio.sleep(self._change_s)
+            except asyncio.CancelledError:
+                self.given_up += 1
+                raise
             self.changes += 1
             answers = await super().renew_leases(leases, lease_ms)
             return [
@@ -45,7 +50,7 @@ class Turns:
 
     def __init__(self, store: MemoryStore, keeper: LeaseKeeper) -> None:
         self.store = store
-        self._keeper = keeper
+        self.keeper = keeper
         self.lost: list[str] = []
         self.news: dict[str, list[Renewed]] = {}
 
@@ -58,7 +63,7 @@ class Turns:
     @contextlib.contextmanager
     def keeping(self, name: str) -> Iterator[None]:
         news = self.news[name].append
-        with self._keeper.keeping(
+        with self.keeper.keeping(
             key(name), f"t-{name}", on_lost=lambda: self.lost.append(name), on_news=news
         ):
             yield
@@ -136,3 +141,16 @@ async def test_a_turn_that_fails_to_hear_costs_no_other_its_lease(caplog: pytest
         )
         await until(lambda: len(turns.news["a"]) > 5 and "could not be told" in caplog.text)
         assert turns.lost == []
+
+
+async def test_a_slow_answer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease that ends first decides about no other: asked for again, they would wait as long."""
+    monkeypatch.setattr(lease_module, "HEARS_WITHIN_S", 0.1)
+    store = SlowStore(change_s=1.0)
+    turns = Turns(store, LeaseKeeper(store, lease_s=6))
+    with contextlib.ExitStack() as stack:
+        for name in ("ending", "young"):
+            await turns.begin(stack, name)
+        next(one for one in turns.keeper._kept if one.lease.key == key("ending")).renewed -= 4
+        await until(lambda: bool(turns.news["young"]))
+        assert turns.lost == ["ending"] and store.given_up == 0

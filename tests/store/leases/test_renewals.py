@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 from pensieve.errors import DataLoss, NotFound, PensieveError, TurnFenced, TurnInProgress
 from pensieve.store import Began, EndOrder, HeldLease, HistoryStore, Renewed
 from pensieve.store._redis import renewals
+from pensieve.store._sqlite.rows import Rows
 from pensieve.store.redis_store import RedisStore
 from pensieve.store.sqlite_store import SqliteStore
 from support.store.store_bench import (
@@ -74,6 +78,41 @@ async def test_many_leases_are_one_change_of_the_file(
         monkeypatch.setattr(bench.store._database, "_change", counted)
         assert await bench.store.renew_leases(leases, LEASE_MS) == [Renewed()] * 40
         assert changes == 1
+
+
+async def test_leases_do_not_wait_with_the_changes_that_wait_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(SqliteBench(tmp_path / "history.db")) as bench:
+        assert isinstance(bench.store, SqliteStore)
+        leases = await begun(bench.store, "a", "b")
+        database, order, disk = bench.store._database, list[str](), threading.Event()
+
+        def noted(what: str, patience_s: float = 0) -> Callable[[Rows], None]:
+            def work(_: Rows) -> None:
+                order.append(what)
+                assert patience_s == 0 or disk.wait(patience_s)
+
+            return work
+
+        waiting = [asyncio.create_task(database.write(noted("first", 30)))]
+        while not order:
+            await asyncio.sleep(0.001)
+        waiting += [asyncio.create_task(database.write(noted("later"))) for _ in range(5)]
+        await asyncio.sleep(0)
+        renewal = asyncio.create_task(bench.store.renew_leases(leases, LEASE_MS))
+        await asyncio.sleep(0)
+        change = database._change
+
+        def seen(work: Any, *, flush: bool) -> Any:
+            order.append("flushed" if flush else "lease")
+            return change(work, flush=flush)
+
+        monkeypatch.setattr(database, "_change", seen)
+        disk.set()
+        await asyncio.gather(*waiting)
+        assert await renewal == [Renewed()] * 2
+        assert order.index("lease") < order.index("later")
 
 
 async def test_a_session_that_cannot_be_read_costs_no_other_its_lease(tmp_path: Path) -> None:
