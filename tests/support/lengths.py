@@ -38,6 +38,7 @@ SLOWEST = (
     "tests/engine/test_beams.py",
     "tests/bench/test_evaluate_plan.py",
     "tests/server_infra/test_process_link.py",
+    "tests/http/test_serve_http.py",
     "tests/engine/test_mutants.py",
     "tests/replay/test_crew.py",
     "tests/exactness/test_groups.py",
