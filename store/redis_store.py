@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from redis.exceptions import ResponseError
 
 from pensieve.errors import DataLoss, Unavailable
 from pensieve.store._codec import marking_damage, read_log, store_record
+from pensieve.store._leases import only
 from pensieve.store._marks import found_by, markings
 from pensieve.store._redis import scripts
 from pensieve.store._redis.dump import RedisDump
 from pensieve.store._redis.index import RedisIndex
 from pensieve.store._redis.link import RedisLink
 from pensieve.store._redis.outcomes import refusal
+from pensieve.store._redis.renewals import renew_all
 from pensieve.store._redis.rows import (
     Fields,
     append_args,
@@ -30,7 +32,6 @@ from pensieve.store._redis.rows import (
     create_fields,
     order_text,
     parse_log,
-    parse_order,
     parse_row,
     read_row,
     session_keys,
@@ -44,10 +45,12 @@ from pensieve.store.contract import (
     CalledOff,
     Counts,
     EndOrder,
+    HeldLease,
     Key,
     LoggedRecord,
     MarkedTurn,
     Page,
+    RenewalAnswer,
     Renewed,
     Replay,
     RunningElsewhere,
@@ -214,10 +217,10 @@ class RedisStore:
         return RunningElsewhere(row, fields[b"run_owner"].decode(), fields[b"run_attempt"].decode(), left)
 
     async def renew(self, key: Key, token: str, lease_ms: int) -> Renewed:
-        outcome, *values = await self._link.call(self._renew, session_keys(key), [token, lease_ms])
-        if outcome != b"OK":
-            await self._refuse(key, outcome, values)
-        return Renewed(parse_order(values[0]), bool(values[1]))
+        return only(await self.renew_leases([HeldLease(key, token)], lease_ms))
+
+    async def renew_leases(self, leases: Sequence[HeldLease], lease_ms: int) -> list[RenewalAnswer]:
+        return await renew_all(self._link, self._renew, leases, lease_ms)
 
     async def ask_to_end(self, key: Key, request_id: str, order: EndOrder) -> bool:
         args = [request_id, order_text(order)]

@@ -57,6 +57,10 @@ class ServeOptions(EngineTuning, frozen=True, kw_only=True):
     listen: str = "127.0.0.1:50051"
     admin: str = "127.0.0.1:25051"
     http: str | None = None
+    http_max_body: int = 4
+    http_patience_s: float = 20.0
+    http_cors_origin: str | None = None
+    http_trusted_proxy: str | None = None
     store: str = msgspec.field(default_factory=default_store)
     threads: int = 0
     chat_template: Path | None = None

@@ -17,6 +17,7 @@ from pensieve.config import (
     SwapMechanism,
 )
 from pensieve.options import values
+from pensieve.options.door import DOOR_OPTIONS
 from pensieve.options.option import Option
 
 _NO_FILE = "none needed"
@@ -42,13 +43,7 @@ OPTIONS: tuple[Option, ...] = (
         "this machine only; a scraper finds it, no usual exporter is there, and no outgoing connection takes it",
         "HOST:PORT",
     ),
-    Option(
-        "http",
-        values.address,
-        "Address of the HTTP door, for OpenAI's clients (extra `http`); port 0 picks a free one.",
-        "not opened unasked",
-        "HOST:PORT",
-    ),
+    *DOOR_OPTIONS,
     Option(
         "store",
         values.store_url,

@@ -161,6 +161,10 @@ class Ports:
                 options.tls_client_ca,
                 options.log_level,
                 options.log_json,
+                options.http_max_body << 20,
+                options.http_patience_s,
+                tuple((options.http_cors_origin or "").split()),
+                tuple((options.http_trusted_proxy or "").split()),
             )
         )
         try:

@@ -6,18 +6,18 @@ import asyncio
 import hashlib
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 from redis import exceptions
 
-from pensieve.errors import FailedPrecondition, Unavailable
+from pensieve.errors import FailedPrecondition, PensieveError, Unavailable
 from pensieve.store import _refusals
 from pensieve.store._redis import scripts
 from pensieve.store._redis.clients import Words, make_client
 from pensieve.store._redis.places import parse_place
-from pensieve.store._redis.problems import StoreReplacedError, is_wrong_type, translated
+from pensieve.store._redis.problems import StoreReplacedError, is_wrong_type, meant, translated
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +91,27 @@ class RedisLink:
             except exceptions.NoScriptError:
                 reply = await self._client.run("EVAL", script.source, *rest)
             return reply
+
+    async def calls(
+        self, script: RedisScript, many: Sequence[tuple[list[str], list[Any]]]
+    ) -> list[list[Any] | PensieveError]:
+        """``call`` for each of these keys and arguments, all on one server, in one round trip.
+
+        Replies, or errors in their places. Raises Unavailable when the server answers none.
+        """
+        commands = [(keys[0], ("EVALSHA", script.sha, len(keys), *keys, *args)) for keys, args in many]
+        async with self._bounded():
+            replies = await self._client.together(commands)
+            if any(isinstance(reply, exceptions.NoScriptError) for reply in replies):
+                # What ran already runs again, which is what every script is made for.
+                await self._client.everywhere("SCRIPT LOAD", script.source)
+                replies = await self._client.together(commands)
+        return [meant(reply, self.place) if isinstance(reply, Exception) else reply for reply in replies]
+
+    async def servers_of(self, keys: Sequence[str]) -> list[str]:
+        """A name for the server that holds each key."""
+        async with self._bounded():
+            return await self._client.servers_of(keys)
 
     async def call_durably(self, script: RedisScript, keys: list[str], args: list[Any]) -> list[Any]:
         """As ``call``, for a change that is acknowledged: returns when enough replicas have it.

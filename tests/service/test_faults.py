@@ -44,8 +44,8 @@ class BrokenStore(MemoryStore):
     async def commit(self, *args: Any, **kwargs: Any) -> Any:
         return await self._maybe("commit", super().commit(*args, **kwargs))
 
-    async def renew(self, *args: Any, **kwargs: Any) -> Any:
-        return await self._maybe("renew", super().renew(*args, **kwargs))
+    async def renew_leases(self, *args: Any, **kwargs: Any) -> Any:
+        return await self._maybe("renew_leases", super().renew_leases(*args, **kwargs))
 
     async def load(self, *args: Any, **kwargs: Any) -> Any:
         if self.fail.get("bug"):
@@ -108,7 +108,7 @@ async def test_failed_renewals_stop_the_turn_before_the_lease_ends() -> None:
     store = BrokenStore()
     async with serving(answer=None, store=store, lease_s=0.3) as rig:
         name = await rig.create()
-        store.fail["renew"] = 1000
+        store.fail["renew_leases"] = 1000
         call = rig.call(name, spec("hi"))
         generation = await rig.link.next_generation()
         assert (await refusal(call)).reason == "TURN_FENCED"
@@ -122,7 +122,7 @@ async def test_renewals_keep_a_long_turn_alive() -> None:
         generation = await rig.link.next_generation()
         generation.admit()
         renewed = 0
-        renew = rig.store.renew
+        renew = rig.store.renew_leases
 
         async def counted(*args: Any) -> Any:
             nonlocal renewed
@@ -130,7 +130,7 @@ async def test_renewals_keep_a_long_turn_alive() -> None:
             renewed += 1
             return news
 
-        rig.store.renew = counted
+        rig.store.renew_leases = counted
         while renewed < 8:  # several leases long
             await asyncio.sleep(0.01)
         generation.finish()

@@ -43,6 +43,7 @@ SLOWEST = (
     "tests/operations/test_traces.py",
     "tests/operations/test_dashboard_and_alerts.py",
     "tests/server_infra/test_process_link.py",
+    "tests/http/test_serve_http.py",
     "tests/engine/test_mutants.py",
     "tests/replay/test_crew.py",
     "tests/exactness/test_groups.py",

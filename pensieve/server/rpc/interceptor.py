@@ -24,7 +24,7 @@ from pensieve import rpc_status
 from pensieve.errors import InvalidArgument, PensieveError, Unauthenticated
 from pensieve.logs import bind
 from pensieve.server.bugs import bug
-from pensieve.server.rpc.auth import ANONYMOUS, Identity, Peer, told_names
+from pensieve.server.rpc.auth import ANONYMOUS, Identity, Peer, told_by_the_door
 from pensieve.server.rpc.bodies import BodyGate, BodyPace
 from pensieve.server.rpc.calls import CallObserver, Calls, Handler, RunningCall, counted
 from pensieve.server.rpc.decode import decode
@@ -73,7 +73,7 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
         self._observer = observer
 
     def beside(self) -> Interceptor:
-        """One for another server, which shares all limits and believes what its callers say of certificates."""
+        """One for another server: it shares all limits, and believes its caller, the HTTP door."""
         other = copy.copy(self)
         other._believes = True
         return other
@@ -109,7 +109,7 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
         async def guarded(requests: Any, context: Any) -> Any:
             held_back = 0.0
             try:
-                peer = Peer(context, told_names(metadata) if self._believes else None)
+                peer = Peer(context, told_by_the_door(metadata) if self._believes else None)
                 identity = self._authorizer.check(method, metadata, peer)
                 if handler.request_streaming:  # reflection
                     return await _relayed(inner, requests, context)

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class TurnRunner:
-    """See the module docstring. Keeps nothing of a turn itself: one runner serves all of them at once."""
+    """See the module docstring. Keeps nothing of a turn but its lease: one runner serves all of them at once."""
 
     def __init__(
         self,
@@ -61,6 +61,7 @@ class TurnRunner:
         settings: TurnSettings,
     ) -> None:
         self._store = store
+        self._leases = LeaseKeeper(store, settings.lease_s)
         self._link = link
         self._histories = histories
         self._renderer = renderer
@@ -123,24 +124,18 @@ class TurnRunner:
         def lost() -> None:
             run.end_early(Order(error=TurnFenced("the turn lost its lease")))
 
-        lease = LeaseKeeper(
-            self._store,
-            run.key,
-            run.lease_token,
-            self._settings.lease_s,
-            on_lost=lost,
-            on_news=lambda news: hear(run, news),
+        keeping = self._leases.keeping(
+            run.key, run.lease_token, on_lost=lost, on_news=lambda news: hear(run, news)
         )
-        try:
-            _check_known(run, began)
-            await async_failpoint("after_begin")
-            return await self._generate(run, began)
-        except BaseException:
-            # Whatever it was, a cancelled task included: the session is free at once, not when the lease lapses.
-            await self._abort(run)
-            raise
-        finally:
-            await lease.stop()
+        with keeping:
+            try:
+                _check_known(run, began)
+                await async_failpoint("after_begin")
+                return await self._generate(run, began)
+            except BaseException:
+                # Whatever it was, a cancelled task included: the session is free at once, not when the lease lapses.
+                await self._abort(run)
+                raise
 
     async def _abort(self, run: TurnRun) -> None:
         await self._releaser.release(run.key, run.lease_token, called_off=run.called_off)
