@@ -26,8 +26,10 @@ from pensieve.server.gateway.keeper import Gateway  # noqa: E402
 from pensieve.server.gateway.process import GatewayCommand  # noqa: E402
 from pensieve.server.links.engine_link import LinkState  # noqa: E402
 from pensieve.server.operations.metrics import Metrics  # noqa: E402
+from pensieve.server.operations.usage import TenantCounts, TenantUse, UsageBook  # noqa: E402
 from pensieve.server.values import TurnEnd  # noqa: E402
-from pensieve.store import Key  # noqa: E402
+from pensieve.store import Key, TenantUsage  # noqa: E402
+from pensieve.store.memory_store import MemoryStore  # noqa: E402
 from support.sources import ROOT  # noqa: E402
 
 PAGE = ROOT / "docs" / "metrics.md"
@@ -108,6 +110,9 @@ def all_families() -> dict[str, Family]:
     Gateway(GatewayCommand("")).watch_in(metrics.registry)
     metrics.turn_ended(TurnEnd(Key("t", "s"), "eos", True, 1, 1, Usage(), 0.0, 0.0, 0.0))
     metrics.turn_refused("t", "QUEUE_FULL")
+    book = UsageBook(MemoryStore(), lambda: {"t": (1, 1)}, lambda: ())
+    book.latest = [TenantUse("t", TenantCounts(), 1, 1, TenantUsage(1, 1))]
+    metrics.watch_usage(book)
     metrics.ended("eos")
     metrics.warm_ended("accepted")
     metrics.calls.started("RunTurn")
