@@ -18,6 +18,7 @@ from pensieve.store._redis import scripts
 from pensieve.store._redis.clients import Words, make_client
 from pensieve.store._redis.places import parse_place
 from pensieve.store._redis.problems import StoreReplacedError, is_wrong_type, meant, translated
+from pensieve.store._redis.settings import weakest_of
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +41,6 @@ BUFFER_LIMIT_S = 5.0
 """How long Redis may hold a change back from its append-only file: it means to for 2 s at most."""
 BUFFER_LOOK_S = 0.01
 """Between two looks at whether it still does."""
-
-_LEVELS = {"always": "fsync", "everysec": "local"}
 
 
 class RedisScript(NamedTuple):
@@ -293,17 +292,7 @@ class RedisLink:
             )
             self.durability = f"replicated({self.replicas})" if self.replicas else "unknown"
             return
-        found = [{_text(name): _text(value) for name, value in _pairs(reply)} for reply in raw]
-        for settings in found:
-            policy = settings.get("maxmemory-policy", "noeviction")
-            if policy != "noeviction":
-                raise FailedPrecondition(
-                    f"the Redis at {self.place} has maxmemory-policy {policy} and may evict conversations: "
-                    "set maxmemory-policy noeviction",
-                    reason="STORE_UNSAFE",
-                )
-        levels = {self._level(settings) for settings in found}
-        weakest: str = next(level for level in ("none", "local", "fsync") if level in levels)
+        weakest = weakest_of(raw, self.place)
         if weakest == "local" and not await self._tells_of_its_buffer():
             weakest = "unknown"
         self.durability = f"replicated({self.replicas})" if self.replicas else weakest
@@ -319,20 +308,6 @@ class RedisLink:
             log.warning("Redis at %s: INFO is not allowed, durability is unknown: %s", self.place, error)
             return False
         return True
-
-    def _level(self, settings: dict[str, str]) -> str:
-        """What a write survives on one server; said in the log where that is not the server's end."""
-        if settings.get("appendonly") == "yes":
-            return _LEVELS.get(settings.get("appendfsync", ""), "none")
-        kept = (
-            "only snapshots: it forgets what came after the last one" if settings.get("save") else "nothing"
-        )
-        log.warning(
-            "Redis at %s has no append-only file and keeps %s when it ends. Conversations WILL be lost: "
-            "set appendonly yes",
-            *(self.place, kept),
-        )
-        return "none"
 
     @asynccontextmanager
     async def _bounded(self, *, counts: bool = True) -> AsyncIterator[None]:
@@ -353,15 +328,3 @@ class RedisLink:
                 self._on_error()
             raise
         self._hangs = False
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
-
-
-def _pairs(reply: Any) -> Iterable[tuple[Any, Any]]:
-    """A map reply, in the form that this connection's protocol gives it."""
-    if isinstance(reply, dict):
-        items: Iterable[tuple[Any, Any]] = reply.items()
-        return items
-    return zip(reply[::2], reply[1::2], strict=True)
