@@ -14,7 +14,7 @@ from rich.console import Console
 from pensieve.client import Piece, Turn, TurnState
 from pensieve.core import FinishReason, Usage
 from pensieve.demo import run as command
-from pensieve.demo.acts import crowd, long_talk
+from pensieve.demo.acts import crowd, killed, long_talk
 from pensieve.demo.acts.bars import bar, bars, fitting_pitch
 from pensieve.demo.acts.exchange import SOURCES, Exchange, ServerRun, wrong_answers, wrong_receipts
 from pensieve.demo.talk.scenario import Utterance, long_conversation
@@ -249,18 +249,62 @@ def test_the_second_act_notices_a_path_not_taken(source: str) -> None:
     assert problem.startswith("no token was ")
 
 
+def survived() -> killed.KilledRun:
+    """A third act without fault: the third answer of five was cut."""
+    *before, cut, one, two = well("Pensieve", "device", 0.1, turns=5).exchanges
+    return killed.KilledRun(before, cut, cut.turn.text[:4], 4.2, [one, two], items=10)
+
+
+def test_a_third_act_without_fault_has_no_problems() -> None:
+    assert killed.problems(survived()) == []
+    assert killed.result(survived()).startswith(
+        "4.2 s after the kill the answer went on where it had stopped."
+    )
+    assert "45 of 55 tokens were in memory again, 10 were new" in killed.result(survived())
+    quick = replace(survived(), cut=None, later=[], items=4)
+    assert killed.problems(quick) == [] and "over before" in killed.result(quick)
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "said"),
+    [
+        (replace(survived(), items=12), "the history has 12 items, not 10"),
+        (replace(survived(), said="Hers"), "the answer began 'Hers' and became 'Your name is Vio.'"),
+        (
+            replace(survived(), later=well("Pensieve", "recomputed", 0.1, turns=5).exchanges[-2:]),
+            "the turn after computed 45 tokens again",
+        ),
+        (
+            replace(survived(), before=spoil(well("", "device", 1, 2), with_usage(new_tokens=7)).exchanges),
+            "the receipt does not add up",
+        ),
+        (
+            replace(
+                survived(),
+                before=spoil(well("", "device", 1, 2), lambda one: replace(one, text="Hm.")).exchanges,
+            ),
+            "wanted 'Vio', got 'Hm.'",
+        ),
+    ],
+)
+def test_the_third_act_notices(spoiled: killed.KilledRun, said: str) -> None:
+    (problem,) = killed.problems(spoiled)
+    assert said in problem
+
+
 def demo(monkeypatch: pytest.MonkeyPatch, act: crowd.CrowdRun, *arguments: str) -> Result:
-    """The command with both acts already held."""
+    """The command with all acts already held."""
     first = well("Pensieve", "device", 0.1), well("stateless", "recomputed", 2.0)
     monkeypatch.setattr(long_talk, "serve_and_hold", lambda *_: first)
     monkeypatch.setattr(crowd, "serve_and_hold", lambda *_: act)
+    monkeypatch.setattr(killed, "serve_and_hold", lambda *_: survived())
     return CliRunner().invoke(command.demo, arguments)
 
 
 def test_the_command_ends_well(monkeypatch: pytest.MonkeyPatch) -> None:
     result = demo(monkeypatch, crowded())
     assert result.exit_code == 0, result.output
-    assert "comes 20 times sooner" in result.output
+    assert "comes 20 times sooner" in result.output and "4.2 s after the kill" in result.output
     assert "Every answer is right and every receipt adds up." in result.output
     assert "Now try:" in result.output and "What is my name?" not in result.output
     assert "\x1b" not in result.output
