@@ -13,7 +13,16 @@ from pensieve.client._aio_link import AsyncLink, AsyncTurnStream
 from pensieve.client._requests import InputLike
 from pensieve.client._retry import RetryPolicy, retry_policy
 from pensieve.client._transport import ClientSettings
-from pensieve.client._values import FoundTurn, Item, ServerInfo, SessionInfo, TokenCount, Turn, Warming
+from pensieve.client._values import (
+    FoundTurn,
+    Item,
+    ServerInfo,
+    SessionInfo,
+    TenantTotals,
+    TokenCount,
+    Turn,
+    Warming,
+)
 from pensieve.client._view import SessionView
 from pensieve.client.arguments.names import check_names
 from pensieve.client.arguments.options import (
@@ -129,6 +138,10 @@ class AsyncClient:
 
     async def server_info(self) -> ServerInfo:
         return await self._link.run(_flows.server_info(self._link.settings))
+
+    async def usage(self) -> TenantTotals:
+        """What the caller's tenant uses of this server, its cache and the history store."""
+        return await self._link.run(_flows.usage(self._link.settings))
 
     async def close(self) -> None:
         """End all streams and calls. Idempotent."""

@@ -22,6 +22,7 @@ from pensieve.client._values import (
     Item,
     ServerInfo,
     SessionInfo,
+    TenantTotals,
     TokenCount,
     Turn,
     TurnState,
@@ -40,6 +41,11 @@ ABANDONED_KEPT = 16
 def server_info(settings: ClientSettings) -> Flow[ServerInfo]:
     response = yield from call(settings, "GetServerInfo", pb.GetServerInfoRequest())
     return decode.server_info(response)
+
+
+def usage(settings: ClientSettings) -> Flow[TenantTotals]:
+    response = yield from call(settings, "GetUsage", pb.GetUsageRequest())
+    return decode.usage_totals(response)
 
 
 def list_sessions(

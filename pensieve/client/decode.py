@@ -18,6 +18,7 @@ from pensieve.client._values import (
     ServerInfo,
     SessionInfo,
     SessionState,
+    TenantTotals,
     TokenCount,
     Turn,
     TurnState,
@@ -216,6 +217,23 @@ def token_count(message: pb.CountTokensResponse) -> TokenCount:
         input_tokens=message.input_tokens,
         context_tokens=message.context_tokens,
         context_limit=message.context_limit,
+    )
+
+
+def usage_totals(message: pb.GetUsageResponse) -> TenantTotals:
+    used = message.usage
+    return TenantTotals(
+        tenant=used.tenant,
+        replica=message.replica,
+        turns=used.turns,
+        refused_turns=used.refused_turns,
+        computed_tokens=used.computed_tokens,
+        cached_tokens=used.cached_tokens,
+        output_tokens=used.output_tokens,
+        device_tokens=used.device_tokens,
+        host_tokens=used.host_tokens,
+        sessions=used.sessions if used.HasField("sessions") else None,
+        stored_bytes=used.stored_bytes if used.HasField("stored_bytes") else None,
     )
 
 

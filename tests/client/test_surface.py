@@ -65,6 +65,7 @@ SDK = set(
         "SessionChanges",
         "SessionInfo",
         "SessionState",
+        "TenantTotals",
         "TokenCount",
         "TokenLogprob",
         "TokenText",
@@ -77,7 +78,7 @@ SDK = set(
         "Warming",
     ]
 )
-CLIENT = "close create_session find_turn server_info session sessions"
+CLIENT = "close create_session find_turn server_info session sessions usage"
 SESSION = """append attach cancel choose count_tokens delete edit fork get_turn id info items last_turn last_user_item
 name rebind refresh regenerate revision rewind send stream update warm"""
 STREAM = (

@@ -11,6 +11,7 @@ from typing import Any
 
 from prometheus_client import generate_latest
 
+from pensieve.client import AsyncClient
 from pensieve.config import EngineOptions
 from pensieve.engine.cache.chunk import NOWHERE, Chunk
 from pensieve.engine.engine import Engine
@@ -119,6 +120,11 @@ async def test_usage_is_what_can_be_counted_otherwise() -> None:
             assert (one.sessions, one.stored_bytes) == (stored.sessions, stored.bytes) == (2, stored.bytes)
             own = (await rig.api.GetUsage(pb.GetUsageRequest(), metadata=of(tenant))).usage
             assert own == one, "a tenant is told what the operator is, of itself alone"
+            async with AsyncClient(rig.target, metadata=of(tenant)) as client:
+                sdk = await client.usage()
+            assert (sdk.tenant, sdk.turns, sdk.cached_tokens) == (tenant, one.turns, one.cached_tokens)
+            assert (sdk.device_tokens, sdk.host_tokens) == (one.device_tokens, one.host_tokens)
+            assert (sdk.sessions, sdk.stored_bytes) == (2, stored.bytes)
         assert (told[REFUSED].refused_turns, told[REFUSED].turns) == (1, 1)
         assert told[IDLE] == pb.TenantUsage(tenant=IDLE, sessions=0, stored_bytes=0)
         await rig.admin.EvictCache(pb.EvictCacheRequest())
