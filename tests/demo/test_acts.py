@@ -11,59 +11,13 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from pensieve.client import Piece, Turn, TurnState
-from pensieve.core import FinishReason, Usage
+from pensieve.client import Piece, Turn
 from pensieve.demo import run as command
 from pensieve.demo.acts import crowd, killed, long_talk
 from pensieve.demo.acts.bars import bar, bars, fitting_pitch
-from pensieve.demo.acts.exchange import SOURCES, Exchange, ServerRun, wrong_answers, wrong_receipts
+from pensieve.demo.acts.exchange import SOURCES, Exchange, wrong_answers, wrong_receipts
 from pensieve.demo.talk.scenario import Utterance, long_conversation
-
-OUTPUT = 5
-NEW = 10
-
-
-def turn(text: str, usage: Usage) -> Turn:
-    return Turn(
-        session="s", request_id="r", state=TurnState.COMMITTED, text=text, finish_reason=FinishReason.EOS, usage=usage,
-        revision=1, base_revision=0, seed=0, stop_sequence="", input=(), output=None,
-    )  # fmt: skip
-
-
-def receipt(index: int, source: str) -> Usage:
-    """Of turn ``index``, from 0: all that came before was found in one place."""
-    before = index * (NEW + OUTPUT)
-    return Usage(
-        context_tokens=before + NEW, new_tokens=NEW, output_tokens=OUTPUT, **{SOURCES[source]: before}
-    )
-
-
-def well(name: str, source: str, seconds: float, turns: int = 6) -> ServerRun:
-    """A run without fault: the first turn tells, the others ask."""
-    said = [Utterance("My name is Vio."), *[Utterance("What is my name?", "Vio")] * (turns - 1)]
-    talk = [
-        Exchange(one, turn("Your name is Vio.", receipt(index, source)), seconds)
-        for index, one in enumerate(said)
-    ]
-    run = ServerRun(name, [talk])
-    run.counted = {key: run.tokens(key) for key in SOURCES}
-    return run
-
-
-def spoil(run: ServerRun, change: Callable[[Turn], Turn]) -> ServerRun:
-    """The same run with its last turn changed."""
-    talk = run.conversations[0]
-    talk[-1] = replace(talk[-1], turn=change(talk[-1].turn))
-    return run
-
-
-def with_usage(**fields: int) -> Callable[[Turn], Turn]:
-    def change(one: Turn) -> Turn:
-        usage = {name: getattr(one.usage, name) for name in one.usage.__struct_fields__}
-        return replace(one, usage=Usage(**{**usage, **fields}))
-
-    return change
-
+from support.demo.runs import receipt, spoil, survived, turn, well, with_usage
 
 # -- bars
 
@@ -247,49 +201,6 @@ def test_the_second_act_notices_a_path_not_taken(source: str) -> None:
     act.run.counted = {key: act.run.tokens(key) for key in SOURCES}
     (problem,) = crowd.problems(act)
     assert problem.startswith("no token was ")
-
-
-def survived() -> killed.KilledRun:
-    """A third act without fault: the third answer of five was cut."""
-    *before, cut, one, two = well("Pensieve", "device", 0.1, turns=5).exchanges
-    return killed.KilledRun(before, cut, cut.turn.text[:4], 4.2, [one, two], items=10)
-
-
-def test_a_third_act_without_fault_has_no_problems() -> None:
-    assert killed.problems(survived()) == []
-    assert killed.result(survived()).startswith(
-        "4.2 s after the kill the answer went on where it had stopped."
-    )
-    assert "45 of 55 tokens were in memory again, 10 were new" in killed.result(survived())
-    quick = replace(survived(), cut=None, later=[], items=4)
-    assert killed.problems(quick) == [] and "over before" in killed.result(quick)
-
-
-@pytest.mark.parametrize(
-    ("spoiled", "said"),
-    [
-        (replace(survived(), items=12), "the history has 12 items, not 10"),
-        (replace(survived(), said="Hers"), "the answer began 'Hers' and became 'Your name is Vio.'"),
-        (
-            replace(survived(), later=well("Pensieve", "recomputed", 0.1, turns=5).exchanges[-2:]),
-            "the turn after computed 45 tokens again",
-        ),
-        (
-            replace(survived(), before=spoil(well("", "device", 1, 2), with_usage(new_tokens=7)).exchanges),
-            "the receipt does not add up",
-        ),
-        (
-            replace(
-                survived(),
-                before=spoil(well("", "device", 1, 2), lambda one: replace(one, text="Hm.")).exchanges,
-            ),
-            "wanted 'Vio', got 'Hm.'",
-        ),
-    ],
-)
-def test_the_third_act_notices(spoiled: killed.KilledRun, said: str) -> None:
-    (problem,) = killed.problems(spoiled)
-    assert said in problem
 
 
 def demo(monkeypatch: pytest.MonkeyPatch, act: crowd.CrowdRun, *arguments: str) -> Result:

@@ -97,6 +97,14 @@ def test_names_and_ports_are_those_that_the_proxy_looks_for() -> None:
     assert {name for name in COMPOSE if name.startswith("pensieve-")} <= set(named.values())
 
 
+def test_compose_publishes_on_loopback_only_and_asks_the_admin_port() -> None:
+    ports = [str(port) for service in COMPOSE.values() for port in service.get("ports", [])]
+    assert ports and all(port.startswith("127.0.0.1:") for port in ports)
+    (command,) = instructions("ENTRYPOINT")
+    assert "127.0.0.1:9090/readyz" in DOCKERFILE and "pensieve" in command
+    assert any("0.0.0.0:9090" in given for given in instructions("CMD"))
+
+
 def test_a_drain_ends_before_patience_does() -> None:
     needed = seconds(OPTIONS["drain-grace"]) + 10  # the last answers, the engine, the store
     assert all(seconds(COMPOSE[name]["stop_grace_period"]) >= needed for name in ("pensieve-0", "pensieve-1"))
