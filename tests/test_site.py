@@ -107,6 +107,7 @@ def test_lists_and_tables_are_as_github_reads_them() -> None:
     assert spec is not None and spec.loader is not None
     gfm = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(gfm)
+    assert gfm.to_python_markdown("| `a \\| b` |\n|---|\n") == "| `a | b` |\n|---|\n"
     page = (
         "Such are:\n* one,\n  over two lines:\n  - inner\n* two\n| a |\n|---|\n| 1 |\n## Next\ntext\n"
         "```\n* kept\n## kept\n```\n"

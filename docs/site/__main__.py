@@ -19,6 +19,7 @@ if _MISSING:
 
 import commands  # noqa: E402
 import contract  # noqa: E402
+import gfm  # noqa: E402
 import sdk  # noqa: E402
 import staging  # noqa: E402
 from mkdocs.commands.build import build  # noqa: E402
@@ -56,6 +57,7 @@ def main() -> None:
         str(staging.ROOT / "docs/mkdocs.yml"), docs_dir=str(asked.pages.resolve()), site_dir=str(asked.to.resolve()),
         strict=True,
     )  # fmt: skip
+    config.mdx_configs.setdefault("toc", {})["slugify"] = gfm.anchor
     rest = [page for page in pages if page not in _named(config.nav)]
     next(part["How to"] for part in config.nav or () if "How to" in part).extend(rest)
     try:

@@ -11,6 +11,11 @@ _MARKER = re.compile(r"^( *)([*+-]|\d+[.)])( +)(?=\S)")
 _FENCE = re.compile(r"^\s*(```+|~~~+)")
 
 
+def anchor(title: str, separator: str = "-") -> str:
+    """The anchor of a heading, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", separator)
+
+
 def lines_with_fences(text: str) -> Iterator[tuple[str, bool]]:
     """Each line, and whether it belongs to a fenced block, its fences included."""
     fence = ""
@@ -34,8 +39,9 @@ def outside_fences(text: str, change: Callable[[str], str]) -> str:
 def to_python_markdown(text: str) -> str:
     """The same page for Python-Markdown.
 
-    Blank lines around what may follow a paragraph directly (lists, tables, headings), and what belongs to an item of
-    a list indented by four spaces for each level. (Python-Markdown's rules: https://python-markdown.github.io/#differences.)
+    Blank lines around what may follow a paragraph directly (lists, tables, headings), what belongs to an item of a
+    list indented by four spaces for each level, and no backslash before a bar in a cell's code. (Python-Markdown's
+    rules: https://python-markdown.github.io/#differences.)
     """
     out: list[str] = []
     offsets: list[int] = []  # where the text of each open list item begins
@@ -52,6 +58,8 @@ def to_python_markdown(text: str) -> str:
                 offsets.pop()
         own = min(indent, offsets[-1]) if offsets else 0
         kind = _kind(line, marker, fenced, bool(offsets))
+        if kind == "table":
+            line = re.sub(r"`[^`]+`", lambda code: code[0].replace("\\|", "|"), line)
         if not blank and not fenced and _needs_gap(kind_before, kind):
             out.append("")
         out.append("    " * len(offsets) + line[own:] if offsets else line)

@@ -41,8 +41,8 @@ def _thing(found: griffe.Object) -> Iterator[str]:
         if fields:
             yield from ("| field | type | |", "|---|---|---|")
         for field in fields:
-            kind = "" if field.annotation is None else f"`{field.annotation}`".replace("|", "\\|")
-            yield f"| `{field.name}` | {kind} | {' '.join(_said(field).split())} |".replace("\\\\|", "\\|")
+            kind = f"`{field.annotation}`" if field.annotation is not None else f"`= {field.value}`"
+            yield f"| `{field.name}` | {kind} | {' '.join(_said(field).split())} |"
         for method in public:
             if isinstance(method, griffe.Function):
                 yield from ("", f"### {found.name}.{method.name}", "", _signature(method), "", _said(method))

@@ -5,14 +5,15 @@ from __future__ import annotations
 import posixpath
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import gfm
 
 ROOT = Path(__file__).resolve().parents[2]
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
-_AS_FILES = {".png", ".svg", ".gif", ".sh", ".js"}
-"""Copied as they are; other sources are named, not linked: the site has no browser of sources."""
+_PICTURES = {".png", ".svg", ".gif", ".webp"}
+"""Copied, as is all below ``docs/``. Other sources are named, not linked: the site has no browser of sources."""
 
 _WITHOUT_SIDES = "---\nhide: [navigation, toc]\n---\n"
 
@@ -55,7 +56,10 @@ def turn_inwards(source: str, text: str) -> tuple[str, set[str]]:
             return link[0]
         file, _, anchor = target.partition("#")
         file = posixpath.normpath(posixpath.join(here, file))
-        if (ROOT / file).suffix in {".md", *_AS_FILES}:
+        ours = file.startswith("docs/") and (ROOT / file).is_file()
+        if ours or (ROOT / file).suffix in {".md", *_PICTURES}:
+            if not (ROOT / file).is_file():
+                sys.exit(f"docs: {source} leads to {file}, which is not there")
             wanted.add(file)
             inner = re.sub(_LINK, change, words)  # a picture that is a link
             back = posixpath.relpath(place(file), posixpath.dirname(place(source)) or ".")
