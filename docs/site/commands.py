@@ -23,7 +23,8 @@ def serve_page() -> str:
         "`PENSIEVE_SERVE_MAX_RUNNING=8`, `max-running = 8` ([what wins](../install.md#options-from-the-environment)).",
         "[Serving](../serving.md) says what they are for.",
     ]
-    for title, names in GROUPS.items():
+    others = [name for name in by_name if not any(name in names for names in GROUPS.values())]
+    for title, names in [*GROUPS.items(), *([("Other", others)] if others else [])]:
         lines += ["", f"## {title}", "", "| option | | default, and why |", "|---|---|---|"]
         for name in names:
             option = by_name.get(name)
