@@ -24,7 +24,7 @@ EXPERIMENTS ?= systems-13b-sharegpt
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-gpu lint structure types proto proto-release bench-replay bench-ops bench-engine bench-evaluate prepared programs redis chromium haproxy promtool clean
+.PHONY: help setup demo test test-gpu lint structure types docs proto proto-release bench-replay bench-ops bench-engine bench-evaluate prepared programs redis chromium haproxy promtool clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -94,6 +94,9 @@ types: setup ## Static types
 	$(BIN)/mypy
 	$(BIN)/mypy examples
 
+docs: setup ## The documentation as a site: .site/index.html
+	@$(BIN)/python docs/site
+
 proto: setup ## Regenerate the gRPC stubs
 	$(BIN)/python -P proto/generate.py
 
@@ -150,5 +153,5 @@ INSTALL = if ! command -v $(1) >/dev/null; then \
     echo "NOTE: no $(1): the tests of $(3) will be skipped. Install it: sudo apt-get install $(2)" >&2
 
 clean: ## Remove what make and the tools have made, the virtual environment included
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

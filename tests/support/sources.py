@@ -15,7 +15,7 @@ LINKS = {"pensieve/kernels": "kernels", "pensieve/store": "store"}
 """Link in the package → folder at the root that it stands for."""
 
 
-NOT_OURS = {".git", ".venv", "__pycache__", "node_modules", "build", "dist", ".hypothesis"}
+NOT_OURS = {".git", ".venv", ".site", "__pycache__", "node_modules", "build", "dist", ".hypothesis"}
 """Folders that a checkout without git is searched without; git knows what is ignored by itself."""
 
 
