@@ -79,7 +79,11 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         for path in python_files(folder)
     } | {str(path) for path in python_files("pensieve") if not trained(path)}
     expected |= {"pensieve/py.typed", "pensieve/v1/pensieve_pb2.py", "pensieve/v1/pensieve_pb2.pyi"}
-    data = {("pensieve", "demo", "model"), ("pensieve", "replay", "presentation")}
+    data = {
+        ("pensieve", "demo", "model"),
+        ("pensieve", "replay", "presentation"),
+        ("pensieve", "server", "page"),
+    }
     expected |= {str(path) for path in files() if path.parts[:3] in data and path.suffix != ".md"}
     ours = {name for name in names if not name.startswith((f"{info}/", "pensieve/v1/"))}
     assert expected - set(names) == set()

@@ -39,6 +39,7 @@ from dataclasses import dataclass, field
 from pensieve.core import FinishReason, Phase, RequestKey, SessionKey, unpack_tokens
 from pensieve.debug import debug_enabled, failpoint
 from pensieve.engine.candidates import Candidates
+from pensieve.engine.looks.looker import Looker
 from pensieve.engine.messages import (
     Cancel,
     CandidateFinished,
@@ -51,12 +52,12 @@ from pensieve.engine.messages import (
     Failed,
     Finished,
     GetResidency,
+    GetStrips,
     Output,
     RequestProgress,
     ResidentTokens,
     Started,
     Stats,
-    Stop,
     Submit,
     Warm,
     Warmed,
@@ -116,6 +117,7 @@ class Engine:
         self._clock = clock
         self._requests: dict[RequestKey, Request] = {}
         self._candidates = Candidates(scheduler, scheduler.cache)
+        self._looker = Looker(scheduler)
         self.announcer = Announcer(lambda key: self._candidates.of(key)[0])
         self._phases: dict[RequestKey, Phase] = {}
         """What was last reported of each request's progress."""
@@ -155,10 +157,10 @@ class Engine:
             case GetResidency(call, session):
                 held = self._cache.residency(SessionKey(session))
                 return [ResidentTokens(call, held.device, held.host)]
+            case GetStrips(call, at):
+                return [self._looker.look(call, at, self._clock())]
             case Warm():
                 return [self._warm(command)]
-            case Stop():
-                pass  # the loop leaves; nothing here outlives it
         return []
 
     def step(self) -> list[Event]:
@@ -183,6 +185,7 @@ class Engine:
         with self.announcer.blaming(self._requests):
             plan = self._scheduler.plan(started)
         planned = self._clock()
+        self._looker.plan = plan
         self._totals.parts["plan"] += planned - started
         if plan.is_empty:
             return None
@@ -223,7 +226,7 @@ class Engine:
             device_used=occupancy.device_used,
             host_free=occupancy.host_free,
             host_used=occupancy.host_used,
-            cached_sessions=self._cache.cached_sessions,
+            cached_sessions=len(self._cache.sessions),
             gpu_cached_total=totals.gpu_cached,
             swapped_in_total=totals.swapped_in,
             recomputed_total=totals.recomputed,
@@ -250,8 +253,6 @@ class Engine:
         """Release what the worker holds: memory, streams, threads."""
         self._in_flight = None
         self._worker.close()
-
-    # -- inside ------------------------------------------------------------------------------------------------------
 
     def _submit(self, submit: Submit) -> list[Event]:
         key = RequestKey(submit.request)

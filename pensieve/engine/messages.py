@@ -54,6 +54,16 @@ class GetResidency(msgspec.Struct, frozen=True, tag="residency"):
     session: str
 
 
+class GetStrips(msgspec.Struct, frozen=True, tag="get_strips"):
+    """Say where the chunks of cached sessions lie. Answered by ``Strips``, as far as a bounded time goes.
+
+    ``at``: 0 begins anew; ``Strips.next`` goes on where the answer before has ended.
+    """
+
+    call: int
+    at: int = 0
+
+
 class Choose(msgspec.Struct, frozen=True, tag="choose"):
     """The session's turn was answered by another candidate than 0: its KV becomes the session's. Ignored if gone."""
 
@@ -76,7 +86,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Leave the loop at the end of the current step."""
 
 
-Command = Submit | Cancel | Choose | Evict | GetResidency | Warm | Stop
+Command = Submit | Cancel | Choose | Evict | GetResidency | GetStrips | Warm | Stop
 
 
 class Output(msgspec.Struct, frozen=True, tag="output"):
@@ -144,6 +154,31 @@ class ResidentTokens(msgspec.Struct, frozen=True, tag="resident"):
     host_tokens: int
 
 
+class SessionStrip(msgspec.Struct, frozen=True, array_like=True):
+    """Where a session's chunks lie, in the order of its context."""
+
+    session: str
+    tokens: int
+    """Length of its context, what runs included."""
+    strip: str
+    """Runs of chunks in one state, ``x7h40B3d12``: see ``pensieve.engine.looks.looker``."""
+    idle_s: float
+    """Since its latest turn; 0 while something runs."""
+    running: bool
+    warming: bool
+    """What runs is not a turn, but brings its chunks to the device ahead of one."""
+    aside: bool
+    """It is a further candidate's."""
+
+
+class Strips(msgspec.Struct, frozen=True, tag="strips"):
+    """Answers ``GetStrips``. ``next``: where to go on; 0: these were the last."""
+
+    call: int
+    next: int
+    sessions: tuple[SessionStrip, ...]
+
+
 class Warmed(msgspec.Struct, frozen=True, tag="warmed"):
     """Answers ``Warm``.
 
@@ -169,6 +204,9 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     chunk_tokens: int
     uses_hints: bool = False
     """Whether its cache does anything with ``Hints``."""
+    attention_cost: tuple[tuple[int, float], ...] = ()
+    """What it costs to recompute a chunk, as ``CostModel`` has it; (): not told."""
+    other_cost: float = 0.0
 
 
 class Stepping(msgspec.Struct, frozen=True, tag="stepping"):
@@ -222,6 +260,7 @@ Event = (
     | Failed
     | Evicted
     | ResidentTokens
+    | Strips
     | Warmed
     | EngineReady
     | Stepping

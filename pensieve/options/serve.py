@@ -69,6 +69,7 @@ class ServeOptions(EngineTuning, frozen=True, kw_only=True):
     max_wait_s: float = MAX_WAIT_S
     max_queued_tokens: int = MAX_QUEUED_TOKENS
     tenant_metrics: bool = False
+    page_text: bool = False
     disconnect_grace_s: float = DISCONNECT_GRACE_S
     drain_grace_s: float = 30.0
     heartbeat_s: float = HEARTBEAT_S

@@ -342,5 +342,8 @@ OPTIONS: tuple[Option, ...] = (
         "one line per event that matters",
         "LEVEL",
     ),
+    Option(
+        "page-text", values.boolean, "The admin port's page shows what was said.", "text stays in the store"
+    ),
     Option("log-json", values.boolean, "One JSON object per log line.", "read by people"),
 )

@@ -41,6 +41,12 @@ from pensieve.server.operations.health import HealthMonitor
 from pensieve.server.operations.housekeeping import end_task, purge_forever
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.operations.recording import TraceRecorder, header, open_recorder
+from pensieve.server.page.gap import GapFinder
+from pensieve.server.page.notes import SessionNotes
+from pensieve.server.page.recent import RecentTurns
+from pensieve.server.page.state import ServerNames, StateView
+from pensieve.server.page.strips import StripWatch
+from pensieve.server.page.web import WebPage
 from pensieve.server.ports import Ports
 from pensieve.server.rpc.door import Door
 from pensieve.server.rpc.grpc_server import BindError
@@ -74,6 +80,7 @@ class App:
         self._builder = builder
         self._stack = contextlib.AsyncExitStack()
         self._metrics = Metrics(by_tenant=options.tenant_metrics)
+        self._recent = RecentTurns()
         self._recorder: TraceRecorder | None = None
         self._door: Door | None = None
         self._ports: Ports | None = None
@@ -159,7 +166,9 @@ class App:
         await self._monitor.start()
         self._stack.push_async_callback(self._monitor.stop)
         self._stack.push_async_callback(end_task, asyncio.create_task(purge_forever(store), name="purge"))
-        await ports.open_admin(self._link, self._conversations, self._monitor, self._metrics)
+        page = self._page(store, door)
+        self._stack.push_async_callback(page.close)
+        await ports.open_admin(self._link, self._conversations, self._monitor, self._metrics, page)
         self._stack.push_async_callback(end_task, asyncio.create_task(door.watch(), name="keys"))
         await self._link.start()
         if self._recorder is not None:
@@ -167,7 +176,24 @@ class App:
         await self._monitor.refresh()
         await ports.start()
 
+    def _page(self, store: HistoryStore, door: Door) -> WebPage:
+        options, conversations = self._options, self._conversations
+        strips = StripWatch(self._link)
+        state = StateView(
+            ServerNames(conversations.settings.model, conversations.settings.replica, options.page_text),
+            self._link,
+            conversations.gate,
+            self._monitor,
+            self._recent,
+            strips,
+            SessionNotes(store),
+        )
+        cache = {"policy": options.policy, "swap_watermark": options.swap_watermark}
+        gap = GapFinder(self._link, self._recent, cache)
+        return WebPage(state, self._recent, strips, gap, store, door.admit_operator, text=options.page_text)
+
     def _turn_ended(self, end: TurnEnd) -> None:
+        self._recent.turn_ended(end)
         self._metrics.turn_ended(end.outcome, end.key.tenant, end.usage)
         if self._recorder is not None:
             self._recorder.turn_ended(end)

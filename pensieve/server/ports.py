@@ -23,6 +23,7 @@ from pensieve.server.links.process_link import ProcessLink
 from pensieve.server.operations.admin_port import AdminPort
 from pensieve.server.operations.health import HealthMonitor
 from pensieve.server.operations.metrics import Metrics
+from pensieve.server.page.web import WebPage
 from pensieve.server.rpc.admin_service import AdminService
 from pensieve.server.rpc.door import Door
 from pensieve.server.rpc.grpc_server import (
@@ -91,7 +92,12 @@ class Ports:
             self._bind_http(options.http, service, monitor)
 
     async def open_admin(
-        self, link: ProcessLink, conversations: Conversations, monitor: HealthMonitor, metrics: Metrics
+        self,
+        link: ProcessLink,
+        conversations: Conversations,
+        monitor: HealthMonitor,
+        metrics: Metrics,
+        page: WebPage,
     ) -> None:
         """Open the admin port, and have the HTTP door's process started meanwhile. Raises BindError."""
         grpc_socket = self._folder / "admin"
@@ -101,7 +107,7 @@ class Ports:
         server.add_insecure_port(f"unix:{grpc_socket}")
         self._stack.push_async_callback(server.stop, None)
         await server.start()
-        port = AdminPort(metrics.registry, lambda: monitor.problem, grpc_socket, self._gateway)
+        port = AdminPort(metrics.registry, lambda: monitor.problem, grpc_socket, self._gateway, page)
         self._stack.push_async_callback(port.close)
         host, number = split_address(self._options.admin)
         try:

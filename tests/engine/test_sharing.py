@@ -305,7 +305,7 @@ def test_a_branch_that_has_no_page_changes_nothing() -> None:
     cache = make(device=11, host=0)
     assert branched(cache) is None
     commit(cache)
-    assert owner_names(cache, "A") == ["A"] * 11 and cache.cached_sessions == 1
+    assert owner_names(cache, "A") == ["A"] * 11 and len(cache.sessions) == 1
 
 
 def test_the_branch_that_is_chosen_takes_the_sessions_place() -> None:
@@ -318,6 +318,6 @@ def test_the_branch_that_is_chosen_takes_the_sessions_place() -> None:
     end(cache, "B", 1.0)
     assert cache.replace(A, B) and not cache.replace(A, B)
     cache.check()
-    assert owner_names(cache, "A") == ["A"] * 11 and cache.cached_sessions == 1
+    assert owner_names(cache, "A") == ["A"] * 11 and len(cache.sessions) == 1
     context = joined(PROMPT, text(2, seed=3), text(1, seed=4))
     assert receipt(serve(cache, "A", context, 2.0, new=0), context) == (42, 0, 1, 0)

@@ -35,6 +35,7 @@ SLOWEST = (
     "tests/simulate/test_turn_sharing.py",
     "tests/replay_presentation/test_compare.py",
     "tests/test_distribution.py",
+    "tests/page/test_page_browser.py",
     "tests/engine/test_beams.py",
     "tests/bench/test_evaluate_plan.py",
     "tests/server_infra/test_process_link.py",

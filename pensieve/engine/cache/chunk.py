@@ -85,6 +85,8 @@ class SharedRun:
     """Of all its owners."""
     cached: int = 0
     """Chunks that are in a tier."""
+    strip: str | None = None
+    """Where they lie, as somebody has seen it since they last changed: see ``engine.looks.looker``."""
 
     @property
     def first(self) -> int:
@@ -122,6 +124,8 @@ class CachedSession:
     """What was said of its next turn."""
     cached: int = 0
     """Its own chunks that are in a tier; a session that has nothing in any is forgotten."""
+    strip: str | None = None
+    """Where its own chunks lie, as somebody has seen it since they last changed: see ``engine.looks.looker``."""
     table: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     """Device page of each chunk while running, int32 [chunks]; grown by replacing it, so earlier slices stay true."""
 

@@ -48,6 +48,10 @@ class EvictionIndex(SessionIndex[CachedSession, Holder]):
         self._numbers = max(self._numbers, holder.tenant + 1)
         super().attach(holder)
 
+    def touch(self, holder: Holder) -> None:
+        holder.strip = None
+        super().touch(holder)
+
     def round(self, reclaim: Reclaim, now: float, expected: int, allowance: Allowance = ANY) -> EvictionRound:
         """Victims in ascending value, as the cache is now. ``expected``: how many will likely be taken."""
         return EvictionRound(self, reclaim, now, expected, allowance)

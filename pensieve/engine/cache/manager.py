@@ -61,8 +61,8 @@ class CacheManager:
         return self.config.device_chunks * self.config.chunk_tokens
 
     @property
-    def cached_sessions(self) -> int:
-        return len(self._sessions)
+    def sessions(self) -> dict[SessionKey, CachedSession]:
+        return self._sessions
 
     @property
     def unpinned_pages(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import Callable
 from typing import Final, TypeVar
@@ -18,10 +19,13 @@ from pensieve.engine.messages import (
     Evict,
     Evicted,
     GetResidency,
+    GetStrips,
     Report,
     ResidentTokens,
+    SessionStrip,
     Stats,
     Stepping,
+    Strips,
     Submit,
     Warm,
     Warmed,
@@ -117,6 +121,16 @@ class BaseLink(abc.ABC):
 
     async def residency(self, session: SessionKey) -> ResidentTokens:
         return await self._call(lambda call: GetResidency(call=call, session=session), ResidentTokens)
+
+    async def look(self) -> list[SessionStrip]:
+        strips: list[SessionStrip] = []
+        at = 0
+        while True:
+            looked = await self._call(functools.partial(GetStrips, at=at), Strips)
+            strips += looked.sessions
+            at = looked.next
+            if not at:
+                return strips
 
     async def warm(
         self, session: SessionKey, tokens: TokenArray, *, scope: str = "", standing: Standing = ALONE

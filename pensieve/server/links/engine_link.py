@@ -18,6 +18,7 @@ from pensieve.engine.messages import (
     Output,
     RequestProgress,
     ResidentTokens,
+    SessionStrip,
     Started,
     Stats,
     Warmed,
@@ -95,6 +96,11 @@ class EngineLink(Protocol):
         ...
 
     @property
+    def restarts_total(self) -> int:
+        """Engines that took the place of one that had died."""
+        ...
+
+    @property
     def stalled(self) -> bool:
         """No step has ended for longer than a step of its size can take, while work is waiting (``watchdog``)."""
         ...
@@ -140,6 +146,10 @@ class EngineLink(Protocol):
         ...
 
     async def residency(self, session: SessionKey) -> ResidentTokens: ...
+
+    async def look(self) -> list[SessionStrip]:
+        """Where the chunks of all cached sessions lie; told in pieces, between which the engine goes on."""
+        ...
 
     async def warm(
         self, session: SessionKey, tokens: TokenArray, *, scope: str = "", standing: Standing = ALONE

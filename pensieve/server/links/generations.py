@@ -25,6 +25,7 @@ from pensieve.engine.messages import (
     ResidentTokens,
     Started,
     Stepping,
+    Strips,
     Warmed,
 )
 from pensieve.errors import (
@@ -36,7 +37,7 @@ from pensieve.errors import (
 )
 from pensieve.server.links.engine_link import GenerationSink
 
-CallAnswer = Evicted | ResidentTokens | Warmed
+CallAnswer = Evicted | Strips | ResidentTokens | Warmed
 GenerationEvent = Started | RequestProgress | Output | CandidateFinished | Finished | Failed
 OVERLOAD_RETRY_S: Final = 1.0
 """When to try again after the engine's queue was full."""
@@ -174,7 +175,7 @@ class Generations:
                     generation = self._open.get(event.request)
                     if generation is not None:
                         self._deal_one(generation, event, now)
-                case Evicted() | ResidentTokens() | Warmed():
+                case Evicted() | Strips() | ResidentTokens() | Warmed():
                     future = self._calls.get(event.call)
                     if future is not None and not future.done():
                         future.set_result(event)

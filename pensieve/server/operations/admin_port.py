@@ -3,7 +3,7 @@
 The first line of a connection tells which: HTTP/2 begins with ``PRI * HTTP/2.0``. Such a connection is handed, byte for
 byte, to a gRPC server on a Unix socket that only this user can reach. Every other one is HTTP/1: ``/metrics``
 (Prometheus text), ``/healthz`` (this process answers), ``/readyz`` (calls are served) and, with an HTTP door,
-``/readyz/http`` (it takes calls). HTTP is up before the gRPC
+``/readyz/http`` (it takes calls); and what the web page needs (``pensieve.server.page``). HTTP is up before the gRPC
 server is, so a supervisor sees a server that is loading its model alive and not ready.
 
 Nobody is refused for want of room: who reaches the port may open as many connections as they like, and a supervisor has
@@ -16,10 +16,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
@@ -45,6 +45,23 @@ class HttpState(Protocol):
 
     async def refresh(self) -> None:
         """Bring its share of the registry up to date."""
+        ...
+
+
+class AdminAnswer(NamedTuple):
+    """One answer over HTTP."""
+
+    status: HTTPStatus
+    content_type: str
+    body: bytes
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+class PageAnswers(Protocol):
+    """The web page, as the port asks it."""
+
+    async def answer(self, target: str, headers: Mapping[str, str], address: str) -> AdminAnswer | None:
+        """The answer to a GET, by names of headers in lower case; None: it is not the page's to answer."""
         ...
 
 
@@ -90,8 +107,10 @@ class AdminPort:
         ready: Callable[[], str],
         grpc_socket: Path,
         http: HttpState | None = None,
+        page: PageAnswers | None = None,
     ) -> None:
         """``ready`` says why calls are not served, "" when they are. ``grpc_socket`` need not exist yet."""
+        self._page = page
         self._registry = registry
         self._ready = ready
         self._grpc_socket = grpc_socket
@@ -149,20 +168,31 @@ class AdminPort:
             await self._forward(first, connection, reader, writer)
             return
         async with asyncio.timeout(_HEAD_TIMEOUT_S):
-            accept = await _accept_header(reader)
+            headers = await _headers(reader)
         if self._door is not None and b" /metrics" in first:
             await self._door.refresh()
-        status, content_type, body = self._answer(first, accept)
-        head = (
-            f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {content_type}\r\n"
-            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        method, _, rest = first.decode("latin-1").partition(" ")
+        target = rest.partition(" ")[0]
+        answer = None
+        if self._page is not None and method in ("GET", "HEAD"):
+            peer = writer.get_extra_info("peername")
+            answer = await self._page.answer(target, headers, str(peer[0]) if peer else "")
+        if answer is None:
+            answer = AdminAnswer(*self._answer(method, target.partition("?")[0], headers.get("accept", "")))
+        head = "".join(
+            f"{name}: {value}\r\n"
+            for name, value in (
+                ("Content-Type", answer.content_type),
+                ("Content-Length", str(len(answer.body))),
+                ("Connection", "close"),
+                *answer.headers,
+            )
         )
-        writer.write(head.encode() + (b"" if first.startswith(b"HEAD ") else body))
+        status_line = f"HTTP/1.1 {answer.status.value} {answer.status.phrase}\r\n"
+        writer.write(f"{status_line}{head}\r\n".encode() + (b"" if method == "HEAD" else answer.body))
         await writer.drain()
 
-    def _answer(self, request_line: bytes, accept: str) -> tuple[HTTPStatus, str, bytes]:
-        method, _, rest = request_line.decode("latin-1").partition(" ")
-        path = rest.partition(" ")[0].partition("?")[0]
+    def _answer(self, method: str, path: str, accept: str) -> tuple[HTTPStatus, str, bytes]:
         plain = "text/plain; charset=utf-8"
         if method not in ("GET", "HEAD"):
             return HTTPStatus.METHOD_NOT_ALLOWED, plain, b"only GET\n"
@@ -204,18 +234,17 @@ class AdminPort:
             await asyncio.gather(*pipes, return_exceptions=True)
 
 
-async def _accept_header(reader: asyncio.StreamReader) -> str:
-    """Read the rest of the head; the value of ``Accept``. Raises LimitOverrunError when the head is too long."""
-    accept = ""
+async def _headers(reader: asyncio.StreamReader) -> dict[str, str]:
+    """Read the rest of the head; its fields by name, lower case. Raises LimitOverrunError when it is too long."""
+    headers: dict[str, str] = {}
     left = _MAX_HEAD
     while (line := await reader.readuntil(b"\r\n")) != b"\r\n":
         left -= len(line)
         if left < 0:
             raise asyncio.LimitOverrunError("head too long", _MAX_HEAD)
         name, _, value = line.decode("latin-1").partition(":")
-        if name.strip().lower() == "accept":
-            accept = value.strip()
-    return accept
+        headers[name.strip().lower()] = value.strip()
+    return headers
 
 
 async def _pipe(connection: _Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

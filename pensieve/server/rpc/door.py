@@ -10,6 +10,7 @@ from typing import Final, Protocol
 
 from grpc import aio
 
+from pensieve.errors import Unauthenticated
 from pensieve.server.rpc.auth import RELOAD_S, Authenticator
 from pensieve.server.rpc.grpc_server import make_server
 from pensieve.server.rpc.interceptor import DEFAULT_IN_FLIGHT, Interceptor
@@ -19,6 +20,7 @@ from pensieve.server.tenants import TenantTable
 log = logging.getLogger(__name__)
 
 STREAMS_OF_THE_DOOR: Final = 8192
+_OPERATORS: Final = "/pensieve.v1.AdminService/GetStats"
 
 
 class DoorObserver(Protocol):
@@ -36,6 +38,8 @@ class Door:
         """Reads the key file. Raises ValueError or OSError when it cannot be used."""
         self._authenticator = Authenticator(key_file, on_failure=observer.auth_failure)
         self._held_back: Callable[[], None] = observer.auth_held_back
+        self._logins = FailedLogins(self._held_back)
+        """Of operators over HTTP."""
         self._interceptors: list[Interceptor] = []
 
     @property
@@ -62,6 +66,16 @@ class Door:
         interceptor = self._interceptors[0].beside()
         self._interceptors.append(interceptor)
         return make_server([interceptor], most_streams=STREAMS_OF_THE_DOOR)
+
+    async def admit_operator(self, authorization: str, address: str) -> None:
+        """Let in who may call the admin service. Raises PermissionDenied or, late for who guesses, Unauthenticated."""
+        try:
+            self._authenticator.check(_OPERATORS, [("authorization", authorization)] if authorization else [])
+        except Unauthenticated:
+            held_back = self._logins.failed(address)
+            if held_back:
+                await self._logins.hold_back(held_back)
+            raise
 
     def look(self, *, always: bool = False) -> None:
         """Read the key file if it changed (or ``always``), and end the calls that it no longer lets in."""

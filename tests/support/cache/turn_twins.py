@@ -155,7 +155,7 @@ class Both:
         )
         for reclaim in Reclaim:
             assert self.twin.index.total(reclaim) == cache.index.total(reclaim)
-        assert len(self.twin._sessions) == cache.cached_sessions
+        assert len(self.twin._sessions) == len(cache.sessions)
         assert self.twin.unpinned == cache._tiers.unpinned
 
     def plan_ends(self) -> None:

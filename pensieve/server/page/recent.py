@@ -1,0 +1,179 @@
+"""What ended lately: turns of the last minutes, for rates, latencies and charts. Kept while nobody looks, too."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from pensieve.server.values import TurnEnd
+
+KEPT_S: Final = 15 * 60.0
+"""How long a turn is remembered."""
+MOST_KEPT: Final = 20_000
+"""Turns that are remembered at most, some 10 MB."""
+LATELY_S: Final = 60.0
+"""What latencies and rates are taken over."""
+BUCKET_S: Final = 5.0
+BUCKETS: Final = 120
+
+
+class Percentiles(msgspec.Struct, frozen=True):
+    """Seconds."""
+
+    p50: float
+    p95: float
+
+
+class ContextSources(msgspec.Struct, frozen=True):
+    """Tokens of contexts by where their attention state came from."""
+
+    device: int = 0
+    host: int = 0
+    recomputed: int = 0
+    new: int = 0
+
+
+class Lately(msgspec.Struct, frozen=True):
+    """The turns that ended in the last ``over_s`` seconds."""
+
+    over_s: float
+    turns: int
+    failed: int
+    turns_per_s: float
+    output_tokens_per_s: float
+    first_token_s: Percentiles | None
+    token_s: Percentiles | None
+    queue_s: Percentiles | None
+    context: ContextSources
+
+
+class Bucket(msgspec.Struct, frozen=True):
+    """``BUCKET_S`` seconds of the past."""
+
+    turns: int
+    output_tokens: int
+    first_token_s: float | None
+    """Median."""
+    token_s: float | None
+    """Median."""
+    context: ContextSources
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What turns add up to."""
+
+    turns: int = 0
+    failed: int = 0
+    output: int = 0
+    device: int = 0
+    host: int = 0
+    recomputed: int = 0
+    new: int = 0
+
+    def add(self, end: TurnEnd) -> None:
+        usage = end.usage
+        self.turns += 1
+        self.failed += not end.committed
+        self.output += usage.output_tokens
+        self.device += usage.gpu_cached_tokens
+        self.host += usage.swapped_in_tokens
+        self.recomputed += usage.recomputed_tokens
+        self.new += usage.new_tokens
+
+    @property
+    def context(self) -> ContextSources:
+        return ContextSources(self.device, self.host, self.recomputed, self.new)
+
+
+class RecentTurns:
+    """Used on one event loop. Times are its clock's."""
+
+    def __init__(self) -> None:
+        self._ends: deque[TurnEnd] = deque()
+        self.forgotten = False
+        """Whether there were turns that are not remembered any more."""
+
+    def turn_ended(self, end: TurnEnd) -> None:
+        """Costs a few microseconds, whoever looks."""
+        self._ends.append(end)
+        while self._ends[0].ended_at < end.ended_at - KEPT_S or len(self._ends) > MOST_KEPT:
+            self._ends.popleft()
+            self.forgotten = True
+
+    def since(self, then: float) -> Iterator[TurnEnd]:
+        """Those that ended after ``then``, newest first."""
+        for end in reversed(self._ends):
+            if end.ended_at <= then:
+                return
+            yield end
+
+    def lately(self, now: float) -> Lately:
+        """Of the last ``LATELY_S`` seconds."""
+        sums = _Sums()
+        first, between, queued = [], [], []
+        for end in self.since(now - LATELY_S):
+            sums.add(end)
+            if end.first_token_at is not None:
+                first.append(end.first_token_at - end.arrived_at)
+                queued.append(end.usage.queue_s)
+            token = _token_s(end)
+            if token is not None:
+                between.append(token)
+        return Lately(
+            over_s=LATELY_S,
+            turns=sums.turns,
+            failed=sums.failed,
+            turns_per_s=sums.turns / LATELY_S,
+            output_tokens_per_s=sums.output / LATELY_S,
+            first_token_s=_percentiles(first),
+            token_s=_percentiles(between),
+            queue_s=_percentiles(queued),
+            context=sums.context,
+        )
+
+    def series(self, now: float) -> list[Bucket]:
+        """The last ``BUCKETS`` whole buckets, oldest first; their borders are multiples of ``BUCKET_S``."""
+        end_of_last = now // BUCKET_S
+        ends: list[list[TurnEnd]] = [[] for _ in range(BUCKETS)]
+        for end in self.since((end_of_last - BUCKETS) * BUCKET_S):
+            at = BUCKETS - 1 - int(end_of_last - 1 - end.ended_at // BUCKET_S)
+            if 0 <= at < BUCKETS:
+                ends[at].append(end)
+        return [_bucket(one) for one in ends]
+
+
+def _bucket(ends: Sequence[TurnEnd]) -> Bucket:
+    sums = _Sums()
+    for end in ends:
+        sums.add(end)
+    first = _percentiles(
+        [end.first_token_at - end.arrived_at for end in ends if end.first_token_at is not None]
+    )
+    between = _percentiles([token for token in map(_token_s, ends) if token is not None])
+    return Bucket(
+        turns=sums.turns,
+        output_tokens=sums.output,
+        first_token_s=first.p50 if first is not None else None,
+        token_s=between.p50 if between is not None else None,
+        context=sums.context,
+    )
+
+
+def _token_s(end: TurnEnd) -> float | None:
+    """Seconds from one output token to the next, on average over the turn."""
+    if end.first_token_at is None or end.usage.output_tokens < 2:
+        return None
+    return (end.ended_at - end.first_token_at) / (end.usage.output_tokens - 1)
+
+
+def _percentiles(values: Sequence[float]) -> Percentiles | None:
+    if not values:
+        return None
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    return Percentiles(round(ordered[last // 2], 6), round(ordered[round(0.95 * last)], 6))

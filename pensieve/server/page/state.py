@@ -1,0 +1,283 @@
+"""The state of a server as one document, for the page, ``pensieve top`` and whoever else asks: ``docs/page.md``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import msgspec
+
+import pensieve
+from pensieve.engine.messages import EngineReady, SessionStrip, Stats
+from pensieve.errors import PensieveError
+from pensieve.server.links.engine_link import EngineLink
+from pensieve.server.page.notes import SessionNote, SessionNotes
+from pensieve.server.page.recent import Lately, RecentTurns
+from pensieve.server.page.strips import StripWatch
+from pensieve.store import Key
+
+SCHEMA: Final = "pensieve.state/1"
+DEFAULT_LIMIT: Final = 200
+MOST_LISTED: Final = 5000
+_SHORTEST_S: Final = 0.8
+"""Rates are not taken over less."""
+
+
+class ServerState(msgspec.Struct, frozen=True):
+    """What the server is, and how it is."""
+
+    version: str
+    model: str
+    replica: str
+    problem: str
+    """Why calls are not served; "" when they are."""
+    device: str
+    dtype: str
+    chunk_tokens: int
+    """0 until the engine is up, as all that it says."""
+    context_limit: int
+    shows_text: bool
+
+
+class TierState(msgspec.Struct, frozen=True):
+    """Tokens that a tier has room for. ``reclaimable`` ones are used, but their pages can be taken without a copy."""
+
+    capacity: int
+    used: int
+    free: int
+    reclaimable: int = 0
+
+
+class QueueState(msgspec.Struct, frozen=True):
+    """Generations in the batch and in the engine's queue; turns that wait to be computed, and for how long."""
+
+    running: int
+    queued: int
+    waiting: int
+    expected_wait_s: float
+
+
+class RateState(msgspec.Struct, frozen=True):
+    """Per second, over the time between two looks."""
+
+    over_s: float
+    steps: float
+    output_tokens: float
+    swap_in_bytes: float
+    swap_out_bytes: float
+    dropped_tokens: float
+
+
+class SessionLine(msgspec.Struct, frozen=True):
+    """A session that has anything cached."""
+
+    session: str
+    """``tenant/id``, and ``#n`` behind it for the KV of a turn\'s further candidate."""
+    tenant: str
+    id: str
+    candidate: int
+    state: str
+    """``running``, ``warming`` or ``idle``."""
+    idle_s: float
+    tokens: int
+    strip: str
+    labels: dict[str, str] | None
+    """None: not read yet, as the two below."""
+    items: int | None
+    created_s: float | None
+
+
+class SessionList(msgspec.Struct, frozen=True):
+    """Sessions by activity: those that run, then the one that ran last, and so on."""
+
+    total: int
+    running: int
+    age_s: float | None
+    """How old the strips are; None: there are none, since no engine serves."""
+    first: int
+    next: int | None
+    """``after`` for the next page; None: these were the last."""
+    rows: tuple[SessionLine, ...]
+
+
+class StateDocument(msgspec.Struct, frozen=True):
+    """The answer to ``/state.json``."""
+
+    schema: str
+    time_s: float
+    """Unix time."""
+    server: ServerState
+    device: TierState
+    host: TierState
+    queue: QueueState
+    totals: dict[str, Any]
+    """``Stats`` of the engine, since it started."""
+    engine_restarts: int
+    rates: RateState | None
+    """None: nobody looked before, or just now."""
+    lately: Lately
+    sessions: SessionList
+
+
+class WaitingTurns(Protocol):
+    """The part of the gate that is shown."""
+
+    @property
+    def waiting(self) -> int: ...
+
+    @property
+    def expected_wait_s(self) -> float: ...
+
+
+class ServingHealth(Protocol):
+    """The part of the health monitor that is shown."""
+
+    @property
+    def problem(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServerNames:
+    """What a server calls itself."""
+
+    model: str
+    replica: str
+    shows_text: bool = False
+
+
+class StateView:
+    """Used on one event loop."""
+
+    def __init__(
+        self,
+        names: ServerNames,
+        link: EngineLink,
+        gate: WaitingTurns,
+        health: ServingHealth,
+        recent: RecentTurns,
+        strips: StripWatch,
+        notes: SessionNotes,
+    ) -> None:
+        self._names = names
+        self._link = link
+        self._gate = gate
+        self._health = health
+        self._recent = recent
+        self._strips = strips
+        self._notes = notes
+        self._before: tuple[float, Stats] | None = None
+        self._rates: RateState | None = None
+
+    async def document(self, limit: int, after: int) -> StateDocument:
+        """``limit`` sessions behind the first ``after``."""
+        sessions = await self._sessions(limit, after)
+        now = time.monotonic()
+        stats = self._link.stats
+        info = self._info()
+        return StateDocument(
+            schema=SCHEMA,
+            time_s=time.time(),
+            server=ServerState(
+                version=pensieve.__version__,
+                model=self._names.model,
+                replica=self._names.replica,
+                problem=self._health.problem,
+                device=info.device,
+                dtype=info.dtype,
+                chunk_tokens=info.chunk_tokens,
+                context_limit=info.context_limit,
+                shows_text=self._names.shows_text,
+            ),
+            device=TierState(
+                info.device_capacity_tokens, stats.device_used, stats.device_free, stats.device_reclaimable
+            ),
+            host=TierState(info.host_capacity_tokens, stats.host_used, stats.host_free),
+            queue=QueueState(stats.running, stats.queued, self._gate.waiting, self._gate.expected_wait_s),
+            totals=msgspec.structs.asdict(stats),
+            engine_restarts=self._link.restarts_total,
+            rates=self._rate(now, stats),
+            lately=self._recent.lately(now),
+            sessions=sessions,
+        )
+
+    async def line(self, key: Key) -> SessionLine | None:
+        """One session; None when nothing of it is cached."""
+        taken = await self._strips.strips()
+        name = f"{key.tenant}/{key.session_id}"
+        found = [one for one in taken.sessions if one.session == name] if taken is not None else []
+        return _line(found[0], None) if found else None
+
+    def _info(self) -> EngineReady:
+        try:
+            return self._link.info
+        except PensieveError:
+            return EngineReady(0, 0, "", "", 0, 0, 0)
+
+    async def _sessions(self, limit: int, after: int) -> SessionList:
+        taken = await self._strips.strips()
+        if taken is None:
+            return SessionList(0, 0, None, after, None, ())
+        strips = taken.sessions[after : after + limit]
+        notes = await self._notes.read([(key_of(one), one.tokens) for one in strips if not one.aside])
+        return SessionList(
+            total=len(taken.sessions),
+            running=_running(taken.sessions),
+            age_s=round(time.monotonic() - taken.at, 3),
+            first=after,
+            next=after + limit if limit > 0 and after + limit < len(taken.sessions) else None,
+            rows=tuple(_line(one, notes.get(key_of(one))) for one in strips),
+        )
+
+    def _rate(self, now: float, stats: Stats) -> RateState | None:
+        """Since the look before; of two in a short time both get the same."""
+        if self._before is None or stats.steps_total < self._before[1].steps_total:
+            self._before, self._rates = (now, stats), None
+            return None
+        then, before = self._before
+        seconds = now - then
+        if seconds < _SHORTEST_S:
+            return self._rates
+
+        def rate(count: float, count_before: float) -> float:
+            return round((count - count_before) / seconds, 3)
+
+        self._before = now, stats
+        self._rates = RateState(
+            over_s=round(seconds, 3),
+            steps=rate(stats.steps_total, before.steps_total),
+            output_tokens=rate(stats.output_total, before.output_total),
+            swap_in_bytes=rate(stats.swap_in_bytes_total, before.swap_in_bytes_total),
+            swap_out_bytes=rate(stats.swap_out_bytes_total, before.swap_out_bytes_total),
+            dropped_tokens=rate(stats.dropped_total, before.dropped_total),
+        )
+        return self._rates
+
+
+def key_of(strip: SessionStrip) -> Key:
+    """Whose strip it is."""
+    tenant, _, name = strip.session.partition("/")
+    return Key(tenant, name.partition("#")[0])
+
+
+def _running(strips: Sequence[SessionStrip]) -> int:
+    return sum(one.running and not one.warming for one in strips)
+
+
+def _line(strip: SessionStrip, note: SessionNote | None) -> SessionLine:
+    key = key_of(strip)
+    candidate = strip.session.rpartition("#")[2] if "#" in strip.session else "0"
+    return SessionLine(
+        session=strip.session,
+        tenant=key.tenant,
+        id=key.session_id,
+        candidate=int(candidate),
+        state="warming" if strip.warming else "running" if strip.running else "idle",
+        idle_s=round(strip.idle_s, 3),
+        tokens=strip.tokens,
+        strip=strip.strip,
+        labels=note.labels if note is not None else None,
+        items=note.items if note is not None else None,
+        created_s=note.created_s if note is not None else None,
+    )

@@ -1,0 +1,171 @@
+"""The requests of the page: the page itself, and the documents behind it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.resources
+import ipaddress
+import re
+import socket
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from http import HTTPStatus
+from typing import Final
+from urllib.parse import parse_qs, unquote
+
+import msgspec
+
+from pensieve.errors import NotFound, PensieveError, PermissionDenied, Unauthenticated
+from pensieve.server.ids import SESSION_ID
+from pensieve.server.operations.admin_port import AdminAnswer
+from pensieve.server.page.details import session_document
+from pensieve.server.page.gap import GapFinder
+from pensieve.server.page.recent import BUCKET_S, RecentTurns
+from pensieve.server.page.state import DEFAULT_LIMIT, MOST_LISTED, StateView
+from pensieve.server.page.strips import StripWatch
+from pensieve.store import HistoryStore, Key
+
+SERIES_SCHEMA: Final = "pensieve.series/1"
+DEFAULT_TENANT: Final = "default"
+_SESSION: Final = re.compile(r"/sessions/([^/]+)\.json")
+_LOCAL: Final = re.compile(r"(?:[a-z0-9-]+\.)*localhost")
+
+Operator = Callable[[str, str], Awaitable[None]]
+"""(value of ``Authorization``, address of the caller): raises Unauthenticated or PermissionDenied."""
+
+
+class WebPage:
+    """Used on one event loop. ``close`` ends what runs for it."""
+
+    def __init__(
+        self,
+        state: StateView,
+        recent: RecentTurns,
+        strips: StripWatch,
+        gap: GapFinder,
+        store: HistoryStore,
+        operator: Operator,
+        *,
+        text: bool,
+    ) -> None:
+        """``operator`` lets a caller in. ``text``: sessions are shown with what was said in them."""
+        self._state = state
+        self._recent = recent
+        self._strips = strips
+        self._gap = gap
+        self._store = store
+        self._operator = operator
+        self._text = text
+        html = importlib.resources.files(__package__).joinpath("page.html").read_bytes()
+        self._page = AdminAnswer(
+            HTTPStatus.OK,
+            "text/html; charset=utf-8",
+            html,
+            (("Content-Security-Policy", content_policy(html)), *_ALWAYS),
+        )
+
+    async def answer(self, target: str, headers: Mapping[str, str], address: str) -> AdminAnswer | None:
+        """The answer to a GET of ``target``; None: it is none of the page's."""
+        path, _, query = target.partition("?")
+        if not (path in ("/", "/state.json", "/series.json", "/gap.json") or path.startswith("/sessions/")):
+            return None
+        if not _known_host(headers.get("host", "")):
+            return _refused(
+                HTTPStatus.FORBIDDEN,
+                "HOST_REFUSED",
+                "the page is opened by IP address, as localhost or by this machine's name",
+            )
+        if path == "/":
+            return self._page
+        try:
+            await self._operator(headers.get("authorization", ""), address)
+            return await self._document(path, query)
+        except Unauthenticated as error:
+            return _refused(HTTPStatus.UNAUTHORIZED, error.reason, error.message)
+        except PermissionDenied as error:
+            return _refused(HTTPStatus.FORBIDDEN, error.reason, error.message)
+        except NotFound as error:
+            return _refused(HTTPStatus.NOT_FOUND, error.reason, error.message)
+        except ValueError as error:
+            return _refused(HTTPStatus.BAD_REQUEST, "FIELD_INVALID", str(error))
+        except PensieveError as error:
+            return _refused(HTTPStatus.SERVICE_UNAVAILABLE, error.reason, error.message)
+
+    async def close(self) -> None:
+        await self._gap.close()
+        await self._strips.close()
+
+    async def _document(self, path: str, query: str) -> AdminAnswer:
+        asked = parse_qs(query)
+        if path == "/state.json":
+            limit = _number(asked, "limit", DEFAULT_LIMIT, MOST_LISTED)
+            return _json(await self._state.document(limit, _number(asked, "after", 0, 1 << 31)))
+        if path == "/series.json":
+            buckets = self._recent.series(time.monotonic())
+            return _json({"schema": SERIES_SCHEMA, "bucket_s": BUCKET_S, "buckets": buckets})
+        if path == "/gap.json":
+            return _json(await self._gap.gap())
+        match = _SESSION.fullmatch(path)
+        name = unquote(match[1]) if match else ""
+        if not SESSION_ID.fullmatch(name):
+            raise NotFound("no such session", reason="SESSION_NOT_FOUND")
+        key = Key(asked.get("tenant", [DEFAULT_TENANT])[0], name)
+        cached = await self._state.line(key)
+        return _json(await session_document(self._store, key, cached, text=self._text))
+
+
+def content_policy(html: bytes) -> str:
+    """A policy under which this page, and nothing that finds its way into it, runs: by the hashes of its parts."""
+
+    def hashes(tag: str) -> str:
+        found = re.findall(rf"<{tag}>(.*?)</{tag}>".encode(), html, re.DOTALL)
+        digests = (base64.b64encode(hashlib.sha256(part).digest()).decode() for part in found)
+        return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+    return (
+        f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+_ALWAYS: Final = (
+    ("Cache-Control", "no-store"),
+    ("X-Content-Type-Options", "nosniff"),
+    ("Referrer-Policy", "no-referrer"),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+)
+
+
+def _json(document: object) -> AdminAnswer:
+    return AdminAnswer(HTTPStatus.OK, "application/json", msgspec.json.encode(document), _ALWAYS)
+
+
+def _refused(status: HTTPStatus, reason: str, message: str) -> AdminAnswer:
+    body = msgspec.json.encode({"reason": reason, "message": message})
+    return AdminAnswer(status, "application/json", body, _ALWAYS)
+
+
+def _number(asked: Mapping[str, list[str]], name: str, default: int, most: int) -> int:
+    """Raises ValueError."""
+    text = asked.get(name, [str(default)])[0]
+    if not (text.isascii() and text.isdigit() and len(text) <= 10):
+        raise ValueError(f"{name}: a number is wanted")
+    return min(int(text), most)
+
+
+def _known_host(host: str) -> bool:
+    """Whether a browser that sends this ``Host`` meant this server.
+
+    A page elsewhere can have its own name lead to this address and read what is answered here as its own; it cannot
+    make a browser send an address, or ``localhost``, in place of that name.
+    """
+    name = host.lower()
+    name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+    if _LOCAL.fullmatch(name) or name in (socket.gethostname().lower(), socket.getfqdn().lower()):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

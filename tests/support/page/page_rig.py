@@ -1,0 +1,118 @@
+"""A server on the hashed engine with its admin port and page, in the test's process; and what is asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from grpc import aio
+from prometheus_client import CollectorRegistry
+
+from pensieve.config import EngineOptions
+from pensieve.engine.engine import Engine
+from pensieve.engine.messages import SessionStrip
+from pensieve.server.conversations import Conversations
+from pensieve.server.links.inprocess_link import InProcessLink
+from pensieve.server.operations.admin_port import AdminPort
+from pensieve.server.operations.metrics import Metrics
+from pensieve.server.page.gap import GapFinder
+from pensieve.server.page.notes import SessionNotes
+from pensieve.server.page.recent import RecentTurns
+from pensieve.server.page.state import ServerNames, StateView
+from pensieve.server.page.strips import StripWatch
+from pensieve.server.page.web import WebPage
+from pensieve.server.rpc.door import Door
+from pensieve.server.rpc.grpc_server import make_server
+from pensieve.server.rpc.interceptor import Interceptor
+from pensieve.server.rpc.service import ConversationService
+from pensieve.server.settings import TurnSettings
+from pensieve.store.memory_store import MemoryStore
+from pensieve.tokenizer import ChatTokenizer
+from pensieve.v1 import pensieve_pb2_grpc
+from support.engine.hash_engine import build
+from support.service.server_process import model_folder
+from support.service.service_rig import TenantHeader
+
+OPTIONS = EngineOptions(
+    model="",
+    device_cache="512tokens",
+    host_cache="256tokens",
+    chunk_tokens=8,
+    max_running=8,
+    policy="lru",
+    swap_watermark=0.0,
+)
+
+
+class Healthy:
+    problem = ""
+
+
+class ManyStrips(InProcessLink):
+    """A link that tells of sessions that are not there: ``strips``, when any are set."""
+
+    strips: Sequence[SessionStrip] = ()
+
+    async def look(self) -> list[SessionStrip]:
+        return list(self.strips) or await super().look()
+
+
+@dataclass
+class PageRig:
+    address: str
+    """Of the gRPC port."""
+    url: str
+    """Of the page, with the slash."""
+    engine: Engine
+    link: ManyStrips
+    store: MemoryStore
+    gap: GapFinder
+    http: aiohttp.ClientSession
+
+    async def get(self, path: str, **headers: str) -> tuple[int, Any]:
+        async with self.http.get(self.url + path, headers=headers) as answer:
+            return answer.status, await answer.json()
+
+
+@asynccontextmanager
+async def page_rig(folder: Path, *, text: bool = False, keys: Path | None = None) -> AsyncIterator[PageRig]:
+    async with AsyncExitStack() as stack:
+        store = MemoryStore()
+        await store.open()
+        stack.push_async_callback(store.close)
+        engine = build(OPTIONS)
+        link = ManyStrips(lambda: engine)
+        await link.start()
+        stack.push_async_callback(link.stop)
+        recent, strips = RecentTurns(), StripWatch(link)
+        tokenizer = ChatTokenizer.from_folder(model_folder(folder / "model"))
+        conversations = Conversations(
+            store,
+            link,
+            tokenizer,
+            TurnSettings(replica="r", model="hashed", prefix_sharing=False),
+            on_turn_ended=recent.turn_ended,
+        )
+        stack.push_async_callback(conversations.close)
+        server: aio.Server = make_server([Interceptor(TenantHeader())])
+        pensieve_pb2_grpc.add_ConversationServiceServicer_to_server(
+            ConversationService(conversations), server
+        )
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        stack.push_async_callback(server.stop, None)
+        names = ServerNames("hashed", "r", text)
+        state = StateView(names, link, conversations.gate, Healthy(), recent, strips, SessionNotes(store))
+        gap = GapFinder(link, recent, {"policy": OPTIONS.policy, "swap_watermark": OPTIONS.swap_watermark})
+        door = Door(keys, Metrics())
+        page = WebPage(state, recent, strips, gap, store, door.admit_operator, text=text)
+        stack.push_async_callback(page.close)
+        port = AdminPort(CollectorRegistry(), lambda: "", folder / "no grpc", page=page)
+        number = await port.start("127.0.0.1", 0)
+        stack.push_async_callback(port.close)
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        yield PageRig(address, f"http://127.0.0.1:{number}/", engine, link, store, gap, http)
