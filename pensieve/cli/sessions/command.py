@@ -15,7 +15,7 @@ from rich.text import Text
 
 from pensieve.cli import completion
 from pensieve.cli.sessions import found, pages
-from pensieve.client import Client, RetryPolicy, SessionInfo, Turn
+from pensieve.client import Client, RetryPolicy, Role, SessionInfo, Turn
 from pensieve.errors import NotFound, PensieveError
 from pensieve.options.serve import ServeOptions
 
@@ -152,7 +152,11 @@ def show(
         info = found.find(client, session_id)
         session = client.session(info.name)
         items = session.items()
-        requests = list(dict.fromkeys(item.request_id for item in items if item.finish_reason is not None))
+        requests = list(
+            dict.fromkeys(
+                item.request_id for item in items if item.role == Role.ASSISTANT and item.request_id
+            )
+        )
         told = list(_turns(client, info, requests[-turns:] if turns else requests))
     if as_json:
         document = found.session_json(info) | {"turns": [found.turn_json(turn) for turn in told]}
@@ -192,7 +196,7 @@ def delete(target: str, api_key: str | None, tls: bool, session_ids: tuple[str, 
 
 
 def _turns(client: Client, info: SessionInfo, requests: list[str]) -> Iterator[Turn]:
-    """The turns of these request ids; the server may have forgotten the oldest."""
+    """The turns of these request ids; answers that came with an import are of none."""
     session = client.session(info.name)
     for request in requests:
         try:

@@ -45,8 +45,8 @@ def screen(look: TopLook, view: View, height: int | None = None) -> list[Text]:
     if height is None:
         lines = [*head, *_list(look, view, rows[: view.page]), Text(), *foot]
     else:
-        if height < len(head) + len(foot) + 6:
-            foot = []
+        if height < len(head) + len(foot) + 9:
+            foot = []  # sessions rather than what their letters mean
         view.page = max(height - len(head) - len(foot) - 3, 1)
         body = list(_list(look, view, rows[: view.page]))
         lines = [*head, *body][: max(height - len(foot) - 1, 0)]
@@ -151,7 +151,7 @@ def _tiers(look: TopLook) -> Iterator[Text]:
 
 
 def _tier(look: TopLook, name: str, tier: FeedTier, style: str) -> Iterator[Text]:
-    length = max(min(look.width - 50, 60), 10)
+    length = max(min(look.width - 60, 60), 6)
     full = round(length * tier.used / tier.capacity) if tier.capacity else 0
     shape, rest = ("█", "░") if look.blocks else ("#", ".")
     numbers = f"{figures.share(tier.used, tier.capacity):>5} of {figures.count(tier.capacity)} tokens"
@@ -182,7 +182,7 @@ def _list(look: TopLook, view: View, rows: Sequence[FeedSession]) -> Iterator[Te
     )
     yield Text(heading + ("  LABELS" if wide else ""), "dim")
     for row, name in zip(rows, names, strict=True):
-        told = row.state if row.state != "idle" else figures.age(row.idle_s)
+        told = figures.clean(row.state) if row.state != "idle" else figures.age(row.idle_s)
         line = Text(set_cell_size(name, name_width))
         line.append(f"  {told:<7.7}", "" if row.state == "idle" else "green")
         line.append(f"{figures.count(row.tokens):>7}  ")
