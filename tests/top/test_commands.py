@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from click.shell_completion import BashComplete
 
 from pensieve.cli import main as cli
 from pensieve.cli.top.feed import FeedState
@@ -136,6 +137,18 @@ def test_one_session_is_shown(capsys: pytest.CaptureFixture[str], server: FakeSe
         assert (code, out, err.count("\n")) == (2, "", 1) and said in err
     code, _, err = pensieve(capsys, "sessions", "show", "rex", "--target", "127.0.0.1:1")
     assert code == 1 and err.count("\n") == 1 and "127.0.0.1:1" in err
+
+
+def test_the_target_may_be_a_variable_and_ids_are_completed(
+    capsys: pytest.CaptureFixture[str], server: FakeServerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk(server, "ada-1", "rex")
+    monkeypatch.setenv("PENSIEVE_SESSIONS_TARGET", server.target)
+    code, out, err = pensieve(capsys, "sessions")
+    assert (code, listed(out), err) == (0, {"ada-1", "rex"}, "")
+    for words in (["sessions", "show"], ["sessions", "delete", "rex"]):
+        completion = BashComplete(cli.cli, {}, "pensieve", "_PENSIEVE_COMPLETE")
+        assert [item.value for item in completion.get_completions(words, "a")] == ["ada-1"]
 
 
 def test_sessions_are_erased_when_that_is_meant(

@@ -168,7 +168,7 @@ def show(
         console.print(Text.assemble((f"{name:<9}", "dim"), value))
     if told:
         console.print()
-        console.print(pages.receipts(told))
+        console.print(pages.receipts(told, console.width))
         if len(requests) > len(told):
             click.echo(f"{len(told)} of {len(requests)} turns; --turns 0 shows all", err=True)
     if text:

@@ -63,26 +63,25 @@ def facts(info: SessionInfo, now: datetime) -> Iterator[tuple[str, str]]:
         yield "fork of", f"{info.forked_from.removeprefix('sessions/')}, up to item {info.forked_from_item}"
 
 
-def receipts(turns: Sequence[Turn]) -> Table:
-    """Where each turn's context came from, and how long it took."""
+def receipts(turns: Sequence[Turn], width: int) -> Table:
+    """Where each turn's context came from and, where there is room, how its first token came and how it ended."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("REV", "CONTEXT", "DEVICE", "HOST", "RECOMP", "NEW", "ANSWER"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("FIRST", justify="right", no_wrap=True)
-    table.add_column("END", no_wrap=True, overflow="ellipsis")
+    if width >= MIDDLE:
+        table.add_column("FIRST", justify="right", no_wrap=True)
+        table.add_column("END", no_wrap=True)
     for turn in turns:
         usage = turn.usage
-        table.add_row(
-            str(turn.revision),
-            figures.count(usage.context_tokens),
-            figures.count(usage.gpu_cached_tokens),
-            figures.count(usage.swapped_in_tokens),
-            figures.count(usage.recomputed_tokens),
-            figures.count(usage.new_tokens),
-            figures.count(usage.output_tokens),
-            figures.seconds(usage.queue_s + usage.restore_s + usage.prefill_s),
-            name_of(turn.finish_reason),
-        )
+        tokens = (
+            usage.context_tokens, usage.gpu_cached_tokens, usage.swapped_in_tokens, usage.recomputed_tokens,
+            usage.new_tokens, usage.output_tokens,
+        )  # fmt: skip
+        cells = [str(turn.revision), *map(figures.count, tokens)]
+        if width >= MIDDLE:
+            first = figures.seconds(usage.queue_s + usage.restore_s + usage.prefill_s)
+            cells += [first, name_of(turn.finish_reason)]
+        table.add_row(*cells)
     return table
 
 

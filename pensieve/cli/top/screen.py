@@ -180,7 +180,7 @@ def _list(look: TopLook, view: View, rows: Sequence[FeedSession]) -> Iterator[Te
     heading = (
         f"{set_cell_size('SESSION', name_width)}  STATE   TOKENS  {set_cell_size('CHUNKS', strip_width)}"
     )
-    yield Text(heading + ("  LABELS" if wide else ""), "dim")
+    yield Text(f"{heading}  LABELS" if wide else heading.rstrip(), "dim")
     for row, name in zip(rows, names, strict=True):
         told = figures.clean(row.state) if row.state != "idle" else figures.age(row.idle_s)
         line = Text(set_cell_size(name, name_width))
