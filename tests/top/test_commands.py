@@ -6,16 +6,21 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from click.shell_completion import BashComplete
+from rich.cells import cell_len
 
 from pensieve.cli import main as cli
+from pensieve.cli.sessions import pages
+from pensieve.cli.top.command import default_admin, top
 from pensieve.cli.top.feed import FeedState
-from pensieve.client import Client
+from pensieve.client import Client, Residency, SessionInfo, SessionState
+from pensieve.options.serve import ServeOptions
 from support.engine import hash_engine
 from support.page.feeds import FeedStub
 from support.page.terminal import Terminal
@@ -67,6 +72,19 @@ def test_top_where_there_is_no_feed(
         assert code == 2 and "--admin" in err
 
 
+def test_top_asks_where_servers_usually_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (admin,) = (param for param in top.params if param.name == "admin")
+    assert default_admin() in (None, ServeOptions().admin)
+    monkeypatch.setattr(admin, "default", None)
+    code, _, err = pensieve(capsys, "top")
+    assert code == 2 and "--admin is wanted" in err and err.count("\n") == 1
+    with FeedStub() as stub:
+        monkeypatch.setattr(admin, "default", stub.address)
+        assert pensieve(capsys, "top")[0] == 0
+
+
 def talk(server: FakeServerThread, *ids: str) -> None:
     with Client(server.target) as client:
         for number, one in enumerate(ids):
@@ -115,6 +133,23 @@ def test_an_id_is_never_cut(
     _, out, _ = pensieve(capsys, "sessions", "--target", server.target)
     assert listed(out) == {name}
     assert max(map(len, out.splitlines())) <= int(columns) and "\x1b" not in out
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 200])
+def test_figures_are_not_cut_either(columns: int) -> None:
+    now = datetime(2026, 1, 2, tzinfo=UTC)
+    info = SessionInfo(
+        name="sessions/abcdefghijklmnopqrstuvwxyz", state=SessionState.ACTIVE, revision=9, item_count=1234,
+        context_tokens=123_456, context_limit=200_000, model="m", system_prompt="", default_sampling={}, ttl_s=0.0,
+        overflow="reject", labels={"title": "x" * 300}, create_time=now - timedelta(days=400), update_time=now,
+        active_request_id="r", residency=Residency("left", 9, 41_152, 41_152, 41_152),
+    )  # fmt: skip
+    _, text = pages.listing([info], now, columns)
+    line = text.plain
+    for whole in (info.id, "123,456", "running", "d33" if columns < 100 else "device 33 %"):
+        assert whole in line, whole
+    assert columns < 80 or ("400d" in line and "1,234" in line)
+    assert cell_len(line) <= columns
 
 
 def test_one_session_is_shown(capsys: pytest.CaptureFixture[str], server: FakeServerThread) -> None:

@@ -59,8 +59,8 @@ def _connection(function: Function) -> Function:
             "--target",
             metavar="HOST:PORT",
             envvar="PENSIEVE_SESSIONS_TARGET",
-            default=lambda: ServeOptions().listen,
-            show_default=ServeOptions().listen,
+            default=ServeOptions().listen,
+            show_default=True,
             is_eager=True,  # completion of ids asks there
             help="Server to ask.",
         ),
@@ -124,7 +124,8 @@ def list_(
         return
     console = Console(highlight=False)
     if infos:
-        console.print(pages.listing(infos, datetime.now(UTC), console.width))
+        for line in pages.listing(infos, datetime.now(UTC), console.width):
+            console.print(line)
     else:
         click.echo("no sessions with these labels" if labels else f"no sessions at {target}", err=True)
     if more:
@@ -168,7 +169,8 @@ def show(
         console.print(Text.assemble((f"{name:<9}", "dim"), value))
     if told:
         console.print()
-        console.print(pages.receipts(told, console.width))
+        for line in pages.receipts(told, console.width):
+            console.print(line)
         if len(requests) > len(told):
             click.echo(f"{len(told)} of {len(requests)} turns; --turns 0 shows all", err=True)
     if text:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 
-from rich.table import Table
+from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from pensieve.cli import figures
@@ -18,7 +18,7 @@ WIDE = 100
 """Columns from which there is room for labels, too."""
 
 
-def listing(infos: Sequence[SessionInfo], now: datetime, width: int) -> Table:
+def listing(infos: Sequence[SessionInfo], now: datetime, width: int) -> Iterator[Text]:
     """One line for each session. What is narrow has less of it, but an id is never cut: it is there to be copied."""
     columns: dict[str, list[str]] = {"SESSION": [info.id for info in infos]}
     if width >= MIDDLE:
@@ -28,21 +28,10 @@ def listing(infos: Sequence[SessionInfo], now: datetime, width: int) -> Table:
         columns["ITEMS"] = [figures.count(info.item_count) for info in infos]
     columns["TOKENS"] = [figures.count(info.context_tokens) for info in infos]
     columns["STATE"] = [state(info) for info in infos]
-    columns["CONTEXT"] = [places(place(info.residency), short=width < MIDDLE) for info in infos]
+    columns["CONTEXT"] = [places(place(info.residency), short=width < WIDE) for info in infos]
     if width >= WIDE:
         columns["LABELS"] = [figures.labels(info.labels) for info in infos]
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name, cells in columns.items():
-        table.add_column(
-            name,
-            justify="right" if name in ("AGE", "USED", "ITEMS", "TOKENS") else "left",
-            no_wrap=True,
-            overflow="ellipsis",
-            min_width=None if name == "LABELS" else max(map(len, (name, *cells))),
-        )
-    for row in zip(*columns.values(), strict=True):
-        table.add_row(*(Text(cell) for cell in row))
-    return table
+    yield from _table(columns, width)
 
 
 def facts(info: SessionInfo, now: datetime) -> Iterator[tuple[str, str]]:
@@ -63,26 +52,24 @@ def facts(info: SessionInfo, now: datetime) -> Iterator[tuple[str, str]]:
         yield "fork of", f"{info.forked_from.removeprefix('sessions/')}, up to item {info.forked_from_item}"
 
 
-def receipts(turns: Sequence[Turn], width: int) -> Table:
+def receipts(turns: Sequence[Turn], width: int) -> Iterator[Text]:
     """Where each turn's context came from and, where there is room, how its first token came and how it ended."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("REV", "CONTEXT", "DEVICE", "HOST", "RECOMP", "NEW", "ANSWER"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    usages = [turn.usage for turn in turns]
+    columns = {
+        "REV": [str(turn.revision) for turn in turns],
+        "CONTEXT": [figures.count(usage.context_tokens) for usage in usages],
+        "DEVICE": [figures.count(usage.gpu_cached_tokens) for usage in usages],
+        "HOST": [figures.count(usage.swapped_in_tokens) for usage in usages],
+        "RECOMP": [figures.count(usage.recomputed_tokens) for usage in usages],
+        "NEW": [figures.count(usage.new_tokens) for usage in usages],
+        "ANSWER": [figures.count(usage.output_tokens) for usage in usages],
+    }
     if width >= MIDDLE:
-        table.add_column("FIRST", justify="right", no_wrap=True)
-        table.add_column("END", no_wrap=True)
-    for turn in turns:
-        usage = turn.usage
-        tokens = (
-            usage.context_tokens, usage.gpu_cached_tokens, usage.swapped_in_tokens, usage.recomputed_tokens,
-            usage.new_tokens, usage.output_tokens,
-        )  # fmt: skip
-        cells = [str(turn.revision), *map(figures.count, tokens)]
-        if width >= MIDDLE:
-            first = figures.seconds(usage.queue_s + usage.restore_s + usage.prefill_s)
-            cells += [first, name_of(turn.finish_reason)]
-        table.add_row(*cells)
-    return table
+        columns["FIRST"] = [
+            figures.seconds(usage.queue_s + usage.restore_s + usage.prefill_s) for usage in usages
+        ]
+        columns["END"] = [name_of(turn.finish_reason) for turn in turns]
+    yield from _table(columns, width, left=("END",))
 
 
 def said(items: Sequence[Item]) -> Iterator[Text]:
@@ -107,6 +94,28 @@ def places(tokens: Mapping[str, int], *, short: bool = False) -> str:
         letters = {"device": "d", "host": "h", "dropped": "x"}
         return " ".join(f"{letters[at]}{100 * part / whole:.0f}" for at, part in tokens.items() if part)
     return ", ".join(f"{where} {figures.share(part, whole)}" for where, part in tokens.items() if part)
+
+
+def _table(
+    columns: Mapping[str, Sequence[str]],
+    width: int,
+    left: Sequence[str] = ("SESSION", "STATE", "CONTEXT", "LABELS"),
+) -> Iterator[Text]:
+    """Headings and cells below each other, numbers to the right; what is too wide loses its end, and no column else."""
+    sizes = {name: max(map(cell_len, (name, *cells))) for name, cells in columns.items()}
+
+    def line(cells: Sequence[str], style: str = "") -> Text:
+        padded = (
+            set_cell_size(cell, size) if name in left else " " * (size - cell_len(cell)) + cell
+            for cell, (name, size) in zip(cells, sizes.items(), strict=True)
+        )
+        text = Text("  ".join(padded).rstrip(), style)
+        text.truncate(width, overflow="ellipsis")
+        return text
+
+    yield line(tuple(columns), "dim")
+    for row in zip(*columns.values(), strict=True):
+        yield line(row)
 
 
 def _ago(when: datetime | None, now: datetime) -> str:

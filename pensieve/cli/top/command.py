@@ -43,9 +43,8 @@ class AdminAddress(click.ParamType):  # type: ignore[type-arg]  # generic only i
 @click.option(
     "--admin",
     type=AdminAddress(),
-    default=default_admin,
-    show_default=default_admin() or False,
-    required=default_admin() is None,
+    default=default_admin(),
+    show_default=True,
     help="Admin port of the server, as its ready line names it.",
 )
 @click.option(
@@ -73,11 +72,17 @@ class AdminAddress(click.ParamType):  # type: ignore[type-arg]  # generic only i
     envvar="PENSIEVE_API_KEY",
     help="A key with the scope admin, where the server has --api-keys.",
 )
-def top(admin: str, interval: float, sort: str, once: bool, as_json: bool, api_key: str | None) -> None:
+def top(
+    admin: str | None, interval: float, sort: str, once: bool, as_json: bool, api_key: str | None
+) -> None:
     """Show what a server is doing: load, latencies, tiers, and where each session's chunks lie.
 
     Keys: q quits, s sorts, / filters, j and k scroll.
     """
+    if admin is None:
+        raise click.UsageError(
+            "--admin is wanted: HOST:PORT of an admin port, as a server's ready line names it"
+        )
     feed = AdminFeed(admin, api_key)
     view = View(order=sort)
     console = Console(highlight=False)
