@@ -78,6 +78,23 @@ def test_a_server_that_goes_and_comes_back() -> None:
         given_back(top)
 
 
+def test_keys_do_not_wait_for_the_server() -> None:
+    with FeedStub() as stub, Terminal("top", "--admin", stub.address, "--interval", "0.2") as top:
+        top.until("by activity")
+        stub.answering.clear()
+        asked = len(stub.asked)
+        while len(stub.asked) == asked:
+            top.until("q quit")
+        top.type("s")
+        top.until("by tokens")
+        top.type("\x1a")  # Ctrl-Z: a stopped program would leave the terminal to the shell as it is
+        top.type("s")
+        top.until("by device")
+        top.type("q")
+        assert top.end() == 0
+        given_back(top)
+
+
 def test_once_is_one_page() -> None:
     with FeedStub() as stub, Terminal("top", "--admin", stub.address, "--once") as top:
         assert top.end() == 0

@@ -14,7 +14,7 @@ import termios
 import threading
 import time
 import tty
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 from rich.console import Console, Group
@@ -133,10 +133,11 @@ def _signals(wake_fd: int) -> Iterator[None]:
     def leave(signum: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + signum)
 
-    handlers = {
+    handlers: dict[signal.Signals, Callable[[int, FrameType | None], None] | signal.Handlers] = {
         signal.SIGTERM: leave,
         signal.SIGHUP: leave,
         signal.SIGWINCH: lambda signum, frame: None,
+        signal.SIGTSTP: signal.SIG_IGN,  # the shell would get the terminal as it is now
     }
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     wake_before = signal.set_wakeup_fd(wake_fd, warn_on_full_buffer=False)

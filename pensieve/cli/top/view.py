@@ -14,9 +14,9 @@ _Order = Callable[[FeedSession], float]
 ORDERS: Final[dict[str, _Order | None]] = {
     "activity": None,
     "tokens": lambda row: -row.tokens,
-    "device": lambda row: -sum(chunks(row.strip)[place] for place in "dbi"),
-    "host": lambda row: -sum(chunks(row.strip)[place] for place in "hbo"),
-    "dropped": lambda row: -sum(chunks(row.strip)[place] for place in "xr"),
+    "device": lambda row: -chunks(row.strip, "dbi"),
+    "host": lambda row: -chunks(row.strip, "hbo"),
+    "dropped": lambda row: -chunks(row.strip, "xr"),
     "idle": lambda row: -row.idle_s,
 }
 """Name → smallest first; None: as the server sends them, those that run first."""

@@ -71,6 +71,9 @@ class FeedStub:
         """What is answered in place of the state."""
         self.asked: list[tuple[str, dict[str, str]]] = []
         """Paths with headers."""
+        self.answering = threading.Event()
+        """Cleared: requests are taken and not answered."""
+        self.answering.set()
         self._port = 0
         self._server: ThreadingHTTPServer | None = None
 
@@ -84,6 +87,7 @@ class FeedStub:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 stub.asked.append((self.path, dict(self.headers)))
+                stub.answering.wait()
                 limit = int(parse_qs(urlsplit(self.path).query).get("limit", ["200"])[0])
                 sessions = stub.state["sessions"]
                 told = stub.state | {"sessions": sessions | {"rows": sessions["rows"][:limit]}}
@@ -101,6 +105,7 @@ class FeedStub:
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def close(self) -> None:
+        self.answering.set()
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
