@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -87,12 +88,22 @@ def test_keys_do_not_wait_for_the_server() -> None:
             top.until("q quit")
         top.type("s")
         top.until("by tokens")
-        top.type("\x1a")  # Ctrl-Z: a stopped program would leave the terminal to the shell as it is
         top.type("s")
         top.until("by device")
         top.type("q")
         assert top.end() == 0
         given_back(top)
+
+
+def test_ctrl_z_does_not_stop_it() -> None:
+    """The shell would get the terminal as it is then. Here is no shell, and the kernel stops nobody without one."""
+    with FeedStub() as stub, Terminal("top", "--admin", stub.address) as top:
+        top.until("by activity")
+        status = Path(f"/proc/{top.process.pid}/status").read_text()
+        ignored = int(status.partition("SigIgn:")[2].split()[0], 16)
+        assert ignored & 1 << (signal.SIGTSTP - 1)
+        top.type("q")
+        assert top.end() == 0
 
 
 def test_once_is_one_page() -> None:
