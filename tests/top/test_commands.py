@@ -54,8 +54,9 @@ def test_top_where_there_is_no_feed(
             (403, b'{"reason": "SCOPE_MISSING", "message": "needs admin"}', "needs admin (SCOPE_MISSING)"),
         ):
             stub.status, stub.body = status, body
-            code, out, err = pensieve(capsys, "top", "--admin", stub.address)
-            assert (code, out, err.count("\n")) == (2, "", 1) and said in err, err
+            for more in ((), ("--json",)):
+                code, out, err = pensieve(capsys, "top", "--admin", stub.address, *more)
+                assert (code, out, err.count("\n")) == (2, "", 1) and said in err, err
         stub.status, stub.body = 200, None
         monkeypatch.setenv("PENSIEVE_API_KEY", "ck_ops_x")
         monkeypatch.setenv("PENSIEVE_TOP_ADMIN", f"http://{stub.address}/")

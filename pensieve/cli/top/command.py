@@ -7,7 +7,7 @@ import sys
 import click
 from rich.console import Console
 
-from pensieve.cli.top.feed import MOST_SESSIONS, AdminFeed, FeedError
+from pensieve.cli.top.feed import MOST_SESSIONS, AdminFeed, FeedError, decode
 from pensieve.cli.top.screen import TopLook, screen
 from pensieve.cli.top.terminal import blocks, watch
 from pensieve.cli.top.view import ORDERS, View
@@ -88,7 +88,9 @@ def top(
     console = Console(highlight=False)
     try:
         if as_json:
-            click.echo(feed.document(MOST_SESSIONS))
+            document = feed.document(MOST_SESSIONS)
+            decode(document, admin)  # whatever else answers there is refused
+            click.echo(document)
             return
         live = sys.stdout.isatty() and not console.is_dumb_terminal and not once
         view.page = console.height if live else PLAIN_SESSIONS
