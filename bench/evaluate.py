@@ -29,9 +29,10 @@ import click
 import dummy_model
 from common.provenance import commit, gpu_name, portable
 from evaluate_report import Origin, combine, job_report, write, write_page
-from evaluation.experiments import FULL, SMALL, TWO_GPUS, Experiment, Line, experiments
+from evaluation.experiments import Experiment, Line, experiments
 from evaluation.jobs import Device, JobResult, Site, devices, last_lines, run_job
 from evaluation.plan import Job, NoTime, fit, jobs_for, makespan, total
+from evaluation.scales import FULL, SMALL, TWO_GPUS
 
 from pensieve.machine import memory
 from pensieve.replay.presentation import plots

@@ -46,7 +46,7 @@ def server(step_ms: float, store: str, *options: str) -> Iterator[tuple[int, str
             "--model",
             "demo",
         ),
-        *("--listen", "127.0.0.1:0", "--store", store, *options),
+        *("--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--store", store, *options),
     ]
     environment = child_environment(failpoints=False) | {STEP_VARIABLE: str(step_ms)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:

@@ -1,4 +1,25 @@
-"""Pensieve: a stateful server for multi-turn conversations with large language models.
+"""Pensieve: a stateful server for conversations with large language models, and the client for it.
+
+A first conversation, with a server that was started by ``pensieve serve --model demo``::
+
+    from pensieve import Client
+
+    with Client("127.0.0.1:50051") as client:
+        session = client.create_session(system_prompt="Be brief.")
+        for piece in session.stream("My name is Ada."):
+            print(piece.text, end="", flush=True)
+        print(session.send("What is my name?").text)
+
+The server keeps the history, so each turn sends only what is new. A turn is in history as a whole, exactly once, or not
+at all: a server that is killed in the middle and started again makes the client wait, and nothing else.
+
+Where to read on:
+
+* ``help(Client)``, ``help(AsyncClient)``: connecting, and what there is beside conversations.
+* ``help(Session)``, ``help(Session.send)`` of ``pensieve.client``: turns, with every option and what it means.
+* ``help(pensieve.client)``: all values that calls return. ``help(pensieve.errors)``: what can go wrong, one class each.
+* ``pensieve --help``: the command line: ``serve``, ``chat``, ``demo``, ``doctor`` and more.
+* The folder ``examples/``: programs of a page each, from streaming to a small web server.
 
 ``Client`` and ``AsyncClient`` are loaded when first used, so that ``import pensieve`` costs neither grpc nor torch.
 """
@@ -65,3 +86,8 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module("pensieve.client"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """With the lazy names, for ``help`` and completion."""
+    return sorted({*globals(), *_LAZY})

@@ -20,6 +20,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
         "triton",
     ),
     "http": ("starlette", "uvicorn"),
+    "otel": ("opentelemetry",),
     "plots": ("matplotlib",),
     "replay": ("aiohttp",),
 }

@@ -2,24 +2,35 @@
 
 Each process configures it once, before any channel or server exists, and never again (grpcio can deadlock on a later
 reconfiguration). Log ids, counts and durations; never prompts, outputs or credentials. Fields go into
-``extra={"turn": …}``.
+``extra={"turn": …}``, or are bound to all that a task logs from here on (``bind``).
 """
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import sys
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
 
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _encoder = msgspec.json.Encoder(enc_hook=str)
+_NOTHING: Final[Mapping[str, object]] = MappingProxyType({})
+_bound: Final = contextvars.ContextVar("pensieve_log", default=_NOTHING)
+
+
+def bind(**fields: object) -> None:
+    """Add fields to whatever the present context logs: this task, and those that it starts. Empty ones are left out."""
+    _bound.set({**_bound.get(), **{name: value for name, value in fields.items() if value}})
 
 
 def _extras(record: logging.LogRecord) -> dict[str, Any]:
-    return {name: value for name, value in vars(record).items() if name not in _STANDARD}
+    own = {name: value for name, value in vars(record).items() if name not in _STANDARD}
+    return {**_bound.get(), **own}
 
 
 class TextFormatter(logging.Formatter):
@@ -32,13 +43,17 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time, level, logger, message, the record's extra fields, exception."""
+    """One JSON object per line: time (RFC 3339, UTC), level, logger, event, message, the record's fields, exception.
+
+    ``event`` is the message before anything was filled in: lines about the same thing have the same.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {
             "time": _timestamp(record),
             "level": record.levelname,
             "logger": record.name,
+            "event": record.msg,
             "message": record.getMessage(),
             **_extras(record),
         }

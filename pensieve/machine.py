@@ -1,4 +1,6 @@
-"""What this machine has: cores and memory, as far as a process in a container may use them; the user's folders."""
+"""What this machine has: cores and memory, as far as a process in a container may use them; the user's folders; what
+has started this process.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,16 @@ class Memory:
     total: int
     available: int
     """What can be had without swapping and within the limit of the container."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manager:
+    """A service manager that wants to hear of this process: sd_notify(3)."""
+
+    address: str
+    """Of its datagram socket; one that begins with a zero byte has no file."""
+    watchdog_s: float | None
+    """It ends a process that it has not heard of for so long, in seconds."""
 
 
 def usable_cores() -> int:
@@ -46,6 +58,18 @@ def user_directory(variable: str, below_home: str) -> Path:
     base = os.environ.get(variable, "")
     # The XDG rules say that a relative path there is to be ignored.
     return (Path(base) if Path(base).is_absolute() else Path.home() / below_home) / "pensieve"
+
+
+def manager() -> Manager | None:
+    """Who has started this process, by NOTIFY_SOCKET and WATCHDOG_USEC; None when nobody wants to hear of it."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address.startswith(("/", "@")):
+        return None
+    period, meant = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
+    watched = period.isdecimal() and int(period) > 0 and meant in ("", str(os.getpid()))
+    return Manager(
+        f"\0{address[1:]}" if address[0] == "@" else address, int(period) / 1e6 if watched else None
+    )
 
 
 def _number(path: Path) -> int | None:

@@ -93,7 +93,8 @@ class ServerProcess:
         Raises SpawnError, and ModuleNotFoundError where only a client is installed.
         """
         extras.require("server")
-        command = [sys.executable, "-P", "-m", "pensieve", "serve", "--listen", listen, *arguments]
+        ports = ["--listen", listen, "--admin", "127.0.0.1:0"]  # any number of servers beside each other
+        command = [sys.executable, "-P", "-m", "pensieve", "serve", *ports, *arguments]
         self._log: deque[str] = deque(maxlen=200)
         self._process = subprocess.Popen(
             command,

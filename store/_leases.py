@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
+from pensieve.errors import PensieveError
 from pensieve.store import _refusals
 from pensieve.store._clock import Moment
 from pensieve.store._rules import (
@@ -24,6 +26,7 @@ from pensieve.store.contract import (
     BeginRequest,
     CalledOff,
     EndOrder,
+    RenewalAnswer,
     Renewed,
     Replay,
     RunningElsewhere,
@@ -103,6 +106,14 @@ def renew(meta: Meta | None, token: str, lease_ms: int, now: Moment) -> tuple[Re
     after = msgspec.structs.replace(lease, until_ms=now.steady_ms + lease_ms, followed=False)
     news = Renewed(lease.order, lease.followed)
     return news, Meta(kept_until(meta.row, now.wall_ms + lease_ms), meta.create_fingerprint, after)
+
+
+def only(answers: Sequence[RenewalAnswer]) -> Renewed:
+    """The answer of the one lease that was asked for. Raises the error that it may be."""
+    (answer,) = answers
+    if isinstance(answer, PensieveError):
+        raise answer
+    return answer
 
 
 def ask_to_end(meta: Meta | None, request_id: str, order: EndOrder, now: Moment) -> Meta | None:

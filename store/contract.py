@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from pensieve.errors import PensieveError
 from pensieve.store.records import Record, SessionRow
 
 
@@ -106,6 +108,19 @@ class Renewed:
     order: EndOrder | None = None
     followed: bool = False
     """Somebody has begun to wait for this turn at another server, or still does."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldLease:
+    """A lease as its holder names it."""
+
+    key: Key
+    token: str
+    """Of the ``BeginRequest`` that took it."""
+
+
+RenewalAnswer = Renewed | PensieveError
+"""What became of one of several leases: it holds, or what ``renew`` would raise for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +235,14 @@ class HistoryStore(Protocol):
 
     async def renew(self, key: Key, token: str, lease_ms: int) -> Renewed:
         """Hold the lease for longer. Raises TurnFenced when the token lost it."""
+        ...
+
+    async def renew_leases(self, leases: Sequence[HeldLease], lease_ms: int) -> list[RenewalAnswer]:
+        """``renew`` for each of them, in as few round trips and changes as the store can; answers in their order.
+
+        One that is lost, or whose session cannot be read, changes nothing for the others. Raises Unavailable when no
+        lease could be renewed; a store on several servers answers Unavailable for those of a server that is away.
+        """
         ...
 
     async def ask_to_end(self, key: Key, request_id: str, order: EndOrder) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import uuid
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from pensieve.errors import PensieveError
 from pensieve.store import _leases, _rules
 from pensieve.store._clock import Moment, steady_clock_ms, wall_clock_ms
 from pensieve.store._codec import StoredRecord, marking_damage, read_log, store_record
@@ -18,10 +19,12 @@ from pensieve.store.contract import (
     BeginRequest,
     Counts,
     EndOrder,
+    HeldLease,
     Key,
     LoggedRecord,
     MarkedTurn,
     Page,
+    RenewalAnswer,
     Renewed,
     TenantUsage,
 )
@@ -136,8 +139,11 @@ class MemoryStore:
         return begun.outcome
 
     async def renew(self, key: Key, token: str, lease_ms: int) -> Renewed:
-        news, self._sessions[key].meta = _leases.renew(self._meta(key), token, lease_ms, self._now())
-        return news
+        return _leases.only(await self.renew_leases([HeldLease(key, token)], lease_ms))
+
+    async def renew_leases(self, leases: Sequence[HeldLease], lease_ms: int) -> list[RenewalAnswer]:
+        now = self._now()
+        return [self._renew(lease, lease_ms, now) for lease in leases]
 
     async def ask_to_end(self, key: Key, request_id: str, order: EndOrder) -> bool:
         meta = _leases.ask_to_end(self._meta(key), request_id, order, self._now())
@@ -216,6 +222,14 @@ class MemoryStore:
     def _known(self, key: Key, request_id: str) -> Known | None:
         session = self._sessions.get(key)
         return None if session is None else session.requests.get(request_id)
+
+    def _renew(self, lease: HeldLease, lease_ms: int, now: Moment) -> RenewalAnswer:
+        try:
+            news, meta = _leases.renew(self._meta(lease.key), lease.token, lease_ms, now)
+        except PensieveError as error:
+            return error
+        self._sessions[lease.key].meta = meta
+        return news
 
     def _hash_at(self, key: Key, revision: int) -> str:
         session = self._sessions.get(key)

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from redis.exceptions import ResponseError
 
 from pensieve.errors import DataLoss, Unavailable
 from pensieve.store._codec import marking_damage, read_log, store_record
+from pensieve.store._leases import only
 from pensieve.store._marks import found_by, markings
 from pensieve.store._redis import scripts
 from pensieve.store._redis.dump import RedisDump
 from pensieve.store._redis.index import RedisIndex
 from pensieve.store._redis.link import RedisLink
 from pensieve.store._redis.outcomes import refusal
+from pensieve.store._redis.renewals import renew_all
 from pensieve.store._redis.rows import (
     Fields,
     append_args,
@@ -30,11 +32,11 @@ from pensieve.store._redis.rows import (
     create_fields,
     order_text,
     parse_log,
-    parse_order,
     parse_row,
     read_row,
     session_keys,
 )
+from pensieve.store._redis.safe_heads import SafeHeads
 from pensieve.store._rules import TOMBSTONE_MS, check_first
 from pensieve.store.contract import (
     Began,
@@ -43,10 +45,12 @@ from pensieve.store.contract import (
     CalledOff,
     Counts,
     EndOrder,
+    HeldLease,
     Key,
     LoggedRecord,
     MarkedTurn,
     Page,
+    RenewalAnswer,
     Renewed,
     Replay,
     RunningElsewhere,
@@ -63,11 +67,10 @@ class RedisStore:
     def __init__(self, link: RedisLink) -> None:
         self._link = link
         self._index = RedisIndex(link)
+        self._safe = SafeHeads(link)
         self._create = link.script(scripts.CREATE)
         self._load = link.script(scripts.LOAD)
         self._find = link.script(scripts.FIND)
-        self._again = link.script(scripts.AGAIN)
-        self._sure = link.script(scripts.SURE)
         self._read = link.script(scripts.READ)
         self._begin = link.script(scripts.BEGIN)
         self._renew = link.script(scripts.RENEW)
@@ -129,7 +132,7 @@ class RedisStore:
         fields = as_fields(values[1])
         async with marking_damage(self, key):
             row = read_row(key, fields, int(values[0]))
-        await self._make_sure(key, row.revision, fields.get(b"sure", b""))
+        await self._safe.shown(row, fields)
         return row
 
     async def list_sessions(
@@ -152,7 +155,7 @@ class RedisStore:
             logged = read_log(key, row, stored, after_revision=after_revision, head_hash=head_hash)
             if after_revision == 0:
                 check_requests(key, as_fields(values[3]), logged)
-        await self._make_sure(key, row.revision, fields.get(b"sure", b""))
+        await self._safe.shown(row, fields)
         return logged
 
     async def find_request(self, key: Key, request_id: str) -> int | None:
@@ -161,8 +164,8 @@ class RedisStore:
             await self._refuse(key, outcome, values)
         if not values[0]:
             return None
-        await self._make_sure(key, int(values[0]), values[1])
-        await self._link.confirm(session_keys(key), int(values[2]), values[3].decode())
+        await self._safe.on_replicas(key, int(values[0]), values[1])
+        await self._safe.in_file(key, int(values[2]), values[3].decode())
         return int(values[0])
 
     async def find_marked(
@@ -189,6 +192,8 @@ class RedisStore:
             *(request.known_revision, request.known_head, request.known_create_ms, int(request.follows)),
         ]
         outcome, *values = await self._link.call(self._begin, session_keys(key), args)
+        if outcome in (b"BEHIND", b"DIVERGED") and await self._link.look_again():
+            outcome, *values = await self._link.call(self._begin, session_keys(key), args)
         if outcome not in (b"OK", b"REPLAY", b"ELSEWHERE", b"CALLED_OFF"):
             if outcome in (b"BEHIND", b"DIVERGED"):
                 at = "is behind" if outcome == b"BEHIND" else "has another record at"
@@ -203,8 +208,8 @@ class RedisStore:
         if outcome == b"OK":
             return Began(row, int(fields[b"run_seed"]))
         if outcome == b"REPLAY":
-            await self._make_sure(key, int(values[2]), fields.get(b"sure", b""))
-            await self._link.confirm(session_keys(key), row.revision, row.head_hash)
+            await self._safe.on_replicas(key, int(values[2]), fields.get(b"sure", b""))
+            await self._safe.in_file(key, row.revision, row.head_hash)
             return Replay(row, int(values[2]))
         if outcome == b"CALLED_OFF":
             return CalledOff(row)
@@ -212,10 +217,10 @@ class RedisStore:
         return RunningElsewhere(row, fields[b"run_owner"].decode(), fields[b"run_attempt"].decode(), left)
 
     async def renew(self, key: Key, token: str, lease_ms: int) -> Renewed:
-        outcome, *values = await self._link.call(self._renew, session_keys(key), [token, lease_ms])
-        if outcome != b"OK":
-            await self._refuse(key, outcome, values)
-        return Renewed(parse_order(values[0]), bool(values[1]))
+        return only(await self.renew_leases([HeldLease(key, token)], lease_ms))
+
+    async def renew_leases(self, leases: Sequence[HeldLease], lease_ms: int) -> list[RenewalAnswer]:
+        return await renew_all(self._link, self._renew, leases, lease_ms)
 
     async def ask_to_end(self, key: Key, request_id: str, order: EndOrder) -> bool:
         args = [request_id, order_text(order)]
@@ -304,22 +309,8 @@ class RedisStore:
             await self._refuse(key, outcome, values, request_id, expected, offered)
         fields = as_fields(values[1])
         row = parse_row(key, fields, int(values[0]))
-        await asyncio.gather(self._settle(key, row.revision, row.head_hash), self._list(row, fields))
+        await asyncio.gather(self._safe.made(row), self._list(row, fields))
         return row
-
-    async def _settle(self, key: Key, revision: int, head_hash: str) -> None:
-        """Returns when the change may be acknowledged; what replicas have, is noted."""
-        if self._link.replicas:
-            await self._link.call(self._sure, session_keys(key), [revision])
-        else:
-            await self._link.confirm(session_keys(key), revision, head_hash)
-
-    async def _make_sure(self, key: Key, revision: int, sure: bytes) -> None:
-        """Returns when enough replicas have ``revision``: whoever hears of it takes it as acknowledged."""
-        if self._link.replicas and int(sure or b"0") < revision:
-            outcome, *values = await self._link.call_durably(self._again, session_keys(key), [])
-            if outcome == b"OK":
-                await self._link.call(self._sure, session_keys(key), [int(values[0])])
 
     async def _list(self, row: SessionRow, fields: Fields) -> None:
         try:

@@ -14,12 +14,12 @@ Writes that only move a lease are not flushed to the disk (``synchronous = NORMA
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Final, TypeVar
 
-from pensieve.errors import DataLoss
+from pensieve.errors import DataLoss, PensieveError
 from pensieve.store import _leases, _rules
 from pensieve.store._clock import Moment, steady_clock_ms, wall_clock_ms
 from pensieve.store._codec import marking_damage, read_log
@@ -33,10 +33,12 @@ from pensieve.store.contract import (
     BeginRequest,
     Counts,
     EndOrder,
+    HeldLease,
     Key,
     LoggedRecord,
     MarkedTurn,
     Page,
+    RenewalAnswer,
     Renewed,
     TenantUsage,
 )
@@ -182,12 +184,18 @@ class SqliteStore:
         return await self._write(work, flush=False)
 
     async def renew(self, key: Key, token: str, lease_ms: int) -> Renewed:
-        def work(rows: Rows) -> Renewed:
-            news, meta = _leases.renew(rows.meta(key), token, lease_ms, self._now())
-            rows.put(key, meta)
-            return news
+        return _leases.only(await self.renew_leases([HeldLease(key, token)], lease_ms))
 
-        return await self._write(work, flush=False)
+    async def renew_leases(self, leases: Sequence[HeldLease], lease_ms: int) -> list[RenewalAnswer]:
+        def work(rows: Rows) -> list[RenewalAnswer | DamagedSession]:
+            now = self._now()
+            return [_renewed(rows, lease, lease_ms, now) for lease in leases]
+
+        answers = await self._database.write_first(work)
+        return [
+            await self._damaged(answer.key) if isinstance(answer, DamagedSession) else answer
+            for answer in answers
+        ]
 
     async def ask_to_end(self, key: Key, request_id: str, order: EndOrder) -> bool:
         def work(rows: Rows) -> bool:
@@ -288,3 +296,12 @@ class SqliteStore:
 
     def _now(self) -> Moment:
         return Moment(self._wall_clock(), self._steady_clock())
+
+
+def _renewed(rows: Rows, lease: HeldLease, lease_ms: int, now: Moment) -> RenewalAnswer | DamagedSession:
+    try:
+        news, meta = _leases.renew(rows.meta(lease.key), lease.token, lease_ms, now)
+    except (PensieveError, DamagedSession) as error:
+        return error
+    rows.put(lease.key, meta)
+    return news

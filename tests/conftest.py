@@ -33,7 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(
                     pytest.mark.skip(reason="needs a CUDA device (`make test-gpu` on a machine with one)")
                 )
-    for program, marker in (("redis-server", "redis"), ("chromium", "chromium"), ("haproxy", "haproxy")):
+    programs = {"redis-server": "redis", "chromium": "chromium", "haproxy": "haproxy", "promtool": "promtool"}
+    for program, marker in programs.items():
         variable = f"PENSIEVE_TEST_WITHOUT_{marker.upper()}"
         if os.environ.get(variable) == "1" and shutil.which(program) is None:
             for item in items:

@@ -35,6 +35,7 @@ LEAVES: dict[str, set[str]] = {
     "machine": set(),
     "rpc_status": {"errors"},
     "spawn": {"debug", "extras"},
+    "tracing": set(),
 }
 """What the modules beside the packages may import, and ``kernels``, which has no ``__init__`` to say it in."""
 

@@ -19,7 +19,7 @@ from pensieve.options.table import OPTIONS
 from support import lengths, structure
 from support.sources import LINKS, ROOT, files, python_files, tree
 
-TOP_FOLDERS = {"proto", "pensieve", "kernels", "store", "tests", "bench", "deploy", "docs"}
+TOP_FOLDERS = {"proto", "pensieve", "kernels", "store", "tests", "bench", "deploy", "docs", "examples"}
 TOP_FILES = {"pyproject.toml", "README.md", "Makefile", "LICENSE", "MANIFEST.in", "constraints.txt"}
 SDIST_FILES = {"PKG-INFO", "setup.cfg"}
 """What setuptools adds to the tree of a source distribution, where these tests run as well."""
@@ -27,7 +27,7 @@ MAX_FUNCTION_LINES = 80
 ENVIRONMENT_READERS = {
     "pensieve/cli/environment.py",  # which variables are set, to name the one at fault
     "pensieve/debug.py",  # debug switches
-    "pensieve/machine.py",  # XDG_STATE_HOME and XDG_CACHE_HOME, where a user's data goes
+    "pensieve/machine.py",  # where a user's data goes (XDG_…_HOME), and who has started this process (NOTIFY_SOCKET)
 }
 SERVE_FLAGS = {option.name.removeprefix("no-") for option in OPTIONS} | {"config", "print-config", "help"}
 FORBIDDEN = {
@@ -84,6 +84,10 @@ def test_our_names_do_not_shadow_others() -> None:
 
 TWICE = {
     "Item": "one message of a history as the client and as the store sees it: the same thing at two ends of the wire",
+    **dict.fromkeys(
+        ("FinishReason", "Phase", "Role"),
+        "a number in the store and on the wire, a word for programs of people",
+    ),
 }
 """Class names that are defined more than once → why each of them may be."""
 

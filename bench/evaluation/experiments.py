@@ -28,16 +28,15 @@ are compared at equal latency.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import get_args
 
 from evaluation.loads import Rates, Workload
+from evaluation.scales import FULL, GIB, Scale
 
 from pensieve.config import EngineTuning, PolicyName
 
-TIME_SCALE = 0.1
-"""Think time here over think time in the paper."""
 THINK_S = 60.0
 """The paper's, where it is not varied."""
 RUN_IN_THINKS = 20.0
@@ -57,10 +56,12 @@ STATELESS = ("--stateless", *NO_HOST_TIER)
 """Without a host tier, which would still take in the requests that are suspended: a peer without one has to compute
 them again."""
 VLLM_RANKS = (
-    "--tensor-parallel-size", "2", "--compilation-config", '{{"pass_config": {{"fuse_allreduce_rms": false}}}}',
-)  # fmt: skip
-"""Without a fusion whose kernels it compiles when it starts, by a compiler that has to be there. At two GPUs others saw
-no gain from it (vLLM's pull request 22086)."""
+    "--tensor-parallel-size",
+    "2",
+    "--compilation-config",
+    '{{"pass_config": {{"fuse_allreduce_rms": false}}}}',
+)
+"""Without a fusion that needs a compiler at its start, and gains nothing at two GPUs (vLLM's pull request 22086)."""
 OFFLOAD_COMPILE_S, OFFLOAD_PIN_S = 35.0, 0.7
 """Guesses: with offload vLLM's start takes so much longer the first time, and for each GiB that it pins."""
 
@@ -104,72 +105,6 @@ class Experiment:
     lines: tuple[Line, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """What differs between the evaluation on a GPU and the same experiments in small on any machine."""
-
-    gqa: str
-    """Shape of the model with grouped KV heads, without their number."""
-    gqa_heads: int
-    opt: str
-    serve: tuple[str, ...]
-    """Options of every Pensieve server."""
-    device_tier: str
-    host_tier: str
-    device_bytes: int
-    """The same size for peers, who take bytes."""
-    host_bytes: int
-    rates: Mapping[tuple[str, str], Rates]
-    """(family of the model, dataset) → what is offered."""
-    window_s: float
-    time_scale: float
-    replay: tuple[str, ...]
-    start_up_s: tuple[float, float]
-    """Guesses: Pensieve, vLLM."""
-    ranks: int = 1
-    """GPUs of a server. The device tier is that of all together, ``device_bytes`` that of each."""
-
-    def shape(self, kv_heads: int) -> str:
-        return f"{self.gqa}-gqa{kv_heads}"
-
-
-GIB = 1 << 30
-FULL = Scale(
-    gqa="llama-2-13b", gqa_heads=10, opt="opt-13b",
-    serve=("--device", "cuda", "--dtype", "bfloat16", "--max-running", "512", "--max-batch-tokens", "8192"),
-    device_tier="40GiB", host_tier="32GiB", device_bytes=40 * GIB, host_bytes=32 * GIB,
-    rates={
-        ("gqa", "sharegpt"): Rates((26, 20, 23), (18, 13, 15), (10, 7)),
-        ("gqa", "ultrachat"): Rates((33, 25, 29), (26, 19, 23), (19, 13)),
-        ("opt", "sharegpt"): Rates((13, 9, 16), (13, 9, 16), (12, 8)),
-        ("opt", "ultrachat"): Rates((12, 8, 15), (12, 8, 14), (11, 7)),
-    },
-    window_s=60.0, time_scale=TIME_SCALE,
-    replay=("--stop-after-window", "--processes", "4"), start_up_s=(40.0, 50.0),
-)  # fmt: skip
-SMALL = Scale(
-    gqa="tiny-llama", gqa_heads=2, opt="tiny-llama-gqa8",
-    serve=("--device", "cpu", "--threads", "1"),
-    device_tier="2048tokens", host_tier="2048tokens", device_bytes=8 << 20, host_bytes=8 << 20,
-    rates={
-        (family, data): Rates((6, 3), (6, 3), (4, 2))
-        for family in ("gqa", "opt") for data in ("sharegpt", "ultrachat")
-    },
-    window_s=3.0, time_scale=TIME_SCALE / 10,
-    replay=("--stop-after-window", "--scale-lengths", "0.15", "--max-lag", "60"),
-    start_up_s=(6.0, 10.0),
-)  # fmt: skip
-"""A few seconds per point on one core; that every experiment runs is all that it shows, however busy the machine is."""
-TWO_GPUS = replace(
-    FULL, gqa="llama-2-70b", gqa_heads=8, opt="", ranks=2, device_tier="80GiB", host_tier="64GiB",
-    host_bytes=64 * GIB, rates={("gqa", "sharegpt"): Rates((20, 14, 17), (16, 11), (5, 4))},
-    window_s=80.0, time_scale=1 / 6, start_up_s=(70.0, 110.0),
-)  # fmt: skip
-"""The paper's Figure 11, of Llama-2-70B. Its steps take twice to three times as long as the 13B's, so less is idle and
-more runs: with users who think for a sixth of the paper's time the device tier becomes too small. The rates are
-guesses: at 12 turns/s, the most that was tried, a token takes 24.7 ms and nothing is recomputed."""
-
-
 def experiments(scale: Scale) -> dict[str, Experiment]:
     """All experiments, by name."""
     found = [*_systems(scale), *_ablations(scale)] if scale.ranks == 1 else [_divided(scale)]
@@ -184,8 +119,8 @@ def pensieve(scale: Scale, name: str, *arguments: str) -> System:
     """
     command = (
         "{python}", "-P", "-m", "pensieve", "serve", "--model", "{model}", "--listen", "127.0.0.1:0",
-        "--store", "sqlite:///{scratch}/history.sqlite3", "--load-format", "dummy", *scale.serve,
-        *(("--tensor-parallel", str(scale.ranks)) if scale.ranks > 1 else ()),
+        "--admin", "127.0.0.1:0", "--store", "sqlite:///{scratch}/history.sqlite3", "--load-format", "dummy",
+        *scale.serve, *(("--tensor-parallel", str(scale.ranks)) if scale.ranks > 1 else ()),
         "--disconnect-grace", "0", "--max-wait", "0", "--device-cache", scale.device_tier,
         "--host-cache", scale.host_tier, *arguments,
     )  # fmt: skip
@@ -254,23 +189,18 @@ def _systems(scale: Scale) -> Iterable[Experiment]:
 
 def _divided(scale: Scale) -> Experiment:
     """The paper's Figure 11: a model on several GPUs."""
-    ours, peer, rates = partial(pensieve, scale), partial(vllm, scale), scale.rates["gqa", "sharegpt"]
-    prefixes = "--enable-prefix-caching"
+    rates, prefixes = scale.rates["gqa", "sharegpt"], "--enable-prefix-caching"
+    offload = vllm(scale, "vLLM CPU offload", prefixes, host_gib=scale.host_bytes / GIB)
     systems = (
-        (ours("Pensieve"), rates.both),
-        (peer("vLLM CPU offload", prefixes, host_gib=scale.host_bytes / GIB), rates.both),
-        (peer("vLLM prefix caching", prefixes), rates.device),
-        (ours("Pensieve stateless", *STATELESS), rates.none),
-    )
-    model = scale.gqa
-    return Experiment(
-        "systems-70b-sharegpt",
-        f"latency against throughput of systems, {model} on {scale.ranks} GPUs, sharegpt (EuroSys figure 11)",
-        tuple(
-            Line(system.name, system, model, _workload(scale, "gqa", "sharegpt", offered))
-            for system, offered in systems
-        ),
-    )
+        (pensieve(scale, "Pensieve"), rates.both), (offload, rates.both),
+        (vllm(scale, "vLLM prefix caching", prefixes), rates.device),
+        (pensieve(scale, "Pensieve stateless", *STATELESS), rates.none),
+    )  # fmt: skip
+    shows = f"latency against throughput, {scale.gqa} on {scale.ranks} GPUs, sharegpt (EuroSys figure 11)"
+    return Experiment("systems-70b-sharegpt", shows, tuple(
+        Line(system.name, system, scale.gqa, _workload(scale, "gqa", "sharegpt", offered))
+        for system, offered in systems
+    ))  # fmt: skip
 
 
 def _ablations(scale: Scale) -> Iterable[Experiment]:
@@ -286,10 +216,9 @@ def _ablations(scale: Scale) -> Iterable[Experiment]:
         name: str, shows: str, variants: Mapping[str, tuple[str, ...]], think_s: float = THINK_S
     ) -> Experiment:
         load = _workload(scale, "gqa", "sharegpt", _think_rates(scale, think_s), think_s)
-        lines = (
-            Line(label, pensieve(scale, label, *arguments), model, load)
-            for label, arguments in variants.items()
-        )
+        lines = [
+            Line(label, pensieve(scale, label, *given), model, load) for label, given in variants.items()
+        ]
         return Experiment(f"ablate-{name}", shows, tuple(lines))
 
     tiers: Mapping[str, tuple[tuple[str, ...], tuple[float, ...]]] = {
@@ -335,8 +264,10 @@ def _think(scale: Scale, model: str) -> Experiment:
         for paper_s in THINK_TIMES_S
     ]  # fmt: skip
     none = scale.rates["gqa", "sharegpt"].none
-    load = _workload(scale, "gqa", "sharegpt", none)
-    stateless = pensieve(scale, "Pensieve stateless", *STATELESS)
+    stateless, load = (
+        pensieve(scale, "Pensieve stateless", *STATELESS),
+        _workload(scale, "gqa", "sharegpt", none),
+    )
     lines.append(Line(f"stateless, think time {THINK_S:g} s", stateless, model, load))
     return Experiment("ablate-think", "how long users think (EuroSys figure 15)", tuple(lines))
 
@@ -347,13 +278,11 @@ def _kv_heads(scale: Scale) -> Experiment:
     counts = KV_HEADS if scale is FULL else {8: (6, 3), 2: (6, 3)}
     lines = []
     for heads, offered in counts.items():
-        for suffix, system, turns_per_s in (("", kept, offered), (", stateless", none, _lowest(rates.none))):
+        for suffix, system, turns_per_s in (
+            ("", kept, offered),
+            (", stateless", none, sorted(rates.none)[:2]),
+        ):
             load = _workload(scale, "gqa", "sharegpt", turns_per_s)
             lines.append(Line(f"{heads} KV heads{suffix}", system, scale.shape(heads), load))
-    return Experiment(
-        "ablate-kv-heads", "KV heads that queries share, with the cache and without", tuple(lines)
-    )
-
-
-def _lowest(rates: Iterable[float]) -> tuple[float, ...]:
-    return tuple(sorted(rates)[:2])
+    shows = "KV heads that queries share, with the cache and without"
+    return Experiment("ablate-kv-heads", shows, tuple(lines))

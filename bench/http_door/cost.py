@@ -65,12 +65,12 @@ class Rig:
 
 
 @contextmanager
-def rig(step_ms: float, store: str = "") -> Iterator[Rig]:
-    """A server with its history in SQLite or in ``store``, whose engine takes a step every ``step_ms``, and a door."""
+def rig(step_ms: float) -> Iterator[Rig]:
+    """A server with its history in SQLite, whose engine takes a step every ``step_ms``, and a door."""
     with (
         tempfile.TemporaryDirectory(prefix="pensieve-bench-") as folder,
         # Nobody is refused: what is measured is what is carried.
-        server(step_ms, store or f"sqlite:///{folder}/history.sqlite3", *UNBOUNDED) as (pid, address),
+        server(step_ms, f"sqlite:///{folder}/history.sqlite3", *UNBOUNDED) as (pid, address),
         asyncio.Runner() as runner,
     ):
         held, log = AsyncExitStack(), Path(folder) / "door.log"
@@ -136,8 +136,8 @@ async def _by_turns(both: Rig, turns: int, output: int) -> dict[Way, list[float]
 
 
 def held_open(streams: int, step_ms: float, output: int, ramp_s: float) -> Iterator[dict[str, Any]]:
-    """Many streams at once. The history is in memory: on a busy machine so many leases on one disk are another test."""
-    with rig(step_ms, "memory:") as both:
+    """Many streams at once, with all their leases on one disk."""
+    with rig(step_ms) as both:
         both.play(both.load("chat", 1, 1, output))
         memory = {"server": _resident_mb(both.server), "door": _resident_mb(both.door)}
         for way in WAYS[1:]:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evaluation import experiments
-from evaluation.experiments import FULL, NO_HOST_TIER, SMALL, System
+from evaluation.experiments import NO_HOST_TIER, System
+from evaluation.scales import FULL, SMALL
 from sharing.clients import Client, PensieveClient, Refused
 from sharing.servers import last_lines, running
 

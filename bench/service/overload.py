@@ -80,7 +80,14 @@ def serving(options: Sequence[str], step_ms: float, token_us: float) -> Iterator
         keys.chmod(0o600)
         command = [
             *(sys.executable, str(Path(__file__).parent / "priced_engine.py"), "--model", "demo"),
-            *("--listen", "127.0.0.1:0", "--store", f"sqlite:///{folder}/history.sqlite3"),
+            *(
+                "--listen",
+                "127.0.0.1:0",
+                "--admin",
+                "127.0.0.1:0",
+                "--store",
+                f"sqlite:///{folder}/history.sqlite3",
+            ),
             *("--api-keys", str(keys), "--log-level", "warning", *options),
         ]
         environment = child_environment(failpoints=False)

@@ -32,7 +32,8 @@ sys.path.append(str(Path(__file__).parents[1]))  # bench/, which is no package
 import dummy_model
 from common.provenance import commit, gpu_name, portable
 from evaluation import experiments
-from evaluation.experiments import FULL, NO_HOST_TIER, System
+from evaluation.experiments import NO_HOST_TIER, System
+from evaluation.scales import FULL
 from sharing import loads
 from sharing.clients import Client
 from sharing.loads import LOADS, Row, Sizes, Trial

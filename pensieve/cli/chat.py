@@ -20,9 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from pensieve.cli import candidates, completion
-from pensieve.client import Client, Piece, Role, Session, Turn, TurnState, TurnStream
+from pensieve.client import Client, FinishReason, Piece, Role, Session, Turn, TurnState, TurnStream
 from pensieve.client import SamplingOptions as Sampling
-from pensieve.core import FinishReason
 from pensieve.errors import NotFound, PensieveError
 from pensieve.options.completion import models
 from pensieve.spawn import ServerProcess, SpawnError

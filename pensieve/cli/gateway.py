@@ -6,14 +6,45 @@ import asyncio
 import importlib
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
 
+from pensieve.options.door import LIMITS, origins
+from pensieve.options.option import Option
+from pensieve.options.serve import ServeOptions
 from pensieve.options.values import split_address
 
 _FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+def _limits(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: the flags of ``pensieve serve`` that every door has, without ``http-`` before their names."""
+    defaults = ServeOptions()
+    for option in reversed(LIMITS):
+        default = getattr(defaults, option.field)
+        shown = "" if default is None else f"  [default: {default:g}{option.unit}]"
+        command = click.option(
+            f"--{option.name.removeprefix('http-')}",
+            option.field,
+            multiple=option.parse is origins,
+            callback=_parsed_by(option, default),
+            metavar=option.metavar,
+            help=option.help + shown,
+        )(command)
+    return command
+
+
+def _parsed_by(option: Option, default: object) -> Callable[..., object]:
+    def parsed(_: click.Context, __: click.Parameter, value: object) -> object:
+        try:
+            return default if value in (None, ()) else option.parse(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from None
+
+    return parsed
 
 
 @click.command(name="gateway", context_settings={"help_option_names": ["-h", "--help"]})
@@ -28,34 +59,16 @@ _FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--tls", is_flag=True, help="TLS towards --target, with the system's root certificates.")
 @click.option("--tls-cert", type=_FILE, metavar="FILE", help="PEM certificate chain: take calls over TLS.")
 @click.option("--tls-key", type=_FILE, metavar="FILE", help="PEM private key.")
-@click.option(
-    "--max-body",
-    default="4",
-    show_default=True,
-    type=click.IntRange(1, 64),
-    metavar="MIB",
-    help="Largest request.",
-)
-@click.option(
-    "--patience",
-    default=20.0,
-    show_default=True,
-    type=click.FloatRange(min=0),
-    metavar="SECONDS",
-    help="How long a call waits for a server that is away or busy, before it is answered 503 or 429.",
-)
-@click.option(
-    "--cors-origin", multiple=True, metavar="ORIGIN", help="Let pages of this origin call; repeatable."
-)
+@_limits
 def gateway(
     target: str,
     listen: str,
     tls: bool,
     tls_cert: Path | None,
     tls_key: Path | None,
-    max_body: int,
-    patience: float,
-    cors_origin: tuple[str, ...],
+    http_max_body: int,
+    http_patience_s: float,
+    http_cors_origin: str | None,
 ) -> None:
     """Serve OpenAI's HTTP protocols from a Pensieve server.
 
@@ -68,7 +81,11 @@ def gateway(
         raise click.UsageError("--tls-cert and --tls-key go together")
     files = door.TlsFiles(tls_cert, tls_key) if tls_cert is not None else None
     settings = door.DoorSettings(
-        target, tls, max_body_bytes=int(max_body) << 20, patience_s=patience, cors_origins=cors_origin
+        target,
+        tls,
+        max_body_bytes=http_max_body << 20,
+        patience_s=http_patience_s,
+        cors_origins=tuple((http_cors_origin or "").split()),
     )
     try:
         listener = socket.create_server((host, port), backlog=2048)

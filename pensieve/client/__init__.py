@@ -2,14 +2,15 @@
 
 The life of a turn: ``_requests`` builds it under a fresh request id, ``_turn_machine`` decides what to send and what
 every message or failure means, a shell (``_sync_link``, ``_aio_link``) performs that on a channel, ``decode`` makes
-values. Unary calls are ``_flows``. Errors are the classes of ``pensieve.errors``.
+values. Unary calls are ``_flows``. What callers may write stands in ``arguments``. Errors are the classes of
+``pensieve.errors``.
 
-May import: core, errors, rpc_status, speech, v1.
+May import: core, errors, rpc_status, speech, tracing, v1.
 """
 
 from pensieve.client._aio import AsyncClient, AsyncSession
 from pensieve.client._aio_link import AsyncTurnStream
-from pensieve.client._requests import InputLike, RawText, SamplingOptions, SessionChanges, TurnOptions
+from pensieve.client._requests import InputLike, RawText
 from pensieve.client._retry import RetryPolicy
 from pensieve.client._sync import Client, Session
 from pensieve.client._sync_link import TurnStream
@@ -25,13 +26,16 @@ from pensieve.client._values import (
     ServerInfo,
     SessionInfo,
     SessionState,
+    TenantTotals,
     TokenCount,
     ToolResult,
     Turn,
     TurnState,
     Warming,
 )
-from pensieve.core import FinishReason, HintReceipt, Phase, Role, TokenLogprob, TokenText, Usage
+from pensieve.client.arguments.options import SamplingOptions, SessionChanges, TurnOptions
+from pensieve.client.arguments.words import FinishReason, Phase, Role
+from pensieve.core import HintReceipt, TokenLogprob, TokenText, Usage
 from pensieve.speech import FunctionCall
 
 __all__ = [
@@ -61,6 +65,7 @@ __all__ = [
     "SessionChanges",
     "SessionInfo",
     "SessionState",
+    "TenantTotals",
     "TokenCount",
     "TokenLogprob",
     "TokenText",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Generator
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -11,12 +11,12 @@ import grpc
 import grpc.aio
 
 from pensieve.client._flows import SessionCore
-from pensieve.client._requests import Keep
 from pensieve.client._steps import Flow, Invoke, Sleep, discard
 from pensieve.client._transport import ClientSettings, open_channel
 from pensieve.client._turn_machine import TurnMachine
 from pensieve.client._values import Piece, Turn
 from pensieve.client._view import StreamView
+from pensieve.client.arguments.options import Keep
 from pensieve.errors import Cancelled, PensieveError
 from pensieve.rpc_status import from_rpc_error
 from pensieve.v1 import pensieve_pb2 as pb
@@ -71,12 +71,14 @@ class AsyncLink:
         finally:
             call.cancel()  # No-op when done. A call that is dropped without it is never collected.
 
-    def discard(self, session: str, request_id: str) -> None:
+    def discard(self, session: str, request_id: str) -> asyncio.Task[None] | None:
         """Tell the server, in the background, that nobody will come back; else the session stays busy."""
-        if not self.closed:
-            task = asyncio.get_running_loop().create_task(self._discard(session, request_id))
-            self._discards.add(task)
-            task.add_done_callback(self._discards.discard)
+        if self.closed:
+            return None
+        task = asyncio.get_running_loop().create_task(self._discard(session, request_id))
+        self._discards.add(task)
+        task.add_done_callback(self._discards.discard)
+        return task
 
     async def _discard(self, session: str, request_id: str) -> None:
         try:
@@ -97,13 +99,25 @@ class AsyncLink:
             await self._channel.close()
 
 
+class Closing:
+    """A stream that is closed. To await it is to wait, a second at most, until the server knows.
+
+    No coroutine: programs that call ``close`` without awaiting it do as well, and are not warned of it.
+    """
+
+    def __init__(self, told: asyncio.Task[None] | None) -> None:
+        self._told = told
+
+    def __await__(self) -> Generator[Any, None, None]:
+        if self._told is not None:
+            yield from asyncio.wait({self._told}, timeout=CLOSE_TIMEOUT_S).__await__()
+
+
 class AsyncTurnStream(StreamView):
     """The pieces of one turn. Iterate it, and leave the loop whenever you like; or await ``finish``."""
 
-    def __init__(
-        self, link: AsyncLink, core: SessionCore, machine: TurnMachine, discard_on_leave: bool
-    ) -> None:
-        super().__init__(core, machine, discard_on_leave=discard_on_leave)
+    def __init__(self, link: AsyncLink, core: SessionCore, machine: TurnMachine) -> None:
+        super().__init__(core, machine)
         self._link = link
         self._call: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -142,12 +156,14 @@ class AsyncTurnStream(StreamView):
         self.close()
         return turn
 
-    def close(self) -> None:
-        """Walk away: a turn that is not complete is discarded (see ``AsyncSession.stream``). Idempotent."""
+    def close(self) -> Closing:
+        """Walk away: a turn that is not complete is discarded (see ``AsyncSession.stream``). Idempotent.
+
+        It is done at once; ``await`` it to know that the server has been told.
+        """
         discard = self._leave()
         self._drop()
-        if discard:
-            self._link.discard(self._core.name, self.request_id)
+        return Closing(self._link.discard(self._core.name, self.request_id) if discard else None)
 
     async def __aenter__(self) -> Self:
         return self
@@ -223,7 +239,7 @@ class AsyncTurnStream(StreamView):
         self._call = stub.StreamTurn(
             self._machine.next_request(),
             timeout=remaining,
-            metadata=self._link.settings.metadata(self._core.name),
+            metadata=self._link.settings.metadata(self._core.name, self._span.header),
         )
 
     def _drop(self) -> None:

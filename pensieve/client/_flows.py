@@ -14,8 +14,7 @@ from google.protobuf.message import Message
 
 from pensieve.client import _requests, decode
 from pensieve.client._requests import InputLike
-from pensieve.client._retry import Backoff, Verdict, verdict
-from pensieve.client._steps import Flow, Sleep, call
+from pensieve.client._steps import Flow, Invoke, Tries, call
 from pensieve.client._transport import ClientSettings
 from pensieve.client._turn_machine import TurnMachine
 from pensieve.client._values import (
@@ -23,13 +22,16 @@ from pensieve.client._values import (
     Item,
     ServerInfo,
     SessionInfo,
+    TenantTotals,
     TokenCount,
     Turn,
     TurnState,
     Warming,
 )
-from pensieve.core import Role
-from pensieve.errors import NotFound, PensieveError
+from pensieve.client.arguments.ids import UUID
+from pensieve.client.arguments.ids import request_id as make_id
+from pensieve.client.arguments.words import Role
+from pensieve.errors import InvalidArgument, NotFound, PensieveError
 from pensieve.v1 import pensieve_pb2 as pb
 
 PAGE = 500
@@ -39,6 +41,11 @@ ABANDONED_KEPT = 16
 def server_info(settings: ClientSettings) -> Flow[ServerInfo]:
     response = yield from call(settings, "GetServerInfo", pb.GetServerInfoRequest())
     return decode.server_info(response)
+
+
+def usage(settings: ClientSettings) -> Flow[TenantTotals]:
+    response = yield from call(settings, "GetUsage", pb.GetUsageRequest())
+    return decode.usage_totals(response)
 
 
 def list_sessions(
@@ -66,7 +73,7 @@ def create_session(
     request_id: str | None,
 ) -> Flow[SessionInfo]:
     request = pb.CreateSessionRequest(
-        request_id=request_id or _requests.new_request_id(),
+        request_id=make_id(f"sessions/{session_id}" if session_id else "", request_id),
         session_id=session_id or "",
         config=config,
         labels=labels or {},
@@ -79,6 +86,10 @@ def create_session(
 def find_turn(
     settings: ClientSettings, mark: str, answer: str | None, request_id: str | None
 ) -> Flow[FoundTurn | None]:
+    if request_id is not None and not UUID.fullmatch(request_id):
+        raise InvalidArgument.field(
+            "request_id", "must be a UUID here: a name stands for another one in each session"
+        )
     request = pb.FindTurnRequest(mark=mark, answer=answer, request_id=request_id)
     try:
         response = yield from call(settings, "FindTurn", request)
@@ -118,7 +129,7 @@ class SessionCore:
         options: Mapping[str, Any],
     ) -> TurnMachine:
         """A new turn, not yet sent. ``timeout`` counts from here."""
-        options = dict(options)
+        options = {name: value for name, value in options.items() if value is not None}  # None: left out
         timeout = options.pop("timeout", None)
         wait_if_busy = options.pop("wait_if_busy", False)
         request = _requests.stream_turn(self.name, _requests.turn_input(text, tokens, items), options)
@@ -131,6 +142,7 @@ class SessionCore:
         self, request_id: str, timeout: float | None, max_chunk_tokens: int | None
     ) -> TurnMachine:
         """An existing turn, from its first token."""
+        request_id = make_id(self.name, request_id)
         output = pb.OutputOptions(max_chunk_tokens=max_chunk_tokens)
         request = pb.StreamTurnRequest(
             session=self.name, turn=pb.TurnSpec(request_id=request_id, output=output), attach_only=True
@@ -163,20 +175,20 @@ class SessionCore:
         del self.abandoned[:-ABANDONED_KEPT]
 
     def get_turn(self, request_id: str) -> Flow[Turn]:
-        request = pb.GetTurnRequest(session=self.name, request_id=request_id)
+        request = pb.GetTurnRequest(session=self.name, request_id=make_id(self.name, request_id))
         response = yield from self.call("GetTurn", request)
         return decode.turn(response.turn)
 
     def cancel(self, request_id: str | None, keep: str, keep_output_tokens: int | None) -> Flow[Turn]:
-        request_id = request_id or self.running
-        if request_id is None:
+        found = self.running if request_id is None else make_id(self.name, request_id)
+        if found is None:
             info = yield from self.refresh()
-            request_id = info.active_request_id
-        if not request_id:
+            found = info.active_request_id
+        if not found:
             raise NotFound("no turn is running in this session", reason="TURN_NOT_FOUND")
         request = pb.CancelTurnRequest(
             session=self.name,
-            request_id=request_id,
+            request_id=found,
             keep=_requests.choice("keep", keep, _requests.KEEP),
             keep_output_tokens=keep_output_tokens,
         )
@@ -228,7 +240,7 @@ class SessionCore:
     ) -> Flow[tuple[Item, ...]]:
         request = pb.AppendItemsRequest(
             name=self.name,
-            request_id=request_id or _requests.new_request_id(),
+            request_id=make_id(self.name, request_id),
             items=[_requests.input_item(one) for one in items],
             expected_revision=expected_revision,
         )
@@ -241,7 +253,7 @@ class SessionCore:
     ) -> Flow[SessionInfo]:
         request = pb.RewindSessionRequest(
             name=self.name,
-            request_id=request_id or _requests.new_request_id(),
+            request_id=make_id(self.name, request_id),
             item=to_item,
             expected_revision=expected_revision,
         )
@@ -258,7 +270,7 @@ class SessionCore:
     ) -> Flow[SessionInfo]:
         request = pb.ForkSessionRequest(
             name=self.name,
-            request_id=request_id or _requests.new_request_id(),
+            request_id=make_id(self.name, request_id),
             item=item,
             session_id=session_id or "",
             expected_revision=expected_revision,
@@ -308,22 +320,19 @@ class SessionCore:
         request = pb.DeleteSessionRequest(
             name=self.name, expected_revision=expected_revision, allow_missing=allow_missing
         )
-        backoff = Backoff(self.settings.retry)
-        tried = False
+        tries, tried = Tries(self.settings), False
         while True:
             try:
-                yield from self.call("DeleteSession", request, replay=False)
+                yield Invoke("DeleteSession", request, self.name, tries.left_s)
                 return
             except NotFound as error:
                 if tried and error.reason == "SESSION_DELETED":
                     return  # By the try whose answer was lost.
                 raise
             except PensieveError as error:
-                delay = backoff.delay(at_least=error.retry_after_s)
-                if verdict(error) is Verdict.RAISE or delay is None:
-                    raise
+                pause = tries.wait_after(error)
             tried = True
-            yield Sleep(delay)
+            yield pause
 
     def count_tokens(
         self, text: str | None, tokens: Sequence[int] | None, items: Sequence[InputLike] | None

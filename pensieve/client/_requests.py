@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
 from pensieve.client._values import CallingMessage, Item, ToolResult, Turn
-from pensieve.core import Role
+from pensieve.client.arguments.ids import request_id
+from pensieve.client.arguments.names import check_names
+from pensieve.client.arguments.options import SAMPLING_KEYS, TURN_KEYS, Tools
+from pensieve.client.arguments.words import Role
 from pensieve.errors import InvalidArgument
 from pensieve.v1 import pensieve_pb2 as pb
 
@@ -18,12 +20,6 @@ Content = str | Sequence[int]
 """Text goes through the model's chat template, unless it is a ``RawText``; token ids are appended verbatim."""
 InputLike = tuple[Role | str, Content] | Item | ToolResult | CallingMessage
 """``("user", "Hi")``, ``(Role.TOOL, [1, 2, 3])``, an item of another session, or what belongs to calls of functions."""
-Tools = str | Sequence[Mapping[str, Any]]
-"""Definitions of functions, ``{"type": "function", "function": {"name", "description", "parameters"}}`` each, or all of
-them as the text of a JSON array."""
-Overflow = Literal["reject", "drop_oldest_turns"]
-Keep = Literal["partial", "nothing"]
-Choice = Literal["first", "best_logprob"]
 
 
 class RawText(str):
@@ -33,92 +29,6 @@ class RawText(str):
     """
 
     __slots__ = ()
-
-
-class SamplingOptions(TypedDict, total=False):
-    """How tokens are drawn. What is left out is the session's default, or else the server's."""
-
-    temperature: float
-    """0 is greedy."""
-    top_p: float
-    top_k: int
-    """0 is off."""
-    min_p: float
-    repetition_penalty: float
-    frequency_penalty: float
-    presence_penalty: float
-    seed: int
-    max_output_tokens: int
-    min_output_tokens: int
-    stop: str | Sequence[str]
-    stop_token_ids: Sequence[int]
-    ignore_eos: bool
-    logit_bias: Mapping[int, float]
-    candidates: int
-    """Answers to draw; all are streamed, one is committed."""
-    candidate_choice: Choice
-    """Which one: the first, or the one with the highest mean log-probability per token."""
-    beam_width: int
-    """Above 1: beam search. The answer comes whole, at the end."""
-    length_penalty: float
-    """Beam search: above 0 favours longer answers, below 0 shorter ones."""
-    early_stopping: bool
-    """Beam search: end with the first ``beam_width`` finished answers."""
-
-
-class TurnOptions(SamplingOptions, total=False):
-    """Everything that may go with a turn beside its input."""
-
-    request_id: str
-    """UUID; made when left out. The same id and content never append twice."""
-    expected_revision: int
-    """Raise RevisionMismatch unless the session is at this revision."""
-    replace_after_item: int
-    """Replace everything after this item, in the same commit as the new turn."""
-    token_ids: bool
-    """Whether pieces carry token ids; default True."""
-    top_logprobs: int
-    """Left out: none; 0: of the chosen token only."""
-    max_chunk_tokens: int
-    max_chunk_delay: float
-    """Seconds."""
-    pad_chunks: bool
-    max_duration: float
-    """Seconds after which the server ends the turn as TIME_LIMIT, committed."""
-    priority: int
-    next_turn_in: float
-    """Hint: seconds from the end of this turn to the next one, as expected. ``Turn.hints`` says what was taken."""
-    importance: float
-    """Hint: worth of the session's cached state after this turn, against 1 for any other session."""
-    session_finished: bool
-    """Hint: no further turn is expected."""
-    annotations: Mapping[str, str]
-    """Kept with the turn and given back with it (``Turn.annotations``); the model never sees them."""
-    mark: str
-    """By this, also together with its answer, ``find_turn`` finds the turn once it is committed."""
-    on_disconnect: Literal["cancel", "finish"]
-    """What becomes of the turn when this client goes away for good; default ``cancel``."""
-    timeout: float
-    """Seconds for the whole turn, resumes included; then DeadlineExceeded, and nothing is committed."""
-    wait_if_busy: bool
-    """Wait for another turn of this session to end, instead of raising TurnInProgress."""
-
-
-class SessionChanges(TypedDict, total=False):
-    """What may be changed of a session."""
-
-    labels: Mapping[str, str]
-    system_prompt: str
-    default_sampling: SamplingOptions
-    ttl: float
-    """Seconds."""
-    overflow: Overflow
-    share_prefixes: bool
-    """Whether cached state of common beginnings is shared with other sessions of the tenant."""
-    tools: Tools
-    """Functions that the model may call, in place of those before; an empty list or text: none."""
-    rebind: bool
-    """Move the session to the model that is served: ``Session.rebind``."""
 
 
 UPDATE_PATHS = {
@@ -132,10 +42,12 @@ UPDATE_PATHS = {
     "rebind": "",
 }
 """Keywords of ``SessionChanges``, and the paths that an update mask has for them; "": it is no field of a session."""
-SAMPLING_KEYS = frozenset(SamplingOptions.__annotations__)
-TURN_KEYS = frozenset(TurnOptions.__annotations__)
 DISCONNECT = {"cancel": "DISCONNECT_POLICY_CANCEL", "finish": "DISCONNECT_POLICY_FINISH"}
-OVERFLOW = {"reject": "OVERFLOW_POLICY_REJECT", "drop_oldest_turns": "OVERFLOW_POLICY_DROP_OLDEST_TURNS"}
+OVERFLOW = {
+    "reject": "OVERFLOW_POLICY_REJECT",
+    "drop_oldest_turns": "OVERFLOW_POLICY_DROP_OLDEST_TURNS",
+    "drop_oldest": "OVERFLOW_POLICY_DROP_OLDEST_TURNS",
+}
 SHARING = {
     None: pb.PREFIX_SHARING_UNSPECIFIED,
     True: pb.PREFIX_SHARING_TENANT,
@@ -143,10 +55,6 @@ SHARING = {
 }
 KEEP = {"partial": "KEEP_PARTIAL", "nothing": "KEEP_NOTHING"}
 CANDIDATE_CHOICES = {"first": "CANDIDATE_CHOICE_FIRST", "best_logprob": "CANDIDATE_CHOICE_BEST_LOGPROB"}
-
-
-def new_request_id() -> str:
-    return str(uuid.uuid4())
 
 
 def tools_json(tools: Sequence[Mapping[str, Any]]) -> str:
@@ -170,13 +78,6 @@ def duration(seconds: float) -> Duration:
     return message
 
 
-def check_names(options: Mapping[str, object], allowed: frozenset[str]) -> None:
-    """Raises TypeError like a call with a keyword that does not exist."""
-    unknown = sorted(set(options) - allowed)
-    if unknown:
-        raise TypeError(f"unknown option {unknown[0]!r}; known: {', '.join(sorted(allowed))}")
-
-
 def sampling(options: Mapping[str, Any]) -> pb.SamplingParams:
     """Only the given values become present. ``options`` may hold other keys; None means "not given".
 
@@ -198,17 +99,20 @@ def sampling(options: Mapping[str, Any]) -> pb.SamplingParams:
     return params
 
 
-def choice(field: str, value: str, names: Mapping[str, str]) -> str:
-    """Name of the contract's enum value. Raises InvalidArgument."""
-    if value not in names:
+def choice(field: str, value: object, names: Mapping[str, str]) -> str:
+    """Name of the contract's enum value, from its word in any case. Raises InvalidArgument, which names the words."""
+    word = value.lower() if isinstance(value, str) else ""
+    if word not in names:
         raise InvalidArgument.field(field, f"{value!r} is not one of {', '.join(names)}")
-    return names[value]
+    return names[word]
 
 
 def role(value: Role | int | str) -> str:
-    """Name of the contract's enum value, from a role, its number or its name in any case."""
-    name = Role(value).name if isinstance(value, int) else value
-    return choice("input.role", name.lower(), {one.name.lower(): f"ROLE_{one.name}" for one in Role})
+    """Name of the contract's enum value, from a role, its number or its word in any case. Raises InvalidArgument."""
+    try:
+        return f"ROLE_{Role(value).name}"
+    except ValueError as error:
+        raise InvalidArgument.field("input.role", str(error)) from error
 
 
 def input_item(value: InputLike) -> pb.InputItem:
@@ -257,7 +161,7 @@ def stream_turn(
     if (delay := options.get("max_chunk_delay")) is not None:
         output.max_chunk_delay.CopyFrom(duration(delay))
     spec = pb.TurnSpec(
-        request_id=options.get("request_id") or new_request_id(),
+        request_id=request_id(session, options.get("request_id")),
         input=request_input,
         expected_revision=options.get("expected_revision"),
         replace_after_item=options.get("replace_after_item"),
@@ -281,11 +185,11 @@ def choose_candidate(
     session: str, turn: Turn | str, candidate: int, expected_revision: int | None
 ) -> pb.ChooseCandidateRequest:
     """``turn``: the turn or its request id. Raises InvalidArgument for a number that no candidate can have."""
-    request_id = turn.request_id if isinstance(turn, Turn) else turn
+    named = turn.request_id if isinstance(turn, Turn) else request_id(session, turn)
     if not 0 <= candidate < 1 << 32:
         raise InvalidArgument.field("candidate", "must be the number of a candidate")
     return pb.ChooseCandidateRequest(
-        session=session, request_id=request_id, candidate=candidate, expected_revision=expected_revision
+        session=session, request_id=named, candidate=candidate, expected_revision=expected_revision
     )
 
 

@@ -19,9 +19,9 @@ import enum
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pensieve.errors import PensieveError
+from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.rpc_status import BROKEN, TRANSPORT, TRANSPORT_FINAL
 
 STREAM_INCONSISTENT = "STREAM_INCONSISTENT"
@@ -68,7 +68,18 @@ class RetryPolicy:
     max_s: float = 5.0
     """Upper end of any random wait, beside what the server asks for."""
     max_wait_s: float = 60.0
-    """Seconds in a row without new output, waits and silent servers both; not the time in which a server was heard."""
+    """Seconds in a row without new output, waits and silent servers both; not the time in which a server was heard.
+    The clients' ``retry_for`` is this one by itself."""
+
+
+def retry_policy(policy: RetryPolicy | None, retry_for: float | None) -> RetryPolicy:
+    """What a client's two arguments mean together. Raises InvalidArgument for a ``retry_for`` that is no time."""
+    policy = policy or RetryPolicy()
+    if retry_for is None:
+        return policy
+    if not retry_for >= 0.0:
+        raise InvalidArgument.field("retry_for", "must be seconds, at least 0")
+    return replace(policy, max_wait_s=retry_for)
 
 
 class Backoff:
@@ -96,6 +107,23 @@ class Backoff:
         """The peer made progress."""
         self._failures = 0
         self._spent = 0.0
+
+    def wait_after(self, error: PensieveError, what: Verdict, left_s: float | None = None) -> float:
+        """Seconds until the next try. Raises ``error`` when there is none: the budget is used up, or the deadline,
+        ``left_s`` from now, comes first. What is raised then says how often and how long it was tried.
+        """
+        wait = self.delay(at_least=error.retry_after_s, slowly=what is Verdict.RESEND_SLOWLY)
+        if wait is None or (left_s is not None and wait >= left_s):
+            raise self._given_up(error, 0.0 if wait is None else wait)
+        return wait
+
+    def _given_up(self, error: PensieveError, unspent_s: float) -> PensieveError:
+        """The last failure, with how often and how long it was tried, where that was more than once."""
+        if self._failures > 1:
+            seconds = self._spent - unspent_s
+            error.metadata |= {"tries": str(self._failures), "tried_for_s": f"{seconds:.1f}"}
+            error.message += f" (given up after {self._failures} tries in {seconds:.1f} s)"
+        return error
 
     def delay(self, *, at_least: float | None = None, slowly: bool = False) -> float | None:
         """Seconds until the next try; None when the budget is used up. ``at_least``: what the server asked for."""

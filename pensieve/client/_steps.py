@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -38,22 +39,41 @@ Flow = Generator[Invoke | Sleep, Any, T]
 DISCARD_TIMEOUT_S = 5.0
 
 
+class Tries:
+    """The tries of one unary call. All of them together end at the call's deadline, ``settings.timeout`` from now."""
+
+    def __init__(self, settings: ClientSettings) -> None:
+        self._backoff = Backoff(settings.retry)
+        self._deadline = time.monotonic() + settings.timeout
+        self._engine_failed = False
+
+    @property
+    def left_s(self) -> float:
+        """Seconds for the next try; never so few that a timeout of gRPC would be refused as none."""
+        return max(0.001, self._deadline - time.monotonic())
+
+    def wait_after(self, error: PensieveError) -> Sleep:
+        """The pause before the next try. Raises ``error`` when there shall be none."""
+        what = verdict(error)
+        if what is Verdict.RAISE or (what is Verdict.RESEND_ONCE and self._engine_failed):
+            raise error
+        self._engine_failed |= what is Verdict.RESEND_ONCE
+        return Sleep(self._backoff.wait_after(error, what, self.left_s))
+
+
 def call(
     settings: ClientSettings, method: str, request: Message, *, session: str = "", replay: bool = True
 ) -> Flow[Any]:
     """One unary call, sent again while that is safe and worth it. ``replay=False``: at most once."""
-    backoff = Backoff(settings.retry)
+    tries = Tries(settings)
     while True:
         try:
-            return (yield Invoke(method, request, session, settings.timeout))
+            return (yield Invoke(method, request, session, tries.left_s))
         except PensieveError as error:
-            what = verdict(error)
-            if not replay or what is Verdict.RAISE:
+            if not replay:
                 raise
-            delay = backoff.delay(at_least=error.retry_after_s, slowly=what is Verdict.RESEND_SLOWLY)
-            if delay is None:
-                raise
-        yield Sleep(delay)
+            pause = tries.wait_after(error)
+        yield pause
 
 
 def discard(session: str, request_id: str) -> Invoke:

@@ -9,8 +9,25 @@ from typing import Any, Self, Unpack
 import grpc
 
 from pensieve.client import _flows, _requests
-from pensieve.client._requests import (
-    InputLike,
+from pensieve.client._requests import InputLike
+from pensieve.client._retry import RetryPolicy, retry_policy
+from pensieve.client._sync_link import Link, TurnStream
+from pensieve.client._transport import ClientSettings
+from pensieve.client._values import (
+    FoundTurn,
+    Item,
+    ServerInfo,
+    SessionInfo,
+    TenantTotals,
+    TokenCount,
+    Turn,
+    Warming,
+)
+from pensieve.client._view import SessionView
+from pensieve.client.arguments.names import check_names
+from pensieve.client.arguments.options import (
+    CHANGE_KEYS,
+    TURN_KEYS,
     Keep,
     Overflow,
     SamplingOptions,
@@ -18,19 +35,19 @@ from pensieve.client._requests import (
     Tools,
     TurnOptions,
 )
-from pensieve.client._retry import RetryPolicy
-from pensieve.client._sync_link import Link, TurnStream
-from pensieve.client._transport import ClientSettings
-from pensieve.client._values import FoundTurn, Item, ServerInfo, SessionInfo, TokenCount, Turn, Warming
-from pensieve.client._view import SessionView
+from pensieve.client.arguments.signatures import with_options
 
 
 class Client:
     """A connection to a Pensieve server. Use it as a context manager, or call ``close``.
 
     ``target`` is ``HOST:PORT``. ``api_key`` goes out as a bearer token. ``tls`` uses the system's roots,
-    ``credentials`` is for anything else. ``timeout`` bounds every call that is not a turn, in seconds.
-    ``metadata`` goes out with every call, for what stands before the server.
+    ``credentials`` is for anything else. ``metadata`` goes out with every call, for what stands before the server;
+    ``options`` are more of gRPC's channel options.
+    ``timeout``, in seconds, bounds every call that is not a turn, with all its tries; a turn has its own ``timeout``.
+
+    A server that is away or busy is asked again, for ``retry_for`` seconds in a row (default 60; 0: not at all),
+    after growing random waits and what the server asks for. Nothing happens twice by that. ``retry`` sets more of it.
     """
 
     def __init__(
@@ -41,15 +58,17 @@ class Client:
         tls: bool = False,
         credentials: grpc.ChannelCredentials | None = None,
         timeout: float = 60.0,
+        retry_for: float | None = None,
         retry: RetryPolicy | None = None,
         options: Sequence[tuple[str, Any]] = (),
         metadata: Sequence[tuple[str, str | bytes]] = (),
     ) -> None:
         settings = ClientSettings(
-            target, api_key, tls, credentials, timeout, retry or RetryPolicy(), options, metadata
+            target, api_key, tls, credentials, timeout, retry_policy(retry, retry_for), options, metadata
         )
         self._link = Link(settings)
 
+    @with_options(SamplingOptions)
     def create_session(
         self,
         *,
@@ -66,11 +85,16 @@ class Client:
         request_id: str | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Session:
-        """A new conversation. ``ttl``: idle lifetime in seconds. Sampling keywords become the session's defaults.
+        """A new conversation. Sampling keywords become the session's defaults.
 
-        ``initial_items`` imports a transcript. ``tools``: functions that the model may call. ``share_prefixes=False``:
-        its cached state is never used by another session, nor that of another by it. Raises AlreadyExists when
-        ``session_id`` is taken by another session.
+        ``system_prompt``: what the model is told first. ``session_id``: lower-case letters, digits and hyphens, 3 to
+        63; left out: the server makes one. ``labels``: to find it by, with ``sessions``. ``ttl``: seconds without use
+        after which it is erased. ``overflow``: what happens to a turn that does not fit the context. ``tools``:
+        functions that the model may call. ``initial_items`` imports a transcript. ``share_prefixes=False``: its cached
+        state is never used by another session, nor that of another by it. ``request_id``: the same one makes no second
+        session.
+
+        Raises AlreadyExists when ``session_id`` is taken by another session.
         """
         config = _requests.session_config(
             model=model,
@@ -115,6 +139,10 @@ class Client:
     def server_info(self) -> ServerInfo:
         return self._link.run(_flows.server_info(self._link.settings))
 
+    def usage(self) -> TenantTotals:
+        """What the caller's tenant uses of this server, its cache and the history store."""
+        return self._link.run(_flows.usage(self._link.settings))
+
     def close(self) -> None:
         """End all streams and calls. Idempotent."""
         self._link.close()
@@ -135,6 +163,7 @@ class Session(SessionView):
         super().__init__(link.settings, name_or_id, info)
         self._link = link
 
+    @with_options(TurnOptions)
     def stream(
         self,
         text: str | None = None,
@@ -149,8 +178,9 @@ class Session(SessionView):
         To keep what was said so far call ``stream.cancel()``. To let it run on, pass ``on_disconnect="finish"``.
         """
         machine = self._core.turn_machine(text, tokens, items, options)
-        return TurnStream(self._link, self._core, machine, options.get("on_disconnect", "cancel") == "cancel")
+        return TurnStream(self._link, self._core, machine)
 
+    @with_options(TurnOptions)
     def send(
         self,
         text: str | None = None,
@@ -162,13 +192,16 @@ class Session(SessionView):
         """One whole turn."""
         return self.stream(text, tokens=tokens, items=items, **options).finish()
 
+    @with_options(TurnOptions)
     def regenerate(self, **options: Unpack[TurnOptions]) -> Turn:
         """Another answer to the newest user item. The old answer stays until the new one is committed."""
+        check_names(options, TURN_KEYS)  # before anything is asked
         item, revision = self._link.run(self._core.last_user_item())
         options.setdefault("expected_revision", revision)
         options["replace_after_item"] = item
         return self.send(**options)
 
+    @with_options(TurnOptions)
     def edit(self, item: int, text: str, **options: Unpack[TurnOptions]) -> Turn:
         """Replace item number ``item`` and everything after it by ``text`` and a new answer."""
         options["replace_after_item"] = item - 1
@@ -179,7 +212,7 @@ class Session(SessionView):
     ) -> TurnStream:
         """Follow a turn that was started elsewhere, from its first token; leaving does not end it."""
         machine = self._core.attach_machine(request_id, timeout, max_chunk_tokens)
-        return TurnStream(self._link, self._core, machine, False)
+        return TurnStream(self._link, self._core, machine)
 
     def get_turn(self, request_id: str) -> Turn:
         """State and result of a turn."""
@@ -257,11 +290,12 @@ class Session(SessionView):
         """
         return self._link.run(self._core.warm())
 
+    @with_options(SessionChanges)
     def update(
         self, *, expected_revision: int | None = None, **changes: Unpack[SessionChanges]
     ) -> SessionInfo:
         """Change what is given, and nothing else. A changed system prompt makes all cached state useless."""
-        _requests.check_names(changes, frozenset(_requests.UPDATE_PATHS))
+        check_names(changes, CHANGE_KEYS)
         return self._link.run(self._core.update(changes, expected_revision))
 
     def rebind(self, *, expected_revision: int | None = None) -> SessionInfo:

@@ -13,12 +13,12 @@ import grpc
 
 from pensieve.client._flows import SessionCore
 from pensieve.client._janitor import Janitor, Watch
-from pensieve.client._requests import Keep
 from pensieve.client._steps import Flow, Invoke, Sleep, discard
 from pensieve.client._transport import ClientSettings, open_channel
 from pensieve.client._turn_machine import TurnMachine
 from pensieve.client._values import Piece, Turn
 from pensieve.client._view import StreamView
+from pensieve.client.arguments.options import Keep
 from pensieve.errors import Cancelled, PensieveError
 from pensieve.rpc_status import from_rpc_error
 from pensieve.v1 import pensieve_pb2 as pb
@@ -82,8 +82,8 @@ class TurnStream(StreamView):
     ``cancel`` and ``close`` may come from another thread than the reading one.
     """
 
-    def __init__(self, link: Link, core: SessionCore, machine: TurnMachine, discard_on_leave: bool) -> None:
-        super().__init__(core, machine, discard_on_leave=discard_on_leave)
+    def __init__(self, link: Link, core: SessionCore, machine: TurnMachine) -> None:
+        super().__init__(core, machine)
         self._link = link
         self._call: Any = None
         self._watch = Watch()
@@ -197,7 +197,7 @@ class TurnStream(StreamView):
         self._call = self._watch.call = self._link.stub.StreamTurn(
             self._machine.next_request(),
             timeout=remaining,
-            metadata=self._link.settings.metadata(self._core.name),
+            metadata=self._link.settings.metadata(self._core.name, self._span.header),
         )
         self._link.janitor.start()
         self._link.janitor.watch(self._watch)

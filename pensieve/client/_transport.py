@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 
+from pensieve import tracing
 from pensieve.client._retry import RetryPolicy
 from pensieve.v1 import pensieve_pb2_grpc
 
@@ -81,10 +82,13 @@ class ClientSettings:
     def channel_options(self) -> list[tuple[str, Any]]:
         return list({**dict(CHANNEL_OPTIONS), **dict(self.options)}.items())
 
-    def metadata(self, session: str) -> list[tuple[str, str | bytes]]:
-        """Metadata of one call: the routing key for proxies, and the credential."""
+    def metadata(self, session: str, traceparent: str = "") -> list[tuple[str, str | bytes]]:
+        """Metadata of one call: the routing key for proxies, the trace it belongs to, and the credential."""
         pairs: list[tuple[str, str | bytes]] = [(ROUTE_KEY, session)] if session else []
         pairs += self.more_metadata
+        given = any(name == tracing.HEADER for name, _ in self.more_metadata)
+        if not given and (header := traceparent or tracing.outgoing()):
+            pairs.append((tracing.HEADER, header))
         if self.api_key is not None:
             pairs.append(("authorization", f"Bearer {self.api_key}"))
         return pairs

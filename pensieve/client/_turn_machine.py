@@ -20,7 +20,8 @@ from dataclasses import replace
 from pensieve.client import decode
 from pensieve.client._retry import STREAM_INCONSISTENT, Backoff, RetryPolicy, Verdict, verdict
 from pensieve.client._values import Piece, Progress, Turn
-from pensieve.core import FinishReason, TokenLogprob
+from pensieve.client.arguments.words import FinishReason
+from pensieve.core import TokenLogprob
 from pensieve.errors import Cancelled, DeadlineExceeded, Internal, PensieveError, Unavailable
 from pensieve.rpc_status import TRANSPORT
 from pensieve.v1 import pensieve_pb2 as pb
@@ -58,6 +59,8 @@ class TurnMachine:
         self._clock = clock
         self._deadline = None if timeout is None else clock() + timeout
         self._backoff = backoff or Backoff(policy, clock=clock)
+        self.ends_with_client = request.on_disconnect != pb.DISCONNECT_POLICY_FINISH
+        """Whether the turn is discarded when the client walks away from it."""
         self._wait_if_busy = wait_if_busy
         self._abandoned = abandoned
         self._heartbeat_s = DEFAULT_HEARTBEAT_S
@@ -138,13 +141,8 @@ class TurnMachine:
             self.attempt = ""
         if error.code == "DEADLINE_EXCEEDED" and error.reason == TRANSPORT:
             raise self._timed_out()
+        error.metadata.setdefault("request_id", self.request_id)
         wait = self._wait_after(error)
-        if wait is None:
-            error.metadata.setdefault("request_id", self.request_id)
-            raise error
-        left = self.remaining_s()
-        if left is not None and wait >= left:
-            raise error
         self.resumes += 1
         return wait
 
@@ -217,22 +215,29 @@ class TurnMachine:
             self.pending.append(Piece(restarted=True))
         self._texts.clear()
 
-    def _wait_after(self, error: PensieveError) -> float | None:
+    def _wait_after(self, error: PensieveError) -> float:
         if error.reason == "TURN_IN_PROGRESS":
             return self._wait_for_other(error)
         what = verdict(error)
+        if error.reason == "TURN_NOT_FOUND" and self._request.attach_only and self.resumes:
+            # Its server went away while it ran. It is there again as soon as the one who began it has come back, too.
+            what = Verdict.RESEND
         if what is Verdict.RAISE or (what is Verdict.RESEND_ONCE and self._engine_failed):
-            return None
+            raise error
         self._engine_failed |= what is Verdict.RESEND_ONCE
-        return self._backoff.delay(at_least=error.retry_after_s, slowly=what is Verdict.RESEND_SLOWLY)
+        return self._backoff.wait_after(error, what, self.remaining_s())
 
-    def _wait_for_other(self, error: PensieveError) -> float | None:
+    def _wait_for_other(self, error: PensieveError) -> float:
         """Our own abandoned turn is being cancelled right now; RetryInfo, the rest of its lease, is far too long."""
+        wait = None
         if error.metadata.get("active_request_id") in self._abandoned:
-            return self._backoff.poll(BUSY_POLL_S / 10)
-        if self._wait_if_busy:
-            return self._backoff.poll(min(error.retry_after_s or BUSY_POLL_S, BUSY_POLL_S))
-        return None
+            wait = self._backoff.poll(BUSY_POLL_S / 10)
+        elif self._wait_if_busy:
+            wait = self._backoff.poll(min(error.retry_after_s or BUSY_POLL_S, BUSY_POLL_S))
+        left = self.remaining_s()
+        if wait is None or (left is not None and wait >= left):
+            raise error
+        return wait
 
 
 class _Text:

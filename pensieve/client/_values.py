@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
-from pensieve.core import FinishReason, HintReceipt, Phase, Role, TokenLogprob, Usage
+from pensieve.client.arguments.words import FinishReason, Phase, Role
+from pensieve.core import HintReceipt, TokenLogprob, Usage
 from pensieve.speech import CallForm, FunctionCall, SpeechForm
 
 
@@ -286,3 +287,27 @@ class ServerInfo:
         return SpeechForm(
             CallForm(form) if form in set(CallForm) else None, thinks in ("tags", "open"), thinks == "open"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class TenantTotals:
+    """What the caller's tenant uses: counts of one server since it was started, what it holds now, what is stored."""
+
+    tenant: str
+    replica: str
+    """The server that counted; the history store is everybody's."""
+    turns: int
+    """That ended, whatever they came to."""
+    refused_turns: int
+    """Before they began."""
+    computed_tokens: int
+    """Of contexts: new, or computed once more."""
+    cached_tokens: int
+    """Of contexts: found on the device or the host."""
+    output_tokens: int
+    device_tokens: int
+    """Room for so many tokens do the tenant's pages take on the device now."""
+    host_tokens: int
+    sessions: int | None
+    """In the history store; None when that does not answer."""
+    stored_bytes: int | None

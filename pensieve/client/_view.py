@@ -7,16 +7,18 @@ from pensieve.client._requests import session_name
 from pensieve.client._transport import ClientSettings
 from pensieve.client._turn_machine import TurnMachine
 from pensieve.client._values import Progress, SessionInfo, Turn
+from pensieve.tracing import ClientSpan
 
 
 class StreamView:
     """Read-only view of a turn under way."""
 
-    def __init__(self, core: SessionCore, machine: TurnMachine, *, discard_on_leave: bool) -> None:
+    def __init__(self, core: SessionCore, machine: TurnMachine) -> None:
         self._core = core
         self._machine = machine
-        self._discard_on_leave = discard_on_leave
+        self._discard_on_leave = machine.ends_with_client
         self._started = False
+        self._span = ClientSpan()
         self._over = False
         """Complete, failed or closed: no call is open and none will be."""
 
@@ -72,6 +74,7 @@ class StreamView:
         self._over = True
         discard = self._started and self._discard_on_leave and not self._machine.done
         self._core.ended(self._machine)
+        self._span.end({"pensieve.complete": self._machine.done, "pensieve.resumes": self._machine.resumes})
         if discard:
             self._core.abandon(self.request_id)
         return discard
@@ -80,6 +83,7 @@ class StreamView:
         if not self._started:
             self._started = True
             self._core.running = self.request_id
+            self._span.start({"pensieve.session": self._core.name, "pensieve.request_id": self.request_id})
 
 
 class SessionView:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from enum import IntEnum
-from typing import TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -20,15 +18,15 @@ from pensieve.client._values import (
     ServerInfo,
     SessionInfo,
     SessionState,
+    TenantTotals,
     TokenCount,
     Turn,
     TurnState,
     Warming,
 )
-from pensieve.core import FinishReason, HintReceipt, Phase, Role, TokenLogprob, TokenText, Usage
+from pensieve.client.arguments.words import FinishReason, Phase, Role, word
+from pensieve.core import HintReceipt, TokenLogprob, TokenText, Usage
 from pensieve.v1 import pensieve_pb2 as pb
-
-E = TypeVar("E", bound=IntEnum)
 
 SESSION_STATES = {
     pb.Session.STATE_ACTIVE: SessionState.ACTIVE,
@@ -42,11 +40,6 @@ TURN_STATES = {
 }
 
 
-def open_enum(kind: type[E], number: int) -> E | int:
-    """The member with this number, or the number itself when a newer server knows more."""
-    return kind(number) if number in kind._value2member_map_ else number
-
-
 def seconds(duration: Duration) -> float:
     return duration.seconds + duration.nanos / 1e9
 
@@ -56,13 +49,13 @@ def time_of(message: Timestamp) -> datetime:
 
 
 def finish_reason(number: int) -> FinishReason | int | None:
-    return open_enum(FinishReason, number) if number else None
+    return word(FinishReason, number) if number else None
 
 
 def item(message: pb.Item) -> Item:
     return Item(
         item=message.item,
-        role=open_enum(Role, message.role),
+        role=word(Role, message.role),
         text=message.text,
         token_ids=tuple(message.tokens.ids),
         request_id=message.request_id,
@@ -153,7 +146,7 @@ def piece(message: pb.TurnDelta) -> Piece:
 
 def progress(message: pb.TurnProgress) -> Progress:
     return Progress(
-        phase=open_enum(Phase, message.phase),
+        phase=word(Phase, message.phase),
         queue_position=message.queue_position,
         tokens_done=message.tokens_done,
         tokens_total=message.tokens_total,
@@ -224,6 +217,23 @@ def token_count(message: pb.CountTokensResponse) -> TokenCount:
         input_tokens=message.input_tokens,
         context_tokens=message.context_tokens,
         context_limit=message.context_limit,
+    )
+
+
+def usage_totals(message: pb.GetUsageResponse) -> TenantTotals:
+    used = message.usage
+    return TenantTotals(
+        tenant=used.tenant,
+        replica=message.replica,
+        turns=used.turns,
+        refused_turns=used.refused_turns,
+        computed_tokens=used.computed_tokens,
+        cached_tokens=used.cached_tokens,
+        output_tokens=used.output_tokens,
+        device_tokens=used.device_tokens,
+        host_tokens=used.host_tokens,
+        sessions=used.sessions if used.HasField("sessions") else None,
+        stored_bytes=used.stored_bytes if used.HasField("stored_bytes") else None,
     )
 
 

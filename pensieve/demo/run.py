@@ -1,6 +1,7 @@
 """``pensieve demo``: what a server's memory is worth, and that nothing is lost when it is taken apart.
 
-Two acts (``acts.long_talk``, ``acts.crowd``), each of which starts its own servers and checks every answer and receipt.
+Three acts (``acts.long_talk``, ``acts.crowd``, ``acts.killed``), each of which starts its own servers and checks every
+answer and receipt.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pensieve import extras
-from pensieve.demo.acts import crowd, long_talk
+from pensieve.demo.acts import crowd, killed, long_talk
 from pensieve.demo.acts.exchange import ServerRun
 from pensieve.demo.talk.scenario import conversations
 from pensieve.errors import PensieveError
@@ -70,6 +71,9 @@ def demo(
     Second act: many conversations on memory far too small for them. Their state is swapped out and in, dropped,
     recomputed; running answers are suspended; every answer still has to be right.
 
+    Third act: a server is killed in the middle of an answer and started again; the answer goes on, and the next
+    question is answered from memory.
+
     Exits with 1 if an answer is wrong, a receipt does not add up, or a path of the cache was not taken.
     """
     if verbose and quiet:
@@ -85,6 +89,7 @@ def demo(
         with _terminated_like_interrupted():
             problems = first_act(context, seed, console, stage, verbose)
             problems += second_act(tiers, sessions, turns, seed, console, stage, verbose)
+            problems += third_act(seed, console, stage)
     except (PensieveError, SpawnError) as error:
         raise click.ClickException(str(error)) from error
     for problem in problems[:SHOWN_PROBLEMS]:
@@ -130,6 +135,15 @@ def second_act(
     if act.suspensions == 0:
         stage.print("no answer had to be suspended this time; a smaller --device-cache shows it", style="dim")
     return crowd.problems(act)
+
+
+def third_act(seed: int, console: Console, stage: Console) -> list[str]:
+    """A server that is killed in the middle of an answer. What is wrong, line by line."""
+    stage.print("\n[bold]3. A server that is killed in the middle of an answer[/]")
+    stage.print(serve_line(["--model", "demo", "--store", "sqlite:///FILE"]), style="dim")
+    run = killed.serve_and_hold(killed.script(seed), stage)
+    console.print(Text(killed.result(run), "bold"))
+    return killed.problems(run)
 
 
 def serve_line(options: Sequence[str], label: str = "") -> str:

@@ -8,7 +8,6 @@
    finish and leave their chunks behind.
 
 ``handle(Warm)`` makes a request, too, one that computes no answer: see ``engine.warming``.
-
 What comes of it leaves as events: ``Started`` with the receipt, ``RequestProgress``, ``Output``, ``Finished``.
 
 Overlapped, a step is planned and launched while the one before it runs, and only then is that one's result awaited:
@@ -243,6 +242,7 @@ class Engine:
             last_step_seconds=totals.last_step_seconds,
             last_batch_tokens=totals.last_batch_tokens,
             part_seconds_total=dict(totals.parts),
+            held=self._cache.shares.news(self._clock()),
         )
 
     def check(self) -> None:

@@ -249,6 +249,9 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
     part_seconds_total: dict[str, float] = msgspec.field(default_factory=dict)
     """Where steps spend their time. Parts of the host are ``plan``, ``launch``, ``wait`` (for the device) and
     ``commit``; those of the worker are whatever it measures (on a GPU ``device``, and ``gap`` between two steps)."""
+    held: dict[str, tuple[int, int]] | None = None
+    """Of each tenant that holds any, by name: tokens that its pages have room for, on the device and on the host. None:
+    as in the report before; it is told about twice a second."""
 
 
 Event = (

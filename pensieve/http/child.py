@@ -1,10 +1,11 @@
 """Main of the door of ``pensieve serve --http``: ``python -P -m pensieve.http.child``.
 
 The process inherits two sockets: one that listens, and one end of a pair on which the server tells it what to do, a
-word a line. It answers ``ready`` when it takes calls, and ``metrics`` with a line that has the length of the page, and
-the page. At ``drain`` it takes no more calls and lets running ones end; at ``finish`` those that still run end with an
-error. It leaves when the other end closes, and the kernel kills it should it be stuck at that time. SIGINT, SIGTERM
-and SIGHUP, which a terminal and a service manager send to both, are for the server to act on.
+word a line. It says ``ready`` when it takes calls, then ``alive`` every ``ALIVE_S`` while its event loop turns. It
+answers ``metrics`` with that word, the length of the page, and on the next lines the page. At ``drain`` it takes no
+more calls and lets running ones end; at ``finish`` those that still run end with an error. It leaves when the other end
+closes, and the kernel kills it should it be stuck at that time. SIGINT, SIGTERM and SIGHUP, which a terminal and a
+service manager send to both, are for the server to act on.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import Final
 
 import click
 from prometheus_client import generate_latest
@@ -31,6 +33,11 @@ from pensieve.logs import configure_logging
 log = logging.getLogger("pensieve.http.child")  # Also when this module is __main__.
 
 
+ALIVE_S: Final = 0.5
+"""Well below what the server takes for silence."""
+_DEFAULTS: Final = DoorSettings("")
+
+
 async def _obey(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: ManagedServer) -> None:
     """Do what the server says, until it has nothing more to say."""
     door, metrics = server.config.app.state.door, server.config.app.state.metrics  # type: ignore[union-attr]
@@ -39,7 +46,7 @@ async def _obey(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, serv
         match line.strip():
             case b"metrics":
                 page = generate_latest(metrics.registry)
-                writer.write(b"%d\n%b" % (len(page), page))
+                writer.write(b"metrics %d\n%b" % (len(page), page))
             case b"drain":
                 server.should_exit = True
             case b"finish":
@@ -47,14 +54,22 @@ async def _obey(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, serv
     server.should_exit = server.force_exit = True
 
 
+async def _tell_of_life(writer: asyncio.StreamWriter) -> None:
+    while True:
+        await asyncio.sleep(ALIVE_S)
+        writer.write(b"alive\n")
+
+
 async def _serve(
     settings: DoorSettings, listener: socket.socket, control: socket.socket, tls: TlsFiles | None
 ) -> None:
     reader, writer = await asyncio.open_connection(sock=control)
-    async with running(make_app(settings), listener, tls) as server:
+    async with running(make_app(settings), listener, tls, settings.proxies) as server:
         writer.write(b"ready\n")
         obeying = asyncio.create_task(_obey(reader, writer, server), name="control")
         obeying.add_done_callback(_told)
+        living = asyncio.create_task(_tell_of_life(writer), name="life")
+    living.cancel()
     obeying.cancel()
     writer.close()
 
@@ -73,6 +88,10 @@ def _told(task: asyncio.Task[None]) -> None:
 @click.option("--target", required=True)
 @click.option("--tls", nargs=2, type=click.Path(path_type=Path))
 @click.option("--tls-client-ca", type=click.Path(path_type=Path))
+@click.option("--max-body-bytes", default=_DEFAULTS.max_body_bytes)
+@click.option("--patience", default=_DEFAULTS.patience_s)
+@click.option("--cors-origin", multiple=True)
+@click.option("--proxy", multiple=True)
 @click.option("--log-level", default="info")
 @click.option("--log-json", is_flag=True)
 def main(
@@ -82,6 +101,10 @@ def main(
     target: str,
     tls: tuple[Path, Path] | None,
     tls_client_ca: Path | None,
+    max_body_bytes: int,
+    patience: float,
+    cors_origin: tuple[str, ...],
+    proxy: tuple[str, ...],
     log_level: str,
     log_json: bool,
 ) -> None:
@@ -92,7 +115,15 @@ def main(
     if not die_with_parent(parent):
         return
     files = TlsFiles(*tls, tls_client_ca) if tls else None
-    settings = DoorSettings(target, shows_metrics=False, vouches=True)
+    settings = DoorSettings(
+        target,
+        patience_s=patience,
+        max_body_bytes=max_body_bytes,
+        cors_origins=cors_origin,
+        shows_metrics=False,
+        vouches=True,
+        proxies=proxy,
+    )
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             sockets = socket.socket(fileno=listener), socket.socket(fileno=control)

@@ -1,4 +1,7 @@
-"""Counts and times of HTTP calls, for Prometheus at ``/metrics``: by route and status, never by caller."""
+"""Counts and times of HTTP calls, for Prometheus at ``/metrics``: by route and status, never by caller.
+
+And the trace that a call belongs to: the calls of the service that it leads to belong to the same.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,15 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
+    ProcessCollector,
     generate_latest,
 )
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pensieve.logs import bind
+from pensieve.tracing import found_in, incoming, trace_id
 
 _BUCKETS: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Seconds."""
@@ -26,6 +33,7 @@ class HttpMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector("pensieve_http", registry=self.registry)
         self.calls = Counter(
             "pensieve_http_calls", "HTTP calls that have ended.", ("route", "status"), registry=self.registry
         )
@@ -44,7 +52,7 @@ class HttpMetrics:
 
 
 class Measured:
-    """ASGI middleware: counts each call when it ends."""
+    """ASGI middleware: notes a call's trace, and counts the call when it ends."""
 
     def __init__(self, app: ASGIApp, metrics: HttpMetrics) -> None:
         self._app = app
@@ -54,6 +62,11 @@ class Measured:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        header = found_in(
+            (name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]
+        )
+        incoming.set(header)  # of this call alone: it is handled in a task of its own
+        bind(trace_id=trace_id(header))
         began, status, first = time.monotonic(), "none", True
 
         async def noted(message: Message) -> None:

@@ -29,7 +29,9 @@ async def serve(settings: DoorSettings, listener: socket.socket, tls: TlsFiles |
         # did, that is no failure.
         signal.signal(number, _ended)
     _without_delay(listener)
-    await uvicorn.Server(_config(make_app(settings), tls, DRAIN_S)).serve(sockets=[listener])
+    await uvicorn.Server(_config(make_app(settings), tls, DRAIN_S, settings.proxies)).serve(
+        sockets=[listener]
+    )
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -47,11 +49,11 @@ class ManagedServer(uvicorn.Server):
 
 @asynccontextmanager
 async def running(
-    app: Starlette, listener: socket.socket, tls: TlsFiles | None
+    app: Starlette, listener: socket.socket, tls: TlsFiles | None, proxies: tuple[str, ...] = ()
 ) -> AsyncIterator[ManagedServer]:
     """``app`` on a socket, taking calls. Leaving the block waits for those that run, once ``should_exit`` is set."""
     _without_delay(listener)
-    server = ManagedServer(_config(app, tls, None))
+    server = ManagedServer(_config(app, tls, None, proxies))
     task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     while not (server.started or task.done()):
         await asyncio.sleep(0.01)
@@ -70,7 +72,9 @@ def _without_delay(listener: socket.socket) -> None:
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _config(app: Starlette, tls: TlsFiles | None, drain_s: int | None) -> uvicorn.Config:
+def _config(
+    app: Starlette, tls: TlsFiles | None, drain_s: int | None, proxies: tuple[str, ...]
+) -> uvicorn.Config:
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -78,6 +82,9 @@ def _config(app: Starlette, tls: TlsFiles | None, drain_s: int | None) -> uvicor
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=drain_s,
+        # Said in any case: uvicorn believes whoever calls from this machine, or whom the environment names.
+        proxy_headers=bool(proxies),
+        forwarded_allow_ips=list(proxies),
         h11_max_incomplete_event_size=64 * 1024,
         ssl_context_factory=None if tls is None else lambda _config, _default: renewing(tls),
     )

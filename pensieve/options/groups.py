@@ -19,7 +19,15 @@ GROUPS: Final[Mapping[str, Sequence[str]]] = {
         "allow-rewriting-template",
         "load-format",
     ),
-    "Addresses": ("listen", "admin", "http"),
+    "Addresses": (
+        "listen",
+        "admin",
+        "http",
+        "http-max-body",
+        "http-patience",
+        "http-cors-origin",
+        "http-trusted-proxy",
+    ),
     "Callers and TLS": (
         "api-keys",
         "tls-cert",
@@ -45,6 +53,7 @@ GROUPS: Final[Mapping[str, Sequence[str]]] = {
         "max-wait",
         "max-queued",
         "max-queued-tokens",
+        "max-connections",
     ),
     "Operation": (
         "config",
@@ -53,6 +62,8 @@ GROUPS: Final[Mapping[str, Sequence[str]]] = {
         "log-json",
         "record",
         "tenant-metrics",
+        "traces",
+        "page-text",
         "drain-grace",
         "disconnect-grace",
         "heartbeat",

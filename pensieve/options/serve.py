@@ -55,8 +55,12 @@ class ServeOptions(EngineTuning, frozen=True, kw_only=True):
 
     model: str = "demo"
     listen: str = "127.0.0.1:50051"
-    admin: str = "127.0.0.1:0"
+    admin: str = "127.0.0.1:25051"
     http: str | None = None
+    http_max_body: int = 4
+    http_patience_s: float = 20.0
+    http_cors_origin: str | None = None
+    http_trusted_proxy: str | None = None
     store: str = msgspec.field(default_factory=default_store)
     threads: int = 0
     chat_template: Path | None = None
@@ -68,6 +72,7 @@ class ServeOptions(EngineTuning, frozen=True, kw_only=True):
     insecure_i_know: bool = False
     max_wait_s: float = MAX_WAIT_S
     max_queued_tokens: int = MAX_QUEUED_TOKENS
+    max_connections: int = 0
     tenant_metrics: bool = False
     page_text: bool = False
     disconnect_grace_s: float = DISCONNECT_GRACE_S
@@ -76,6 +81,7 @@ class ServeOptions(EngineTuning, frozen=True, kw_only=True):
     lease_s: float = LEASE_S
     stall_limit_s: float = 60.0
     record: Path | None = None
+    traces: str | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_json: bool = False
 

@@ -17,6 +17,7 @@ from pensieve.config import (
     SwapMechanism,
 )
 from pensieve.options import values
+from pensieve.options.door import DOOR_OPTIONS
 from pensieve.options.option import Option
 
 _NO_FILE = "none needed"
@@ -39,16 +40,10 @@ OPTIONS: tuple[Option, ...] = (
         "admin",
         values.address,
         "HTTP address of metrics and health; port 0 picks a free one.",
-        "this machine only, and no clash between servers",
+        "this machine only; a scraper finds it, no usual exporter is there, and no outgoing connection takes it",
         "HOST:PORT",
     ),
-    Option(
-        "http",
-        values.address,
-        "Address of the HTTP door, for OpenAI's clients (extra `http`); port 0 picks a free one.",
-        "not opened unasked",
-        "HOST:PORT",
-    ),
+    *DOOR_OPTIONS,
     Option(
         "store",
         values.store_url,
@@ -153,10 +148,14 @@ OPTIONS: tuple[Option, ...] = (
         unit="s",
     ),
     Option(
-        "tenant-metrics",
-        values.boolean,
-        "Metrics by tenant, named in a label.",
-        "labels tell who the tenants are",
+        "max-connections",
+        values.integer(0),
+        "Connections to the gRPC port at once; more are closed at once; 0: 256 fewer than the files it may open.",
+        "store, engine and admin port need some of those",
+        "N",
+    ),
+    Option(
+        "tenant-metrics", values.boolean, "Metrics by tenant, named in a label.", "labels tell who they are"
     ),
     Option(
         "context-limit",
@@ -169,12 +168,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "stateless", values.boolean, "Forget a session's KV when its turn ends.", "the cache is the point"
     ),
-    Option(
-        "unified-batch",
-        values.boolean,
-        "Mix restore, prefill and decode in one step.",
-        _OFF_TO_MEASURE,
-    ),
+    Option("unified-batch", values.boolean, "Mix restore, prefill and decode in one step.", _OFF_TO_MEASURE),
     Option(
         "swap-in-first",
         values.boolean,
@@ -334,6 +328,9 @@ OPTIONS: tuple[Option, ...] = (
         "Append a trace of lengths and times, never text, for replay and simulate; gzip when it ends in .gz.",
         "nothing is recorded unasked",
         "FILE",
+    ),
+    Option(
+        "traces", values.http_url, "OTLP address for traces (extra `otel`).", "nothing is sent unasked", "URL"
     ),
     Option(
         "log-level",

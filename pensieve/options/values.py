@@ -31,6 +31,14 @@ def text(value: object) -> str:
     return value
 
 
+def http_url(value: object) -> str:
+    """``http://HOST…`` or ``https://HOST…``."""
+    url = text(value)
+    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+        raise ValueError(f"expected a URL such as http://127.0.0.1:4318/v1/traces, got {url!r}")
+    return url
+
+
 def boolean(value: object) -> bool:
     """``true`` or ``false`` of TOML, or a flag."""
     if not isinstance(value, bool):

@@ -25,10 +25,12 @@ from typing import Final
 
 import msgspec
 
+from pensieve import __version__
 from pensieve.debug import debug_enabled
 from pensieve.engine.process.host import DEFAULT_BUILDER
 from pensieve.errors import PensieveError
 from pensieve.logs import configure_logging
+from pensieve.machine import manager
 from pensieve.model.arch import ModelError
 from pensieve.model.fingerprint import model_fingerprint
 from pensieve.model.folder import load_generation
@@ -38,9 +40,12 @@ from pensieve.server.conversations import Conversations
 from pensieve.server.gateway.keeper import GatewayError
 from pensieve.server.links.process_link import ProcessLink
 from pensieve.server.operations.health import HealthMonitor
-from pensieve.server.operations.housekeeping import end_task, purge_forever
+from pensieve.server.operations.housekeeping import end_task, purge_forever, watch_lag
+from pensieve.server.operations.manager import ManagerLink
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.operations.recording import TraceRecorder, header, open_recorder
+from pensieve.server.operations.traces import TurnTraces, open_traces
+from pensieve.server.operations.turn_log import log_turn
 from pensieve.server.page.gap import GapFinder
 from pensieve.server.page.notes import SessionNotes
 from pensieve.server.page.recent import RecentTurns
@@ -82,6 +87,7 @@ class App:
         self._metrics = Metrics(by_tenant=options.tenant_metrics)
         self._recent = RecentTurns()
         self._recorder: TraceRecorder | None = None
+        self._traces: TurnTraces | None = None
         self._door: Door | None = None
         self._ports: Ports | None = None
 
@@ -135,10 +141,15 @@ class App:
             log_json=options.log_json,
         )
         self._metrics.watch_engine(self._link)
+        self._metrics.processes.watch_engine(lambda: self._link.pid)
         weights = options.load_format != "dummy"
         model_sha256 = await asyncio.to_thread(model_fingerprint, folder, weights=weights)
         defaults = await asyncio.to_thread(_sampling_defaults, folder)
         settings = self._settings(defaults, store.store_id, model_sha256)
+        if options.traces is not None:
+            names = {"model": settings.model, "version": __version__, "instance": settings.replica}
+            self._traces = await asyncio.to_thread(open_traces, options.traces, **names)
+            self._stack.push_async_callback(self._traces.close)
         self._conversations = Conversations(
             store,
             self._link,
@@ -158,6 +169,10 @@ class App:
         )
         self._link.on_state_change = self._monitor.wake
         self._metrics.watch_queue(self._conversations.gate)
+        if self._metrics.watch_usage(self._conversations.usage):
+            self._stack.push_async_callback(
+                end_task, asyncio.create_task(self._conversations.usage.watch(), name="usage")
+            )
         # Pushed before the ports are: calls end first, then turns, then the engine, then the store.
         self._stack.push_async_callback(self._link.stop)
         self._stack.push_async_callback(self._conversations.close)
@@ -165,12 +180,15 @@ class App:
         ports.bind(self._conversations, self._monitor)
         await self._monitor.start()
         self._stack.push_async_callback(self._monitor.stop)
-        self._stack.push_async_callback(end_task, asyncio.create_task(purge_forever(store), name="purge"))
+        for name, work in (("purge", purge_forever(store)), ("lag", watch_lag(self._metrics.processes.lag))):
+            self._stack.push_async_callback(end_task, asyncio.create_task(work, name=name))
         page = self._page(store, door)
         self._stack.push_async_callback(page.close)
         await ports.open_admin(self._link, self._conversations, self._monitor, self._metrics, page)
         self._stack.push_async_callback(end_task, asyncio.create_task(door.watch(), name="keys"))
         await self._link.start()
+        info = self._link.info
+        self._metrics.processes.describe(model=settings.model, device=info.device, dtype=info.dtype)
         if self._recorder is not None:
             self._recorder.start(header(self._link.info, options))
         await self._monitor.refresh()
@@ -194,7 +212,10 @@ class App:
 
     def _turn_ended(self, end: TurnEnd) -> None:
         self._recent.turn_ended(end)
-        self._metrics.turn_ended(end.outcome, end.key.tenant, end.usage)
+        self._metrics.turn_ended(end)
+        log_turn(end)
+        if self._traces is not None:
+            self._traces.turn_ended(end)
         if self._recorder is not None:
             self._recorder.turn_ended(end)
 
@@ -285,7 +306,11 @@ async def _serve(options: ServeOptions, builder: str) -> None:
     gc.collect()
     gc.freeze()
     print(app.ready_line, flush=True)
+    link = ManagerLink(manager())
+    link.serving()
+    turning = asyncio.create_task(link.turn(), name="watchdog")
     log.info("draining", extra={"signal": (await stopping).name})
+    link.draining()
     draining = asyncio.create_task(app.drain(), name="drain")
     again = asyncio.create_task(asked.get(), name="second signal")
     await asyncio.wait({draining, again}, return_when=asyncio.FIRST_COMPLETED)
@@ -296,6 +321,7 @@ async def _serve(options: ServeOptions, builder: str) -> None:
         draining.cancel()
     again.cancel()
     await app.close()
+    await end_task(turning)
 
 
 def run(options: ServeOptions, *, builder: str = DEFAULT_BUILDER) -> int:

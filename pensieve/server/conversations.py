@@ -19,6 +19,7 @@ from pensieve.server.history.cache import Histories
 from pensieve.server.history.known import KnownRevisions
 from pensieve.server.history.rendering import Renderer, Stamp
 from pensieve.server.links.engine_link import EngineLink, context_limit
+from pensieve.server.operations.usage import UsageBook
 from pensieve.server.quotas import StorageQuotas
 from pensieve.server.sessions.finding import TurnFinder
 from pensieve.server.sessions.sessions import Sessions
@@ -88,20 +89,33 @@ class Conversations:
         self._link = link
         self._tokenizer = tokenizer
         self._renderer = renderer = Renderer(tokenizer)
+        tenants = tenants or TenantTable()
         known = KnownRevisions(on_store_regression)
         self._histories = histories = Histories(store, settings.history_cache_bytes, known)
         self._served = served = ServedModel(settings.model, settings.model_sha256, tokenizer)
-        runner = TurnRunner(store, link, histories, renderer, tokenizer, served, settings)
+        self._runner = runner = TurnRunner(store, link, histories, renderer, tokenizer, served, settings)
         self.gate = Gate(
             GateLimits(settings.max_wait_s, settings.max_queued, settings.max_queued_tokens),
-            tenants or TenantTable(),
+            tenants,
             lambda: link.stats.queued,
             time.monotonic,
         )
-        self.turns = Turns(store, runner, settings, self.gate, on_turn_ended, on_turn_refused)
+        self.usage = UsageBook(store, lambda: link.stats.held or {}, lambda: tenants.names)
+
+        def ended(end: TurnEnd) -> None:
+            self.usage.turn_ended(end)
+            if on_turn_ended is not None:
+                on_turn_ended(end)
+
+        def refused(tenant: str, reason: str) -> None:
+            self.usage.turn_refused(tenant)
+            if on_turn_refused is not None:
+                on_turn_refused(tenant, reason)
+
+        self.turns = Turns(store, runner, settings, self.gate, ended, refused)
         self.candidates = CandidateChooser(store, link, histories, renderer, runner)
         self.finder = TurnFinder(store, runner)
-        self.quotas = StorageQuotas(store, tenants or TenantTable())
+        self.quotas = StorageQuotas(store, tenants)
         self.sessions = Sessions(store, link, histories, renderer, self.turns, served, settings, self.quotas)
         self.warmer = SessionWarmer(store, link, histories, renderer, self.turns, served, settings, on_warmed)
 
@@ -200,4 +214,5 @@ class Conversations:
     async def close(self) -> None:
         """Discard running turns and take no new ones."""
         await self.turns.drain(0.0)
+        await self._runner.close()
         self._renderer.close()

@@ -79,6 +79,11 @@ class KeyFile:
     tenants: Mapping[str, TenantLimits]
     limits: TenantLimits
 
+    @property
+    def names(self) -> frozenset[str]:
+        """All tenants that have a credential."""
+        return frozenset(entry.tenant for entry in _all(self.keys, self.certificates))
+
     def named(self, key_id: str) -> Credential | None:
         """The entry that an ``Identity.key_id`` speaks of."""
         if key_id.startswith(CERTIFICATE):

@@ -31,6 +31,7 @@ from pensieve.server.rpc.grpc_server import (
     add_health_and_reflection,
     bind,
     check_free,
+    connection_limit,
     split_address,
     tls_credentials,
 )
@@ -79,13 +80,17 @@ class Ports:
         if options.tls_cert is not None and options.tls_key is not None:
             credentials = tls_credentials(options.tls_cert, options.tls_key, options.tls_client_ca)
         # Whatever the engine would take or queue has to get this far; a full queue is told as such.
-        server = self._door.server(max(DEFAULT_IN_FLIGHT, 2 * options.max_queued))
+        most = max(DEFAULT_IN_FLIGHT, 2 * options.max_queued)
+        server = self._door.server(most, connection_limit(options.max_connections))
         service = ConversationService(conversations)
         pensieve_pb2_grpc.add_ConversationServiceServicer_to_server(service, server)
         # Whoever has no key may not even learn what there is; operators ask on the admin port.
         reflects = options.api_keys is None
         add_health_and_reflection(server, monitor.servicer, [DATA_SERVICE], reflects=reflects)
-        port = bind(server, options.listen, credentials)
+        try:
+            port = bind(server, options.listen, credentials)
+        except BindError as error:
+            raise BindError(f"--listen: {error}") from error
         self._opened(server)
         self.grpc_address = _with_port(options.listen, port)
         if options.http is not None:
@@ -114,7 +119,7 @@ class Ports:
             bound = await port.start(host, number)
         except OSError as error:
             why = os.strerror(error.errno) if error.errno else str(error)
-            raise BindError(f"cannot listen on {self._options.admin}: {why}") from error
+            raise BindError(f"--admin: cannot listen on {self._options.admin}: {why}") from error
         self.admin_address = _with_port(self._options.admin, bound)
         if self._gateway is not None:
             self._gateway.watch_in(metrics.registry)
@@ -156,6 +161,10 @@ class Ports:
                 options.tls_client_ca,
                 options.log_level,
                 options.log_json,
+                options.http_max_body << 20,
+                options.http_patience_s,
+                tuple((options.http_cors_origin or "").split()),
+                tuple((options.http_trusted_proxy or "").split()),
             )
         )
         try:

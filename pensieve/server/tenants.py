@@ -5,7 +5,7 @@ A limit that is None is not set: the tenant is bounded by the server's own limit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated
 
 import msgspec
@@ -43,18 +43,29 @@ class TenantTable:
     """The limits of all tenants, as they are now: ask again for each use, since the key file may change."""
 
     def __init__(
-        self, tenants: Mapping[str, TenantLimits] | None = None, default: TenantLimits = NO_LIMITS
+        self,
+        tenants: Mapping[str, TenantLimits] | None = None,
+        default: TenantLimits = NO_LIMITS,
+        names: Iterable[str] = (),
     ) -> None:
+        """``names``: of all that may come, whether they have limits or not."""
         self._tenants: Mapping[str, TenantLimits] = {}
         self._default = NO_LIMITS
-        self.replace(tenants or {}, default)
+        self.names: frozenset[str] = frozenset()
+        self.replace(tenants or {}, default, names)
 
     def limits(self, tenant: str) -> TenantLimits:
         """The limits of ``tenant``; those for all where it has no entry of its own."""
         return self._tenants.get(tenant, self._default)
 
-    def replace(self, tenants: Mapping[str, TenantLimits], default: TenantLimits = NO_LIMITS) -> None:
+    def replace(
+        self,
+        tenants: Mapping[str, TenantLimits],
+        default: TenantLimits = NO_LIMITS,
+        names: Iterable[str] = (),
+    ) -> None:
         """Put others in force. A field that a tenant's entry leaves open is that of ``default``."""
+        self.names = frozenset(names)
         self._default = default
         self._tenants = {name: _filled(limits, default) for name, limits in tenants.items()}
 

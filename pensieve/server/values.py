@@ -154,6 +154,11 @@ class TurnEnd:
     arrived_at: float
     first_token_at: float | None
     ended_at: float
+    request_id: str = ""
+    submitted_at: float | None = None
+    """When the engine was asked; None: it never was."""
+    generated_at: float | None = None
+    """When the generation was over, and the commit began."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -924,12 +924,48 @@ class Limits(_message.Message):
     max_annotation_bytes: int
     def __init__(self, max_request_bytes: _Optional[int] = ..., max_input_chars: _Optional[int] = ..., max_stop_sequences: _Optional[int] = ..., max_top_logprobs: _Optional[int] = ..., max_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., request_id_retention: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., disconnect_grace: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_candidates: _Optional[int] = ..., max_beam_width: _Optional[int] = ..., max_annotations: _Optional[int] = ..., max_annotation_bytes: _Optional[int] = ...) -> None: ...
 
+class GetUsageRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetUsageResponse(_message.Message):
+    __slots__ = ("usage", "replica")
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    usage: TenantUsage
+    replica: str
+    def __init__(self, usage: _Optional[_Union[TenantUsage, _Mapping]] = ..., replica: _Optional[str] = ...) -> None: ...
+
+class TenantUsage(_message.Message):
+    __slots__ = ("tenant", "turns", "refused_turns", "computed_tokens", "cached_tokens", "output_tokens", "device_tokens", "host_tokens", "sessions", "stored_bytes")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_TURNS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    turns: int
+    refused_turns: int
+    computed_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    device_tokens: int
+    host_tokens: int
+    sessions: int
+    stored_bytes: int
+    def __init__(self, tenant: _Optional[str] = ..., turns: _Optional[int] = ..., refused_turns: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., device_tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ..., sessions: _Optional[int] = ..., stored_bytes: _Optional[int] = ...) -> None: ...
+
 class GetStatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("replica", "running_turns", "queued_turns", "gpu_tokens_used", "gpu_tokens_capacity", "host_tokens_used", "host_tokens_capacity", "last_engine_step_time", "store_state")
+    __slots__ = ("replica", "running_turns", "queued_turns", "gpu_tokens_used", "gpu_tokens_capacity", "host_tokens_used", "host_tokens_capacity", "last_engine_step_time", "store_state", "tenants")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     RUNNING_TURNS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_TURNS_FIELD_NUMBER: _ClassVar[int]
@@ -939,6 +975,7 @@ class GetStatsResponse(_message.Message):
     HOST_TOKENS_CAPACITY_FIELD_NUMBER: _ClassVar[int]
     LAST_ENGINE_STEP_TIME_FIELD_NUMBER: _ClassVar[int]
     STORE_STATE_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
     replica: str
     running_turns: int
     queued_turns: int
@@ -948,7 +985,8 @@ class GetStatsResponse(_message.Message):
     host_tokens_capacity: int
     last_engine_step_time: _timestamp_pb2.Timestamp
     store_state: str
-    def __init__(self, replica: _Optional[str] = ..., running_turns: _Optional[int] = ..., queued_turns: _Optional[int] = ..., gpu_tokens_used: _Optional[int] = ..., gpu_tokens_capacity: _Optional[int] = ..., host_tokens_used: _Optional[int] = ..., host_tokens_capacity: _Optional[int] = ..., last_engine_step_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., store_state: _Optional[str] = ...) -> None: ...
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantUsage]
+    def __init__(self, replica: _Optional[str] = ..., running_turns: _Optional[int] = ..., queued_turns: _Optional[int] = ..., gpu_tokens_used: _Optional[int] = ..., gpu_tokens_capacity: _Optional[int] = ..., host_tokens_used: _Optional[int] = ..., host_tokens_capacity: _Optional[int] = ..., last_engine_step_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., store_state: _Optional[str] = ..., tenants: _Optional[_Iterable[_Union[TenantUsage, _Mapping]]] = ...) -> None: ...
 
 class EvictCacheRequest(_message.Message):
     __slots__ = ("session",)

@@ -126,6 +126,11 @@ class ConversationServiceStub(object):
                 request_serializer=pensieve_dot_v1_dot_pensieve__pb2.GetServerInfoRequest.SerializeToString,
                 response_deserializer=pensieve_dot_v1_dot_pensieve__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
+        self.GetUsage = channel.unary_unary(
+                '/pensieve.v1.ConversationService/GetUsage',
+                request_serializer=pensieve_dot_v1_dot_pensieve__pb2.GetUsageRequest.SerializeToString,
+                response_deserializer=pensieve_dot_v1_dot_pensieve__pb2.GetUsageResponse.FromString,
+                _registered_method=True)
 
 
 class ConversationServiceServicer(object):
@@ -263,6 +268,13 @@ class ConversationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetUsage(self, request, context):
+        """What the caller's tenant uses of this server and of the history store.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ConversationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -355,6 +367,11 @@ def add_ConversationServiceServicer_to_server(servicer, server):
                     servicer.GetServerInfo,
                     request_deserializer=pensieve_dot_v1_dot_pensieve__pb2.GetServerInfoRequest.FromString,
                     response_serializer=pensieve_dot_v1_dot_pensieve__pb2.GetServerInfoResponse.SerializeToString,
+            ),
+            'GetUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUsage,
+                    request_deserializer=pensieve_dot_v1_dot_pensieve__pb2.GetUsageRequest.FromString,
+                    response_serializer=pensieve_dot_v1_dot_pensieve__pb2.GetUsageResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -855,6 +872,33 @@ class ConversationService(object):
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def GetUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pensieve.v1.ConversationService/GetUsage',
+            pensieve_dot_v1_dot_pensieve__pb2.GetUsageRequest.SerializeToString,
+            pensieve_dot_v1_dot_pensieve__pb2.GetUsageResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class AdminServiceStub(object):
     """Operator plane: own port, own credential.
@@ -888,7 +932,7 @@ class AdminServiceServicer(object):
     """
 
     def GetStats(self, request, context):
-        """Queue, batch, cache tiers, store, per replica.
+        """Queue, batch, cache tiers, store, usage by tenant, per replica.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

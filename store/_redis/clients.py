@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from redis import exceptions
@@ -26,6 +26,7 @@ SENTINEL_TIMEOUT_S = 0.5
 BEAT = "pv1:beat"
 BEATS = 4096
 """Names tried for a key that lies on a given server of a Cluster."""
+_ELSEWHERE = (exceptions.MovedError, exceptions.AskError, exceptions.TryAgainError)
 
 
 class RedisClient(Protocol):
@@ -45,8 +46,20 @@ class RedisClient(Protocol):
         """Two commands on one connection to the server that holds ``key``; replies, or errors in their places."""
         ...
 
+    async def servers_of(self, keys: Sequence[str]) -> list[str]:
+        """A name for the server that holds each key."""
+        ...
+
+    async def together(self, commands: Sequence[tuple[str, Words]]) -> list[Any]:
+        """Commands, each with its key, all to one server in one round trip; replies, or errors in their places."""
+        ...
+
     async def everywhere(self, *words: Any) -> list[Any]:
         """One command to every server that holds keys."""
+        ...
+
+    async def look_again(self) -> None:
+        """Who may write may be another one by now: nothing goes over the connections any more that are idle now."""
         ...
 
     async def beats(self) -> list[str]:
@@ -127,8 +140,20 @@ class ServerClient:
     async def pair(self, key: str, commands: tuple[Words, Words]) -> list[Any]:
         return await self.batch(commands)
 
+    async def servers_of(self, keys: Sequence[str]) -> list[str]:
+        return [""] * len(keys)
+
+    async def together(self, commands: Sequence[tuple[str, Words]]) -> list[Any]:
+        return await self.batch(words for _, words in commands)
+
     async def everywhere(self, *words: Any) -> list[Any]:
         return [await self.run(*words)]
+
+    async def look_again(self) -> None:
+        if self._sentinel is not None:
+            # Those in use when redis-py heard of another primary stay with the old one, as long as that takes itself
+            # for a primary: its Sentinels tell it otherwise some ten seconds after they have named another.
+            await self._client.connection_pool.disconnect(inuse_connections=False)
 
     async def beats(self) -> list[str]:
         if self._sentinel is not None:
@@ -181,6 +206,19 @@ class ClusterClient:
             replies = await self._piped(moved.host, moved.port, commands)
         return replies
 
+    async def servers_of(self, keys: Sequence[str]) -> list[str]:
+        await self._client.initialize()
+        return [self._client.get_node_from_key(key).name for key in keys]
+
+    async def together(self, commands: Sequence[tuple[str, Words]]) -> list[Any]:
+        await self._client.initialize()
+        node = self._client.get_node_from_key(commands[0][0])
+        replies = await self._piped(node.host, node.port, [words for _, words in commands])
+        return [
+            await self._redirected(words) if isinstance(reply, _ELSEWHERE) else reply
+            for (_, words), reply in zip(commands, replies, strict=True)
+        ]
+
     async def everywhere(self, *words: Any) -> list[Any]:
         await self._client.initialize()
         primaries = self._client.get_primaries()
@@ -189,6 +227,9 @@ class ClusterClient:
                 *(self._client.execute_command(*words, target_nodes=node) for node in primaries)
             )
         )
+
+    async def look_again(self) -> None:
+        """It learns of changes from its servers' answers."""
 
     async def beats(self) -> list[str]:
         await self._client.initialize()
@@ -216,7 +257,14 @@ class ClusterClient:
             self._beats[node] = known
         return known
 
-    async def _piped(self, host: str, port: int, commands: tuple[Words, Words]) -> list[Any]:
+    async def _redirected(self, words: Words) -> Any:
+        """The reply of the server that holds the key by now, or the error."""
+        try:
+            return await self.run(*words)
+        except (exceptions.RedisError, exceptions.RedisClusterException) as error:
+            return error
+
+    async def _piped(self, host: str, port: int, commands: Sequence[Words]) -> list[Any]:
         server = self._servers.get((host, port))
         if server is None:
             retry = Retry(NoBackoff(), 1)

@@ -6,18 +6,19 @@ import asyncio
 import hashlib
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 from redis import exceptions
 
-from pensieve.errors import FailedPrecondition, Unavailable
+from pensieve.errors import FailedPrecondition, PensieveError, Unavailable
 from pensieve.store import _refusals
 from pensieve.store._redis import scripts
 from pensieve.store._redis.clients import Words, make_client
 from pensieve.store._redis.places import parse_place
-from pensieve.store._redis.problems import StoreReplacedError, is_wrong_type, translated
+from pensieve.store._redis.problems import StoreReplacedError, is_wrong_type, meant, translated
+from pensieve.store._redis.settings import weakest_of
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +41,6 @@ BUFFER_LIMIT_S = 5.0
 """How long Redis may hold a change back from its append-only file: it means to for 2 s at most."""
 BUFFER_LOOK_S = 0.01
 """Between two looks at whether it still does."""
-
-_LEVELS = {"always": "fsync", "everysec": "local"}
 
 
 class RedisScript(NamedTuple):
@@ -73,6 +72,7 @@ class RedisLink:
         self._calls = asyncio.Semaphore(CALLS_AT_ONCE)
         self._hangs = False
         self._buffered = self.script(scripts.BUFFERED)
+        self._marked = self.script(scripts.MARKED)
         self._client = make_client(
             self._place, timeout_s=socket_timeout_s, retries=retries, on_connect=self._on_connect
         )
@@ -91,6 +91,27 @@ class RedisLink:
                 reply = await self._client.run("EVAL", script.source, *rest)
             return reply
 
+    async def calls(
+        self, script: RedisScript, many: Sequence[tuple[list[str], list[Any]]]
+    ) -> list[list[Any] | PensieveError]:
+        """``call`` for each of these keys and arguments, all on one server, in one round trip.
+
+        Replies, or errors in their places. Raises Unavailable when the server answers none.
+        """
+        commands = [(keys[0], ("EVALSHA", script.sha, len(keys), *keys, *args)) for keys, args in many]
+        async with self._bounded():
+            replies = await self._client.together(commands)
+            if any(isinstance(reply, exceptions.NoScriptError) for reply in replies):
+                # What ran already runs again, which is what every script is made for.
+                await self._client.everywhere("SCRIPT LOAD", script.source)
+                replies = await self._client.together(commands)
+        return [meant(reply, self.place) if isinstance(reply, Exception) else reply for reply in replies]
+
+    async def servers_of(self, keys: Sequence[str]) -> list[str]:
+        """A name for the server that holds each key."""
+        async with self._bounded():
+            return await self._client.servers_of(keys)
+
     async def call_durably(self, script: RedisScript, keys: list[str], args: list[Any]) -> list[Any]:
         """As ``call``, for a change that is acknowledged: returns when enough replicas have it.
 
@@ -108,8 +129,11 @@ class RedisLink:
                 reply = await self._replicated(keys[0], ("EVAL", script.source, *rest))
             return reply
 
-    async def confirm(self, keys: list[str], revision: int, head_hash: str) -> None:
+    async def confirm(self, keys: list[str], revision: int, head_hash: str, *, reading: bool = False) -> bool:
         """Returns when that revision of a session (0: its deletion), written before, would outlive Redis' process.
+
+        ``reading``: it was read, not made. False then, at once, for a disk that takes no writes: nothing is proven, but
+        reads go on there.
 
         Raises Unavailable when it may not. STORE_FULL: a write that meets a full disk is answered as if it were kept,
         and only the next, even of nothing, is refused. STORE_UNAVAILABLE: Redis does not write its file, or was
@@ -117,17 +141,26 @@ class RedisLink:
         an earlier flush runs, for up to 2 s (``flushAppendOnlyFile`` in its aof.c); ended then, it has lost what it
         answered. Without an append-only file there is nothing to wait for.
         """
+        args = [revision, head_hash, int(reading)]
+        return await self._written(self._buffered, [*keys, f"{keys[0]}:none"], args, reading=reading)
+
+    async def _written(
+        self, script: RedisScript, keys: list[str], args: list[Any], *, reading: bool = False
+    ) -> bool:
+        """As ``confirm``, for what a script looks for."""
         limit = asyncio.get_running_loop().time() + BUFFER_LIMIT_S
         handed_over = False
         while True:
-            reply = await self.call(self._buffered, [*keys, f"{keys[0]}:none"], [revision, head_hash])
-            there, size, flushes = map(int, reply)
+            reply = await self.call(script, keys, args)
+            there, size, flushes, failing = map(int, reply)
             if not there:
                 raise _refusals.unavailable(
                     f"Redis at {self.place} has forgotten a change: its outcome is open"
                 )
+            if reading and failing:
+                return False
             if handed_over or not size:
-                return
+                return True
             # It may be others', of this moment: unless a flush is under way, Redis writes it all before it answers.
             # Whether that went well, the next look finds out.
             handed_over = not flushes
@@ -160,19 +193,33 @@ class RedisLink:
         with translated(self.place):
             return [name async for name in self._client.names(pattern, kind)]
 
+    async def look_again(self) -> bool:
+        """Who answered may be a primary that was replaced and does not know it yet; whether that is possible here.
+
+        What is asked next goes over new connections.
+        """
+        await self._client.look_again()
+        return self._place.kind == "sentinel"
+
     async def open(self) -> None:
-        """Check the server's settings and the marker, and write the marker into an empty store."""
+        """Check the server's settings and the marker, and write the marker into an empty store.
+
+        Returns when the marker is as safe as a change that is acknowledged: a Redis that forgot it would be one without
+        our store, for as long as this server runs.
+        """
         await self._check_settings()
         found = await self.command("HMGET", MARKER, "store_id", "schema")
         if None in found:  # two servers may be here at once: the first value written stays
-            await self.command("HSETNX", MARKER, "schema", SCHEMA)
-            await self.command("HSETNX", MARKER, "store_id", uuid.uuid4().hex)
+            await self._mark("schema", str(SCHEMA))
+            await self._mark("store_id", uuid.uuid4().hex)
             found = await self.command("HMGET", MARKER, "store_id", "schema")
         store_id, schema = (value.decode() for value in found)
         if not schema.isdecimal() or int(schema) > SCHEMA:
             raise _refusals.newer_schema(schema, SCHEMA)
         if self.store_id and store_id != self.store_id:
             raise _refusals.replaced(f"the Redis at {self.place} holds another store than before")
+        if not self.replicas:
+            await self._written(self._marked, [MARKER, f"pv1:{{{MARKER}}}:none"], [store_id])
         self.store_id = store_id
 
     async def check_marker(self, *, counts: bool = True) -> None:
@@ -198,6 +245,11 @@ class RedisLink:
     async def close(self) -> None:
         await self._client.close()
 
+    async def _mark(self, field: str, value: str) -> None:
+        words = ("HSETNX", MARKER, field, value)
+        async with self._bounded():
+            await (self._replicated(MARKER, words) if self.replicas else self._client.run(*words))
+
     async def _beat(self, key: str) -> None:
         words = ("SET", key, "1")
         await (self._replicated(key, words) if self.replicas else self._client.run(*words))
@@ -209,6 +261,7 @@ class RedisLink:
             if isinstance(answer, Exception):
                 raise answer
         if int(count) < self.replicas:
+            await self._client.look_again()
             raise _refusals.unavailable(
                 f"Redis at {self.place}: {int(count)} of {self.replicas} replicas have the change: its outcome is open"
             )
@@ -239,17 +292,7 @@ class RedisLink:
             )
             self.durability = f"replicated({self.replicas})" if self.replicas else "unknown"
             return
-        found = [{_text(name): _text(value) for name, value in _pairs(reply)} for reply in raw]
-        for settings in found:
-            policy = settings.get("maxmemory-policy", "noeviction")
-            if policy != "noeviction":
-                raise FailedPrecondition(
-                    f"the Redis at {self.place} has maxmemory-policy {policy} and may evict conversations: "
-                    "set maxmemory-policy noeviction",
-                    reason="STORE_UNSAFE",
-                )
-        levels = {self._level(settings) for settings in found}
-        weakest: str = next(level for level in ("none", "local", "fsync") if level in levels)
+        weakest = weakest_of(raw, self.place)
         if weakest == "local" and not await self._tells_of_its_buffer():
             weakest = "unknown"
         self.durability = f"replicated({self.replicas})" if self.replicas else weakest
@@ -265,20 +308,6 @@ class RedisLink:
             log.warning("Redis at %s: INFO is not allowed, durability is unknown: %s", self.place, error)
             return False
         return True
-
-    def _level(self, settings: dict[str, str]) -> str:
-        """What a write survives on one server; said in the log where that is not the server's end."""
-        if settings.get("appendonly") == "yes":
-            return _LEVELS.get(settings.get("appendfsync", ""), "none")
-        kept = (
-            "only snapshots: it forgets what came after the last one" if settings.get("save") else "nothing"
-        )
-        log.warning(
-            "Redis at %s has no append-only file and keeps %s when it ends. Conversations WILL be lost: "
-            "set appendonly yes",
-            *(self.place, kept),
-        )
-        return "none"
 
     @asynccontextmanager
     async def _bounded(self, *, counts: bool = True) -> AsyncIterator[None]:
@@ -299,15 +328,3 @@ class RedisLink:
                 self._on_error()
             raise
         self._hangs = False
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
-
-
-def _pairs(reply: Any) -> Iterable[tuple[Any, Any]]:
-    """A map reply, in the form that this connection's protocol gives it."""
-    if isinstance(reply, dict):
-        items: Iterable[tuple[Any, Any]] = reply.items()
-        return items
-    return zip(reply[::2], reply[1::2], strict=True)

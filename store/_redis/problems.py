@@ -47,6 +47,14 @@ def translated(place: str) -> Iterator[None]:
         raise meaning from error
 
 
+def meant(error: Exception, place: str) -> PensieveError:
+    """The store's error for one that stood in the place of a reply. Raises what can only be a bug of ours."""
+    meaning = _meaning(error, place)
+    if meaning is None:
+        raise error
+    return meaning
+
+
 def _meaning(error: Exception, place: str) -> PensieveError | None:
     text = str(error)
     problem = f"Redis at {place}: {text}"

@@ -277,11 +277,23 @@ return {'OK'}
 """
 )
 
-# KEYS: a fourth, which never exists. ARGV: a revision and its chain hash, or 0 for the deletion. Replies "1" if the
-# session still has it (or was deleted since), how many bytes for the append-only file are in Redis' own memory, and how
-# many flushes of the file are under way: both as before this command, "0" without such a file or a right to INFO.
+_WRITTEN: Final = """
+local function written(there, none, reading)
+  if reading ~= '1' then redis.call('DEL', none) end
+  local info = redis.pcall('INFO', 'persistence')
+  local function told(name) return type(info) == 'string' and string.match(info, name .. ':(%w+)') or '0' end
+  local failing = told('aof_last_write_status') == 'err'
+  return {there and '1' or '0', told('aof_buffer_length'), told('aof_pending_bio_fsync'), failing and '1' or '0'}
+end
+"""
+
+# KEYS: a fourth, which never exists. ARGV: a revision and its chain hash, or 0 for the deletion; "1" to write nothing,
+# so that a full disk refuses nothing. Replies "1" if the session still has it (or was deleted since), how many bytes
+# for the append-only file are in Redis' own memory, how many flushes of the file are under way, and "1" if it could not
+# be written to: all as before this command, "0" without such a file or a right to INFO.
 BUFFERED: Final = (
     PRELUDE
+    + _WRITTEN
     + """
 local revision, hash = ARGV[1], ARGV[2]
 local function has_it()
@@ -291,9 +303,14 @@ local function has_it()
   local entry = redis.call('XRANGE', l, revision .. '-0', revision .. '-0')[1]
   return not entry or field(entry, 'h') == hash
 end
-redis.call('DEL', KEYS[4])
-local info = redis.pcall('INFO', 'persistence')
-local function told(name) return type(info) == 'string' and string.match(info, name .. ':(%d+)') or '0' end
-return {has_it() and '1' or '0', told('aof_buffer_length'), told('aof_pending_bio_fsync')}
+return written(has_it(), KEYS[4], ARGV[3])
+"""
+)
+
+# KEYS: the marker, and one that never exists. ARGV: the store's id. Replies as BUFFERED does.
+MARKED: Final = (
+    _WRITTEN
+    + """
+return written(redis.call('HGET', KEYS[1], 'store_id') == ARGV[1], KEYS[2], '')
 """
 )

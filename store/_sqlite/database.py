@@ -10,8 +10,9 @@ import asyncio
 import logging
 import sqlite3
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -45,6 +46,8 @@ class SqliteDatabase:
         """When a change was last flushed, by the monotonic clock."""
         self._damage: PensieveError | None = None
         """Set once a change has met a damaged page: then the file needs a hand."""
+        self._urgent = deque[Callable[[], None]]()
+        """Changes that go before those that wait for the thread; emptied by the thread alone."""
         self._erasing = False
         """Deleted content is still in the log of changes."""
 
@@ -72,7 +75,29 @@ class SqliteDatabase:
 
     async def write(self, work: Callable[[Rows], T], *, flush: bool = True) -> T:
         """``work`` in one transaction, which is rolled back when anything raises."""
-        return await self._counted(lambda: self._change(work, flush=flush))
+
+        def change() -> T:
+            self._do_urgent()
+            return self._change(work, flush=flush)
+
+        return await self._counted(change)
+
+    async def write_first(self, work: Callable[[Rows], T]) -> T:
+        """``write``, not flushed, ahead of all changes that wait: for what must not be late when many do."""
+        done = Future[T]()
+
+        def change() -> None:
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(self._change(work, flush=False))
+                except BaseException as error:
+                    done.set_exception(error)
+
+        if self._thread is None:
+            raise _refusals.unavailable("the store is not open")
+        self._urgent.append(change)
+        self._thread.submit(self._do_urgent)  # should no other change come before
+        return await self._counting(asyncio.wrap_future(done))
 
     async def erase_log(self) -> None:
         """Empty the log of changes, where deleted content would otherwise stay readable for a while."""
@@ -151,10 +176,17 @@ class SqliteDatabase:
             self.file.drop(problem)
         return problem
 
+    def _do_urgent(self) -> None:
+        while self._urgent:
+            self._urgent.popleft()()
+
     async def _counted(self, work: Callable[[], T]) -> T:
         """``work`` for a caller: that it could not be served is counted."""
+        return await self._counting(self._in_thread(work))
+
+    async def _counting(self, call: Awaitable[T]) -> T:
         try:
-            return await self._in_thread(work)
+            return await call
         except (Unavailable, DataLoss):
             self._on_error()
             raise

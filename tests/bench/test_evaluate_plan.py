@@ -35,13 +35,17 @@ def table() -> Any:
     return importlib.import_module("evaluation.experiments")
 
 
+def scales() -> Any:
+    return importlib.import_module("evaluation.scales")
+
+
 def planning() -> Any:
     return importlib.import_module("evaluation.plan")
 
 
 def all_lines(scale: str = "FULL") -> list[Any]:
     module = table()
-    found = module.experiments(getattr(module, scale))
+    found = module.experiments(getattr(scales(), scale))
     return [line for experiment in found.values() for line in experiment.lines]
 
 
@@ -51,11 +55,11 @@ def option(command: tuple[str, ...], name: str) -> str:
 
 
 def test_the_issue_is_covered() -> None:
-    found = table().experiments(table().FULL)
+    found = table().experiments(scales().FULL)
     systems = {f"systems-{model}-{data}" for model in ("13b", "opt13b") for data in ("sharegpt", "ultrachat")}
     ablations = ("tiers", "policy", "unified", "swap-in", "swap-out", "chunk", "think", "kv-heads")
     assert set(found) == systems | {f"ablate-{name}" for name in ablations}
-    assert set(table().experiments(table().TWO_GPUS)) == {"systems-70b-sharegpt"}
+    assert set(table().experiments(scales().TWO_GPUS)) == {"systems-70b-sharegpt"}
     for name in systems:
         assert len(found[name].lines) == 6
     for experiment in found.values():
@@ -64,7 +68,7 @@ def test_the_issue_is_covered() -> None:
 
 
 def test_every_policy_and_chunk_size_is_compared() -> None:
-    found = table().experiments(table().FULL)
+    found = table().experiments(scales().FULL)
     default = EngineTuning()
     for experiment, name, value, wanted in (
         ("ablate-policy", "--policy", default.policy, get_args(PolicyName)),
@@ -78,7 +82,7 @@ def test_every_policy_and_chunk_size_is_compared() -> None:
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_all_systems_of_an_experiment_have_the_same_memory(scale: str) -> None:
-    limits = getattr(table(), scale)
+    limits = getattr(scales(), scale)
     per_token = limits.device_bytes // parse_cache_size(limits.device_tier, 1) if scale == "SMALL" else 1
     for line in all_lines(scale):
         command = line.system.command
@@ -110,10 +114,10 @@ def test_pensieve_takes_every_command_line(scale: str, tmp_path: Path) -> None:
 
 
 def test_an_ablation_changes_one_thing() -> None:
-    for name, experiment in table().experiments(table().FULL).items():
+    for name, experiment in table().experiments(scales().FULL).items():
         if name in ("ablate-think", "ablate-kv-heads") or name.startswith("systems"):
             continue
-        common = table().pensieve(table().FULL, "any").command
+        common = table().pensieve(scales().FULL, "any").command
         assert all(line.system.command[: len(common)] == common for line in experiment.lines), name
         extras = [line.system.command[len(common) :] for line in experiment.lines]
         assert all(len(extra) <= 2 or extra == table().STATELESS for extra in extras), name
@@ -131,7 +135,7 @@ def test_conversations_last_until_the_window_ends(scale: str) -> None:
 
 def test_the_default_is_measured_once() -> None:
     """It is a line of every ablation at that load, under another name; so is it at the load of the policies."""
-    found = table().experiments(table().FULL)
+    found = table().experiments(scales().FULL)
     ablations = [name for name in found if name.startswith("ablate-")]
     jobs = planning().jobs_for([(name, line) for name in ablations for line in found[name].lines])
     *others, default = sorted((job.uses for job in jobs), key=len)
@@ -144,7 +148,7 @@ def test_the_default_is_measured_once() -> None:
 @pytest.mark.parametrize("scale", SCALES)
 def test_systems_get_the_same_conversations_each_at_its_own_rates(scale: str) -> None:
     module = table()
-    for name, experiment in module.experiments(getattr(module, scale)).items():
+    for name, experiment in module.experiments(getattr(scales(), scale)).items():
         loads = [line.workload for line in experiment.lines]
         assert len({(load.dataset, load.window_s) for load in loads}) == 1, name
         if name != "ablate-think":  # where the time before is longer, and has more of them
@@ -153,7 +157,7 @@ def test_systems_get_the_same_conversations_each_at_its_own_rates(scale: str) ->
 
 def test_tiers_are_lines_of_the_systems() -> None:
     """Run together, nothing is measured twice."""
-    found = table().experiments(table().FULL)
+    found = table().experiments(scales().FULL)
     names = ("systems-13b-sharegpt", "ablate-tiers")
     jobs = planning().jobs_for([(name, line) for name in names for line in found[name].lines])
     assert len(jobs) == len(found["systems-13b-sharegpt"].lines)
@@ -173,7 +177,7 @@ def turns_due(found: list[Script], start: float, end: float, token_s: float = 0.
 
 def test_what_is_offered_in_a_window_hardly_rises() -> None:
     """The load changes by less than what is called unsteady; without the run-in it would change by more."""
-    found = table().experiments(table().FULL).items()
+    found = table().experiments(scales().FULL).items()
     loads = [experiment.lines[0].workload for name, experiment in found if name.startswith("systems-")]
     # The rise is the same at any rate, and chance less at a high one.
     for many in {replace(load, rates=(400.0,), most=400.0) for load in loads}:
@@ -268,7 +272,7 @@ def test_impossible_requests_are_refused() -> None:
 def test_tiers_that_do_not_fit_into_memory_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the server with the largest host tier counts on each device: its servers run one after the other."""
     evaluate = importlib.import_module("evaluate")
-    found = table().experiments(table().FULL)["systems-13b-sharegpt"]
+    found = table().experiments(scales().FULL)["systems-13b-sharegpt"]
     jobs = {job.uses[0][1]: job for job in planning().jobs_for([("e", line) for line in found.lines])}
     ours, peer, none = jobs["Pensieve"], jobs["vLLM CPU offload"], jobs["Pensieve stateless"]
     monkeypatch.setattr(evaluate, "memory", lambda: Memory(1 << 40, 63 << 30))

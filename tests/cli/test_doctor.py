@@ -164,7 +164,17 @@ def test_port_in_use_blocks() -> None:
 def test_json_and_exit_code(tmp_path: Path) -> None:
     model = str(tmp_path / "empty")
     (tmp_path / "empty").mkdir()
-    arguments = ["--json", "--model", model, "--store", "memory:", "--listen", "127.0.0.1:0"]
+    arguments = [
+        "--json",
+        "--model",
+        model,
+        "--store",
+        "memory:",
+        "--listen",
+        "127.0.0.1:0",
+        "--admin",
+        "127.0.0.1:0",
+    ]
     result = CliRunner().invoke(doctor, arguments)
     assert result.exit_code == 1
     report = json.loads(result.stdout)
@@ -174,7 +184,8 @@ def test_json_and_exit_code(tmp_path: Path) -> None:
 
 def test_table_names_problem_and_fix(tmp_path: Path) -> None:
     result = CliRunner().invoke(
-        doctor, ["--model", str(tmp_path), "--store", "memory:", "--listen", "127.0.0.1:0"]
+        doctor,
+        ["--model", str(tmp_path), "--store", "memory:", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"],
     )
     assert result.exit_code == 1
     assert "fail" in result.stdout

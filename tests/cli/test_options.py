@@ -8,10 +8,13 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pensieve.cli.gateway import gateway
 from pensieve.config import EngineOptions, batch_limits
+from pensieve.http.common.settings import DoorSettings
 from pensieve.options.groups import GROUPS
 from pensieve.options.serve import ServeOptions, resolve
 from pensieve.options.table import OPTIONS
@@ -105,6 +108,13 @@ def test_every_option_has_its_heading() -> None:
     named = [name for names in GROUPS.values() for name in names]
     assert len(named) == len(set(named))
     assert set(named) == {option.name for option in OPTIONS} | {"config", "print-config", "help"}
+
+
+def test_the_admin_port_is_one_that_nothing_else_takes() -> None:
+    host, _, port = ServeOptions().admin.rpartition(":")
+    assert host == "127.0.0.1"
+    assert 1024 <= int(port) < 32768, "from there on the system gives ports to outgoing connections"
+    assert not 9090 <= int(port) < 11000, "where Prometheus and its exporters are"
 
 
 @pytest.mark.parametrize(
@@ -302,3 +312,29 @@ def test_options_are_frozen() -> None:
 def test_a_misspelt_flag_name_is_a_bug() -> None:
     with pytest.raises(KeyError, match="max_running"):
         resolve({"max_running": 3})
+
+
+def test_options_of_the_door(tmp_path: Path) -> None:
+    config = write(
+        tmp_path,
+        'http-cors-origin = ["https://a.example", "https://b.example:8443"]\n'
+        'http-trusted-proxy = "10.0.0.0/8 ::1"\n',
+    )
+    options = resolve({"http-patience": "3s"}, config).options
+    assert options.http_cors_origin == "https://a.example https://b.example:8443"
+    assert (options.http_trusted_proxy, options.http_patience_s) == ("10.0.0.0/8 ::1", 3.0)
+    assert "got 'a.example'" in refusal({"http-cors-origin": "https://b.example a.example"})
+    assert "got 'https://a.example/'" in refusal({"http-cors-origin": "https://a.example/"})
+    assert "got 'proxy.local'" in refusal({"http-trusted-proxy": "proxy.local"})
+
+
+def test_a_door_of_its_own_has_the_limits_of_the_servers() -> None:
+    options, settings = ServeOptions(), DoorSettings("target")
+    assert settings.max_body_bytes == options.http_max_body << 20
+    assert settings.patience_s == options.http_patience_s
+    said = CliRunner().invoke(
+        gateway, ["--target", "x:1", "--cors-origin", "https://a.example", "--cors-origin", "b"]
+    )
+    assert said.exit_code == 2 and "got 'b'" in said.output
+    said = CliRunner().invoke(gateway, ["--target", "x:1", "--max-body", "65"])
+    assert said.exit_code == 2 and "from 1 to 64" in said.output

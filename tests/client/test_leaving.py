@@ -229,3 +229,26 @@ def test_no_call_object_outlives_its_use(client: Any, fake: FakeConversations) -
         chat.send("x")
     del stream
     until(client, lambda: fake.open_streams == 0 and living_calls() == [])
+
+
+async def test_a_close_that_is_awaited_has_told_the_server() -> None:
+    fake = FakeConversations()
+    server, target = await start_fake(fake)
+    async with AsyncClient(target) as client:
+        chat = await client.create_session()
+        for awaited in (True, False):
+            fake.script.append(STALL)
+            stream = chat.stream("x")
+            await anext(stream)
+            closing = stream.close()
+            assert "CancelTurn" not in fake.calls, (
+                "the server runs in this loop, which has not been left since"
+            )
+            if awaited:
+                await closing
+                assert fake.calls.pop() == "CancelTurn"
+                await closing
+                await stream.close()
+                assert "CancelTurn" not in fake.calls, "once is enough"
+    assert fake.calls[-1] == "CancelTurn", "a client that is closed waits for what it has begun"
+    await server.stop(grace=None)

@@ -20,6 +20,8 @@ from pensieve.v1 import pensieve_pb2 as pb
 from support.faults.fake_faults import answer_to
 from support.service.fake_conversations import FakeConversations
 
+ID = "0d1c1e5a-7b1f-4f6e-9a55-2f1d3c6b7a80"
+
 
 def test_a_conversation(client: Any) -> None:
     chat = client.create_session(system_prompt="Be brief.", session_id="ada-1", temperature=0.0)
@@ -184,7 +186,7 @@ def test_expected_revision(client: Any) -> None:
 def test_options_become_fields(client: Any, fake: FakeConversations) -> None:
     client.create_session().send(
         "x",
-        request_id="my-id",
+        request_id=ID,
         temperature=0.5,
         top_p=0.9,
         top_k=4,
@@ -227,7 +229,7 @@ def test_options_become_fields(client: Any, fake: FakeConversations) -> None:
         logit_bias={5: -1.0},
     )
     assert spec.sampling == expected
-    assert (spec.request_id, spec.priority, spec.max_duration.seconds) == ("my-id", 1, 2)
+    assert (spec.request_id, spec.priority, spec.max_duration.seconds) == (ID, 1, 2)
     assert not spec.HasField("expected_revision") and not spec.HasField("replace_after_item")
     output = spec.output
     assert output.HasField("top_logprobs") and output.top_logprobs == 0

@@ -6,6 +6,8 @@ import inspect
 import re
 import subprocess
 import sys
+import typing
+from collections.abc import Awaitable
 
 import pytest
 
@@ -63,6 +65,7 @@ SDK = set(
         "SessionChanges",
         "SessionInfo",
         "SessionState",
+        "TenantTotals",
         "TokenCount",
         "TokenLogprob",
         "TokenText",
@@ -75,7 +78,7 @@ SDK = set(
         "Warming",
     ]
 )
-CLIENT = "close create_session find_turn server_info session sessions"
+CLIENT = "close create_session find_turn server_info session sessions usage"
 SESSION = """append attach cancel choose count_tokens delete edit fork get_turn id info items last_turn last_user_item
 name rebind refresh regenerate revision rewind send stream update warm"""
 STREAM = (
@@ -115,6 +118,32 @@ def test_methods_of_both_twins(twins: tuple[type, type], names: str) -> None:
             for method in (blocking, awaited)
         )
         assert ours == [re.sub(r"\bAsync(?=[A-Z])", "", one) for one in theirs], name
+
+
+HANDLES = {"session", "stream", "attach"}
+"""Make no call, so there is nothing to wait for; what they return is of the same side."""
+
+
+@pytest.mark.parametrize("twins", TWINS, ids=lambda twins: twins[0].__name__)
+def test_what_blocks_on_one_side_is_awaited_on_the_other(twins: tuple[type, type]) -> None:
+    for name in public(twins[0]):
+        blocking, awaited = (inspect.getattr_static(twin, name) for twin in twins)
+        assert type(blocking) is type(awaited), name
+        if not inspect.isfunction(blocking):
+            assert blocking is awaited, f"{name}: what needs no call is the same for both"
+            continue
+        result = typing.get_type_hints(awaited)["return"]
+        awaitable = inspect.iscoroutinefunction(awaited) or issubclass(result, Awaitable)
+        assert awaitable is (name not in HANDLES), name
+        told = [
+            re.sub(r"await |Async(?=[A-Z])", "", inspect.getdoc(one) or "")
+            .partition("It is done at once")[0]
+            .rstrip()
+            for one in (blocking, awaited)
+        ]
+        assert told[0] == told[1], name
+    for one, other in (("enter", "aenter"), ("exit", "aexit"), ("iter", "aiter"), ("next", "anext")):
+        assert hasattr(twins[0], f"__{one}__") == hasattr(twins[1], f"__{other}__"), one
 
 
 def test_import_costs_neither_grpc_nor_torch() -> None:

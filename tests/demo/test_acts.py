@@ -11,59 +11,13 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from pensieve.client import Piece, Turn, TurnState
-from pensieve.core import FinishReason, Usage
+from pensieve.client import Piece, Turn
 from pensieve.demo import run as command
-from pensieve.demo.acts import crowd, long_talk
+from pensieve.demo.acts import crowd, killed, long_talk
 from pensieve.demo.acts.bars import bar, bars, fitting_pitch
-from pensieve.demo.acts.exchange import SOURCES, Exchange, ServerRun, wrong_answers, wrong_receipts
+from pensieve.demo.acts.exchange import SOURCES, Exchange, wrong_answers, wrong_receipts
 from pensieve.demo.talk.scenario import Utterance, long_conversation
-
-OUTPUT = 5
-NEW = 10
-
-
-def turn(text: str, usage: Usage) -> Turn:
-    return Turn(
-        session="s", request_id="r", state=TurnState.COMMITTED, text=text, finish_reason=FinishReason.EOS, usage=usage,
-        revision=1, base_revision=0, seed=0, stop_sequence="", input=(), output=None,
-    )  # fmt: skip
-
-
-def receipt(index: int, source: str) -> Usage:
-    """Of turn ``index``, from 0: all that came before was found in one place."""
-    before = index * (NEW + OUTPUT)
-    return Usage(
-        context_tokens=before + NEW, new_tokens=NEW, output_tokens=OUTPUT, **{SOURCES[source]: before}
-    )
-
-
-def well(name: str, source: str, seconds: float, turns: int = 6) -> ServerRun:
-    """A run without fault: the first turn tells, the others ask."""
-    said = [Utterance("My name is Vio."), *[Utterance("What is my name?", "Vio")] * (turns - 1)]
-    talk = [
-        Exchange(one, turn("Your name is Vio.", receipt(index, source)), seconds)
-        for index, one in enumerate(said)
-    ]
-    run = ServerRun(name, [talk])
-    run.counted = {key: run.tokens(key) for key in SOURCES}
-    return run
-
-
-def spoil(run: ServerRun, change: Callable[[Turn], Turn]) -> ServerRun:
-    """The same run with its last turn changed."""
-    talk = run.conversations[0]
-    talk[-1] = replace(talk[-1], turn=change(talk[-1].turn))
-    return run
-
-
-def with_usage(**fields: int) -> Callable[[Turn], Turn]:
-    def change(one: Turn) -> Turn:
-        usage = {name: getattr(one.usage, name) for name in one.usage.__struct_fields__}
-        return replace(one, usage=Usage(**{**usage, **fields}))
-
-    return change
-
+from support.demo.runs import receipt, spoil, survived, turn, well, with_usage
 
 # -- bars
 
@@ -250,17 +204,18 @@ def test_the_second_act_notices_a_path_not_taken(source: str) -> None:
 
 
 def demo(monkeypatch: pytest.MonkeyPatch, act: crowd.CrowdRun, *arguments: str) -> Result:
-    """The command with both acts already held."""
+    """The command with all acts already held."""
     first = well("Pensieve", "device", 0.1), well("stateless", "recomputed", 2.0)
     monkeypatch.setattr(long_talk, "serve_and_hold", lambda *_: first)
     monkeypatch.setattr(crowd, "serve_and_hold", lambda *_: act)
+    monkeypatch.setattr(killed, "serve_and_hold", lambda *_: survived())
     return CliRunner().invoke(command.demo, arguments)
 
 
 def test_the_command_ends_well(monkeypatch: pytest.MonkeyPatch) -> None:
     result = demo(monkeypatch, crowded())
     assert result.exit_code == 0, result.output
-    assert "comes 20 times sooner" in result.output
+    assert "comes 20 times sooner" in result.output and "4.2 s after the kill" in result.output
     assert "Every answer is right and every receipt adds up." in result.output
     assert "Now try:" in result.output and "What is my name?" not in result.output
     assert "\x1b" not in result.output

@@ -205,6 +205,27 @@ async def test_nothing_that_was_said_or_shown_is_written_anywhere(tmp_path: Path
     assert "draining" in written, "the log was looked at"
 
 
+@pytest.mark.fault(36)
+async def test_a_caller_with_many_connections_keeps_nobody_out(server: ServerProcess) -> None:
+    """Half of them are silent, half greet and ask for nothing; another caller logs in and has its turn."""
+    host, _, port = server.grpc.rpartition(":")
+    crowd = [await asyncio.open_connection(host, int(port)) for _ in range(256)]
+    try:
+        firsts = await asyncio.gather(*(asyncio.wait_for(reader.read(9), 60) for reader, _ in crowd))
+        assert all(firsts), "the server had closed some"
+        for _, writer in crowd[::2]:
+            writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4" + bytes(5))
+        async with aio.insecure_channel(server.grpc) as channel:
+            api = pensieve_pb2_grpc.ConversationServiceStub(channel)
+            metadata = login("writer")
+            made = await api.CreateSession(pb.CreateSessionRequest(), timeout=60, metadata=metadata)
+            turn = pb.RunTurnRequest(session=made.session.name, turn=spec("hi"))
+            assert (await api.RunTurn(turn, timeout=60, metadata=metadata)).turn.revision == 2
+    finally:
+        for _, writer in crowd:
+            writer.close()
+
+
 @pytest.mark.fault(34)
 async def test_too_many_open_files_are_survived(tmp_path: Path) -> None:
     """Connections beyond the limit are refused or wait; when they have gone, calls are served as before."""

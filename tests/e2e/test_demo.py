@@ -22,6 +22,7 @@ def test_the_demo_in_small() -> None:
     assert "All 22 answers are the same on both, 17 of 17 recalled facts right;" in lines
     assert sum(line.startswith("turn ") for line in lines) == 22
     assert any(line.startswith("Every answer is right and every receipt adds up.") for line in lines)
+    assert any("after the kill the answer went on" in line or "over before" in line for line in lines)
     too_wide = [line for line in lines if len(line) > 80]
-    assert too_wide == [] and len(lines) <= 60
+    assert too_wide == [] and len(lines) <= 72
     assert "\x1b" not in result.stdout

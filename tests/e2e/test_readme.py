@@ -34,7 +34,7 @@ def test_the_session_in_the_readme() -> None:
 @pytest.mark.timeout(200)
 def test_commands_against_the_server_of_the_readme(tmp_path: Path) -> None:
     """Every line of the README that talks to its server, in a shell that has the environment on its path."""
-    (tmp_path / "docs").symlink_to(README.parent / "docs")
+    (tmp_path / "examples").symlink_to(README.parent / "examples")
     text = README.read_text(encoding="utf-8")
     lines = re.findall(r"^\$ (pensieve \w+ .*--target .*127\.0\.0\.1:50051)$", text, re.MULTILINE)
     assert {line.split()[1] for line in lines} == {"chat", "replay", "sessions"}

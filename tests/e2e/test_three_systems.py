@@ -54,7 +54,7 @@ def artefacts() -> Path:
 def sweep(artefacts: Path) -> Sweep:
     """``pensieve replay`` of three servers that it starts itself, one after the other."""
     pensieve = [sys.executable, "-P", "-m", "pensieve"]
-    serve = [*pensieve, "serve", *SERVE, "--listen", "127.0.0.1:0"]
+    serve = [*pensieve, "serve", *SERVE, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

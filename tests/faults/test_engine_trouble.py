@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pensieve.client import Client
+from pensieve.client import AsyncClient, Client
 from pensieve.errors import Internal
 from support.engine.fake_engine import Script
+from support.faults.fault_client import calling, check_idle
+from support.faults.fault_server import fault_server
 from support.service.server_process import ServerProcess, launched
 from support.service.service_rig import encode
 
@@ -86,6 +90,37 @@ def test_a_stopped_engine_is_no_serving_one(server: ServerProcess) -> None:
         becomes(server, SERVING)
         assert stream.finish().usage.output_tokens == 200
         assert server.engine_pid == pid, "it was not given up: a pause is no death"
+
+
+@pytest.mark.fault(28)
+async def test_a_turn_outlives_the_engine_that_hangs_in_it(tmp_path: Path) -> None:
+    """Its process lives and does not get on with a step. Promised are 5 s until health shows it."""
+    store = f"sqlite:///{tmp_path / 'history.sqlite3'}"
+    with fault_server(tmp_path / "server", store, pace_s=0.005, stall_limit_s=4.0) as server:
+        await asyncio.to_thread(server.start)
+        async with calling(server.grpc, server.admin) as caller, AsyncClient(server.grpc) as client:
+            talk = await caller.talk()
+            await caller.say(talk, "steps of this size are known then", 20)
+            session, pid = client.session(talk.name), server.engine_pid
+            stream = session.stream("hello", max_output_tokens=60, ignore_eos=True)
+            pieces = aiter(stream)  # held, or the stream would be given up
+            await anext(pieces)
+            server.hold()
+            began = time.monotonic()
+            await caller.becomes(NOT_SERVING)
+            assert time.monotonic() - began < 10, (
+                "a busy machine may need longer than promised, not twice as long"
+            )
+            async with asyncio.timeout(30):
+                while server.engine_pid in (pid, None):
+                    await asyncio.sleep(0.01)
+            server.release()
+            turn = await stream.finish()
+            assert (turn.usage.output_tokens, turn.revision) == (60, 3)
+            assert stream.resumes > 0
+            await caller.becomes(SERVING)
+            assert await asyncio.to_thread(server.metric, "pensieve_engine_restarts_total") == 1
+            await check_idle(caller)
 
 
 def test_a_request_that_ends_engines_is_told_and_everybody_goes_on(server: ServerProcess) -> None:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import ssl
+import time
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,7 +18,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
 
 from pensieve.server.gateway import keeper
 from pensieve.server.gateway.keeper import Gateway, GatewayError
@@ -31,6 +32,7 @@ from support.service.server_process import ServerProcess, launched
 pytestmark = pytest.mark.timeout(300)
 ANY_PORT = "127.0.0.1:0"
 SLOW = Script(step_s=0.02)
+PAGE = "https://a.example"
 TOO_LONG = 4000
 """Tokens that nobody waits for."""
 
@@ -61,7 +63,16 @@ def respond(client: OpenAI, text: str, tokens: int = 6, **options: Any) -> Any:
 
 
 def test_a_door_that_dies_comes_back_and_a_drain_lets_streams_end(tmp_path: Path) -> None:
-    with launched(tmp_path, SLOW, http=ANY_PORT) as server, client_of(server) as client:
+    limits = {"http_max_body": 1, "http_cors_origin": f"{PAGE} https://b.example"}
+    with launched(tmp_path, SLOW, http=ANY_PORT, **limits) as server, client_of(server) as client:
+        with httpx.Client(base_url=f"http://{server.http}/v1") as http:
+            body = {"input": "x" * (1 << 20)}
+            assert http.post("/responses", json=body).status_code == 413
+            allowed = [
+                http.get("/models", headers={"Origin": origin}).headers.get("access-control-allow-origin")
+                for origin in (PAGE, "https://c.example")
+            ]
+            assert allowed == [PAGE, None]
         assert page(server.http, "/health") == page(server.http, "/ready") == '{"status":"ok"}'
         assert page(server.admin, "/readyz/http") == "ok\n"
         first = respond(client, "My name is Ada.")
@@ -94,6 +105,30 @@ def test_a_door_that_dies_comes_back_and_a_drain_lets_streams_end(tmp_path: Path
         assert last.type == "response.incomplete" and last.response.usage.output_tokens == 100
         assert server.finish() == (0, "")
         assert "Traceback" not in server.stderr
+
+
+@pytest.mark.fault(59)
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_door_that_is_killed_or_stands_still_in_mid_stream(tmp_path: Path, fault: signal.Signals) -> None:
+    with launched(tmp_path, SLOW, http=ANY_PORT) as server, client_of(server) as client:
+        stream = respond(client, "Tell me.", tokens=150, stream=True, background=True)
+        events = [next(stream) for _ in range(8)]
+        struck = door_of(server)
+        os.kill(struck, fault)
+        with pytest.raises((httpx.TransportError, APIConnectionError)):
+            events.extend(stream)
+        until(lambda: door_of(server) not in (0, struck), "no other door is started")
+        assert read_metric(server.admin, "pensieve_http_restarts_total") == 1
+        seen = events[-1].sequence_number
+        with client_of(server) as again:
+            name = events[0].response.id
+            events.extend(again.responses.retrieve(name, stream=True, starting_after=seen))
+            assert [event.sequence_number for event in events] == list(range(len(events)))
+            text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+            last = again.responses.retrieve(name)
+        assert (last.status, last.output_text) == ("incomplete", text)
+        assert last.usage.output_tokens == 150
+        assert ("has not answered for" in server.stderr) is (fault is signal.SIGSTOP)
 
 
 def test_the_chain_goes_on_after_a_power_cut(tmp_path: Path) -> None:
@@ -210,6 +245,7 @@ class StandIn:
 
     def __init__(self) -> None:
         self._over = asyncio.Event()
+        self.heard_at = 0.0
 
     @classmethod
     async def spawn(cls, *_: object) -> StandIn:
@@ -230,6 +266,18 @@ class StandIn:
 
     def kill(self) -> None:
         self._over.set()
+
+
+class Talking(StandIn):
+    """One that is heard of whenever somebody looks."""
+
+    @property
+    def heard_at(self) -> float:
+        return time.monotonic()
+
+    @heard_at.setter
+    def heard_at(self, _: float) -> None:
+        return
 
 
 class Dying(StandIn):
@@ -262,6 +310,32 @@ async def test_pauses_grow_while_it_dies(monkeypatch: pytest.MonkeyPatch) -> Non
         while len(pauses) < 5:
             await asyncio.sleep(0.001)
         assert pauses[:5] == [0.001, 0.002, 0.003, 0.003, 0.003]
+
+
+async def test_a_door_that_says_nothing_counts_as_stuck_and_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, seconds in (("TICK_S", 0.01), ("QUIET_S", 0.02), ("HUNG_S", 0.3), ("FIRST_PAUSE_S", 0.001)):
+        monkeypatch.setattr(keeper, name, seconds)
+    async with kept(monkeypatch, StandIn) as (door, _):
+        first = door._process
+        assert door.problem == ""
+        while door.problem != "the HTTP door does not answer":
+            await asyncio.sleep(0.001)
+        assert door._process is first
+        while door._process in (None, first):
+            await asyncio.sleep(0.001)
+        assert door.problem == ""
+
+
+async def test_a_door_that_says_something_now_and_then_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("TICK_S", 0.001), ("HUNG_S", 0.02)):
+        monkeypatch.setattr(keeper, name, seconds)
+    async with kept(monkeypatch, Talking) as (door, _):
+        first = door._process
+        for _ in range(50):
+            await asyncio.sleep(0.002)
+        assert door._process is first
 
 
 async def test_while_it_drains_nobody_waits_in_the_backlog(monkeypatch: pytest.MonkeyPatch) -> None:

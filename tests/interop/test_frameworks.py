@@ -91,5 +91,5 @@ async def test_pydantic_ai() -> None:
 
 async def test_the_example_for_langchain() -> None:
     async with door() as rig:
-        example = Path(__file__).parents[2] / "docs" / "examples" / "langchain_chat.py"
+        example = Path(__file__).parents[2] / "examples" / "langchain_chat.py"
         assert await said_by(example, rig) == f"{ANSWER}\n"

@@ -87,3 +87,15 @@ async def test_a_server_finds_its_own_gap(tmp_path: Path, monkeypatch: pytest.Mo
         assert found.measured.recomputed > 0.0, "nothing was lost: the test shows little"
         assert found.clairvoyant is not None
         assert found.clairvoyant.recomputed < found.replayed.recomputed
+
+
+async def test_a_process_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gap, "FEWEST", 1)
+    monkeypatch.setattr(gap.sys, "executable", "/bin/false")
+    async with page_rig(tmp_path) as rig:
+        async with AsyncClient(rig.address) as client:
+            chat = await client.create_session()
+            for _ in range(2):
+                await chat.send("a word", max_output_tokens=2)
+        found = await rig.gap.settled()
+        assert found.problem == "it could not be computed" and found.measured is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from pensieve.client._transport import ROUTE_KEY
-from support.replicas.haproxy import CONFIGURATION, require_haproxy
+from support.replicas.haproxy import CONFIGURATION, haproxy, require_haproxy
 
 ENVOY = Path(__file__).parents[2] / "deploy" / "envoy.yaml"
 
@@ -21,6 +22,33 @@ def test_haproxy_takes_its_configuration_as_it_is() -> None:
     command = [require_haproxy(), "-c", "-f", str(CONFIGURATION)]
     checked = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert checked.returncode == 0 and "WARNING" not in checked.stderr, checked.stderr
+
+
+@pytest.mark.fault(36)
+@pytest.mark.haproxy
+async def test_an_address_holds_so_many_connections_and_no_more(tmp_path: Path) -> None:
+    """One that wants more is refused by the proxy, whatever is behind it; another is answered."""
+    greeting = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4" + bytes(5)
+    open_now: list[asyncio.StreamWriter] = []
+
+    async def greeted(address: str) -> bool:
+        """Whether the proxy answers a further connection from there."""
+        host, _, port = proxy.address.rpartition(":")
+        try:
+            reader, writer = await asyncio.open_connection(host, int(port), local_addr=(address, 0))
+            open_now.append(writer)
+            writer.write(greeting)
+            return bool(await asyncio.wait_for(reader.read(9), 30))
+        except ConnectionError:
+            return False
+
+    with haproxy(tmp_path, [("127.0.0.1:1", "127.0.0.1:2")]) as proxy:
+        await asyncio.to_thread(proxy.wait_for, a="")
+        answers = [await greeted("127.0.0.2") for _ in range(260)]
+        assert answers == [True] * 256 + [False] * 4
+        assert await greeted("127.0.0.3")
+        for writer in open_now:
+            writer.close()
 
 
 def _manager(envoy: dict[str, Any]) -> dict[str, Any]:

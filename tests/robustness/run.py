@@ -17,7 +17,7 @@ import click
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support.robustness import report
-from support.robustness.arena import Leg, Outcome, Plan, ground, run
+from support.robustness.arena import Fsync, Leg, Outcome, Plan, ground, run
 from support.robustness.nemesis import Nemesis
 
 
@@ -27,6 +27,11 @@ from support.robustness.nemesis import Nemesis
 @click.option("--part", type=float, default=5.0, show_default=True, help="Minutes between two last looks.")
 @click.option("--clients", type=int, default=6, show_default=True, help="Of each store.")
 @click.option("--store", type=click.Choice(["sqlite", "redis"]), multiple=True, help="Default: both.")
+@click.option(
+    "--slow-disk",
+    type=click.Choice(["everysec", "always"]),
+    help="Redis is on a disk whose flushes take 0.2 to 3 s, and syncs so often.",
+)
 @click.option("--keep", type=click.Path(path_type=Path), help="Folder that keeps histories and logs.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write OUT.json and OUT.md.")
 def main(
@@ -35,6 +40,7 @@ def main(
     part: float,
     clients: int,
     store: tuple[str, ...],
+    slow_disk: Fsync | None,
     keep: Path | None,
     out: Path | None,
 ) -> None:
@@ -42,6 +48,7 @@ def main(
     outcomes: list[Outcome] = []
     command = f"python tests/robustness/run.py --minutes {minutes:g} --seed {seed} --part {part:g}"
     command += "".join(f" --store {name}" for name in store)
+    command += f" --slow-disk {slow_disk}" if slow_disk else ""
 
     def told(nemeses: list[Nemesis], legs: list[Leg]) -> None:
         acknowledged = sum(leg.floor.acknowledged for leg in legs)
@@ -59,6 +66,7 @@ def main(
                     seconds=min(left, part * 60),
                     legs=store or ("sqlite", "redis"),
                     clients=clients,
+                    slow_disk=slow_disk,
                     record=keep is not None,
                 )
                 outcomes.append(asyncio.run(run(plan, folder / f"part{len(outcomes)}", nest, disk, told)))

@@ -105,6 +105,19 @@ def test_unknown_outcomes_may_be_there_or_not() -> None:
     assert script.kinds() == set()
 
 
+def test_a_turn_of_which_nobody_heard_is_no_rewind() -> None:
+    """A turn was left alone and is in history, a rewind was refused, and nobody read before the deletion."""
+    script = Script()
+    script.turn("a")
+    unknown(script.turn("left alone"))
+    script.operations.append(
+        Operation(client=1, op="rewind", session=NAME, request_id="r", start=30, end=35, item=1, error="BUSY")
+    )
+    script.turn("b")
+    script.operation("delete")
+    assert script.kinds() == set()
+
+
 def test_an_acknowledged_turn_is_missing() -> None:
     script = Script()
     script.turn("a")

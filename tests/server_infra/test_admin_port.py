@@ -19,6 +19,8 @@ from pensieve.server.links.engine_link import LinkState
 from pensieve.server.operations import admin_port
 from pensieve.server.operations.admin_port import AdminPort
 from pensieve.server.operations.metrics import ENGINE_METRICS, Metrics
+from pensieve.server.values import TurnEnd
+from pensieve.store import Key
 
 
 class Engine:
@@ -157,12 +159,17 @@ async def test_silent_grpc_connections_keep_nobody_out(setup: Setup) -> None:
     await server.stop(None)
 
 
+def turn_end(tenant: str, outcome: str, usage: Usage) -> TurnEnd:
+    """Of a committed turn that took two seconds."""
+    return TurnEnd(Key(tenant, "s"), outcome, True, 12, 3, usage, 10.0, 11.0, 12.0)
+
+
 async def test_metrics_names_labels_and_values(setup: Setup) -> None:
     setup.metrics.first_token(0.3, Usage())
     setup.metrics.first_token(0.1, Usage(swapped_in_tokens=32))
     setup.metrics.next_tokens(0.2, 4)
     setup.metrics.ended("length")
-    setup.metrics.turn_ended("committed", "acme", Usage())
+    setup.metrics.turn_ended(turn_end("acme", "committed", Usage(queue_s=0.25, prefill_s=0.5, decode_s=1.0)))
     setup.metrics.store_error()
     status, text = await setup.get("/metrics")
     assert status == 200
@@ -172,7 +179,7 @@ async def test_metrics_names_labels_and_values(setup: Setup) -> None:
         for family in families.values()
         for sample in family.samples
     }
-    assert all(name.startswith("pensieve_") for name in families)
+    assert all(name.startswith(("pensieve_", "process_")) for name in families)
     assert all(family.documentation for family in families.values())
     for metric in ENGINE_METRICS:
         assert metric.name.removesuffix("_total") in families
@@ -195,6 +202,12 @@ async def test_metrics_names_labels_and_values(setup: Setup) -> None:
     assert samples["pensieve_inter_token_seconds_sum",] == pytest.approx(0.2)
     assert samples["pensieve_generations_total", "length"] == 1
     assert samples["pensieve_turns_total", "committed"] == 1
+    assert samples["pensieve_turn_seconds_count",] == 1
+    assert samples["pensieve_turn_seconds_sum",] == 2
+    stages = {
+        name[1]: value for name, value in samples.items() if name[0] == "pensieve_turn_stage_seconds_total"
+    }
+    assert stages == {"queue": 0.25, "prefill": 0.5, "decode": 1.0, "other": 0.25}
     assert samples["pensieve_store_errors_total",] == 1
     labels = {name for family in families.values() for sample in family.samples for name in sample.labels}
     assert not labels & {"tenant", "session", "request"}
@@ -212,7 +225,7 @@ def test_tenants_are_named_only_when_asked_to() -> None:
     usage = Usage(context_tokens=12, new_tokens=3, recomputed_tokens=4, gpu_cached_tokens=5, output_tokens=6)
     for named in (False, True):
         metrics = Metrics(by_tenant=named)
-        metrics.turn_ended("eos", "acme", usage)
+        metrics.turn_ended(turn_end("acme", "eos", usage))
         metrics.turn_refused("acme", "QUOTA_EXCEEDED")
         text = generate_latest(metrics.registry).decode()
         assert 'pensieve_refusals_total{reason="quota_exceeded"} 1.0' in text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import resource
 import shutil
 import subprocess
 from pathlib import Path
@@ -18,6 +20,7 @@ from pensieve.server.rpc.grpc_server import (
     BindError,
     add_health_and_reflection,
     bind,
+    connection_limit,
     make_server,
     split_address,
     tls_credentials,
@@ -61,6 +64,42 @@ def test_dead_peers_and_double_binds_are_in_the_options() -> None:
     options = dict(SERVER_OPTIONS)
     assert options["grpc.so_reuseport"] == 0
     assert options["grpc.http2.ping_timeout_ms"] <= 20_000  # without it a dead peer is held for a minute more
+
+
+async def answered(connections: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]) -> int:
+    """How many of them the server speaks to; the others it has closed."""
+    firsts = await asyncio.gather(
+        *(asyncio.wait_for(reader.read(9), 30) for reader, _ in connections), return_exceptions=True
+    )
+    assert not any(isinstance(first, TimeoutError) for first in firsts)
+    return sum(isinstance(first, bytes) and first != b"" for first in firsts)
+
+
+@pytest.mark.fault(34)
+async def test_connections_beyond_the_limit_are_closed() -> None:
+    """Who is connected is served meanwhile, and others are as soon as there is room again."""
+    server = make_server([], connections=8)
+    add_health_and_reflection(server, health_aio.HealthServicer(), [])
+    port = bind(server, "127.0.0.1:0", None)
+    await server.start()
+    check = health_pb2.HealthCheckRequest()
+    own_pool = (("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 100))
+    async with aio.insecure_channel(f"127.0.0.1:{port}", options=own_pool) as early:
+        await health_pb2_grpc.HealthStub(early).Check(check, timeout=30)
+        crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+        assert await answered(crowd) == 7
+        await health_pb2_grpc.HealthStub(early).Check(check, timeout=30)
+        for _, writer in crowd:
+            writer.close()
+        async with aio.insecure_channel(f"127.0.0.1:{port}", options=own_pool) as late:
+            await health_pb2_grpc.HealthStub(late).Check(check, timeout=60, wait_for_ready=True)
+    await server.stop(None)
+
+
+def test_the_limit_on_connections_leaves_files_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    for files, most in ((1024, 768), (300, 150), (resource.RLIM_INFINITY, 0)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, files=files: (files, files))
+        assert (connection_limit(0), connection_limit(5)) == (most, 5)
 
 
 def certificate(folder: Path, name: str) -> tuple[Path, Path]:

@@ -23,6 +23,7 @@ def test_json_is_one_object_per_line_with_the_extra_fields() -> None:
         "time": "2023-11-14T22:13:20.250Z",
         "level": "INFO",
         "logger": "pensieve.x",
+        "event": "turn %s ended",
         "message": "turn t1 ended",
         "tokens": 5,
     }

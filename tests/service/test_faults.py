@@ -12,7 +12,7 @@ import pytest
 
 from pensieve import debug
 from pensieve.errors import Unavailable
-from pensieve.store import Key
+from pensieve.store import BeginOutcome, BeginRequest, Key
 from pensieve.store.memory_store import MemoryStore
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service.service_rig import Streamed, refusal, says, serving, spec, user
@@ -44,8 +44,8 @@ class BrokenStore(MemoryStore):
     async def commit(self, *args: Any, **kwargs: Any) -> Any:
         return await self._maybe("commit", super().commit(*args, **kwargs))
 
-    async def renew(self, *args: Any, **kwargs: Any) -> Any:
-        return await self._maybe("renew", super().renew(*args, **kwargs))
+    async def renew_leases(self, *args: Any, **kwargs: Any) -> Any:
+        return await self._maybe("renew_leases", super().renew_leases(*args, **kwargs))
 
     async def load(self, *args: Any, **kwargs: Any) -> Any:
         if self.fail.get("bug"):
@@ -108,7 +108,7 @@ async def test_failed_renewals_stop_the_turn_before_the_lease_ends() -> None:
     store = BrokenStore()
     async with serving(answer=None, store=store, lease_s=0.3) as rig:
         name = await rig.create()
-        store.fail["renew"] = 1000
+        store.fail["renew_leases"] = 1000
         call = rig.call(name, spec("hi"))
         generation = await rig.link.next_generation()
         assert (await refusal(call)).reason == "TURN_FENCED"
@@ -122,7 +122,7 @@ async def test_renewals_keep_a_long_turn_alive() -> None:
         generation = await rig.link.next_generation()
         generation.admit()
         renewed = 0
-        renew = rig.store.renew
+        renew = rig.store.renew_leases
 
         async def counted(*args: Any) -> Any:
             nonlocal renewed
@@ -130,7 +130,7 @@ async def test_renewals_keep_a_long_turn_alive() -> None:
             renewed += 1
             return news
 
-        rig.store.renew = counted
+        rig.store.renew_leases = counted
         while renewed < 8:  # several leases long
             await asyncio.sleep(0.01)
         generation.finish()
@@ -214,6 +214,37 @@ async def test_a_storm_of_disconnects_leaks_nothing() -> None:
             assert session.revision == 1 and not session.HasField("active_turn")
         rig.link.answer = lambda _: says("fine")
         assert (await rig.run(names[0], "hi")).output.text == "fine"
+
+
+class LeavingStore(MemoryStore):
+    """Does what begins a turn, is away before it can say so, and comes back after some calls."""
+
+    away = 0
+    """Calls that are refused still."""
+    lost = True
+
+    async def begin(self, key: Key, request: BeginRequest) -> BeginOutcome:
+        outcome = await super().begin(key, request)
+        if self.lost:
+            self.lost, self.away = False, 3
+            raise Unavailable("the reply is lost", reason="STORE_UNAVAILABLE")
+        return outcome
+
+    async def abort(self, key: Key, token: str, *, called_off: bool = False) -> None:
+        if self.away:
+            self.away -= 1
+            raise Unavailable("away", reason="STORE_UNAVAILABLE")
+        await super().abort(key, token, called_off=called_off)
+
+
+@pytest.mark.fault(46, 48)
+async def test_a_begin_whose_reply_is_lost_holds_its_session_no_longer_than_the_store_is_away() -> None:
+    """Not until the lease lapses: that is long after a store has failed over."""
+    async with serving(store=LeavingStore(), lease_s=600.0) as rig:
+        name, turn = await rig.create(), spec("hi")
+        assert (await refusal(rig.call(name, turn))).reason == "STORE_UNAVAILABLE"
+        async with asyncio.timeout(60):
+            assert (await rig.stream(name, turn)).completed.revision == 2
 
 
 @pytest.mark.fault(35)

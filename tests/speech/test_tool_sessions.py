@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from pensieve import core
 from pensieve.client import AsyncClient, CallingMessage, FunctionCall, Role, ToolResult
 from pensieve.errors import FailedPrecondition, InvalidArgument
 from pensieve.server.values import InputEntry, NewTurn
@@ -161,7 +162,7 @@ async def test_items_that_are_refused(item: Any, field: str) -> None:
 
 def test_turns_without_tools_are_the_turns_that_they_were() -> None:
     """A turn that is sent again after an update of the server is the same turn."""
-    turn = NewTurn("r", (InputEntry(Role.USER, "hi"),))
+    turn = NewTurn("r", (InputEntry(core.Role.USER, "hi"),))
     assert turn.fingerprint() == FINGERPRINT
 
 

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from pensieve.errors import FailedPrecondition, Unavailable
-from pensieve.store import Began
+from pensieve.store import Began, Renewed
 from pensieve.store._redis import link
 from pensieve.store._redis.link import MARKER
 from pensieve.store._redis.rows import session_keys
 from pensieve.store.redis_store import RedisStore
 from support.store.redis_groups import ClusterGroup, cluster_group
 from support.store.store_bench import (
+    LEASE_MS,
     TENANT,
     RedisBench,
     first_record,
@@ -28,13 +29,15 @@ from support.store.store_bench import (
     whole_turn,
 )
 from tests.store import test_sessions, test_turns
+from tests.store.leases import test_renewals
+from tests.store.leases.test_renewals import begun
 
 pytestmark = pytest.mark.redis
 
 Promise = Callable[[RedisBench], Coroutine[Any, Any, None]]
 PROMISES: dict[str, Promise] = {
     name: function
-    for module in (test_turns, test_sessions)
+    for module in (test_turns, test_renewals, test_sessions)
     for name, function in vars(module).items()
     if name.startswith("test_") and list(inspect.signature(function).parameters) == ["bench"]
 }
@@ -87,6 +90,47 @@ async def test_sessions_lie_on_all_servers_and_follow_their_slots(group: Cluster
         assert len(await store.read(moved)) == 2
         assert (await store.usage("spread")).sessions == SESSIONS
         await store.purge_expired()
+
+
+async def test_many_leases_are_a_round_trip_to_each_server(
+    group: ClusterGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened_redis(group.url) as store:
+        leases = await begun(store, *(f"many{number}" for number in range(12)))
+        servers = await store._link.servers_of([session_keys(lease.key)[0] for lease in leases])
+        await store.renew_leases(leases, LEASE_MS)  # each server knows the script now
+        asked, piped = list[str](), store._link._client._piped
+
+        async def counted(host: str, port: int, commands: Any) -> list[Any]:
+            asked.append(f"{host}:{port}")
+            return await piped(host, port, commands)
+
+        monkeypatch.setattr(store._link._client, "_piped", counted)
+        assert await store.renew_leases(leases, LEASE_MS) == [Renewed()] * len(leases)
+        assert sorted(asked) == sorted(set(servers))
+        with contextlib.closing(group.client()) as plain:
+            group.move_slot(plain.keyslot(session_keys(leases[7].key)[0]))
+        assert await store.renew_leases(leases, LEASE_MS) == [Renewed()] * len(leases)
+
+
+async def test_a_server_that_is_away_costs_no_lease_of_another_server(
+    group: ClusterGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "CALL_LIMIT_S", 30.0)
+    async with opened_redis(group.url) as store:
+        leases = await begun(store, *(f"away{number}" for number in range(12)))
+        servers = await store._link.servers_of([session_keys(lease.key)[0] for lease in leases])
+        away = group.servers[0]
+        here = [not server.endswith(f":{away.port}") for server in servers]
+        assert len(set(here)) == 2
+        assert await store.renew_leases(leases, LEASE_MS) == [Renewed()] * len(leases)
+        away.pause()
+        try:
+            answers = await store.renew_leases(leases, LEASE_MS)
+        finally:
+            away.resume()
+        assert [isinstance(answer, Renewed) for answer in answers] == here
+        assert all(isinstance(answer, Renewed | Unavailable) for answer in answers)
 
 
 async def test_a_cluster_without_replicas_has_none(

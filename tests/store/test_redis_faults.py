@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from pensieve.store import Began
 from pensieve.store._redis.rows import session_keys
 from pensieve.store.records import State
 from pensieve.store.redis_store import RedisStore
-from support.faults.io_errors import IoErrors
 from support.store.redis_server import RedisServer, free_port, redis_server
 from support.store.store_bench import (
     TENANT,
@@ -76,77 +74,6 @@ async def test_no_acknowledged_commit_is_lost_when_redis_is_killed(own_redis: Re
                     await store.abort(KEY, f"t{revision}")
             revision = len(log)
         assert revision > 20
-
-
-@pytest.fixture
-def slow_disk(tmp_path: Path) -> Iterator[tuple[RedisServer, IoErrors]]:
-    """A server whose disk can be made slow."""
-    folder, tools = tmp_path / "redis", tmp_path / "tools"
-    folder.mkdir()
-    tools.mkdir()
-    disk = IoErrors(tools, folder)
-    server = RedisServer(folder, environment=disk.environment)
-    server.start()
-    try:
-        yield server, disk
-    finally:
-        server.kill()
-
-
-async def hold_flush(server: RedisServer, disk: IoErrors) -> None:
-    """Returns when a flush of the append-only file is under way, which ends with the server only."""
-    disk.fail("sync", error=0, delay_ms=600_000, name="appendonly.aof.1.incr.aof")
-    with contextlib.closing(server.client()) as plain:
-        async with asyncio.timeout(LIMIT_S):
-            while not plain.info("persistence")["aof_pending_bio_fsync"]:
-                plain.incr("pv1:beat")
-                await asyncio.sleep(0.02)
-
-
-@pytest.mark.fault(41)
-async def test_a_slow_flush_does_not_acknowledge_what_is_in_memory_alone(
-    slow_disk: tuple[RedisServer, IoErrors],
-) -> None:
-    """Append-only file, fsync every second: while one runs, Redis answers and writes nothing to its file for 2 s."""
-    server, disk = slow_disk
-    async with opened_redis(server.url) as store:
-        await store.create(row(KEY), first_record(), "fp")
-        await hold_flush(server, disk)
-        await whole_turn(store, KEY, 1)
-        server.kill()
-        disk.heal()
-        server.start()
-        assert len(await store.read(KEY)) == 2
-
-
-@pytest.mark.fault(41)
-async def test_what_redis_forgets_before_it_is_in_its_file_is_not_acknowledged(
-    slow_disk: tuple[RedisServer, IoErrors],
-) -> None:
-    """It dies and is back before anybody notices, without the change that it answered."""
-    server, disk = slow_disk
-    async with opened_redis(server.url) as store:
-        await store.create(row(KEY), first_record(), "fp")
-        await hold_flush(server, disk)
-        turn = asyncio.create_task(whole_turn(store, KEY, 1))
-        with contextlib.closing(server.client()) as plain:
-            async with asyncio.timeout(LIMIT_S):
-                while plain.hget(META, "revision") != b"2":
-                    await asyncio.sleep(0.005)
-        server.kill()
-        disk.heal()
-        server.start()
-        acknowledged = 1
-        try:
-            await turn
-        except Unavailable as error:
-            assert error.reason == "STORE_UNAVAILABLE"
-        else:
-            acknowledged = 2
-        assert len(await store.read(KEY)) >= acknowledged
-        await store.abort(KEY, "t1")
-        await whole_turn(store, KEY, 1)
-        assert len(await store.read(KEY)) == 2, "the same turn, sent again, is there once"
 
 
 @pytest.mark.fault(47)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
+import redis
 
 from pensieve.errors import PensieveError, TurnFenced, TurnInProgress, Unavailable
 from pensieve.store import Began, HistoryStore, Replay
 from pensieve.store._redis import link
-from support.store.redis_groups import SentinelGroup, sentinel_group
+from pensieve.store.redis_store import RedisStore
+from support.store.redis_groups import SERVICE, SentinelGroup, sentinel_group, until
+from support.store.redis_server import RedisServer
 from support.store.store_bench import counts, first_record, key, opened_redis, request, row, turn_record
 
 pytestmark = pytest.mark.redis
@@ -168,3 +173,60 @@ async def test_what_no_replica_has_is_not_acknowledged(
                     break
                 except PensieveError:
                     await asyncio.sleep(0.05)
+
+
+async def replace_primary(group: SentinelGroup, stores: list[RedisStore]) -> RedisServer:
+    """A planned fail-over, of which the old primary has not heard yet; its replicas have left it, the stores not."""
+    old = group.primary()
+    with contextlib.closing(redis.Redis(port=group.sentinel_ports[0], socket_timeout=5)) as sentinel:
+        sentinel.execute_command("SENTINEL", "FAILOVER", SERVICE)
+    await asyncio.to_thread(until, lambda: group.primary() is not old, "another primary is named")
+    with contextlib.closing(old.client()) as plain:
+        await asyncio.to_thread(
+            until, lambda: not plain.info("replication").get("connected_slaves"), "its replicas have left"
+        )
+    for store in stores:
+        # As if its connections had been in use when the pool heard of the other one.
+        pool(store).master_address = ("127.0.0.1", group.primary().port)
+    return old
+
+
+def pool(store: RedisStore) -> Any:
+    client: Any = store._link._client
+    return client._client.connection_pool
+
+
+@pytest.mark.fault(48)
+async def test_connections_to_a_primary_that_was_replaced_are_given_up(group: SentinelGroup) -> None:
+    """Of what is written to it no replica hears."""
+    async with opened_redis(group.url(replicas=1)) as store:
+        await store.create(row(KEY), first_record(), "fp")
+        old = await replace_primary(group, [store])
+        with pytest.raises(Unavailable):
+            await store.apply(KEY, "fp-r1", turn_record(1, "r1"), counts(2))
+        left = [one.port for one in pool(store)._available_connections if one.is_connected]
+        assert old.port not in left, "the next call would go to it, too"
+        load = Load({})
+        await asyncio.wait_for(one_turn(store, "r2", "hello", load), LIMIT_S)
+        assert load.acknowledged == {"r2": 2}, "what was written to the old one is not there"
+
+
+@pytest.mark.fault(48)
+async def test_a_primary_that_was_replaced_is_no_store_that_went_back(group: SentinelGroup) -> None:
+    """It has an older state than was acknowledged: by the one that took its place."""
+    async with opened_redis(group.url(replicas=1)) as store, opened_redis(group.url()) as late:
+        await store.create(row(KEY), first_record(), "fp")
+        await late.load(KEY)
+        await replace_primary(group, [late])
+        load = Load({})
+        async with asyncio.timeout(LIMIT_S):
+            for name in ("r1", "r2"):  # the first of them may have reached the old one, too
+                await one_turn(store, name, "hello", load)
+            wanted = dataclasses.replace(request("r3", "t3"), known_revision=3)
+            while True:
+                try:
+                    outcome = await late.begin(KEY, wanted)
+                    break
+                except Unavailable:  # the old one has heard of it by now
+                    await asyncio.sleep(0.02)
+        assert isinstance(outcome, Began) and outcome.row.revision == 3

@@ -10,6 +10,7 @@ GROUPS: Final = (
     ("Server, engine and device", 25, 36),
     ("History store", 37, 54),
     ("Security", 55, 58),
+    ("HTTP door", 59, 60),
 )
 """Title, first row, last row."""
 
@@ -186,6 +187,14 @@ ROWS: Final[dict[int, tuple[str, str]]] = {
     56: ("Text of users in logs, metrics, traces or errors", "It is in none of them"),
     57: ("Two tenants with the same text", "Neither finds the other's attention state"),
     58: ("Guessing names by how they are refused", "Unknown and foreign sessions are answered alike"),
+    59: (
+        "The HTTP door is killed, or stands still, in the middle of an answer",
+        "It is noticed, and another is started; the turn runs on, and its stream is taken up where it was cut",
+    ),
+    60: (
+        "Callers of the HTTP door without keys: one floods, one says that it is somebody else",
+        "Each address has limits of its own; only a proxy that is named may say for whom it calls",
+    ),
 }
 
 UNTESTED: Final[dict[int, str]] = {}

@@ -13,6 +13,7 @@ host of what a running request has on the device counts as held, and may go at a
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Final
@@ -22,6 +23,9 @@ from pensieve.engine.cache.pool import PagePool
 Allowance = Mapping[int, int]
 """How many pages may be taken from each tenant with a share, by its number; from all others, any."""
 ANY: Allowance = {}
+Held = dict[str, tuple[int, int]]
+"""Of each tenant with any, by name: KV-tokens that its pages have room for, on the device and on the host."""
+NEWS_EVERY_S: Final = 0.5
 NOBODY: Final = -1
 """No tenant: copies ahead of time are for whoever comes."""
 
@@ -29,8 +33,11 @@ NOBODY: Final = -1
 class TenantShares:
     """Numbers of all tenants that were seen, and their shares. The counts of pages are those of the pools."""
 
-    def __init__(self, device: PagePool) -> None:
+    def __init__(self, device: PagePool, host: PagePool, chunk_tokens: int) -> None:
         self._device = device
+        self._host = host
+        self._chunk_tokens = chunk_tokens
+        self._told = -math.inf
         self._numbers: dict[str, int] = {}
         self._shares: dict[int, float] = {}
         """Those above 0."""
@@ -54,6 +61,19 @@ class TenantShares:
     def any(self) -> bool:
         """Whether any tenant has a share: else nothing depends on whose a page is."""
         return bool(self._shares)
+
+    def held(self) -> Held:
+        """What every tenant holds of both tiers. Chunks that its sessions share count once."""
+        device, host, size = self._device.held, self._host.held, self._chunk_tokens
+        pages = ((name, device.get(number, 0), host.get(number, 0)) for name, number in self._numbers.items())
+        return {name: (one * size, other * size) for name, one, other in pages if one or other}
+
+    def news(self, now: float) -> Held | None:
+        """``held``, or None when it was told a moment ago: with many tenants it is no small part of a report."""
+        if now - self._told < NEWS_EVERY_S:
+            return None
+        self._told = now
+        return self.held()
 
     def is_below(self, pool: PagePool, tenant: int) -> bool:
         """Whether a tenant has fewer pages of a tier than its share."""

@@ -41,7 +41,7 @@ class Tiers:
     ) -> None:
         self.device = PagePool(config.device_chunks)
         self.host = PagePool(config.host_chunks)
-        self.shares = TenantShares(self.device)
+        self.shares = TenantShares(self.device, self.host, config.chunk_tokens)
         self.pinned = 0
         """Chunks that some running request uses. Each has a device page, or is about to get one."""
         self.spare: dict[Chunk, None] = {}

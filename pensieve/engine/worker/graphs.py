@@ -72,8 +72,8 @@ class Programs:
         self._graphs = graphs
         self._memory = torch.cuda.graph_pool_handle() if graphs else None
         self._made: dict[tuple[StepKind, int], StepProgram] = {}
-        tokens, ranks = _most_tokens(info), shared.model.together.ranks
-        self._buckets = {kind: buckets(kind, tokens, info.max_running, ranks) for kind in StepKind}
+        tokens = _most_tokens(info)
+        self._buckets = {kind: buckets(kind, tokens, info.max_running, info.ranks) for kind in StepKind}
         self.words = self._most_words()
         """int32 words that any step's upload can have."""
 

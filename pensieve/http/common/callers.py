@@ -8,7 +8,8 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Final
+from ipaddress import ip_address
+from typing import Final, NamedTuple
 
 from starlette.requests import Request
 
@@ -19,7 +20,8 @@ from pensieve.http.common.settings import DoorSettings
 CERTIFICATE_NAMES: Final = "certificate_names"
 """Where a connection's state has the names in its verified client certificate."""
 CERTIFICATE_KEY: Final = "pensieve-certificate-name-bin"
-"""Metadata that tells the service a name; it listens to that on its private socket only."""
+ADDRESS_KEY: Final = "pensieve-caller-address"
+"""Metadata that tell the service a name and the caller's address; it listens to them on its private socket only."""
 REQUESTS_EACH: Final = 100
 """At once on one connection. A server takes 256 calls on each, and a request may make several at a time; what goes
 beyond would wait in silence until another call ends."""
@@ -27,9 +29,17 @@ _OPTIONS: Final = (("grpc.use_local_subchannel_pool", 1),)
 """Else all clients of one process share one connection."""
 
 
+class _Who(NamedTuple):
+    """Whom the service is to see: each has connections of its own, since all that is told goes with a connection."""
+
+    key: str
+    names: tuple[str, ...] = ()
+    address: str = ""
+
+
 @dataclass(slots=True)
 class Caller:
-    """A credential and one of its connections."""
+    """A credential, where it is used, and one of its connections."""
 
     client: AsyncClient
     scope: bytes
@@ -42,8 +52,8 @@ class Callers:
 
     def __init__(self, settings: DoorSettings) -> None:
         self._settings = settings
-        self._callers: OrderedDict[tuple[str, tuple[str, ...], int], Caller] = OrderedDict()
-        """By key, names, and the number of the connection among those of both: a full one is followed by the next."""
+        self._callers: OrderedDict[tuple[_Who, int], Caller] = OrderedDict()
+        """By who calls, and the number of the connection among theirs: a full one is followed by the next."""
         self._closed = False
 
     @asynccontextmanager
@@ -54,18 +64,20 @@ class Callers:
         """
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         key = key.strip() if kind.lower() == "bearer" else ""
-        state = request.scope.get("state", {})
-        names: tuple[str, ...] = state.get(CERTIFICATE_NAMES, ()) if self._settings.vouches else ()
+        who = _Who(key)
+        if self._settings.vouches:
+            state = request.scope.get("state", {})
+            who = _Who(key, state.get(CERTIFICATE_NAMES, ()), _address(request))
         place = next(
-            (key, names, number)
+            (who, number)
             for number in itertools.count()
-            if (found := self._callers.get((key, names, number))) is None or found.busy < REQUESTS_EACH
+            if (found := self._callers.get((who, number))) is None or found.busy < REQUESTS_EACH
         )
         caller = self._callers.get(place)
         if caller is None:
             if self._closed:
                 raise Cancelled("the door is closed", reason="CLIENT_CLOSED")
-            caller = self._callers[place] = self._connected(key, names)
+            caller = self._callers[place] = self._connected(who)
         self._callers.move_to_end(place)
         caller.busy += 1
         try:
@@ -81,17 +93,20 @@ class Callers:
             _, caller = self._callers.popitem()
             await caller.client.close()
 
-    def _connected(self, key: str, names: tuple[str, ...]) -> Caller:
+    def _connected(self, who: _Who) -> Caller:
+        told: list[tuple[str, str | bytes]] = [(CERTIFICATE_KEY, name.encode()) for name in who.names]
+        if who.address:
+            told.append((ADDRESS_KEY, who.address))
         client = AsyncClient(
             self._settings.target,
-            api_key=key or None,
+            api_key=who.key or None,
             tls=self._settings.tls,
             retry=RetryPolicy(max_wait_s=self._settings.patience_s),
             options=_OPTIONS,
-            metadata=[(CERTIFICATE_KEY, name.encode()) for name in names],
+            metadata=told,
         )
-        scope = hashlib.blake2b(key.encode())
-        for name in names:  # none: as it always was, so that what is remembered for a key stays found
+        scope = hashlib.blake2b(who.key.encode())
+        for name in who.names:  # none: as it always was, so that what is remembered for a key stays found
             scope.update(b"\0" + name.encode())
         return Caller(client, scope.digest())
 
@@ -102,3 +117,11 @@ class Callers:
         idle = [place for place, caller in self._callers.items() if not caller.busy]
         for place in idle[:surplus]:
             await self._callers.pop(place).client.close()
+
+
+def _address(request: Request) -> str:
+    """Where the request comes from; "" for what a proxy named and is no address."""
+    try:
+        return str(ip_address(request.client.host)) if request.client is not None else ""
+    except ValueError:
+        return ""

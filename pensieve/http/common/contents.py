@@ -163,7 +163,7 @@ def digest(scope: bytes, system: str, messages: Iterable[Said]) -> bytes:
         *((one.role, one.text, one.calls) for one in messages),
     ):
         data = text.encode("utf-8", "surrogatepass")
-        found.update(b"%d:%d:" % (role, len(data)))
+        found.update(b"%d:%d:" % (role.number, len(data)))
         found.update(data)
         for call in calls:
             # Not the ids, which clients may change, nor the arguments' white space.

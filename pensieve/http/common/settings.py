@@ -31,4 +31,7 @@ class DoorSettings:
     shows_metrics: bool = True
     """Serve ``/metrics``; not where a server's admin port shows them."""
     vouches: bool = False
-    """The service believes what the door says of its callers' certificates, as on a server's private socket."""
+    """The service believes what the door says of its callers' certificates and addresses, as on a server's private
+    socket."""
+    proxies: tuple[str, ...] = ()
+    """Addresses and networks of the proxies that are believed when they say for whom they call (X-Forwarded-For)."""

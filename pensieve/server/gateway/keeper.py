@@ -1,4 +1,4 @@
-"""Keeps the door's process alive: starts it, starts it again after it died, ends it with the server."""
+"""Keeps the door's process alive: starts it, starts it again after it died or got stuck, ends it with the server."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 30.0
 STEADY_S: Final = 60.0
 """A process that has lived so long is started again at once when it dies; else each pause is twice the one before."""
+QUIET_S: Final = 3.0
+"""The process says every half second that it lives; without a word for so long it counts as stuck."""
+HUNG_S: Final = 10.0
+"""Without a word for so long it is killed: what it had in hand is lost to its callers, who come again."""
+TICK_S: Final = 0.25
 METRICS_S: Final = 1.0
 """How long a scrape waits for the door's share."""
 _BACKLOG: Final = 2048
@@ -45,6 +50,7 @@ class Gateway(Collector):
         self._listener: socket.socket | None = None
         self._process: GatewayProcess | None = None
         self._serving = False
+        self._stuck = False
         self._ending = False
         self._restarts = 0
         self._keeping: asyncio.Task[None] | None = None
@@ -56,6 +62,8 @@ class Gateway(Collector):
         """Why the door takes no calls; "" when it does."""
         if self._ending:
             return "draining"
+        if self._stuck:
+            return "the HTTP door does not answer"
         return "" if self._serving else "the HTTP door is starting"
 
     @property
@@ -129,7 +137,8 @@ class Gateway(Collector):
             self._page = await self._process.metrics(METRICS_S)
 
     def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily("pensieve_http_up", "Whether the HTTP door takes calls.", self._serving)
+        up = self._serving and not self._stuck
+        yield GaugeMetricFamily("pensieve_http_up", "Whether the HTTP door takes calls.", up)
         yield CounterMetricFamily(
             "pensieve_http_restarts", "Times the HTTP door's process was started again.", self._restarts
         )
@@ -166,11 +175,29 @@ class Gateway(Collector):
             self._serving = True
             if self._first is not None and not self._first.done():
                 self._first.set_result(None)
-            return process.last_words(await process.wait())
+            watching = asyncio.create_task(self._watch(process), name="http watch")
+            try:
+                return process.last_words(await process.wait())
+            finally:
+                watching.cancel()
         except GatewayEnded as error:
             return str(error)
         finally:
-            self._serving, self._page = False, ""
+            self._serving, self._stuck, self._page = False, False, ""
             process.kill()
             await process.wait()
             self._process = None
+
+    async def _watch(self, process: GatewayProcess) -> None:
+        """Kill a process that is stopped, or whose event loop is.
+
+        Silence is counted tick by tick, so that a server that was itself stopped for minutes does not blame its door.
+        """
+        heard_at, silent_s = process.heard_at, 0.0
+        while silent_s < HUNG_S:
+            await asyncio.sleep(TICK_S)
+            silent_s = silent_s + TICK_S if process.heard_at == heard_at else 0.0
+            heard_at = process.heard_at
+            self._stuck = silent_s >= QUIET_S
+        log.error("the HTTP door has not answered for %.0f s: killing it", silent_s)
+        process.kill()

@@ -7,15 +7,17 @@ import contextlib
 import os
 import socket
 import sys
+import time
+from asyncio import FIRST_COMPLETED
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from pensieve.debug import child_environment
+from pensieve.server.child import ChildProcess
 
 READY_S: Final = 60.0
 """How long it may take to start; a second is usual, on an idle machine."""
-_LAST_LINE_BYTES: Final = 4096
 
 
 class GatewayEnded(Exception):
@@ -33,6 +35,12 @@ class GatewayCommand:
     tls_client_ca: Path | None = None
     log_level: str = "info"
     log_json: bool = False
+    max_body_bytes: int | None = None
+    """The door's own default if None, as for what follows."""
+    patience_s: float | None = None
+    cors_origins: tuple[str, ...] = ()
+    proxies: tuple[str, ...] = ()
+    """Addresses and networks of those that may say for whom they call."""
 
     def arguments(self, listener: int, control: int) -> list[str]:
         """Run on the safe path (-P): it never imports from the directory it was started in."""
@@ -42,107 +50,81 @@ class GatewayCommand:
             found += ["--tls", str(self.tls_cert), str(self.tls_key)]
         if self.tls_client_ca is not None:
             found += ["--tls-client-ca", str(self.tls_client_ca)]
+        if self.max_body_bytes is not None:
+            found += ["--max-body-bytes", str(self.max_body_bytes)]
+        if self.patience_s is not None:
+            found += ["--patience", str(self.patience_s)]
+        found += [word for origin in self.cors_origins for word in ("--cors-origin", origin)]
+        found += [word for proxy in self.proxies for word in ("--proxy", proxy)]
         return [*found, "--log-level", self.log_level, *(["--log-json"] if self.log_json else [])]
 
 
-class GatewayProcess:
+class GatewayProcess(ChildProcess):
     """A running one. Use ``spawn``; ``kill`` and then ``wait`` for it in the end, always."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        self._process = process
-        self._reader = reader
-        self._writer = writer
-        self._asked: asyncio.Task[None] | None = None
+        super().__init__(process, reader, writer)
         self._page = ""
-        self._last_line = b""
-        self._stderr = asyncio.create_task(self._forward_stderr(), name="http stderr")
+        self._asked: asyncio.Future[None] | None = None
+        self._taking: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.heard_at = time.monotonic()
+        """When something came from it."""
+        self._hearing = asyncio.create_task(self._hear(), name="http control")
 
     @classmethod
     async def spawn(cls, command: GatewayCommand, listener: socket.socket) -> GatewayProcess:
         """Start one that takes calls from ``listener``. Raises OSError when the system cannot start a process."""
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                inherited = listener.fileno(), theirs.fileno()
-                process = await asyncio.create_subprocess_exec(
-                    *command.arguments(*inherited),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.DEVNULL,
-                    stderr=asyncio.subprocess.PIPE,
-                    pass_fds=inherited,
-                    env=child_environment(failpoints=False),
-                )
-            reader, writer = await asyncio.open_connection(sock=ours)
-        except BaseException:
-            ours.close()
-            raise
-        return cls(process, reader, writer)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        return await cls.started(
+            lambda control: command.arguments(listener.fileno(), control),
+            child_environment(failpoints=False),
+            listener.fileno(),
+        )
 
     async def ready(self) -> None:
         """Returns when it takes calls. Raises GatewayEnded."""
-        try:
-            async with asyncio.timeout(READY_S):
-                line = await self._reader.readline()
-        except (TimeoutError, ConnectionError) as error:
-            raise GatewayEnded(f"it was not ready within {READY_S:g} s") from error
-        if line != b"ready\n":
+        done, _ = await asyncio.wait(
+            {self._taking, self._hearing}, timeout=READY_S, return_when=FIRST_COMPLETED
+        )
+        if not done:
+            raise GatewayEnded(f"it was not ready within {READY_S:g} s")
+        if self._taking not in done:
             raise GatewayEnded(self.last_words(await self.wait(5.0)))
 
     async def metrics(self, timeout_s: float) -> str:
         """Its metrics, as Prometheus text: as they were, when they do not come in time; "" before they ever did."""
         if self._asked is None or self._asked.done():
-            self._asked = asyncio.create_task(self._ask(), name="http metrics")
-        await asyncio.wait({self._asked}, timeout=timeout_s)
+            self._asked = asyncio.get_running_loop().create_future()
+            self.tell("metrics")
+        await asyncio.wait({self._asked, self._hearing}, timeout=timeout_s, return_when=FIRST_COMPLETED)
         return self._page
 
     def tell(self, word: str) -> None:
         """Send a command; one that comes too late is lost."""
         self._writer.write(word.encode() + b"\n")
 
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-
     async def wait(self, patience_s: float | None = None) -> int:
-        """The exit status; what has not ended after ``patience_s`` is killed."""
         try:
-            async with asyncio.timeout(patience_s):
-                await self._process.wait()
-        except TimeoutError:
-            self.kill()
-        status = await self._process.wait()
-        await asyncio.wait({self._stderr}, timeout=1.0)
-        self._stderr.cancel()
-        self._writer.close()
-        if self._asked is not None:
-            self._asked.cancel()
-        return status
+            return await super().wait(patience_s)
+        finally:
+            self._hearing.cancel()
 
     def last_words(self, status: int) -> str:
         """Why it ended, as far as it could say."""
-        lines = self._last_line.decode(errors="replace").strip().splitlines()
-        ending = f"signal {-status}" if status < 0 else f"status {status}"
-        return f"it ended with {ending}" + (f" after: {lines[-1]}" if lines and status > 0 else "")
+        return f"it {self.ending(status)}"
 
-    async def _ask(self) -> None:
-        self.tell("metrics")
+    async def _hear(self) -> None:
+        """Take in what it says, until it has ended."""
         with contextlib.suppress(
             ConnectionError, asyncio.IncompleteReadError
-        ):  # it has ended: ``wait`` says so
-            length = await self._reader.readline()
-            if length:
-                self._page = (await self._reader.readexactly(int(length))).decode()
-
-    async def _forward_stderr(self) -> None:
-        """Pass on what it logs, and remember the end. Never stops early: a full pipe would block it."""
-        assert self._process.stderr is not None
-        while data := await self._process.stderr.read(1 << 16):
-            sys.stderr.buffer.write(data)
-            sys.stderr.buffer.flush()
-            self._last_line = (self._last_line + data)[-_LAST_LINE_BYTES:]
+        ):  # ``wait`` says that it has ended
+            while words := (await self._reader.readline()).split():
+                self.heard_at = time.monotonic()
+                match words:
+                    case [b"ready"]:
+                        self._taking.set_result(None)
+                    case [b"metrics", length]:
+                        self._page = (await self._reader.readexactly(int(length))).decode()
+                        if self._asked is not None and not self._asked.done():
+                            self._asked.set_result(None)

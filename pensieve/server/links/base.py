@@ -10,6 +10,8 @@ import logging
 from collections.abc import Callable
 from typing import Final, TypeVar
 
+import msgspec
+
 from pensieve.core import ALONE, Hints, RequestKey, Sampling, SessionKey, Standing, TokenArray, pack_tokens
 from pensieve.engine.messages import (
     Cancel,
@@ -175,7 +177,10 @@ class BaseLink(abc.ABC):
                 return
             if isinstance(event, EngineReady):
                 self._ready = event
-        self._stats = report.stats
+        stats = report.stats
+        self._stats = (
+            stats if stats.held is not None else msgspec.structs.replace(stats, held=self._stats.held)
+        )
         self._watchdog.reported(report.stats)
         self._generations.deal(report.events)
         self._turnstile.progressed()

@@ -1,4 +1,4 @@
-"""What a server does besides answering: metrics, health, the admin port, recording, housekeeping.
+"""What a server does besides answering: metrics, traces, health, the admin port, recording, housekeeping.
 
-May import: config, core, engine.messages, errors, pensieve, server.links, server.values, store.
+May import: config, core, engine.messages, errors, machine, pensieve, server.links, server.values, store, tracing.
 """

@@ -17,7 +17,12 @@ from prometheus_client.registry import Collector
 from pensieve.core import Usage
 from pensieve.engine.messages import Stats
 from pensieve.server.links.engine_link import LinkState
+from pensieve.server.operations.call_metrics import CallMetrics
+from pensieve.server.operations.process_metrics import ProcessMetrics
 from pensieve.server.operations.tenant_metrics import TenantMetrics
+from pensieve.server.operations.turn_metrics import TurnMetrics
+from pensieve.server.operations.usage import UsageBook
+from pensieve.server.values import TurnEnd
 
 _SECONDS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _TOKEN_SECONDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -192,6 +197,9 @@ class Metrics:
         """``by_tenant``: also what each tenant uses, under its name."""
         self.registry = CollectorRegistry()
         self._tenants = TenantMetrics(self.registry) if by_tenant else None
+        self._turns = TurnMetrics(self.registry)
+        self.calls = CallMetrics(self.registry)
+        self.processes = ProcessMetrics(self.registry)
         self._refusals = Counter(
             "pensieve_refusals_total",
             "Turns that were refused before they began, by reason; lower case.",
@@ -201,12 +209,6 @@ class Metrics:
         self._generations = Counter(
             "pensieve_generations_total",
             "Generations ended, by finish reason (lower case), cancelled, or the reason of the failure.",
-            ["outcome"],
-            registry=self.registry,
-        )
-        self._turns = Counter(
-            "pensieve_turns_total",
-            "Turns ended, by finish reason or by the reason of the error that discarded them; lower case.",
             ["outcome"],
             registry=self.registry,
         )
@@ -266,11 +268,11 @@ class Metrics:
     def ended(self, outcome: str) -> None:
         self._generations.labels(outcome).inc()
 
-    def turn_ended(self, outcome: str, tenant: str, usage: Usage) -> None:
-        """``outcome``: finish reason, or reason of the error that discarded the turn; lower case."""
-        self._turns.labels(outcome).inc()
+    def turn_ended(self, end: TurnEnd) -> None:
+        """A turn that held its session is over."""
+        self._turns.ended(end)
         if self._tenants is not None:
-            self._tenants.turn_ended(tenant, outcome, usage)
+            self._tenants.turn_ended(end.key.tenant, end.outcome, end.usage)
 
     def turn_refused(self, tenant: str, reason: str) -> None:
         """A turn did not begin."""
@@ -290,6 +292,12 @@ class Metrics:
             registry=self.registry,
         )
         wait.set_function(lambda: gate.expected_wait_s)
+
+    def watch_usage(self, book: UsageBook) -> bool:
+        """Show what tenants hold from now on; whether that is to be shown. Called once."""
+        if self._tenants is not None:
+            self._tenants.watch(book)
+        return self._tenants is not None
 
     def warm_ended(self, outcome: str) -> None:
         """``outcome``: see ``SessionWarmer``."""

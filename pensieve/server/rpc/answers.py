@@ -13,6 +13,7 @@ from pensieve.core import HintReceipt, TokenLogprob, Usage, packed_length, unpac
 from pensieve.engine.messages import ResidentTokens
 from pensieve.server import ids
 from pensieve.server.conversations import ServerFacts
+from pensieve.server.operations.usage import TenantUse
 from pensieve.server.sessions.warming import WarmAnswer
 from pensieve.server.settings import TurnSettings
 from pensieve.server.values import (
@@ -259,6 +260,23 @@ def _logprob(value: TokenLogprob) -> pb.TokenLogprob:
         piece=value.token.piece,
         name=value.token.name,
     )
+
+
+def tenant_usage(use: TenantUse) -> pb.TenantUsage:
+    counts = use.counts
+    message = pb.TenantUsage(
+        tenant=use.tenant,
+        turns=counts.turns,
+        refused_turns=counts.refused,
+        computed_tokens=counts.computed_tokens,
+        cached_tokens=counts.cached_tokens,
+        output_tokens=counts.output_tokens,
+        device_tokens=use.device_tokens,
+        host_tokens=use.host_tokens,
+    )
+    if use.stored is not None:
+        message.sessions, message.stored_bytes = use.stored.sessions, use.stored.bytes
+    return message
 
 
 def server_info(facts: ServerFacts, settings: TurnSettings) -> pb.GetServerInfoResponse:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from urllib.parse import unquote
 
 from pensieve.errors import PensieveError, PermissionDenied, Unauthenticated
@@ -42,6 +42,7 @@ PUBLIC: Final = ""
 ANY: Final = "any"
 """Scope of methods that take a credential, whatever its scopes: reflection."""
 TOLD_NAME: Final = "pensieve-certificate-name-bin"
+TOLD_ADDRESS: Final = "pensieve-caller-address"
 RELOAD_S: Final = 1.0
 DEFAULT_TENANT: Final = "default"
 
@@ -66,6 +67,7 @@ SCOPE_OF_METHOD: Final[dict[str, str]] = {
     _CONVERSATION + "WarmSession": READ,
     _CONVERSATION + "CountTokens": READ,
     _CONVERSATION + "GetServerInfo": READ,
+    _CONVERSATION + "GetUsage": READ,
     _ADMIN + "GetStats": ADMIN,
     _ADMIN + "EvictCache": ADMIN,
     _ADMIN + "Drain": ADMIN,
@@ -78,17 +80,28 @@ SCOPE_OF_METHOD: Final[dict[str, str]] = {
 """Full gRPC method name → scope it takes. A method that is not in here is refused."""
 
 
+class Told(NamedTuple):
+    """What the HTTP door has found out about its caller."""
+
+    names: tuple[str, ...]
+    """In the client certificate that it verified."""
+    address: str
+    """"" where it knows none."""
+
+
 class Peer:
     """What a call's connection says of the caller. Nothing is looked up before it is asked for."""
 
-    def __init__(self, context: Any, told: tuple[str, ...] | None = None) -> None:
-        """``told``: the names that whoever verified the certificate found in it, where that was not gRPC."""
+    def __init__(self, context: Any, told: Told | None = None) -> None:
+        """``told``: what the HTTP door says of its caller, where it is the door that calls."""
         self._context = context
         self._told = told
 
     @property
     def address(self) -> str:
         """IP address, without the port; "" when there is none, as on a Unix socket."""
+        if self._told is not None:
+            return self._told.address
         kind, _, rest = unquote(self._context.peer()).partition(":")
         return rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else ""
 
@@ -96,16 +109,21 @@ class Peer:
     def names(self) -> tuple[str, ...]:
         """Alternative names of the verified client certificate, or its common name if it has none; () without one."""
         if self._told is not None:
-            return self._told
+            return self._told.names
         properties = self._context.auth_context()
         found = properties.get("x509_subject_alternative_name") or properties.get("x509_common_name") or ()
         return tuple(name.decode("utf-8", "replace") for name in found)
 
 
-def told_names(metadata: Iterable[tuple[str, str | bytes]]) -> tuple[str, ...]:
-    """The names in a client certificate that the HTTP door has verified. To be asked of its private socket only."""
-    values = (value for name, value in metadata if name == TOLD_NAME)
-    return tuple(value.decode("utf-8", "replace") for value in values if isinstance(value, bytes))
+def told_by_the_door(metadata: Iterable[tuple[str, str | bytes]]) -> Told:
+    """What the HTTP door says of its caller. To be asked of its private socket only."""
+    names, address = list[str](), ""
+    for name, value in metadata:
+        if name == TOLD_NAME and isinstance(value, bytes):
+            names.append(value.decode("utf-8", "replace"))
+        elif name == TOLD_ADDRESS and isinstance(value, str):
+            address = value
+    return Told(tuple(names), address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +159,7 @@ class Authenticator:
         self._stamp = self._file_stamp()
         self._file = load_keys(path) if path is not None else NO_KEYS
         self._reported = ""
-        self.tenants = TenantTable(self._file.tenants, self._file.limits)
+        self.tenants = TenantTable(self._file.tenants, self._file.limits, self._names)
         """The limits that the file sets; it changes with the file."""
 
     def check(
@@ -181,8 +199,12 @@ class Authenticator:
                 log.error("key file not read again, the keys in force stay: %s", error)
             return
         self._stamp, self._reported = stamp, ""
-        self.tenants.replace(self._file.tenants, self._file.limits)
+        self.tenants.replace(self._file.tenants, self._file.limits, self._names)
         log.info("key file read again: %d keys", len(self._file.keys) + len(self._file.certificates))
+
+    @property
+    def _names(self) -> frozenset[str]:
+        return self._file.names if self._path is not None else frozenset({DEFAULT_TENANT})
 
     def _check(self, method: str, metadata: Iterable[tuple[str, str | bytes]], peer: Peer | None) -> Identity:
         scope = SCOPE_OF_METHOD.get(method)

@@ -1,4 +1,4 @@
-"""The calls that are being handled: how many each caller may have, and how one is ended from outside.
+"""The calls that are being handled: how many each caller may have, how one is ended from outside, and who counts them.
 
 A caller may begin one more call while it has fewer than ``SHARE`` times as many as there are places left. So one caller
 alone gets four fifths of the places, two get four ninths each, and whoever comes new finds one: the dynamic thresholds
@@ -8,15 +8,22 @@ of Choudhury and Hahne (1998) for a shared buffer.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final, Protocol
+
+import grpc
 
 from pensieve.errors import PensieveError, ResourceExhausted
 from pensieve.server.rpc.auth import Identity
 
 SHARE: Final = 4
+CLOCK_SLACK_S: Final = 0.1
+_NAMES: Final = {code.value[0]: code.name for code in grpc.StatusCode}
+
+Handler = Callable[[Any, Any], Awaitable[Any]]
 
 
 class RunningCall:
@@ -93,3 +100,41 @@ class Calls:
                 call.end(error)
                 ended += 1
         return ended
+
+
+class CallObserver(Protocol):
+    """Who counts. ``method`` is the bare name of it, ``code`` as gRPC writes it."""
+
+    def started(self, method: str) -> None: ...
+
+    def handled(self, method: str, code: str, seconds: float) -> None: ...
+
+
+def counted(handler: Handler, method: str, observer: CallObserver) -> Handler:
+    """``handler``, whose calls ``observer`` hears of. ``method``: as the wire names it."""
+    name = method.rpartition("/")[2]
+
+    async def counting(requests: Any, context: Any) -> Any:
+        began = time.monotonic()
+        observer.started(name)
+        cancelled = False
+        try:
+            return await handler(requests, context)
+        except asyncio.CancelledError:
+            cancelled = True
+            raise
+        finally:
+            observer.handled(name, _code(context, cancelled), time.monotonic() - began)
+
+    return counting
+
+
+def _code(context: Any, cancelled: bool) -> str:
+    """How the call ended. One that was cancelled has no status: its caller gave up, or its time was over."""
+    if cancelled:
+        left = context.time_remaining()
+        # The caller's clock may be a little ahead: its time began before the call came here.
+        return "CANCELLED" if left is None or left > CLOCK_SLACK_S else "DEADLINE_EXCEEDED"
+    code: grpc.StatusCode | int | None = context.code()
+    name: str = code.name if isinstance(code, grpc.StatusCode) else _NAMES.get(code or 0, "UNKNOWN")
+    return name

@@ -12,6 +12,7 @@ from grpc import aio
 
 from pensieve.errors import Unauthenticated
 from pensieve.server.rpc.auth import RELOAD_S, Authenticator
+from pensieve.server.rpc.calls import CallObserver
 from pensieve.server.rpc.grpc_server import make_server
 from pensieve.server.rpc.interceptor import DEFAULT_IN_FLIGHT, Interceptor
 from pensieve.server.rpc.logins import FailedLogins
@@ -30,6 +31,11 @@ class DoorObserver(Protocol):
 
     def auth_held_back(self) -> None: ...
 
+    @property
+    def calls(self) -> CallObserver:
+        """Hears of every call."""
+        ...
+
 
 class Door:
     """One per process. Used on one event loop."""
@@ -38,6 +44,7 @@ class Door:
         """Reads the key file. Raises ValueError or OSError when it cannot be used."""
         self._authenticator = Authenticator(key_file, on_failure=observer.auth_failure)
         self._held_back: Callable[[], None] = observer.auth_held_back
+        self._observer = observer.calls
         self._logins = FailedLogins(self._held_back)
         """Of operators over HTTP."""
         self._interceptors: list[Interceptor] = []
@@ -47,16 +54,17 @@ class Door:
         """What each tenant may use, as the key file says at the time."""
         return self._authenticator.tenants
 
-    def server(self, max_in_flight: int = DEFAULT_IN_FLIGHT) -> aio.Server:
-        """A gRPC server, not yet bound, whose calls all come through here."""
+    def server(self, max_in_flight: int = DEFAULT_IN_FLIGHT, connections: int = 0) -> aio.Server:
+        """A gRPC server, not yet bound, whose calls all come through here. ``connections``: see ``make_server``."""
         interceptor = Interceptor(
             self._authenticator,
             max_in_flight=max_in_flight,
             tenants=self.tenants,
             logins=FailedLogins(self._held_back),
+            observer=self._observer,
         )
         self._interceptors.append(interceptor)
-        return make_server([interceptor])
+        return make_server([interceptor], connections=connections)
 
     def private_server(self) -> aio.Server:
         """One for the HTTP door, on a socket that nobody else reaches. Its calls have places among those of the first.

@@ -15,6 +15,9 @@ Why the options of both servers are what they are, with what was measured where 
 * *Keepalive.* A dead peer is noticed after the keepalive time plus the ping timeout. Of the two timeouts
   ``http2.ping_timeout_ms`` is the one that counts: without it, noticing took a minute more. Clients may ping every 20 s
   (the SDK does every 30 s), also between calls; a server that allows less would close their connections for it.
+* *Connections.* Each takes a file, and a process may open so many; without a limit of their own, connections that do
+  nothing would leave none for the store. gRPC closes what comes beyond ``max_allowed_incoming_connections``. It knows
+  no addresses: one caller can take all of them, so a proxy in front has to limit each.
 * *Age of connections.* They are closed when they are idle for 15 minutes or have lived for 30, so that load spreads
   over replicas that came later. Running calls get 10 minutes more, then the client re-attaches.
 """
@@ -22,6 +25,7 @@ Why the options of both servers are what they are, with what was measured where 
 from __future__ import annotations
 
 import logging
+import resource
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +39,8 @@ from grpc_reflection.v1alpha import reflection
 
 log = logging.getLogger(__name__)
 
+FILES_KEPT: Final = 256
+"""Of the files that the process may open, for all but connections of callers."""
 MAX_RECEIVE_BYTES: Final = 4 * 1024 * 1024
 SERVER_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.so_reuseport", 0),
@@ -56,11 +62,22 @@ class BindError(Exception):
     """A port cannot be listened on; the text is for the operator."""
 
 
+def connection_limit(asked: int) -> int:
+    """How many connections a port may have, 0: any number. It is ``asked``, or for 0 what the limit on files leaves."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if asked or files == resource.RLIM_INFINITY:
+        return asked
+    return max(files - FILES_KEPT, files // 2)
+
+
 def make_server(
-    interceptors: Sequence[aio.ServerInterceptor], *, most_streams: int | None = None
+    interceptors: Sequence[aio.ServerInterceptor], *, most_streams: int | None = None, connections: int = 0
 ) -> aio.Server:
-    """A server with this project's options, not yet bound. ``most_streams``: of a connection, for another limit."""
+    """A server with this project's options, not yet bound. ``most_streams``: of a connection, for another limit.
+    ``connections``: to it at once; 0: any number."""
     options = dict(SERVER_OPTIONS)
+    if connections:
+        options["grpc.max_allowed_incoming_connections"] = connections
     if most_streams is not None:
         options["grpc.max_concurrent_streams"] = most_streams
     return aio.server(interceptors=tuple(interceptors), options=tuple(options.items()))

@@ -22,19 +22,19 @@ from grpc import aio
 
 from pensieve import rpc_status
 from pensieve.errors import InvalidArgument, PensieveError, Unauthenticated
+from pensieve.logs import bind
 from pensieve.server.bugs import bug
-from pensieve.server.rpc.auth import ANONYMOUS, Identity, Peer, told_names
+from pensieve.server.rpc.auth import ANONYMOUS, Identity, Peer, told_by_the_door
 from pensieve.server.rpc.bodies import BodyGate, BodyPace
-from pensieve.server.rpc.calls import Calls, RunningCall
+from pensieve.server.rpc.calls import CallObserver, Calls, Handler, RunningCall, counted
 from pensieve.server.rpc.decode import decode
 from pensieve.server.rpc.logins import FailedLogins
 from pensieve.server.tenants import TenantTable, quota_exceeded
+from pensieve.tracing import found_in, incoming, trace_id
 
 _identity: contextvars.ContextVar[Identity] = contextvars.ContextVar("pensieve_identity")
 DEFAULT_IN_FLIGHT: Final = 1024
 _HEALTH: Final = "/grpc.health."
-
-Handler = Callable[[Any, Any], Awaitable[Any]]
 
 
 class Authorizer(Protocol):
@@ -61,6 +61,7 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
         bodies: BodyGate | None = None,
         tenants: TenantTable | None = None,
         logins: FailedLogins | None = None,
+        observer: CallObserver | None = None,
     ) -> None:
         self._believes = False
         self._authorizer = authorizer
@@ -69,9 +70,10 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
         self._pace = BodyPace()
         self._tenants = tenants or TenantTable()
         self._logins = logins or FailedLogins()
+        self._observer = observer
 
     def beside(self) -> Interceptor:
-        """One for another server, which shares all limits and believes what its callers say of certificates."""
+        """One for another server: it shares all limits, and believes its caller, the HTTP door."""
         other = copy.copy(self)
         other._believes = True
         return other
@@ -90,7 +92,12 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
         handler = await continuation(handler_call_details)
         if handler is None or method.startswith(_HEALTH):
             return handler
-        return _wrapped(handler, lambda inner: self._guard(method, metadata, inner, handler))
+
+        def guarded(inner: Handler) -> Handler:
+            guard = self._guard(method, metadata, inner, handler)
+            return guard if self._observer is None else counted(guard, method, self._observer)
+
+        return _wrapped(handler, guarded)
 
     def _guard(
         self,
@@ -102,12 +109,15 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
         async def guarded(requests: Any, context: Any) -> Any:
             held_back = 0.0
             try:
-                peer = Peer(context, told_names(metadata) if self._believes else None)
+                peer = Peer(context, told_by_the_door(metadata) if self._believes else None)
                 identity = self._authorizer.check(method, metadata, peer)
                 if handler.request_streaming:  # reflection
                     return await _relayed(inner, requests, context)
                 # Callers without a credential are told apart by where they call from.
                 call = RunningCall(identity, f"@{peer.address}" if identity is ANONYMOUS else identity.tenant)
+                # A call has a context of its own, which is why neither is ever taken back.
+                incoming.set(found := found_in(metadata))
+                bind(tenant=identity.tenant, trace_id=trace_id(found))
                 with self._calls.entered(call), call.interruptible():
                     return await self._answer(call, inner, handler.request_deserializer, context)
             except Unauthenticated as error:

@@ -220,6 +220,13 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         self._valid(request)
         return answers.server_info(await self._conversations.facts(), self._conversations.settings)
 
+    async def GetUsage(self, request: pb.GetUsageRequest, _context: Any) -> pb.GetUsageResponse:
+        self._valid(request)
+        use = await self._conversations.usage.of(caller().tenant)
+        return pb.GetUsageResponse(
+            usage=answers.tenant_usage(use), replica=self._conversations.settings.replica
+        )
+
     # ---- parts
 
     def _valid(self, request: Request) -> Request:

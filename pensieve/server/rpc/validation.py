@@ -186,6 +186,7 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
         _may("input", c.entries(lambda b: b.limits.max_input_items, _nested)),
     ),
     pb.GetServerInfoRequest: (),
+    pb.GetUsageRequest: (),
     pb.GetStatsRequest: (),
     pb.EvictCacheRequest: (_may("session", c.session_name),),
     pb.DrainRequest: (_may("deadline", c.duration(0.0, lambda _: 24 * 3600.0)),),

@@ -33,7 +33,9 @@ class TurnGeneration:
         self._reasons: dict[int, FinishReason] = {}
         """Of the candidates that have ended while others go on: by the engine, or here by a stop string."""
         self._interrupted = False
-        self._submitted_at = self._started_at = 0.0
+        self._started_at = 0.0
+        self.submitted_at: float | None = None
+        self.ended_at: float | None = None
         self.first_token_at: float | None = None
         """On the event loop's clock."""
         self.out_of_time = False
@@ -63,7 +65,7 @@ class TurnGeneration:
             return
         loop = asyncio.get_running_loop()
         self._ticket = ticket
-        self._submitted_at = loop.time()
+        self.submitted_at = loop.time()
         self._over = loop.create_future()
         self._generation = link.submit(
             session,
@@ -80,6 +82,7 @@ class TurnGeneration:
         try:
             await self._over
         finally:
+            self.ended_at = loop.time()
             self._generation.cancel()
             # Link and turn know each other through it: without this the turn's buffer would wait for the collector.
             self._generation = None
@@ -136,7 +139,7 @@ class TurnGeneration:
         return turn_record.final_usage(
             source.usage if source is not None else None,
             output_tokens=output_tokens,
-            queue_s=started - (self._submitted_at or now),
+            queue_s=started - (self.submitted_at or now),
             prefill_s=first - started,
             decode_s=now - first,
         )

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from pensieve.core import Phase
 from pensieve.debug import async_failpoint
-from pensieve.errors import DataLoss, NotFound, PensieveError, TurnFenced, Unavailable
+from pensieve.errors import DataLoss, NotFound, TurnFenced, Unavailable
 from pensieve.server import ids
 from pensieve.server.admission.gate import text_length
 from pensieve.server.clock import now_ms
@@ -27,7 +27,7 @@ from pensieve.server.turns import candidates, sampling
 from pensieve.server.turns import record as turn_record
 from pensieve.server.turns.following import committed_elsewhere, follow, hear
 from pensieve.server.turns.hints import take as take_hints
-from pensieve.server.turns.lease import LeaseKeeper
+from pensieve.server.turns.lease import LeaseKeeper, LeaseReleaser
 from pensieve.server.turns.record import CommittedTurn
 from pensieve.server.turns.run import Order, TurnRun
 from pensieve.server.turns.text import OutputText
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class TurnRunner:
-    """See the module docstring. Keeps nothing of a turn itself: one runner serves all of them at once."""
+    """See the module docstring. Keeps nothing of a turn but its lease: one runner serves all of them at once."""
 
     def __init__(
         self,
@@ -61,12 +61,18 @@ class TurnRunner:
         settings: TurnSettings,
     ) -> None:
         self._store = store
+        self._leases = LeaseKeeper(store, settings.lease_s)
         self._link = link
         self._histories = histories
         self._renderer = renderer
         self._tokenizer = tokenizer
         self._served = served
         self._settings = settings
+        self._releaser = LeaseReleaser(store, settings.lease_s)
+
+    async def close(self) -> None:
+        """When no turn runs any more."""
+        await self._releaser.close()
 
     async def play(self, run: TurnRun) -> TurnView:
         """The whole turn, or its replay when it was committed before. Raises what it is discarded with."""
@@ -118,30 +124,21 @@ class TurnRunner:
         def lost() -> None:
             run.end_early(Order(error=TurnFenced("the turn lost its lease")))
 
-        lease = LeaseKeeper(
-            self._store,
-            run.key,
-            run.lease_token,
-            self._settings.lease_s,
-            on_lost=lost,
-            on_news=lambda news: hear(run, news),
+        keeping = self._leases.keeping(
+            run.key, run.lease_token, on_lost=lost, on_news=lambda news: hear(run, news)
         )
-        try:
-            _check_known(run, began)
-            await async_failpoint("after_begin")
-            return await self._generate(run, began)
-        except BaseException:
-            # Whatever it was, a cancelled task included: the session is free at once, not when the lease lapses.
-            await self._abort(run)
-            raise
-        finally:
-            await lease.stop()
+        with keeping:
+            try:
+                _check_known(run, began)
+                await async_failpoint("after_begin")
+                return await self._generate(run, began)
+            except BaseException:
+                # Whatever it was, a cancelled task included: the session is free at once, not when the lease lapses.
+                await self._abort(run)
+                raise
 
     async def _abort(self, run: TurnRun) -> None:
-        try:
-            await self._store.abort(run.key, run.lease_token, called_off=run.called_off)
-        except PensieveError as error:
-            log.warning("lease not released (%s): it lapses by itself", error.reason)
+        await self._releaser.release(run.key, run.lease_token, called_off=run.called_off)
 
     async def _generate(self, run: TurnRun, began: Began) -> TurnView:
         spec, defaults = run.spec, self._settings.defaults

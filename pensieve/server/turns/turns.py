@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 
 from pensieve.core import Standing
 from pensieve.errors import AlreadyExists, Cancelled, NotFound, PensieveError, Unavailable
+from pensieve.logs import bind
 from pensieve.server.admission.gate import Gate
 from pensieve.server.bugs import bug
 from pensieve.server.settings import TurnSettings
@@ -233,6 +234,7 @@ class Turns:
 
     async def _play(self, run: TurnRun) -> None:
         """A run's task: whatever becomes of the run, its callers get an outcome."""
+        bind(session=run.key.session_id, request_id=run.spec.request_id)
         outcome: TurnView | PensieveError = Unavailable("the server is stopping", reason="DRAINING")
         try:
             outcome = await self._runner.play(run)
@@ -306,6 +308,9 @@ def _end(run: TurnRun, outcome: TurnView | PensieveError) -> TurnEnd:
         arrived_at=run.arrived_at,
         first_token_at=run.generation.first_token_at,
         ended_at=asyncio.get_running_loop().time(),
+        request_id=run.spec.request_id,
+        submitted_at=run.generation.submitted_at,
+        generated_at=run.generation.ended_at,
     )
 
 

@@ -7,7 +7,8 @@
  *
  * CALLS is `sync` (fsync, fdatasync), `write`, `read` or `truncate`, on files called NAME, without folder (*: on any).
  * The first SKIP such calls since the file of orders was made pass, the next TIMES (-1: all) wait DELAY_MS and then fail
- * with ERRNO; with ERRNO 0 they succeed after the delay.
+ * with ERRNO; with ERRNO 0 they succeed after the delay. DELAY_MS may be two numbers with a hyphen between them: each
+ * call waits for a time drawn from there.
  * Each affected call adds a line to the file IO_ERRORS_ORDERS with `.log` behind its name.
  *
  * IO_ERRORS_DISK, if set, is a folder for what would be found after a power cut: one file per file, named by its inode
@@ -36,7 +37,7 @@
 struct order {
     char calls[16], name[256];
     int error;
-    long skip, times, delay_ms;
+    long skip, times, delay_ms, most_ms;
     long seen;
 };
 
@@ -84,10 +85,13 @@ static void load_orders(const char *file) {
     char *rest = NULL;
     for (char *line = strtok_r(text, "\n", &rest); line && order_count < MOST_ORDERS; line = strtok_r(NULL, "\n", &rest)) {
         struct order *one = &orders[order_count];
+        char delay[48];
         memset(one, 0, sizeof *one);
-        if (sscanf(line, "%15s %d %ld %ld %ld %255s", one->calls, &one->error, &one->skip, &one->times, &one->delay_ms,
-                   one->name) == 6)
-            order_count++;
+        if (sscanf(line, "%15s %d %ld %ld %47s %255s", one->calls, &one->error, &one->skip, &one->times, delay,
+                   one->name) != 6)
+            continue;
+        if (sscanf(delay, "%ld-%ld", &one->delay_ms, &one->most_ms) < 2) one->most_ms = one->delay_ms;
+        order_count++;
     }
 }
 
@@ -99,6 +103,14 @@ static void note(const char *file, const char *calls, int error) {
     if (fd < 0) return;
     syscall(SYS_write, fd, line, length);
     syscall(SYS_close, fd);
+}
+
+/* A delay of an order, in milliseconds: another one each time, and in another process another row of them. */
+static long drawn(const struct order *one) {
+    static unsigned state;
+    if (state == 0) state = (unsigned)getpid() | 1;
+    if (one->most_ms <= one->delay_ms) return one->delay_ms;
+    return one->delay_ms + rand_r(&state) % (one->most_ms - one->delay_ms + 1);
 }
 
 /* What is to happen to this call: 0 to let it pass, else the errno that it fails with. */
@@ -119,7 +131,7 @@ static int verdict(const char *calls, int fd) {
         long place = one->seen++;
         if (place < one->skip || (one->times >= 0 && place >= one->skip + one->times)) continue;
         error = one->error;
-        delay_ms = one->delay_ms;
+        delay_ms = drawn(one);
         note(file, calls, error);
         break;
     }

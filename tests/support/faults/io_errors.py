@@ -54,16 +54,18 @@ class IoErrors:
         error: int = errno.EIO,
         skip: int = 0,
         times: int = ALL,
-        delay_ms: int = 0,
+        delay_ms: int | tuple[int, int] = 0,
         name: str = "*",
     ) -> None:
         """From now on let ``calls`` (``sync``, ``write``, ``read``, ``truncate``) fail with ``error``.
 
         The first ``skip`` of each kind pass, and after ``times`` failures the rest do. ``error=0`` with ``delay_ms`` is
-        a slow disk. ``name``: of the one file that is concerned, without folder. Takes the place of earlier orders.
+        a slow disk; of two numbers, each call waits for a time between them. ``name``: of the one file that is
+        concerned, without folder. Takes the place of earlier orders.
         """
+        delay = f"{delay_ms[0]}-{delay_ms[1]}" if isinstance(delay_ms, tuple) else f"{delay_ms}"
         fresh = self._orders.with_suffix(".new")
-        fresh.write_text("".join(f"{call} {error} {skip} {times} {delay_ms} {name}\n" for call in calls))
+        fresh.write_text("".join(f"{call} {error} {skip} {times} {delay} {name}\n" for call in calls))
         os.replace(fresh, self._orders)
 
     def heal(self) -> None:

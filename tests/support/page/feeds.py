@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -92,10 +93,11 @@ class FeedStub:
                 sessions = stub.state["sessions"]
                 told = stub.state | {"sessions": sessions | {"rows": sessions["rows"][:limit]}}
                 body = stub.body if stub.body is not None else json.dumps(told).encode()
-                self.send_response(stub.status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+                with contextlib.suppress(ConnectionError):  # who asked has left
+                    self.send_response(stub.status)
+                    self.send_header("Content-Length", str(len(body)))
+                    self.end_headers()
+                    self.wfile.write(body)
 
             def log_message(self, format: str, *args: Any) -> None:
                 pass

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import Literal
 
 from pensieve.options.serve import ServeOptions
 from support.faults.io_errors import IoErrors
@@ -23,11 +24,14 @@ from support.robustness.talker import Talker
 from support.robustness.talks import Floor
 from support.robustness.wires import wired
 from support.service.server_process import model_folder
-from support.store.redis_server import redis_server
+from support.store.redis_server import RedisServer, redis_server
 
 NETWORK = frozenset({"cut", "cut in a message", "delay", "half-open"})
 PROCESSES = frozenset(FAULTS) - NETWORK
 LEASE_S = 1.0
+SLOW_MS = (200, 3000)
+"""What one flush takes on a slow disk."""
+Fsync = Literal["always", "everysec"]
 
 
 @dataclass
@@ -48,8 +52,9 @@ class Leg:
 
     async def settle(self) -> None:
         """No more faults: wait until every server is up, and no session is held by a turn."""
-        if self.targets.disk is not None:
-            self.targets.disk.heal()
+        for disk in (self.targets.disk, self.targets.slow):
+            if disk is not None:
+                disk.heal()
         for replica in self.targets.replicas:
             replica.failpoints.clear()
             replica.wires.cut()
@@ -119,6 +124,9 @@ class Plan:
     """Faults; what a leg cannot have is left out."""
     between: int = 3
     """Turns between two faults of the script."""
+    slow_disk: Fsync | None = None
+    """Redis is on a disk whose flushes take ``SLOW_MS``, and syncs so often; None: the disk is what it is, and Redis
+    syncs each write."""
     record: bool = False
     """Write each leg's operations down, as ``history.jsonl`` in its folder."""
 
@@ -136,15 +144,37 @@ def ground(folder: Path) -> Iterator[tuple[Nursery, IoErrors]]:
         yield nest, disk
 
 
+@contextlib.contextmanager
+def slow_redis(folder: Path, fsync: Fsync) -> Iterator[tuple[RedisServer, IoErrors]]:
+    """A Redis on a slow disk, and the disk."""
+    place, tools = folder / "redis", folder / "tools"
+    place.mkdir()
+    tools.mkdir()
+    disk = IoErrors(tools, place)
+    disk.fail("sync", error=0, delay_ms=SLOW_MS)
+    # What a power cut would leave is not asked here; to keep it costs time with each write.
+    environment = {name: value for name, value in disk.environment.items() if name != "IO_ERRORS_DISK"}
+    server = RedisServer(place, appendfsync=fsync, environment=environment)
+    try:
+        server.start()
+        yield server, disk
+    finally:
+        disk.heal()
+        server.kill()
+
+
 @contextlib.asynccontextmanager
 async def leg(
     name: str, folder: Path, nest: Nursery, random: Random, plan: Plan, disk: IoErrors
 ) -> AsyncIterator[Leg]:
-    """``sqlite``: one server. ``redis``: two servers on one Redis whose every write is synced."""
+    """``sqlite``: one server. ``redis``: two servers on one Redis whose every write is synced, or see ``slow_disk``."""
     folder.mkdir()
     async with AsyncExitStack() as stack:
-        redis = None
-        if name == "redis":
+        redis, slow = None, None
+        if name == "redis" and plan.slow_disk is not None:
+            redis, slow = stack.enter_context(slow_redis(folder, plan.slow_disk))
+            store = redis.url
+        elif name == "redis":
             redis = stack.enter_context(redis_server(appendfsync="always"))
             store = redis.url
         else:
@@ -169,7 +199,7 @@ async def leg(
             for replica in replicas:
                 await replica.wait_up()
             io = disk if redis is None else None
-            yield Leg(Targets(name, replicas, floor, redis, io, LEASE_S), talkers, keepers, recorder)
+            yield Leg(Targets(name, replicas, floor, redis, io, slow, LEASE_S), talkers, keepers, recorder)
         finally:
             for keeper in keepers:
                 keeper.cancel()

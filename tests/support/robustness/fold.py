@@ -61,6 +61,14 @@ def applied(live: tuple[ItemSeen, ...], change: Change) -> tuple[ItemSeen, ...] 
     return (*kept, *turn.input, *((turn.output,) if turn.output is not None else ()))
 
 
+def _numbered_on(here: Folded, change: Change) -> bool:
+    """Whether a turn's input has the next number: none is used twice, and a rewind uses none."""
+    if change.turn is None or not change.turn.input:
+        return True
+    used = max((number for state in here.states for number, *_ in state), default=0)
+    return change.turn.input[0][0] == used + 1
+
+
 def fold(
     base: tuple[ItemSeen, ...],
     turns: Mapping[int, Change],
@@ -89,7 +97,10 @@ def fold(
         following = here.revision + 1
         if (turn := turns.get(following)) is not None:
             state = applied(here.states[-1], turn)
-            if state is None:
+            if not _numbered_on(here, turn):
+                # Something else was there that this history lacks, such as a turn of which nobody heard.
+                here.problem = f"the items of revision {following} do not follow those before"
+            elif state is None:
                 here.problem = f"revision {following} replaces what is behind an item that is not there"
             elif not fits(following, state):
                 here.problem = f"revision {following} was read as something else"

@@ -41,6 +41,8 @@ class Targets:
     floor: Floor
     redis: RedisServer | None = None
     disk: IoErrors | None = None
+    slow: IoErrors | None = None
+    """The disk of a Redis whose flushes take long."""
     lease_s: float = 1.0
 
     def faults(self) -> dict[str, float]:

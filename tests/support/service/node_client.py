@@ -48,7 +48,7 @@ def run_openai_example(url: str, api_key: str) -> str:
         "OPENAI_API_KEY": api_key,
         "NODE_PATH": str(FOLDER / "node_modules"),
     }
-    return _said(str(ROOT / "docs" / "examples" / "responses.js"), **settings)
+    return _said(str(ROOT / "examples" / "openai_responses.js"), **settings)
 
 
 def _run(program: str, *arguments: str) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 #!/bin/sh
-# A response and the next one by hand: OPENAI_BASE_URL=http://127.0.0.1:8080/v1 OPENAI_API_KEY=none sh docs/examples/curl.sh
+# A response and the next one by hand: OPENAI_BASE_URL=http://127.0.0.1:8080/v1 OPENAI_API_KEY=none sh examples/curl.sh
 set -eu
 ask() {
   curl -sS --fail-with-body "$OPENAI_BASE_URL/responses" -H "authorization: Bearer $OPENAI_API_KEY" \

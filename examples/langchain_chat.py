@@ -1,6 +1,6 @@
 """LangChain, with the history at the server: each call carries the id of the answer before, and what is new.
 
-OPENAI_BASE_URL=http://127.0.0.1:8080/v1 OPENAI_API_KEY=none MODEL=demo python docs/examples/langchain_chat.py
+OPENAI_BASE_URL=http://127.0.0.1:8080/v1 OPENAI_API_KEY=none MODEL=demo python examples/langchain_chat.py
 """
 
 import os

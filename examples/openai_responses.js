@@ -1,5 +1,5 @@
 // The same with OpenAI's client for Node:
-// OPENAI_BASE_URL=http://127.0.0.1:8080/v1 OPENAI_API_KEY=none node docs/examples/responses.js
+// OPENAI_BASE_URL=http://127.0.0.1:8080/v1 OPENAI_API_KEY=none node examples/openai_responses.js
 const OpenAI = require("openai").default;
 
 async function main() {

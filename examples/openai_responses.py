@@ -1,6 +1,6 @@
 """A conversation over HTTP with OpenAI's client: a chain, a stream, a branch, a conversation.
 
-OPENAI_BASE_URL=http://127.0.0.1:8080/v1 OPENAI_API_KEY=none python docs/examples/responses.py
+OPENAI_BASE_URL=http://127.0.0.1:8080/v1 OPENAI_API_KEY=none python examples/openai_responses.py
 """
 
 from openai import OpenAI

@@ -1,0 +1,134 @@
+"""The options of turns and sessions: the only place where each is written down, with its unit and meaning.
+
+What stands below a key is shown by editors, and by ``help`` of every method that takes the table (``signatures``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+from pensieve.client.arguments.signatures import documented
+
+Tools = str | Sequence[Mapping[str, Any]]
+"""Definitions of functions, ``{"type": "function", "function": {"name", "description", "parameters"}}`` each, or all of
+them as the text of a JSON array."""
+Overflow = Literal["reject", "drop_oldest_turns", "drop_oldest"]
+"""The last two are the same."""
+Keep = Literal["partial", "nothing"]
+Choice = Literal["first", "best_logprob"]
+OnDisconnect = Literal["cancel", "finish"]
+
+
+@documented
+class SamplingOptions(TypedDict, total=False):
+    """How tokens are drawn. What is left out is the session's default, or else the server's."""
+
+    temperature: float
+    """0 is greedy; else at least 0.01: lower is surer, higher is wilder."""
+    top_p: float
+    """Draw from the most likely tokens that together have this probability; 1 is off."""
+    top_k: int
+    """Draw from this many of the most likely tokens; 0 is off."""
+    min_p: float
+    """Draw from the tokens that are at least this probable, as a part of the most likely one's; 0 is off."""
+    repetition_penalty: float
+    """Divides the scores of tokens that are in the context already; 1 is off."""
+    frequency_penalty: float
+    """Taken off a token's score for each time it is in the answer already; 0 is off."""
+    presence_penalty: float
+    """Taken off a token's score once it is in the answer; 0 is off."""
+    seed: int
+    """Of the random draws; left out: one is made, and ``Turn.seed`` says which."""
+    max_output_tokens: int
+    """End the answer after this many tokens, as LENGTH; left out: when the model ends it or the context is full."""
+    min_output_tokens: int
+    """No end of the model's own, and no stop token, before this many tokens."""
+    stop: str | Sequence[str]
+    """End the answer before this text, or any of these."""
+    stop_token_ids: Sequence[int]
+    """End the answer with any of these tokens."""
+    ignore_eos: bool
+    """Go on past the model's own end of an answer."""
+    logit_bias: Mapping[int, float]
+    """Added to the scores of these token ids."""
+    candidates: int
+    """Answers to draw; all are streamed, one is committed."""
+    candidate_choice: Choice
+    """Which one: the first, or the one with the highest mean log-probability per token."""
+    beam_width: int
+    """Above 1: beam search. The answer comes whole, at the end."""
+    length_penalty: float
+    """Beam search: above 0 favours longer answers, below 0 shorter ones."""
+    early_stopping: bool
+    """Beam search: end with the first ``beam_width`` finished answers."""
+
+
+@documented
+class TurnOptions(SamplingOptions, total=False):
+    """Everything that may go with a turn beside its input."""
+
+    request_id: str
+    """Names the turn within its session: the same id and content never append twice. A UUID, or a name of 1 to 128
+    characters, from which a UUID is made; left out: a fresh one."""
+    expected_revision: int | None
+    """Raise RevisionMismatch unless the session is at this revision; None: whatever it is at."""
+    replace_after_item: int
+    """Replace everything after this item, in the same commit as the new turn."""
+    token_ids: bool
+    """Whether pieces carry token ids; default True."""
+    top_logprobs: int
+    """Log-probabilities of so many of the likeliest tokens at each place; 0: of the chosen one only; default: none."""
+    max_chunk_tokens: int
+    """A piece has at most so many tokens; default: as many as there are when it is sent."""
+    max_chunk_delay: float
+    """Seconds that tokens may wait to be sent together."""
+    pad_chunks: bool
+    """Make messages alike in size, so that their sizes tell nobody on the way what is said."""
+    max_duration: float
+    """Seconds after which the server ends the turn as TIME_LIMIT, committed."""
+    priority: int
+    """Among the turns of the same tenant: each level counts as ten seconds of waiting; default 0."""
+    next_turn_in: float
+    """Hint: seconds from the end of this turn to the next one, as expected. ``Turn.hints`` says what was taken."""
+    importance: float
+    """Hint: worth of the session's cached state after this turn, against 1 for any other session."""
+    session_finished: bool
+    """Hint: no further turn is expected."""
+    annotations: Mapping[str, str]
+    """Kept with the turn and given back with it (``Turn.annotations``); the model never sees them."""
+    mark: str
+    """By this, also together with its answer, ``find_turn`` finds the turn once it is committed."""
+    on_disconnect: OnDisconnect
+    """What becomes of the turn when this client goes away for good; default ``cancel``."""
+    timeout: float
+    """Seconds for the whole turn, resumes included; then DeadlineExceeded, and nothing is committed."""
+    wait_if_busy: bool
+    """Wait for another turn of this session to end, instead of raising TurnInProgress."""
+
+
+@documented
+class SessionChanges(TypedDict, total=False):
+    """What may be changed of a session."""
+
+    labels: Mapping[str, str]
+    """In place of all labels that it has."""
+    system_prompt: str
+    """What the model is told first."""
+    default_sampling: SamplingOptions
+    """For turns that do not say otherwise, in place of all defaults before."""
+    ttl: float
+    """Seconds without use after which the session is erased; 0: never."""
+    overflow: Overflow
+    """What happens to a turn that does not fit the context: refuse it, or leave the oldest turns out of the context."""
+    share_prefixes: bool
+    """Whether cached state of common beginnings is shared with other sessions of the tenant."""
+    tools: Tools
+    """Functions that the model may call, in place of those before; an empty list or text: none."""
+    rebind: bool
+    """Move the session to the model that is served: ``Session.rebind``."""
+
+
+SAMPLING_KEYS = frozenset(SamplingOptions.__annotations__)
+TURN_KEYS = frozenset(TurnOptions.__annotations__)
+CHANGE_KEYS = frozenset(SessionChanges.__annotations__)

@@ -1,0 +1,212 @@
+"""The third act: the server is killed in the middle of an answer, started again, and the answer goes on.
+
+The history is on disk, as in use. The caller does nothing about it: its stream waits, finds the server again under the
+same address and goes on where it was, because the turn has a request id and what was confirmed is durable.
+"""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+from rich.text import Text
+
+from pensieve.client import Client, Session, Turn
+from pensieve.demo.acts.exchange import Exchange, busy
+from pensieve.demo.talk.scenario import Conversation, Utterance, conversations
+from pensieve.spawn import ServerProcess
+
+OPTIONS: Final = [
+    *("--model", "demo", "--device", "cpu"),
+    *("--device-cache", "4096tokens", "--host-cache", "4096tokens"),
+]
+"""Of its ``pensieve serve``, its address and its store aside."""
+TURNS: Final = 12
+TRIES: Final = 4
+"""Answers in which the server may be killed: one can end before the signal arrives."""
+
+
+@dataclass(slots=True)
+class KilledRun:
+    """The act as it went."""
+
+    before: list[Exchange] = field(default_factory=list)
+    """Turns before the server was killed."""
+    cut: Exchange | None = None
+    """The turn in which it was; None: each answer ended before that."""
+    said: str = ""
+    """What had arrived of that answer."""
+    silence_s: float = 0.0
+    """From the kill to the rest of the answer."""
+    later: list[Exchange] = field(default_factory=list)
+    """Turns after it, on the new process."""
+    items: int = 0
+    """Items that the history has in the end."""
+
+    @property
+    def after(self) -> Exchange | None:
+        """The first turn after it."""
+        return self.later[0] if self.later else None
+
+
+def script(seed: int) -> Conversation:
+    """A conversation with several questions in a row at its end."""
+    (found,) = conversations(1, TURNS, seed)
+    return found
+
+
+def serve_and_hold(conversation: Conversation, console: Console) -> KilledRun:
+    """The act: start a server on a store of its own, talk, kill it in the middle of an answer, start it again."""
+    run = KilledRun()
+    with tempfile.TemporaryDirectory(prefix="pensieve-demo-") as folder:
+        address, store = f"127.0.0.1:{free_port()}", f"sqlite:///{Path(folder) / 'history.sqlite3'}"
+
+        def start() -> ServerProcess:
+            return ServerProcess(*OPTIONS, "--store", store, listen=address)
+
+        with busy(console, "starting a server with its history on disk …"):
+            owner = Owner(start)
+        with owner, Client(address) as client:
+            session = client.create_session()
+            talk(session, conversation, owner, run, console)
+            run.items = session.refresh().item_count
+    return run
+
+
+class Owner:
+    """Who has the server: kills it, and starts another in its place."""
+
+    def __init__(self, start: Callable[[], ServerProcess]) -> None:
+        self._start = start
+        self._server = start()
+        self._starting: threading.Thread | None = None
+        self._failed: list[Exception] = []
+
+    def __enter__(self) -> Owner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+        self._server.__exit__(None, None, None)
+
+    def kill_and_start_again(self) -> None:
+        """SIGKILL, as when power fails; returns at once, the new server comes up meanwhile."""
+        self._server.kill()
+        self._starting = threading.Thread(target=self._start_again, daemon=True)
+        self._starting.start()
+
+    def wait(self) -> None:
+        """Return when the new server is up. Raises SpawnError when it is not."""
+        if self._starting is not None:
+            self._starting.join()
+            self._starting = None
+        if self._failed:
+            raise self._failed[0]
+
+    def _start_again(self) -> None:
+        try:
+            self._server = self._start()
+        except Exception as error:  # told by ``wait``, in the thread that asks
+            self._failed.append(error)
+
+
+def talk(
+    session: Session, conversation: Conversation, owner: Owner, run: KilledRun, console: Console
+) -> None:
+    """Hold the conversation; the server is killed in one of the last answers but one."""
+    for number, said in enumerate(conversation):
+        last = number == len(conversation) - 1
+        if run.cut is None and not last and number >= len(conversation) - 1 - TRIES:
+            exchange = answer_with_a_kill(session, said, owner, run, console)
+            if run.cut is None:
+                run.before.append(exchange)
+            continue
+        exchange = Exchange(said, session.send(said.text, max_output_tokens=64, temperature=0.0))
+        if run.cut is None:
+            run.before.append(exchange)
+            continue
+        run.later.append(exchange)
+        if len(run.later) == 1:
+            console.print(Text.assemble(("you    ", "bold"), said.text))
+            console.print(Text.assemble(("model  ", "bold"), exchange.turn.text.strip()))
+
+
+def answer_with_a_kill(
+    session: Session, said: Utterance, owner: Owner, run: KilledRun, console: Console
+) -> Exchange:
+    """Ask, and kill the server as soon as something of the answer has arrived."""
+    arrived, killed_at, silence_s, owned = "", 0.0, 0.0, ""
+    with session.stream(said.text, max_output_tokens=64, temperature=0.0) as stream:
+        for piece in stream:
+            if killed_at and not silence_s and piece.text:
+                silence_s = time.perf_counter() - killed_at
+            arrived += piece.text
+            if arrived.strip() and not killed_at:
+                owner.kill_and_start_again()
+                killed_at, owned = time.perf_counter(), arrived
+        turn: Turn = stream.turn
+    exchange = Exchange(said, turn)
+    owner.wait()
+    if silence_s:
+        run.cut, run.said, run.silence_s = exchange, owned, silence_s
+        console.print(Text.assemble(("you    ", "bold"), said.text))
+        console.print(
+            Text.assemble(
+                ("model  ", "bold"), (owned.strip(), "bold"),
+                (f" ✂ killed, started again, {silence_s:.1f} s later: ", "red"),
+                turn.text[len(owned) :].strip(),
+            )
+        )  # fmt: skip
+    return exchange
+
+
+def free_port() -> int:
+    """A port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def result(run: KilledRun) -> str:
+    """How it went, in three lines at most."""
+    after = run.after
+    if run.cut is None or after is None:
+        return "Each answer was over before the server could be killed in its middle; it lost none."
+    usage = after.turn.usage
+    kept = usage.gpu_cached_tokens + usage.swapped_in_tokens
+    return (
+        f"{run.silence_s:.1f} s after the kill the answer went on where it had stopped.\n"
+        f"Of the next turn {kept:,} of {usage.context_tokens:,} tokens were in memory again,"
+        f" {usage.new_tokens} were new;\n"
+        f"all {run.items // 2} turns are in the history, each once."
+    )
+
+
+def problems(run: KilledRun) -> list[str]:
+    """A line for everything that is wrong with the act."""
+    held = [*run.before, *([run.cut] if run.cut is not None else []), *run.later]
+    found = []
+    for exchange in held:
+        if not exchange.right:
+            found.append(
+                f"asked {exchange.said.text!r}, wanted {exchange.said.expected!r}, got {exchange.turn.text!r}"
+            )
+        if not exchange.turn.usage.reconciles:
+            found.append(f"the receipt does not add up: {exchange.turn.usage}")
+    if run.cut is not None and not run.cut.turn.text.startswith(run.said):
+        found.append(f"the answer began {run.said!r} and became {run.cut.turn.text!r}")
+    if run.after is not None and run.after.turn.usage.recomputed_tokens:
+        found.append(f"the turn after computed {run.after.turn.usage.recomputed_tokens} tokens again")
+    if run.items != 2 * len(held):
+        found.append(
+            f"{len(held)} turns were held, and the history has {run.items} items, not {2 * len(held)}"
+        )
+    return found

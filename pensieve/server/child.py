@@ -1,0 +1,115 @@
+"""A process of this server with a socket to it, from its start to its last words."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final, Self
+
+_LAST_LINE_BYTES: Final = 4096
+_STDERR_PATIENCE_S: Final = 1.0
+
+
+class ChildProcess:
+    """What an engine and an HTTP door have in common. ``kill`` and then ``wait`` for it in the end, always."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._stderr_tail = b""
+        self._killed_here = False
+        self._stderr_task = asyncio.create_task(self._forward_stderr(), name="stderr of a child")
+
+    @classmethod
+    async def started(
+        cls, arguments: Callable[[int], list[str]], environment: Mapping[str, str], *inherited: int
+    ) -> Self:
+        """Start one. ``arguments``: its command, given its end of the socket. ``inherited``: its other files.
+
+        Raises OSError when the system cannot start a process.
+        """
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    *arguments(theirs.fileno()),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.DEVNULL,
+                    stderr=asyncio.subprocess.PIPE,
+                    pass_fds=(theirs.fileno(), *inherited),
+                    env=environment,
+                )
+            reader, writer = await asyncio.open_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            raise
+        return cls(process, reader, writer)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def kill(self) -> None:
+        self._killed_here = True
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    def is_stopped(self) -> bool:
+        """Whether somebody has stopped the process, as SIGSTOP and debuggers do."""
+        try:
+            # The name in parentheses may hold anything; the state follows it.
+            status = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2]
+        except OSError:
+            return False
+        return status.split()[0] in ("T", "t")
+
+    async def was_killed(self, patience_s: float) -> bool:
+        """Whether somebody else killed the process. Waits up to ``patience_s`` for its status; False without one."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), patience_s)
+        return self._process.returncode == -signal.SIGKILL and not self._killed_here
+
+    async def wait(self, patience_s: float | None = None) -> int:
+        """The exit status; what has not ended after ``patience_s`` (None: any time) is killed."""
+        try:
+            try:
+                await asyncio.wait_for(self._process.wait(), patience_s)
+            except TimeoutError:
+                self.kill()
+            status = await self._process.wait()
+            # A grandchild may keep the pipe open; what the process itself wrote has been read by then.
+            await asyncio.wait({self._stderr_task}, timeout=_STDERR_PATIENCE_S)
+        finally:
+            # Also when whoever waits is cancelled: nobody else closes these.
+            self._stderr_task.cancel()
+            self._writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
+        return status
+
+    def last_line(self) -> str:
+        """The last that it wrote to stderr."""
+        lines = self._stderr_tail.decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else ""
+
+    def ending(self, status: int) -> str:
+        """How it ended, and, where that was no success, what it wrote last."""
+        how = f"signal {-status}" if status < 0 else f"status {status}"
+        line = self.last_line()
+        return f"ended with {how}" + (f" after: {line}" if line and status != 0 else "")
+
+    async def _forward_stderr(self) -> None:
+        """Pass on what it writes, and remember the end. Never stops early: a full pipe would block it."""
+        assert self._process.stderr is not None
+        while data := await self._process.stderr.read(1 << 16):
+            sys.stderr.buffer.write(data)
+            sys.stderr.buffer.flush()
+            self._stderr_tail = (self._stderr_tail + data)[-_LAST_LINE_BYTES:]

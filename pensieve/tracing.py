@@ -1,0 +1,71 @@
+"""Traces of OpenTelemetry across processes: W3C's ``traceparent``, and the client's span of a turn.
+
+Nothing here imports OpenTelemetry. A program that traces has imported its API long before it makes a client; without it
+there is no span, and no header but one that is passed on. The header has the form of
+https://www.w3.org/TR/trace-context/: ``00-<trace id>-<span id>-<flags>``.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+HEADER: Final = "traceparent"
+_FORM: Final = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+
+incoming: Final[contextvars.ContextVar[str]] = contextvars.ContextVar("pensieve_traceparent", default="")
+"""The header of the call that is being handled; "" without one."""
+
+
+def found_in(metadata: Iterable[tuple[str, str | bytes]]) -> str:
+    """The header among a call's metadata; "" for none, and for what is not one."""
+    for name, value in metadata:
+        if name == HEADER and isinstance(value, str) and _FORM.fullmatch(value):
+            return value
+    return ""
+
+
+def trace_id(header: str) -> str:
+    """The 32 hex digits of the trace; "" for what is no header."""
+    match = _FORM.fullmatch(header)
+    return match[1] if match is not None else ""
+
+
+def outgoing() -> str:
+    """The header for a call made now: of the program's current span, else of the call that is being handled."""
+    api = sys.modules.get("opentelemetry.trace")
+    return (_header(api.get_current_span()) if api is not None else "") or incoming.get()
+
+
+class ClientSpan:
+    """A turn as its client sees it, over all of its attempts. A span if the program traces, else nothing."""
+
+    def __init__(self) -> None:
+        self._span: Any = None
+        self.header = ""
+        """For the calls of the turn, once it was started."""
+
+    def start(self, attributes: Mapping[str, str]) -> None:
+        api = sys.modules.get("opentelemetry.trace")
+        if api is not None:
+            self._span = api.get_tracer("pensieve.client").start_span(
+                "pensieve.turn", kind=api.SpanKind.CLIENT, attributes=dict(attributes)
+            )
+        self.header = (_header(self._span) if self._span is not None else "") or outgoing()
+
+    def end(self, attributes: Mapping[str, str | int | bool]) -> None:
+        """Later calls have no effect."""
+        span, self._span = self._span, None
+        if span is not None:
+            span.set_attributes(dict(attributes))
+            span.end()
+
+
+def _header(span: Any) -> str:
+    context = span.get_span_context()
+    if not context.is_valid:
+        return ""
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"

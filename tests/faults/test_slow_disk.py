@@ -1,0 +1,134 @@
+"""A Redis whose disk is slow: what it holds in its memory alone is neither acknowledged nor shown."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pensieve.errors import Unavailable
+from pensieve.store._redis.rows import session_keys
+from support.faults.io_errors import IoErrors
+from support.store.redis_server import RedisServer
+from support.store.store_bench import first_record, key, opened_redis, row, whole_turn
+
+pytestmark = pytest.mark.redis
+
+KEY = key()
+META, _, _ = session_keys(KEY)
+LIMIT_S = 20.0
+
+
+@pytest.fixture
+def slow_disk(tmp_path: Path) -> Iterator[tuple[RedisServer, IoErrors]]:
+    """A server whose disk can be made slow."""
+    folder, tools = tmp_path / "redis", tmp_path / "tools"
+    folder.mkdir()
+    tools.mkdir()
+    disk = IoErrors(tools, folder)
+    server = RedisServer(folder, environment=disk.environment)
+    server.start()
+    try:
+        yield server, disk
+    finally:
+        server.kill()
+
+
+async def hold_flush(server: RedisServer, disk: IoErrors) -> None:
+    """Returns when a flush of the append-only file is under way, which ends with the server only."""
+    disk.fail("sync", error=0, delay_ms=600_000, name="appendonly.aof.1.incr.aof")
+    with contextlib.closing(server.client()) as plain:
+        async with asyncio.timeout(LIMIT_S):
+            while not plain.info("persistence")["aof_pending_bio_fsync"]:
+                plain.incr("pv1:beat")
+                await asyncio.sleep(0.02)
+
+
+@pytest.mark.fault(41)
+async def test_a_slow_flush_does_not_acknowledge_what_is_in_memory_alone(
+    slow_disk: tuple[RedisServer, IoErrors],
+) -> None:
+    """Append-only file, fsync every second: while one runs, Redis answers and writes nothing to its file for 2 s."""
+    server, disk = slow_disk
+    async with opened_redis(server.url) as store:
+        await store.create(row(KEY), first_record(), "fp")
+        await hold_flush(server, disk)
+        await whole_turn(store, KEY, 1)
+        server.kill()
+        disk.heal()
+        server.start()
+        assert len(await store.read(KEY)) == 2
+
+
+@pytest.mark.fault(41)
+async def test_what_redis_forgets_before_it_is_in_its_file_is_not_acknowledged(
+    slow_disk: tuple[RedisServer, IoErrors],
+) -> None:
+    """It dies and is back before anybody notices, without the change that it answered."""
+    server, disk = slow_disk
+    async with opened_redis(server.url) as store:
+        await store.create(row(KEY), first_record(), "fp")
+        await hold_flush(server, disk)
+        turn = asyncio.create_task(whole_turn(store, KEY, 1))
+        with contextlib.closing(server.client()) as plain:
+            async with asyncio.timeout(LIMIT_S):
+                while plain.hget(META, "revision") != b"2":
+                    await asyncio.sleep(0.005)
+        server.kill()
+        disk.heal()
+        server.start()
+        acknowledged = 1
+        try:
+            await turn
+        except Unavailable as error:
+            assert error.reason == "STORE_UNAVAILABLE"
+        else:
+            acknowledged = 2
+        assert len(await store.read(KEY)) >= acknowledged
+        await store.abort(KEY, "t1")
+        await whole_turn(store, KEY, 1)
+        assert len(await store.read(KEY)) == 2, "the same turn, sent again, is there once"
+
+
+@pytest.mark.fault(41)
+async def test_what_was_read_is_there_afterwards(slow_disk: tuple[RedisServer, IoErrors]) -> None:
+    """Another server reads a turn while the one that made it still waits for Redis to write it."""
+    server, disk = slow_disk
+    async with opened_redis(server.url) as maker, opened_redis(server.url) as reader:
+        await maker.create(row(KEY), first_record(), "fp")
+        await hold_flush(server, disk)
+        turn = asyncio.create_task(whole_turn(maker, KEY, 1))
+        with contextlib.closing(server.client()) as plain:
+            async with asyncio.timeout(LIMIT_S):
+                while plain.hget(META, "revision") != b"2":
+                    await asyncio.sleep(0.005)
+        reads = [asyncio.create_task(reader.read(KEY)), asyncio.create_task(reader.load(KEY))]
+        # Long enough for any answer that does not wait for the disk; one that does is told that its outcome is open.
+        await asyncio.wait(reads, timeout=0.5)
+        server.kill()
+        disk.heal()
+        server.start()
+        log, session = await asyncio.gather(*reads, return_exceptions=True)
+        left = len(await maker.read(KEY))
+        await asyncio.gather(turn, return_exceptions=True)
+        assert isinstance(log, Unavailable) or len(log) <= left, "a turn was shown and is gone"
+        assert isinstance(session, Unavailable) or session.revision <= left, (
+            "a revision was shown and is gone"
+        )
+
+
+@pytest.mark.fault(47)
+async def test_a_store_is_open_when_its_marker_outlives_redis(
+    slow_disk: tuple[RedisServer, IoErrors],
+) -> None:
+    """Opened while a flush is under way, and ended: what is there again is our store."""
+    server, disk = slow_disk
+    await hold_flush(server, disk)
+    async with opened_redis(server.url) as store:
+        server.kill()
+        disk.heal()
+        server.start()
+        await store.ping()
