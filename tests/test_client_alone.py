@@ -29,6 +29,8 @@ PARTS = (
     "pensieve.cli.chat",
     "pensieve.cli.main",
     "pensieve.cli.gateway",
+    "pensieve.cli.sessions.command",
+    "pensieve.cli.top.command",
     "pensieve.replay.command",
     "pensieve.replay.compare_command",
     "pensieve.replay.targets.grpc_target",

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from pensieve.cli.gateway import gateway
+from pensieve.cli.sessions.command import sessions
 from pensieve.cli.store.command import store
+from pensieve.cli.top.command import top
 from pensieve.options.table import OPTIONS
 from support import structure
 from support.sources import LINKS, ROOT, files, python_files, tree
@@ -94,9 +96,12 @@ def test_walks_name_what_is_defined(page: Path) -> None:
 def test_options_exist(page: Path) -> None:
     flags = {option.name for option in OPTIONS} | {"config", "print-config", "help"}
     flags |= {flag.lstrip("-") for parameter in gateway.params for flag in parameter.opts}
-    if page.name == "stores.md":
-        options = (param.opts for command in store.commands.values() for param in command.params)
+    groups = {"stores.md": [store], "top.md": [sessions]}
+    for group in groups.get(page.name, []):
+        options = (param.opts for command in group.commands.values() for param in command.params)
         flags |= {name.removeprefix("--") for names in options for name in names}
+    if page.name == "top.md":
+        flags |= {flag.lstrip("-") for parameter in top.params for flag in parameter.opts}
     for span in spans(page):
         for flag in re.findall(r"(?<!\S)--(no-)?([a-z][a-z-]+)", span) if span.startswith("--") else []:
             assert flag[1] in flags or f"no-{flag[1]}" in flags, (

@@ -37,6 +37,11 @@ LAZY: Final[dict[str, tuple[str, str, str]]] = {
         "replay",
         "Replay multi-turn conversations against servers and report.",
     ),
+    "sessions": (
+        "pensieve.cli.sessions.command",
+        "sessions",
+        "List the sessions of a server, show one, erase some.",
+    ),
     "simulate": (
         "pensieve.simulate.command",
         "simulate",
@@ -47,6 +52,7 @@ LAZY: Final[dict[str, tuple[str, str, str]]] = {
         "store",
         "Look after a history store: check, repair, back up, restore, move.",
     ),
+    "top": ("pensieve.cli.top.command", "top", "Show what a server is doing, live in the terminal."),
 }
 """Subcommand → module, attribute, line in ``pensieve --help``."""
 

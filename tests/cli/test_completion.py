@@ -47,7 +47,7 @@ def test_the_script_for_each_shell(shell: str) -> None:
 
 
 def test_commands_options_words_and_files() -> None:
-    assert {"plain,serve", "plain,simulate", "plain,store"} == set(offered("pensieve s"))
+    assert {"plain,serve", "plain,sessions", "plain,simulate", "plain,store"} == set(offered("pensieve s"))
     assert offered("pensieve serve --max-q") == ["plain,--max-queued", "plain,--max-queued-tokens"]
     assert offered("pensieve serve --policy w") == ["plain,whole-session"]
     assert offered("pensieve serve --model ") == ["plain,demo", "dir,"]

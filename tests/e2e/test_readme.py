@@ -37,7 +37,7 @@ def test_commands_against_the_server_of_the_readme(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(README.parent / "examples")
     text = README.read_text(encoding="utf-8")
     lines = re.findall(r"^\$ (pensieve \w+ .*--target .*127\.0\.0\.1:50051)$", text, re.MULTILINE)
-    assert {line.split()[1] for line in lines} == {"chat", "replay"}
+    assert {line.split()[1] for line in lines} == {"chat", "replay", "sessions"}
     lines += re.findall(r"^\$ (.*127\.0\.0\.1:8080.*)$", text, re.MULTILINE)[1:]
     programs = [line.split()[0] for line in lines[-2:]]
     assert programs == ["curl", "OPENAI_BASE_URL=http://127.0.0.1:8080/v1"], (

@@ -26,6 +26,7 @@ class Percentiles(msgspec.Struct, frozen=True):
 
     p50: float
     p95: float
+    p99: float
 
 
 class ContextSources(msgspec.Struct, frozen=True):
@@ -176,4 +177,8 @@ def _percentiles(values: Sequence[float]) -> Percentiles | None:
         return None
     ordered = sorted(values)
     last = len(ordered) - 1
-    return Percentiles(round(ordered[last // 2], 6), round(ordered[round(0.95 * last)], 6))
+    return Percentiles(
+        round(ordered[last // 2], 6),
+        round(ordered[round(0.95 * last)], 6),
+        round(ordered[round(0.99 * last)], 6),
+    )

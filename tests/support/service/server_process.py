@@ -79,9 +79,9 @@ class ServerProcess:
 @contextmanager
 def launched(
     folder: Path, script: Script | None = None, *, ready: bool = True, environment: dict[str, str] | None = None,
-    **options: object,
+    builder: str = BUILDER, **options: object,
 ) -> Iterator[ServerProcess]:  # fmt: skip
-    """Start one whose files lie in ``folder``; it is killed in the end if it still runs."""
+    """Start one whose files lie in ``folder``; it is killed in the end if it still runs. ``builder``: of its engine."""
     folder.mkdir(parents=True, exist_ok=True)
     values: dict[str, object] = {
         "listen": "127.0.0.1:0",
@@ -94,7 +94,7 @@ def launched(
     errors = folder / "stderr.txt"
     with errors.open("w") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _PROGRAM, json.dumps(values), BUILDER],
+            [sys.executable, "-P", "-c", _PROGRAM, json.dumps(values), builder],
             env={**child_environment(), **(environment or {})},
             stdout=subprocess.PIPE,
             stderr=stderr,

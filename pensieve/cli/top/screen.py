@@ -1,0 +1,243 @@
+"""One look at a server as lines of text, for any width. Pure: it is tested without a terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
+
+from pensieve.cli import figures
+from pensieve.cli.top import strips
+from pensieve.cli.top.feed import FeedLatency, FeedSession, FeedState, FeedTier
+from pensieve.cli.top.view import View
+
+GAP = "   "
+LABELS_FROM = 110
+"""Columns from which there is room for labels."""
+STRIP_LEAST = 12
+NAME_MOST = 40
+
+
+@dataclass(frozen=True, slots=True)
+class TopLook:
+    """What is drawn, and how."""
+
+    state: FeedState
+    width: int
+    blocks: bool = True
+    """Whether the terminal has block characters."""
+    gone_s: float | None = None
+    """For how long the server has not answered; None: it does."""
+    trouble: str = ""
+    """Why it does not."""
+
+
+def screen(look: TopLook, view: View, height: int | None = None) -> list[Text]:
+    """Lines of at most ``look.width`` columns. ``height``: exactly so many, with the keys last; None: a plain page
+    with ``view.page`` sessions, which otherwise is set here.
+    """
+    head = [*_header(look), *_figures(look), *_tiers(look), Text()]
+    foot = list(_flow(strips.legend(blocks=look.blocks), look.width, "  "))
+    rows = view.choose(look.state.sessions.rows)
+    if height is None:
+        lines = [*head, *_list(look, view, rows[: view.page]), Text(), *foot]
+    else:
+        if height < len(head) + len(foot) + 9:
+            foot = []  # sessions rather than what their letters mean
+        view.page = max(height - len(head) - len(foot) - 3, 1)
+        body = list(_list(look, view, rows[: view.page]))
+        lines = [*head, *body][: max(height - len(foot) - 1, 0)]
+        lines += [Text()] * (height - len(foot) - 1 - len(lines))
+        lines += [*foot, _keys(view)]
+    for line in lines:
+        line.truncate(look.width)
+        if look.gone_s is not None and height is not None:
+            line.stylize("dim")
+    return lines
+
+
+def _header(look: TopLook) -> Iterator[Text]:
+    server = look.state.server
+    machine = " ".join(part for part in (server.device, server.dtype) if part)
+    yield from _flow(
+        [
+            Text(figures.clean(f"pensieve {server.version}"), "bold"),
+            Text(figures.clean(server.model)),
+            Text(figures.clean(machine)),
+            Text(figures.clean(f"replica {server.replica}")),
+            _health(look),
+            Text(time.strftime("%H:%M:%S", time.localtime(look.state.time_s)), "dim"),
+        ],
+        look.width,
+    )
+    if look.gone_s is not None:
+        yield Text(f"reconnecting…  {look.trouble}, for {figures.age(look.gone_s)}", "bold red")
+
+
+def _health(look: TopLook) -> Text:
+    problem = look.state.server.problem
+    if problem:
+        return Text(f"not serving: {figures.clean(problem)}", "bold red")
+    return Text("serving", "green")
+
+
+def _figures(look: TopLook) -> Iterator[Text]:
+    state, lately, queue = look.state, look.state.lately, look.state.queue
+    received = lately.context.new / lately.over_s if lately.over_s else 0.0
+    cells = [
+        _pair("turns", f"{lately.turns_per_s:.1f}/s"),
+        _pair("tokens in", f"{figures.count(received)}/s"),
+        _pair("out", f"{figures.count(lately.output_tokens_per_s)}/s"),
+        _pair("failed", str(lately.failed), "red" if lately.failed else ""),
+    ]
+    yield from _titled("last minute", cells, look.width)
+    yield from _titled(
+        "latency",
+        [
+            _pair("first token", _latency(lately.first_token_s)),
+            _pair("per token", _latency(lately.token_s)),
+            _pair("in queue", _latency(lately.queue_s)),
+        ],
+        look.width,
+    )
+    wait = f" ({figures.seconds(queue.expected_wait_s)})" if queue.waiting else ""
+    cells = [
+        _pair("running", str(queue.running)),
+        _pair("queued", str(queue.queued)),
+        _pair("turns waiting", f"{queue.waiting}{wait}", "yellow" if queue.waiting else ""),
+        _pair("suspensions", figures.count(state.totals.suspensions_total)),
+        _pair("engine restarts", str(state.engine_restarts), "red" if state.engine_restarts else ""),
+    ]
+    if state.rates is not None:
+        cells.insert(3, _pair("steps", f"{figures.count(state.rates.steps)}/s"))
+    if state.sessions.age_s is None:
+        cells.insert(0, Text("no engine", "bold red"))
+    yield from _titled("engine", cells, look.width)
+
+
+def _tiers(look: TopLook) -> Iterator[Text]:
+    state = look.state
+    yield from _tier(look, "device", state.device, "blue")
+    yield from _tier(look, "host", state.host, "yellow")
+    context = state.lately.context
+    whole = context.device + context.host + context.recomputed + context.new
+    yield from _titled(
+        "context",
+        [
+            Text.assemble((figures.share(part, whole), style), f" {word}")
+            for part, style, word in (
+                (context.device, "blue", "from the device"),
+                (context.host, "yellow", "from the host"),
+                (context.recomputed, "magenta", "recomputed"),
+                (context.new, "bright_blue", "new"),
+            )
+        ],
+        look.width,
+    )
+    rates = state.rates
+    if rates is not None:
+        yield from _titled(
+            "moved",
+            [
+                _pair("in", f"{figures.bytes_of(rates.swap_in_bytes)}/s"),
+                _pair("out", f"{figures.bytes_of(rates.swap_out_bytes)}/s"),
+                _pair("dropped", f"{figures.count(rates.dropped_tokens)} tokens/s"),
+            ],
+            look.width,
+        )
+
+
+def _tier(look: TopLook, name: str, tier: FeedTier, style: str) -> Iterator[Text]:
+    length = max(min(look.width - 60, 60), 6)
+    full = round(length * tier.used / tier.capacity) if tier.capacity else 0
+    shape, rest = ("█", "░") if look.blocks else ("#", ".")
+    numbers = f"{figures.share(tier.used, tier.capacity):>5} of {figures.count(tier.capacity)} tokens"
+    spare = f"{figures.count(tier.reclaimable)} reclaimable" if tier.reclaimable else ""
+    bar = Text.assemble((shape * min(full, length), style), (rest * (length - full), "dim"))
+    yield from _titled(name, [Text.assemble(bar, " ", numbers), Text(spare, "dim")], look.width)
+
+
+def _list(look: TopLook, view: View, rows: Sequence[FeedSession]) -> Iterator[Text]:
+    sessions = look.state.sessions
+    told = f"{sessions.total:,} sessions, {sessions.running:,} running, by {view.order}"
+    if view.filter:
+        told += f", with “{figures.clean(view.filter)}”"
+    if view.first:
+        told += f", from {view.first + 1:,}"
+    yield Text(told, "bold")
+    if not rows:
+        yield Text("none has anything cached" if not view.filter else "none of them", "dim")
+        return
+    one_tenant = len({row.tenant for row in sessions.rows}) == 1
+    names = [_name(row, one_tenant) for row in rows]
+    wide = look.width >= LABELS_FROM
+    name_width = min(max(map(cell_len, names)), NAME_MOST, look.width - STRIP_LEAST - 20)
+    label_width = (look.width - name_width) // 4 if wide else 0
+    strip_width = look.width - name_width - 20 - (label_width + 2 if wide else 0)
+    heading = (
+        f"{set_cell_size('SESSION', name_width)}  STATE   TOKENS  {set_cell_size('CHUNKS', strip_width)}"
+    )
+    yield Text(f"{heading}  LABELS" if wide else heading.rstrip(), "dim")
+    for row, name in zip(rows, names, strict=True):
+        told = figures.clean(row.state) if row.state != "idle" else figures.age(row.idle_s)
+        line = Text(set_cell_size(name, name_width))
+        line.append(f"  {told:<7.7}", "" if row.state == "idle" else "green")
+        line.append(f"{figures.count(row.tokens):>7}  ")
+        strip = strips.draw(row.strip, strip_width, blocks=look.blocks)
+        line.append_text(strip)
+        if wide and row.labels:
+            line.append(" " * (strip_width - strip.cell_len + 2))
+            line.append(figures.labels(row.labels), "dim")
+        yield line
+
+
+def _name(row: FeedSession, one_tenant: bool) -> str:
+    name = row.session.removeprefix(f"{row.tenant}/") if one_tenant else row.session
+    return figures.clean(name)
+
+
+def _keys(view: View) -> Text:
+    if view.typing:
+        return Text(f"filter: {view.filter}▏ Enter keeps it, Esc drops it", "reverse")
+    return Text.assemble(
+        ("q", "bold"), " quit  ", ("s", "bold"), f" sort ({view.order})  ", ("/", "bold"), " filter  ",
+        ("j k", "bold"), " scroll", style="dim",
+    )  # fmt: skip
+
+
+def _latency(told: FeedLatency | None) -> str:
+    """The median, and the last percentile that the server tells."""
+    if told is None:
+        return "–"
+    name, high = ("p99", told.p99) if told.p99 is not None else ("p95", told.p95)
+    return f"p50 {figures.seconds(told.p50)}, {name} {figures.seconds(high)}"
+
+
+def _pair(word: str, value: str, style: str = "") -> Text:
+    return Text.assemble((f"{word} ", "dim"), (value, style or "bold"))
+
+
+def _titled(title: str, cells: Iterable[Text], width: int) -> Iterator[Text]:
+    """Cells behind a title, and below each other where they do not fit."""
+    indent = 13
+    for number, line in enumerate(_flow(cells, width - indent)):
+        yield Text.assemble((f"{title if number == 0 else '':<{indent}}", "dim"), line)
+
+
+def _flow(cells: Iterable[Text], width: int, gap: str = GAP) -> Iterator[Text]:
+    """Cells beside each other as far as they fit."""
+    line = Text()
+    for cell in cells:
+        if not cell.plain:
+            continue
+        if line.plain and line.cell_len + len(gap) + cell.cell_len > width:
+            yield line
+            line = Text()
+        if line.plain:
+            line.append(gap)
+        line.append_text(cell)
+    if line.plain:
+        yield line
