@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import glob
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ NUMBERS: Final[dict[str, type[int] | type[float]]] = {
     "min_output_tokens": int,
 }
 """What ``/set`` takes."""
+COMMAND: Final = re.compile(r"/[A-Za-z]+( .*)?")
+"""A path or a comment in a program's text is none, nor is a message of several lines."""
 LEAVE: Final = ("/quit", "/bye", "/exit")
 
 
@@ -197,8 +200,8 @@ class Commands:
         self._talk.ask(text, replace_after_item=old.item - 1)
 
     def _changed(self, text: str) -> str:
-        """Typed over in place; several lines need $EDITOR."""
-        if "\n" not in text and can_edit():
+        """Typed over in place; $EDITOR where the line cannot be edited."""
+        if can_edit():
             return self._prompt.edit(text)
         try:
             return (click.edit(text) or "").strip()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pensieve.cli.chat import sessions
-from pensieve.cli.chat.commands import Commands
+from pensieve.cli.chat.commands import COMMAND, Commands
 from pensieve.cli.chat.prompt import Prompt
 from pensieve.cli.chat.screen import Screen
 from pensieve.cli.chat.talk import Dialogue, warm
@@ -102,7 +102,7 @@ class ChatLoop:
     def _handle(self, line: str) -> None:
         if not line:
             return
-        if not line.startswith("/"):
+        if not COMMAND.fullmatch(line):
             self.talk.ask(line)
             return
         try:

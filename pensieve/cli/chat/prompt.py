@@ -39,8 +39,8 @@ class Prompt:
 
     def read(self, prefill: str = "") -> str:
         """One message, of several lines between ``\"\"\"``. Raises EOFError, and KeyboardInterrupt for Ctrl-C."""
-        if prefill and (self._readline is None or "\n" in prefill):
-            # The editor has one line, and without it nothing can be typed ahead: shown, and taken by Enter alone.
+        if prefill and self._readline is None:
+            # Nothing can be typed ahead: shown, and taken by Enter alone.
             self._screen.note(f"not sent: {prefill}")
             self._screen.note("Enter sends it; another text is sent instead")
             return self._message(PROMPT, "") or prefill
@@ -51,7 +51,7 @@ class Prompt:
         return self._line(question, "").strip()
 
     def edit(self, text: str) -> str:
-        """The text as the user changed it, in one line."""
+        """The text as the user changed it."""
         return self._message("edit> ", text)
 
     def _message(self, prompt: str, prefill: str) -> str:
@@ -69,7 +69,7 @@ class Prompt:
         if self._readline is None:
             self._screen.notes.print(prompt, end="", style="bold cyan")
             shown = ""
-        elif self._screen.notes.color_system is not None:
+        elif self._screen.notes.color_system is not None and not self._screen.notes.no_color:
             shown = f"\x01\x1b[1;36m\x02{prompt}\x01\x1b[0m\x02"  # \x01, \x02: no width
         if self._readline is not None and prefill:
             insert = self._readline.insert_text

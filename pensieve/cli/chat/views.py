@@ -14,6 +14,7 @@ from rich.segment import Segment, Segments
 from pensieve.cli.chat.screen import Screen, clean
 
 REDRAW_S = 0.08
+_KEPT = {"html_inline": "text", "softbreak": "hardbreak"}
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 
 
@@ -107,8 +108,8 @@ class MarkdownView:
 def markdown(text: str) -> Markdown:
     """Laid out for a terminal.
 
-    Tags stay as they were written: rich would leave them out. Links show where they lead. Cleaned behind the parser
-    too, since ``&#x202E;`` is a character only there.
+    Tags and line ends stay as they were written: rich would leave them out. Links show where they lead. Cleaned
+    behind the parser too, since ``&#x202E;`` is a character only there.
     """
     shown = Markdown(clean(text), hyperlinks=False)
     for token in shown.parsed:
@@ -116,8 +117,7 @@ def markdown(text: str) -> Markdown:
             token.type, token.tag, token.info = "fence", "code", "html"
         for child in token.children or ():
             child.content = clean(child.content)
-            if child.type == "html_inline":
-                child.type = "text"
+            child.type = _KEPT.get(child.type, child.type)
     return shown
 
 
