@@ -114,19 +114,17 @@ def test_a_server_of_its_own(server: FakeServerThread, monkeypatch: pytest.Monke
 
     class Own:
         target = server.target
+        running = True
 
         def __init__(self, *arguments: str, start_timeout_s: float) -> None:
             events.append(arguments)
-
-        def __enter__(self) -> Own:
-            return self
 
         def __exit__(
             self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
         ) -> None:
             events.append("stopped")
 
-    monkeypatch.setattr(module, "ServerProcess", Own)
+    monkeypatch.setattr("pensieve.cli.chat.own_server.ServerProcess", Own)
     result = run(None, "--model", "demo", "--store", "memory:", lines="one\n")
     assert result.stdout == answer_to("one") + "\n"
     assert events == [("--admin", "127.0.0.1:0", "--model", "demo", "--store", "memory:"), "stopped"]

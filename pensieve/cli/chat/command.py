@@ -15,13 +15,14 @@ import click
 
 from pensieve.cli.chat import sessions
 from pensieve.cli.chat.loop import ChatLoop
+from pensieve.cli.chat.own_server import OwnServer
 from pensieve.cli.chat.prompt import Prompt
 from pensieve.cli.chat.screen import Screen
 from pensieve.client import Client, RetryPolicy, Session
 from pensieve.client import SamplingOptions as Sampling
 from pensieve.errors import PensieveError
 from pensieve.options.serve import state_directory
-from pensieve.spawn import ServerProcess, SpawnError
+from pensieve.spawn import SpawnError
 
 FIRST_ANSWER_S = 10.0
 """A server that says nothing for so long when the chat begins is taken for a wrong address."""
@@ -85,7 +86,9 @@ def chat(
     try:
         with contextlib.ExitStack() as stack:
             if target is None:
-                target = stack.enter_context(_own_server(model, store)).target
+                own = stack.enter_context(_own_server(model, store))
+                stack.callback(lambda: own.failure and click.echo(own.failure, err=True))
+                target = own.target
             elif interactive:
                 _check_address(target, api_key, tls)
             retry = ON_A_TERMINAL if interactive else None
@@ -128,12 +131,12 @@ def _resume_line(
     return words + (["--api-key", "KEY"] if api_key is not None else []) + (["--tls"] if tls else [])
 
 
-def _own_server(model: str | None, store: str | None) -> ServerProcess:
+def _own_server(model: str | None, store: str | None) -> OwnServer:
     arguments = ["--admin", "127.0.0.1:0"]
     for flag, value in (("--model", model), ("--store", store)):
         if value is not None:
             arguments += [flag, value]
-    return ServerProcess(*arguments, start_timeout_s=600.0)
+    return OwnServer(*arguments)
 
 
 def _check_address(target: str, api_key: str | None, tls: bool) -> None:
