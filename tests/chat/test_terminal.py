@@ -208,3 +208,44 @@ def test_a_wrong_address_is_one_line(tmp_path: Path) -> None:
         chat.finish()
         assert chat.process.returncode == 130
     assert time.monotonic() - began < 60
+
+
+def test_a_line_that_was_answered_unseen_is_not_doubled(server: FakeServerThread, tmp_path: Path) -> None:
+    """And what is not answered goes along into a new conversation."""
+    refused = ResourceExhausted("no quota left", reason="QUOTA_EXCEEDED")
+    server.fake.script.append(Fault(after=3, commit=True, error=refused))
+    with chat_program(server.target, tmp_path, "--plain") as chat:
+        chat.prompt()
+        chat.enter("one")
+        chat.expect("no quota left")
+        chat.expect("you> one")
+        chat.type(CTRL_U)
+        chat.enter("two")
+        chat.expect("the message before had arrived")
+        chat.expect(answer_to("one"))
+        chat.expect("you> two")
+        assert said(server) == ["one", answer_to("one")]
+        chat.type(CTRL_U)
+        chat.enter("/new")
+        chat.expect("you> two")
+        chat.type("\r")
+        chat.expect(answer_to("two"))
+        chat.prompt()
+        chat.type(CTRL_D)
+        chat.finish()
+    assert [one.items[0].text for one in server.fake.sessions.values()] == ["one", "two"]
+
+
+def test_ctrl_c_twice_leaves_an_answer_that_cannot_be_stopped(
+    tmp_path: Path, server: FakeServerThread
+) -> None:
+    server.fake.script.append(Fault(after=3, silent=True))
+    with chat_program(server.target, tmp_path, "--plain") as chat:
+        chat.prompt()
+        chat.enter("one")
+        chat.expect("You")
+        server.fake.unary_script.extend([Unavailable("not here")] * 50)
+        chat.type(CTRL_C)
+        chat.expect("stopping…")
+        chat.type(CTRL_C)
+        assert "to go on:" in chat.finish() and chat.process.returncode == 0

@@ -87,7 +87,7 @@ def chat(
         with contextlib.ExitStack() as stack:
             if target is None:
                 own = stack.enter_context(_own_server(model, store))
-                stack.callback(lambda: own.failure and click.echo(own.failure, err=True))
+                stack.callback(_say_why, own)
                 target = own.target
             elif interactive:
                 _check_address(target, api_key, tls)
@@ -117,6 +117,11 @@ def _talk(loop: ChatLoop, again: list[str]) -> None:
     finally:
         if loop.screen.interactive and again:
             loop.screen.note(f"to go on: {shlex.join([*again, '--session', loop.session.id])}")
+
+
+def _say_why(own: OwnServer) -> None:
+    if own.failure:
+        click.echo(f"the server could not be started again: {own.failure}", err=True)
 
 
 def _resume_line(
@@ -178,7 +183,7 @@ def _pick(client: Client, screen: Screen) -> Session | None:
     prompt = Prompt(screen, None, lambda _: [])
     while True:
         try:
-            typed = prompt.ask(f"go on with (1–{len(found)}), or Enter for a new conversation: ")
+            typed = prompt.ask("go on with (a number), or Enter for a new conversation: ")
         except (EOFError, KeyboardInterrupt):
             screen.notes.print()
             raise click.Abort from None

@@ -119,9 +119,7 @@ class Commands:
 
     def _new(self, system: str) -> None:
         talk = self._talk
-        talk.session = self._screen.patiently(
-            lambda: talk.client.create_session(system_prompt=system or None)
-        )
+        talk.move(self._screen.patiently(lambda: talk.client.create_session(system_prompt=system or None)))
         self._screen.note(f"now in {talk.session.name}; /switch goes back")
 
     def _sessions(self, _: str) -> None:

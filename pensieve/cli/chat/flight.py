@@ -20,6 +20,10 @@ from pensieve.client import Piece, Progress, TurnStream
 from pensieve.errors import PensieveError
 
 
+class LeaveChat(KeyboardInterrupt):
+    """Ctrl-C was pressed again: not the answer is meant, but the chat."""
+
+
 class _Interrupt:
     """Ctrl-C was pressed."""
 
@@ -43,7 +47,7 @@ class Flight:
         self._stopping: threading.Thread | None = None
 
     def run(self) -> None:
-        """Raises what the server says to the turn, and KeyboardInterrupt at the second Ctrl-C."""
+        """Raises what the server says to the turn, and LeaveChat at the second Ctrl-C."""
         reader = threading.Thread(target=self._read, name="answer", daemon=True)
         try:
             with self._interrupts():
@@ -131,14 +135,14 @@ class Flight:
 
     @contextlib.contextmanager
     def _interrupts(self) -> Iterator[None]:
-        """Ctrl-C ends the answer, keeping what was received; the second is an ordinary KeyboardInterrupt."""
+        """Ctrl-C ends the answer, keeping what was received; the second raises LeaveChat."""
         if threading.current_thread() is not threading.main_thread():
             yield  # Python delivers signals to the main thread only.
             return
         before = signal.getsignal(signal.SIGINT)
 
         def on_interrupt(signum: int, frame: FrameType | None) -> None:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGINT, _leave)
             self._events.put(_Interrupt())
 
         signal.signal(signal.SIGINT, on_interrupt)
@@ -146,3 +150,7 @@ class Flight:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    raise LeaveChat

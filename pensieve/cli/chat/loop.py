@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pensieve.cli.chat import sessions
 from pensieve.cli.chat.commands import COMMAND, Commands
+from pensieve.cli.chat.flight import LeaveChat
 from pensieve.cli.chat.prompt import Prompt
 from pensieve.cli.chat.screen import Screen
 from pensieve.cli.chat.talk import Dialogue, warm
@@ -71,6 +72,8 @@ class ChatLoop:
             self.talk.take_up()
         except PensieveError as error:
             self.screen.error(str(error))
+        except LeaveChat:
+            raise
         except KeyboardInterrupt:
             self.screen.note("(stopped)")
 
@@ -102,11 +105,13 @@ class ChatLoop:
     def _handle(self, line: str) -> None:
         if not line:
             return
-        if not COMMAND.fullmatch(line):
-            self.talk.ask(line)
-            return
         try:
-            self.commands.run(line)
+            if COMMAND.fullmatch(line):
+                self.commands.run(line)
+            else:
+                self.talk.ask(line)
+        except LeaveChat:
+            raise
         except KeyboardInterrupt:
             self.screen.note("(stopped)")
 

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 from rich.cells import set_cell_size
 
-from pensieve.cli.chat.screen import Screen
+from pensieve.cli.chat.screen import Screen, clean
 from pensieve.cli.chat.talk import first_words
 from pensieve.client import Client, Item, Role, Session, SessionInfo
 from pensieve.errors import NotFound
@@ -79,7 +79,7 @@ def show(listed: Sequence[RecentSession], screen: Screen, current: str = "") -> 
     for number, one in enumerate(listed, 1):
         mark = "*" if one.info.name == current else " "
         turns = f"{one.turns} turn{'s' if one.turns != 1 else ''}"
-        name = set_cell_size(one.title, width)
+        name = set_cell_size(clean(one.title), width)
         screen.note(
             f"{mark}{number:2}  {name}  {age(one.info.update_time, now):>10}  {turns:>8}  {one.info.id[:8]}"
         )

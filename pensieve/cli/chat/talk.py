@@ -40,6 +40,15 @@ class Dialogue:
         """What was typed in this session and is not answered."""
         return self._unsent.get(self.session.id)
 
+    def move(self, session: Session) -> None:
+        """Talk in a new session from here on. What was not answered in the old one goes along."""
+        kept = self.kept
+        self.drop_kept()
+        self.session = session
+        self.is_warm = False
+        if kept is not None:
+            self._keep(kept.text, {})
+
     def drop_kept(self) -> None:
         """The user does not want it any more."""
         self._unsent.drop(self.session.id)
@@ -48,13 +57,13 @@ class Dialogue:
         """One turn. What was kept goes out as it was, under its own request id. Raises what the server says to it."""
         kept = self.kept
         if kept is None or kept.text != text or options:
-            if kept is not None and not self._settled(kept):
-                self._keep(text, options)
-                return
-            instead = kept.options.get("replace_after_item") if kept is not None else None
-            if instead is not None:
-                options.setdefault("replace_after_item", instead)  # still the edit that was begun
+            before = kept
+            if before is not None and "replace_after_item" in before.options:
+                # Still the edit that was begun.
+                options.setdefault("replace_after_item", before.options["replace_after_item"])
             kept = self._keep(text, options)
+            if before is not None and not self._settled(before):
+                return  # offered again, now that the answer to the one before is known
         stream = self.session.stream(text, request_id=kept.request_id, **kept.options)
         if self._fly(stream, kept.options.get("candidates", 1) > 1):
             self._unsent.drop(self.session.id)
@@ -96,7 +105,6 @@ class Dialogue:
         state = self._state(kept)
         if state is TurnState.COMMITTED:
             turn = self.screen.patiently(lambda: self.session.get_turn(kept.request_id))
-            self._unsent.drop(self.session.id)
             self.screen.note("the message before had arrived; its answer:")
             self.screen.say(turn.text)
             return False
