@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pensieve.cli.chat.command import chat
 from pensieve.cli.gateway import gateway
 from pensieve.cli.store.command import store
 from pensieve.options.table import OPTIONS
@@ -97,6 +98,8 @@ def test_options_exist(page: Path) -> None:
     if page.name == "stores.md":
         options = (param.opts for command in store.commands.values() for param in command.params)
         flags |= {name.removeprefix("--") for names in options for name in names}
+    if page.name == "chat.md":
+        flags |= {flag.lstrip("-") for parameter in chat.params for flag in parameter.opts}
     for span in spans(page):
         for flag in re.findall(r"(?<!\S)--(no-)?([a-z][a-z-]+)", span) if span.startswith("--") else []:
             assert flag[1] in flags or f"no-{flag[1]}" in flags, (
