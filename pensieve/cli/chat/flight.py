@@ -19,6 +19,9 @@ from pensieve.cli.chat.views import AnswerView, view_of
 from pensieve.client import Piece, Progress, TurnStream
 from pensieve.errors import PensieveError
 
+QUIET_S = 3.0
+"""A server that says nothing for so long may compute a long context, or be gone without a trace."""
+
 
 class LeaveChat(KeyboardInterrupt):
     """Ctrl-C was pressed again: not the answer is meant, but the chat."""
@@ -43,6 +46,7 @@ class Flight:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._heard: tuple[int, Progress | None] = (0, None)
         """Resends and news at the last sign of life."""
+        self._heard_at = time.monotonic()
         self._away_since: float | None = None
         self._stopping: threading.Thread | None = None
 
@@ -97,6 +101,7 @@ class Flight:
 
     def _is_here(self) -> None:
         self._heard = (self._stream.resumes, self._stream.progress)
+        self._heard_at = time.monotonic()
         self._away_since = None
 
     def _tick(self) -> None:
@@ -115,6 +120,9 @@ class Flight:
             )
         elif self._stopping is not None:
             self._screen.status("stopping…")
+        elif (waited := time.monotonic() - self._heard_at) > QUIET_S:
+            self._view.pause()
+            self._screen.status(f"waiting for the answer… {waited:.0f} s (Ctrl-C stops, your text is kept)")
 
     def _stop(self) -> None:
         """End the turn. A server that is away cannot be asked: then the stream is left, and its turn is discarded."""
