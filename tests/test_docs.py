@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pensieve.cli.chat.command import chat
 from pensieve.cli.gateway import gateway
 from pensieve.cli.sessions.command import sessions
 from pensieve.cli.store.command import store
@@ -102,6 +103,8 @@ def test_options_exist(page: Path) -> None:
         flags |= {name.removeprefix("--") for names in options for name in names}
     if page.name == "top.md":
         flags |= {flag.lstrip("-") for parameter in top.params for flag in parameter.opts}
+    if page.name == "chat.md":
+        flags |= {flag.lstrip("-") for parameter in chat.params for flag in parameter.opts}
     for span in spans(page):
         for flag in re.findall(r"(?<!\S)--(no-)?([a-z][a-z-]+)", span) if span.startswith("--") else []:
             assert flag[1] in flags or f"no-{flag[1]}" in flags, (

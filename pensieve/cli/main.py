@@ -19,7 +19,11 @@ from pensieve.options import serve as options
 from pensieve.options.groups import GROUPS, GroupedCommand
 
 LAZY: Final[dict[str, tuple[str, str, str]]] = {
-    "chat": ("pensieve.cli.chat", "chat", "Chat in the terminal, with a server or with one of its own."),
+    "chat": (
+        "pensieve.cli.chat.command",
+        "chat",
+        "Chat in the terminal, with a server or with one of its own.",
+    ),
     "demo": ("pensieve.demo.run", "demo", "Watch a small model remember: no GPU, no download."),
     "doctor": (
         "pensieve.cli.doctor.command",

@@ -16,8 +16,8 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from pensieve.cli import chat as module
-from pensieve.cli.chat import ChatLoop
+from pensieve.cli.chat import command as module
+from pensieve.cli.chat.loop import ChatLoop
 from pensieve.client import Client
 from pensieve.errors import Unauthenticated
 from support.faults.fake_faults import Fault, answer_to
@@ -46,7 +46,9 @@ def test_each_line_is_a_turn_and_each_answer_goes_to_stdout(server: FakeServerTh
 
 def test_commands(server: FakeServerThread) -> None:
     lines = "one\ntwo\n/rewind\n/history\n/fork\nthree\n/regenerate\n/receipt\n/nope\n/help\n/quit\nnever\n"
-    result = run(server, "--session", "ada", "--temperature", "0.5", "--max-tokens", "9", lines=lines)
+    result = run(
+        server, "--new", "--session", "ada", "--temperature", "0.5", "--max-tokens", "9", lines=lines
+    )
     assert result.exit_code == 0
     assert f"1 user: one\n2 assistant: {answer_to('one')}\n{answer_to('three')}\n" in result.stdout
     assert "recomputed" in result.stdout
@@ -62,7 +64,15 @@ def test_commands(server: FakeServerThread) -> None:
 
 
 def test_rewind_counts_turns(server: FakeServerThread) -> None:
-    run(server, "--session", "x-1", "--system", "s", lines="one\n/regenerate\ntwo\nthree\n/rewind 2\n")
+    run(
+        server,
+        "--new",
+        "--session",
+        "x-1",
+        "--system",
+        "s",
+        lines="one\n/regenerate\ntwo\nthree\n/rewind 2\n",
+    )
     session = server.fake.sessions["sessions/x-1"]
     assert [one.text for one in session.items] == ["s", "one", answer_to("one")]
     result = run(server, "--session", "x-1", lines="/rewind 99\n/rewind\n/rewind x\n")
@@ -71,7 +81,7 @@ def test_rewind_counts_turns(server: FakeServerThread) -> None:
 
 
 def test_a_session_is_gone_on_with(server: FakeServerThread) -> None:
-    run(server, "--session", "ada", lines="one\n")
+    run(server, "--new", "--session", "ada", lines="one\n")
     run(server, "--session", "ada", lines="two\n")
     assert len(server.fake.sessions["sessions/ada"].items) == 4
     result = run(server, "--session", "ada", "--system", "s")
@@ -104,19 +114,17 @@ def test_a_server_of_its_own(server: FakeServerThread, monkeypatch: pytest.Monke
 
     class Own:
         target = server.target
+        running = True
 
         def __init__(self, *arguments: str, start_timeout_s: float) -> None:
             events.append(arguments)
-
-        def __enter__(self) -> Own:
-            return self
 
         def __exit__(
             self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
         ) -> None:
             events.append("stopped")
 
-    monkeypatch.setattr(module, "ServerProcess", Own)
+    monkeypatch.setattr("pensieve.cli.chat.own_server.ServerProcess", Own)
     result = run(None, "--model", "demo", "--store", "memory:", lines="one\n")
     assert result.stdout == answer_to("one") + "\n"
     assert events == [("--admin", "127.0.0.1:0", "--model", "demo", "--store", "memory:"), "stopped"]
@@ -135,9 +143,12 @@ def test_as_a_program(server: FakeServerThread) -> None:
 
 
 def interactive(client: Client) -> tuple[ChatLoop, io.StringIO, io.StringIO]:
-    chat = ChatLoop(client.create_session(), {}, interactive=True)
+    chat = ChatLoop(client, client.create_session(), {}, interactive=True)
     out, notes = io.StringIO(), io.StringIO()
-    chat._out, chat._notes = Console(file=out), Console(file=notes)
+    chat.screen.out, chat.screen.notes = (
+        Console(file=out, soft_wrap=True),
+        Console(file=notes, soft_wrap=True),
+    )
     return chat, out, notes
 
 
@@ -194,10 +205,10 @@ def test_the_session_is_warmed_while_the_user_types(
         chat, _, notes = interactive(client)
         chat.run()
         assert len(asked) == 4
-        reopened = client.session(chat._session.id)
+        reopened = client.session(chat.session.id)
         reopened.refresh()
-        again = ChatLoop(reopened, {}, interactive=True)
-        again._notes = Console(file=notes)
+        again = ChatLoop(client, reopened, {}, interactive=True)
+        again.screen.notes = Console(file=notes)
         server.fake.unary_script.append(Unauthenticated("who are you?"))
         monkeypatch.setattr("builtins.input", lambda _="": "/quit" if warm_calls(server, 2) else "never")
         again.run()
@@ -210,7 +221,7 @@ def test_nothing_waits_for_warming(server: FakeServerThread, monkeypatch: pytest
     feed(monkeypatch, "/fork", "/fork", "one")
     with Client(server.target) as client:
         chat, out, _ = interactive(client)
-        chat._session.send("zero")
+        chat.session.send("zero")
         began = time.monotonic()
         chat.run()
         assert answer_to("one") in out.getvalue() and time.monotonic() - began < 10
@@ -218,7 +229,7 @@ def test_nothing_waits_for_warming(server: FakeServerThread, monkeypatch: pytest
 
 
 def test_a_pipe_warms_nothing(server: FakeServerThread) -> None:
-    run(server, "--session", "ada", lines="one\n/fork\ntwo\n")
+    run(server, "--new", "--session", "ada", lines="one\n/fork\ntwo\n")
     assert "WarmSession" not in server.fake.calls
 
 

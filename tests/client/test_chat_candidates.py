@@ -13,8 +13,8 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from pensieve.cli import chat as module
-from pensieve.cli.chat import ChatLoop
+from pensieve.cli.chat import command as module
+from pensieve.cli.chat.loop import ChatLoop
 from pensieve.client import Client
 from support.faults.fake_faults import Fault, answer_to, drawn_answer
 from support.service.fake_server import FakeServerThread
@@ -27,7 +27,9 @@ def server() -> Iterator[FakeServerThread]:
 
 
 def run(server: FakeServerThread, lines: str) -> Result:
-    return CliRunner().invoke(module.chat, ["--target", server.target, "--session", "ada"], input=lines)
+    return CliRunner().invoke(
+        module.chat, ["--target", server.target, "--new", "--session", "ada"], input=lines
+    )
 
 
 def listed(text: str, count: int, chosen: int) -> str:
@@ -67,13 +69,13 @@ def test_an_answer_that_is_not_there_ends_a_pipe(server: FakeServerThread) -> No
 
 def test_the_help_names_both(server: FakeServerThread) -> None:
     notes = run(server, "/help\n").stderr
-    assert "/candidates  [N]" in notes and "/choose      K" in notes
+    assert "/candidates [N] " in notes and "/choose K " in notes
 
 
 def terminal(client: Client, **session: int) -> tuple[ChatLoop, io.StringIO, io.StringIO]:
-    chat = ChatLoop(client.create_session(**session), {}, interactive=True)  # type: ignore[arg-type]
+    chat = ChatLoop(client, client.create_session(**session), {}, interactive=True)  # type: ignore[arg-type]
     out, notes = io.StringIO(), io.StringIO()
-    chat._out, chat._notes = Console(file=out, soft_wrap=True), Console(file=notes)
+    chat.screen.out, chat.screen.notes = Console(file=out, soft_wrap=True), Console(file=notes)
     return chat, out, notes
 
 

@@ -1,0 +1,203 @@
+"""``pensieve chat``: a conversation in the terminal, with a given server or with one of its own.
+
+On a terminal the answer appears as it is made. When stdin is not a terminal each line is a turn, and each answer goes
+to stdout once it is in history, so that what a pipe carries is never taken back by a restart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shlex
+import sys
+
+import click
+
+from pensieve.cli import completion
+from pensieve.cli.chat import sessions
+from pensieve.cli.chat.loop import ChatLoop
+from pensieve.cli.chat.own_server import OwnServer
+from pensieve.cli.chat.prompt import Prompt
+from pensieve.cli.chat.screen import Screen
+from pensieve.client import Client, RetryPolicy, Session
+from pensieve.client import SamplingOptions as Sampling
+from pensieve.errors import PensieveError
+from pensieve.options.completion import models
+from pensieve.options.serve import state_directory
+from pensieve.spawn import SpawnError
+
+FIRST_ANSWER_S = 10.0
+"""A server that says nothing for so long when the chat begins is taken for a wrong address."""
+ON_A_TERMINAL = RetryPolicy(max_wait_s=math.inf)
+"""Somebody sees the wait, and ends it with Ctrl-C."""
+
+
+@click.command(name="chat", context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--target", metavar="HOST:PORT", help="Server to talk to; without it one is started for this chat."
+)
+@click.option(
+    "--model",
+    metavar="NAME",
+    help="Model folder, hub id or `demo`, for the server that is started.",
+    shell_complete=models,
+)
+@click.option("--store", metavar="URL", help="History store of the server that is started.")
+@click.option(
+    "--session",
+    "session_id",
+    metavar="ID",
+    help="Session to go on with: its id, the beginning of it, or `last`.",
+    shell_complete=completion.sessions,
+)
+@click.option("--new", is_flag=True, help="A new session without asking; with --session under that id.")
+@click.option("--system", metavar="TEXT", help="System prompt of a new session.")
+@click.option("--temperature", type=click.FloatRange(min=0), metavar="T", help="0 is greedy.")
+@click.option("--max-tokens", type=click.IntRange(min=1), metavar="N", help="Longest answer, in tokens.")
+@click.option("--plain", is_flag=True, help="Answers as they come, not laid out as Markdown.")
+@click.option("--no-history", is_flag=True, help="Keep nothing that is typed in files.")
+@click.option("--api-key", metavar="KEY", help="Credential for --target.")
+@click.option("--tls", is_flag=True, help="TLS towards --target, with the system's root certificates.")
+def chat(
+    target: str | None,
+    model: str | None,
+    store: str | None,
+    session_id: str | None,
+    new: bool,
+    system: str | None,
+    temperature: float | None,
+    max_tokens: int | None,
+    plain: bool,
+    no_history: bool,
+    api_key: str | None,
+    tls: bool,
+) -> None:
+    """Chat in the terminal, with a server or with one of its own.
+
+    Reads plain lines when stdin is not a terminal. /help inside shows the commands.
+    """
+    if target is not None and (model is not None or store is not None):
+        raise click.UsageError(
+            "--model and --store are for a server of its own; they do not go with --target"
+        )
+    if target is None and (api_key is not None or tls):
+        raise click.UsageError("--api-key and --tls go with --target")
+    sampling = Sampling()
+    if temperature is not None:
+        sampling["temperature"] = temperature
+    if max_tokens is not None:
+        sampling["max_output_tokens"] = max_tokens
+    interactive = sys.stdin.isatty()
+    again = _resume_line(target, model, store, api_key, tls)
+    try:
+        with contextlib.ExitStack() as stack:
+            if target is None:
+                own = stack.enter_context(_own_server(model, store))
+                stack.callback(_say_why, own)
+                target = own.target
+            elif interactive:
+                _check_address(target, api_key, tls)
+            retry = ON_A_TERMINAL if interactive else None
+            client = stack.enter_context(Client(target, api_key=api_key, tls=tls, retry=retry))
+            screen = Screen(interactive=interactive)
+            try:
+                session = _open_session(client, screen, session_id, new, system)
+            except sessions.NoSuchSession as error:
+                raise click.ClickException(str(error)) from None
+            folder = None if no_history or not interactive else state_directory() / "chat"
+            _talk(
+                ChatLoop(client, session, sampling, interactive=interactive, plain=plain, folder=folder),
+                again,
+            )
+    except (PensieveError, SpawnError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _talk(loop: ChatLoop, again: list[str]) -> None:
+    """To its end, however it ends: then the line that goes on with it."""
+    try:
+        loop.greet()
+        loop.run()
+    except KeyboardInterrupt:
+        loop.screen.notes.print()
+    finally:
+        if loop.screen.interactive and again:
+            loop.screen.note(f"to go on: {shlex.join([*again, '--session', loop.session.id])}")
+
+
+def _say_why(own: OwnServer) -> None:
+    if own.failure:
+        click.echo(f"the server could not be started again: {own.failure}", err=True)
+
+
+def _resume_line(
+    target: str | None, model: str | None, store: str | None, api_key: str | None, tls: bool
+) -> list[str]:
+    """The command that finds the same server, or the same history; empty where history ends with the chat."""
+    if target is None and (store or "").startswith("memory:"):
+        return []
+    words = ["pensieve", "chat"]
+    for flag, value in (("--target", target), ("--model", model), ("--store", store)):
+        words += [flag, value] if value is not None else []
+    return words + (["--api-key", "KEY"] if api_key is not None else []) + (["--tls"] if tls else [])
+
+
+def _own_server(model: str | None, store: str | None) -> OwnServer:
+    arguments: list[str] = []
+    for flag, value in (("--model", model), ("--store", store)):
+        if value is not None:
+            arguments += [flag, value]
+    return OwnServer(*arguments)
+
+
+def _check_address(target: str, api_key: str | None, tls: bool) -> None:
+    """Raises ClickException when no server answers there: a wrong address is not waited for as a lost server is."""
+    policy = RetryPolicy(max_wait_s=FIRST_ANSWER_S)
+    try:
+        with Client(target, api_key=api_key, tls=tls, retry=policy, timeout=FIRST_ANSWER_S) as client:
+            Screen(interactive=True).patiently(client.server_info)
+    except PensieveError as error:
+        if error.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
+            raise click.ClickException(f"no server answers at {target}: {error.message}") from error
+        raise
+    except KeyboardInterrupt:
+        raise click.Abort from None
+
+
+def _open_session(
+    client: Client, screen: Screen, wanted: str | None, new: bool, system: str | None
+) -> Session:
+    """The session that the options name, or the one that is picked. Raises NoSuchSession."""
+    if wanted is not None and not new:
+        session = sessions.find(client, wanted)
+        if system is not None:
+            raise click.UsageError(f"--system does not go with {session.name}, which exists already")
+        return session
+    if wanted is None and not new and system is None and screen.interactive:
+        picked = _pick(client, screen)
+        if picked is not None:
+            return picked
+    return client.create_session(session_id=wanted, system_prompt=system)
+
+
+def _pick(client: Client, screen: Screen) -> Session | None:
+    """One of the recent conversations; None for a new one."""
+    found = screen.patiently(lambda: sessions.recent(client))
+    if not found:
+        return None
+    sessions.show(found, screen)
+    prompt = Prompt(screen, None, lambda _: [])
+    while True:
+        try:
+            typed = prompt.ask("go on with (a number), or Enter for a new conversation: ")
+        except (EOFError, KeyboardInterrupt):
+            screen.notes.print()
+            raise click.Abort from None
+        if not typed:
+            return None
+        if typed.isdecimal() and 0 < int(typed) <= len(found):
+            return sessions.find(client, found[int(typed) - 1].info.id)
+        try:
+            return sessions.find(client, typed)
+        except sessions.NoSuchSession as error:
+            screen.note(str(error).partition("; with --new")[0])

@@ -1,0 +1,312 @@
+"""What a line that begins with ``/`` does."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from pensieve.cli.chat import candidates, sessions
+from pensieve.cli.chat.prompt import Prompt
+from pensieve.cli.chat.screen import can_edit
+from pensieve.cli.chat.talk import Dialogue, reason
+from pensieve.client import Item, Role, SamplingOptions
+
+NUMBERS: Final[dict[str, type[int] | type[float]]] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
+    "frequency_penalty": float,
+    "presence_penalty": float,
+    "seed": int,
+    "max_output_tokens": int,
+    "min_output_tokens": int,
+}
+"""What ``/set`` takes."""
+COMMAND: Final = re.compile(r"/[A-Za-z]+( .*)?")
+"""A path or a comment in a program's text is none, nor is a message of several lines."""
+LEAVE: Final = ("/quit", "/bye", "/exit")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCommand:
+    """``usage`` shows the arguments; ``complete`` lists what the first of them can be."""
+
+    run: Callable[[str], None]
+    usage: str
+    text: str
+    complete: Callable[[str], list[str]] = lambda _: []
+
+
+class Commands:
+    """All commands of one chat. ``run`` raises what the server says."""
+
+    def __init__(self, talk: Dialogue, prompt: Prompt) -> None:
+        self._talk = talk
+        self._screen = talk.screen
+        self._prompt = prompt
+        self._listed: list[str] = []
+        """Sessions by the numbers that they were shown with."""
+        self.leaving = False
+        self.table: dict[str, ChatCommand] = {
+            "/help": ChatCommand(self._help, "", "this"),
+            "/new": ChatCommand(self._new, "[SYSTEM PROMPT]", "another conversation"),
+            "/sessions": ChatCommand(self._sessions, "", "recent conversations"),
+            "/switch": ChatCommand(self._switch, "N|ID", "go on with one of them", self._ids),
+            "/history": ChatCommand(self._history, "", "the conversation so far"),
+            "/edit": ChatCommand(
+                self._edit, "[N]", "change your last message, or the N-th, and go on from there"
+            ),
+            "/regenerate": ChatCommand(
+                lambda _: talk.regenerate(), "", "another answer to the last question"
+            ),
+            "/candidates": ChatCommand(
+                lambda n: candidates.set_number(n, talk.sampling, talk.screen),
+                "[N]",
+                "draw N answers to each question from here on",
+            ),
+            "/choose": ChatCommand(
+                lambda k: candidates.choose(k, talk.session, talk.screen),
+                "K",
+                "go on from answer K of the last turn",
+            ),
+            "/rewind": ChatCommand(self._rewind, "[N]", "forget the last N turns (1)"),
+            "/fork": ChatCommand(self._fork, "", "go on in a copy; the original stays as it is"),
+            "/system": ChatCommand(self._system, "[TEXT]", "show the system prompt, or change it"),
+            "/set": ChatCommand(
+                self._set, "[NAME VALUE]", "temperature 0.7, seed 1, …; `default` takes it back", _names
+            ),
+            "/stats": ChatCommand(self._stats, "", "where the last turn's context came from, and its times"),
+            "/save": ChatCommand(
+                self._save, "FILE", "write the conversation as text, or as JSON (.json)", _files
+            ),
+            "/quit": ChatCommand(self._leave, "", "leave; also /bye, /exit, Ctrl-D"),
+        }
+        self._also = {name: self.table["/quit"] for name in LEAVE} | {"/receipt": self.table["/stats"]}
+
+    def run(self, line: str) -> None:
+        """Do what the line says; an unknown command gets the nearest one for an answer."""
+        name, _, argument = line.partition(" ")
+        command = self.table.get(name) or self._also.get(name)
+        if command is not None:
+            command.run(argument.strip())
+            return
+        near = difflib.get_close_matches(name, [*self.table, *self._also], n=1, cutoff=0.5)
+        self._screen.note(
+            f"no command {name}; " + (f"did you mean {near[0]}?" if near else "/help shows them")
+        )
+
+    def complete(self, typed: str) -> list[str]:
+        """All lines that a typed command can become."""
+        name, space, argument = typed.partition(" ")
+        if not typed.startswith("/"):
+            return []
+        if not space:
+            return [f"{one} " for one in sorted({*self.table, *self._also}) if one.startswith(name)]
+        command = self.table.get(name)
+        return [f"{name} {one}" for one in command.complete(argument)] if command is not None else []
+
+    # -- sessions
+
+    def _new(self, system: str) -> None:
+        talk = self._talk
+        talk.move(self._screen.patiently(lambda: talk.client.create_session(system_prompt=system or None)))
+        self._screen.note(f"now in {talk.session.name}; /switch goes back")
+
+    def _sessions(self, _: str) -> None:
+        found = self._screen.patiently(lambda: sessions.recent(self._talk.client))
+        self._listed = [one.info.id for one in found]
+        sessions.show(found, self._screen, self._talk.session.name)
+        self._screen.note("/switch N goes on with one" if found else "none with a question in it yet")
+
+    def _switch(self, wanted: str) -> None:
+        if not wanted:
+            self._screen.note("/switch takes a number of /sessions, or an id")
+            return
+        if wanted.isdecimal() and 0 < int(wanted) <= len(self._listed):
+            wanted = self._listed[int(wanted) - 1]
+        try:
+            found = self._screen.patiently(lambda: sessions.find(self._talk.client, wanted))
+        except sessions.NoSuchSession as error:
+            self._screen.note(str(error).partition("; with --new")[0])
+            return
+        self._talk.session = found
+        self._talk.is_warm = False
+        self._screen.note(f"now in {found.name}")
+        if self._screen.interactive:
+            sessions.show_tail(found, self._screen)
+            self._talk.take_up()
+
+    def _ids(self, typed: str) -> list[str]:
+        return [one for one in self._listed if one.startswith(typed)]
+
+    def _fork(self, _: str) -> None:
+        origin = self._talk.session
+        self._talk.session = self._screen.patiently(origin.fork)
+        self._screen.note(f"now in {self._talk.session.name}, a copy of {origin.name}")
+
+    def _system(self, text: str) -> None:
+        session = self._talk.session
+        if text:
+            self._screen.patiently(lambda: session.update(system_prompt=text))
+            self._screen.note("changed; the next turn computes its whole context anew")
+            return
+        info = self._screen.patiently(session.refresh)
+        self._screen.say(info.system_prompt or "(none)")
+
+    # -- history
+
+    def _items(self) -> list[Item]:
+        return self._screen.patiently(self._talk.session.items)
+
+    def _history(self, _: str) -> None:
+        for item in self._items():
+            self._screen.say(f"{item.item} {_who(item)}: {item.text}")
+
+    def _edit(self, argument: str) -> None:
+        asked = [one for one in self._items() if one.role == Role.USER]
+        if not self._screen.interactive:
+            self._screen.note("/edit needs a terminal")
+            return
+        if (argument and not argument.isdecimal()) or not 0 < int(argument or 1) <= len(asked):
+            self._screen.note(
+                f"/edit takes the number of one of your {len(asked)} messages" if asked else "nothing to edit"
+            )
+            return
+        number = int(argument or len(asked))
+        old = asked[number - 1]
+        later = len(asked) - number
+        dropped = (
+            "its answer"
+            if not later
+            else f"its answer and the {later} turn{'s' if later > 1 else ''} after it"
+        )
+        self._screen.note(f"message {number} of {len(asked)}: {dropped} will be dropped when you send it")
+        text = self._changed(old.text)
+        if not text or text == old.text:
+            self._screen.note("not changed")
+            return
+        self._talk.ask(text, replace_after_item=old.item - 1)
+
+    def _changed(self, text: str) -> str:
+        """Typed over in place; $EDITOR where the line cannot be edited."""
+        if can_edit():
+            return self._prompt.edit(text)
+        try:
+            return (click.edit(text) or "").strip()
+        except click.ClickException as error:
+            self._screen.error(error.format_message())
+            return ""
+
+    def _rewind(self, argument: str) -> None:
+        if argument and not argument.isdecimal():
+            self._screen.note("/rewind takes the number of turns to forget")
+            return
+        items = self._items()
+        starts = [item.item for item in items if item.role == Role.USER]
+        count = min(int(argument or 1), len(starts))
+        if count == 0:
+            self._screen.note("nothing to forget")
+            return
+        keep = max((item.item for item in items if item.item < starts[-count]), default=0)
+        self._screen.patiently(lambda: self._talk.session.rewind(to_item=keep))
+        self._screen.note(f"forgot {count} of {len(starts)} turns")
+
+    def _save(self, name: str) -> None:
+        if not name:
+            self._screen.note("/save takes a file's name")
+            return
+        path = Path(name).expanduser()
+        items = self._items()
+        if path.suffix == ".json":
+            messages = [{"role": _who(item), "content": item.text} for item in items]
+            text = json.dumps(messages, ensure_ascii=False, indent=2)
+        else:
+            text = "\n\n".join(f"## {_who(item)}\n\n{item.text}" for item in items)
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(f"{text}\n")
+        except OSError as error:
+            self._screen.error(f"not saved: {error}")
+            return
+        self._screen.note(f"saved {len(items)} messages to {path}")
+
+    # -- the rest
+
+    def _set(self, argument: str) -> None:
+        sampling: SamplingOptions = self._talk.sampling
+        name, _, value = argument.partition(" ")
+        if not name:
+            shown = ", ".join(f"{key} {value}" for key, value in sampling.items())
+            self._screen.note(shown or "all as the session and the server have it")
+        elif name not in NUMBERS:
+            near = difflib.get_close_matches(name, NUMBERS, n=1)
+            self._screen.note(
+                f"/set knows no {name}; " + (f"did you mean {near[0]}?" if near else ", ".join(NUMBERS))
+            )
+        elif value.strip() == "default":
+            sampling.pop(name, None)  # type: ignore[misc]
+            self._screen.note(f"{name} is the session's or the server's again")
+        else:
+            try:
+                sampling.update(_number(name, value))
+            except ValueError:
+                self._screen.note(f"{name} takes a {'whole ' if NUMBERS[name] is int else ''}number")
+                return
+            self._screen.note(f"{name} {value.strip()} from the next turn on")
+
+    def _stats(self, _: str) -> None:
+        turn = self._talk.session.last_turn
+        if turn is None:
+            self._screen.note("no turn yet")
+            return
+        usage = turn.usage
+        rows = (
+            ("context", f"{usage.context_tokens} tokens, from"),
+            ("  the device", f"{usage.gpu_cached_tokens}, found where they were computed"),
+            ("  host memory", f"{usage.swapped_in_tokens}, copied back"),
+            ("  history", f"{usage.recomputed_tokens}, recomputed: their cached state had been dropped"),
+            ("  you", f"{usage.new_tokens}, new with this turn"),
+            ("answer", f"{usage.output_tokens} tokens, {reason(turn)}"),
+            ("queue", f"{usage.queue_s * 1e3:.1f} ms"),
+            ("restore", f"{usage.restore_s * 1e3:.1f} ms"),
+            ("prefill", f"{usage.prefill_s * 1e3:.1f} ms"),
+            ("decode", f"{usage.decode_s * 1e3:.1f} ms"),
+            ("seed", f"{turn.seed}"),
+            ("revision", f"{turn.revision}"),
+        )
+        for label, value in rows:
+            self._screen.say(f"{label:14} {value}")
+
+    def _help(self, _: str) -> None:
+        for name, command in self.table.items():
+            self._screen.note(f"{f'{name} {command.usage}':22} {command.text}")
+        self._screen.note('""" begins and ends a message of several lines; Ctrl-C stops an answer')
+
+    def _leave(self, _: str) -> None:
+        self.leaving = True
+
+
+def _who(item: Item) -> str:
+    return item.role.name.lower() if isinstance(item.role, Role) else f"role {item.role}"
+
+
+def _names(typed: str) -> list[str]:
+    return [f"{one} " for one in NUMBERS if one.startswith(typed)]
+
+
+def _files(typed: str) -> list[str]:
+    return sorted(glob.glob(f"{glob.escape(typed)}*"))
+
+
+def _number(name: str, value: str) -> Any:
+    return {name: NUMBERS[name](value)}

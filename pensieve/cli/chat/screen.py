@@ -1,0 +1,141 @@
+"""Where a chat writes: answers to stdout, all else to stderr, and nothing raw that a terminal would obey."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from rich.console import Console
+
+T = TypeVar("T")
+
+TICK_S = 0.25
+PATIENCE_S = 1.0
+"""A call that takes no longer is not worth a word."""
+
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def clean(text: str) -> str:
+    """``text`` with control characters made visible, so that none reaches a terminal.
+
+    What a model or a server says could otherwise move the cursor, set the title, write to the clipboard or, with marks
+    of writing direction, show another text than it is. Line ends and tabs stay.
+    """
+    return _UNSAFE.sub(_visible, text.replace("\r\n", "\n"))
+
+
+def _visible(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    if code < 0x20:
+        return chr(0x2400 + code)
+    return "\u2421" if code == 0x7F else f"<U+{code:04X}>"
+
+
+class Screen:
+    """Both streams, and the one line that comes and goes while the chat waits. For the main thread alone."""
+
+    def __init__(self, *, interactive: bool, plain: bool = False) -> None:
+        self.out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+        self.notes = Console(
+            stderr=True, highlight=False, soft_wrap=True, style="dim", markup=False, emoji=False
+        )
+        self.interactive = interactive
+        """Somebody types here: stdin is a terminal."""
+        self.plain = plain
+        self._status = ""
+        self._status_at = 0.0
+
+    @property
+    def moves(self) -> bool:
+        """Whether lines on the terminal can be drawn again."""
+        return self.interactive and _is_terminal(self.notes) and not self.notes.is_dumb_terminal
+
+    @property
+    def renders(self) -> bool:
+        """Whether answers are laid out as Markdown."""
+        return self.moves and not self.plain and _is_terminal(self.out)
+
+    def note(self, text: str, style: str | None = None) -> None:
+        """A line about the conversation."""
+        self.clear_status()
+        self.notes.print(self._safe(text, self.notes), style=style)
+
+    def error(self, text: str) -> None:
+        self.note(text, "red")
+
+    def say(self, text: str) -> None:
+        """A line that was asked for."""
+        self.piece(f"{text}\n")
+
+    def piece(self, text: str) -> None:
+        """A part of an answer, as it is."""
+        self.clear_status()
+        self.out.out(self._safe(text, self.out), end="", highlight=False)
+        self.out.file.flush()
+
+    def line(self) -> None:
+        """End the line."""
+        self.piece("\n")
+
+    def status(self, text: str) -> None:
+        """What is waited for, in one line that the next word removes. Where lines stay, only now and then."""
+        if self.moves:
+            width = max(10, self.notes.width - 1)
+            self.notes.file.write(f"\r\x1b[2K{clean(text)[:width]}")
+            self.notes.file.flush()
+        elif self.interactive and (not self._status or time.monotonic() - self._status_at > 10):
+            self.notes.print(clean(text))
+            self._status_at = time.monotonic()
+        self._status = text
+
+    def clear_status(self) -> None:
+        if self._status and self.moves:
+            self.notes.file.write("\r\x1b[2K")
+            self.notes.file.flush()
+        self._status = ""
+
+    def patiently(self, call: Callable[[], T]) -> T:
+        """The answer of a call; says that it is waited for. Ctrl-C leaves the call alone, as KeyboardInterrupt."""
+        if not self.interactive:
+            return call()
+        found: list[T] = []
+        failed: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                found.append(call())
+            except BaseException as error:  # handed to the thread that asked
+                failed.append(error)
+
+        thread = threading.Thread(target=work, name="call", daemon=True)
+        began = time.monotonic()
+        thread.start()
+        try:
+            while thread.is_alive():
+                thread.join(TICK_S)
+                waited = time.monotonic() - began
+                if thread.is_alive() and waited > PATIENCE_S:
+                    self.status(f"waiting for the server… {waited:.0f} s (Ctrl-C stops)")
+        finally:
+            self.clear_status()
+        if failed:
+            raise failed[0]
+        return found[0]
+
+    def _safe(self, text: str, console: Console) -> str:
+        return clean(text) if self.interactive or _is_terminal(console) else text
+
+
+def _is_terminal(console: Console) -> bool:
+    """Asked of the stream itself: rich also believes the environment."""
+    return console.file.isatty()
+
+
+def can_edit() -> bool:
+    """Whether lines can be typed with an editor: it draws on stdout."""
+    return sys.stdin.isatty() and sys.stdout.isatty()

@@ -1,0 +1,129 @@
+"""Which conversation a chat goes on with: the recent ones, one by its id or the beginning of it, or a new one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from rich.cells import set_cell_size
+
+from pensieve.cli.chat.screen import Screen, clean
+from pensieve.cli.chat.talk import first_words
+from pensieve.client import Client, Item, Role, Session, SessionInfo
+from pensieve.errors import NotFound
+
+LISTED = 9
+LOOKED_AT = 200
+TAIL_ITEMS = 4
+
+
+class NoSuchSession(Exception):
+    """The message is one line, with what was probably meant."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecentSession:
+    """A session as a person knows it."""
+
+    info: SessionInfo
+    title: str
+    turns: int
+
+
+def recent(client: Client, limit: int = LISTED) -> list[RecentSession]:
+    """Conversations with at least one question, the last used first."""
+    found: list[RecentSession] = []
+    for info in by_use(client):
+        if len(found) == limit:
+            break
+        if info.item_count == 0:
+            continue
+        try:
+            items = client.session(info.name).items()
+        except NotFound:
+            continue  # erased since it was listed
+        asked = [one for one in items if one.role == Role.USER]
+        if asked:
+            found.append(RecentSession(info, title(info, asked), len(asked)))
+    return found
+
+
+def by_use(client: Client) -> list[SessionInfo]:
+    """Sessions of the caller, the last used first."""
+    beginning = datetime.min.replace(tzinfo=UTC)
+    return sorted(
+        client.sessions(limit=LOOKED_AT), key=lambda one: one.update_time or beginning, reverse=True
+    )
+
+
+def title(info: SessionInfo, asked: Sequence[Item]) -> str:
+    """Its label ``title``, or the first words of its first question."""
+    return first_words(info.labels.get("title") or (asked[0].text if asked else "") or info.id)
+
+
+def age(when: datetime | None, now: datetime) -> str:
+    """How long ago, in one unit."""
+    seconds = 0.0 if when is None else (now - when).total_seconds()
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds // size:.0f} {unit} ago"
+    return "just now"
+
+
+def show(listed: Sequence[RecentSession], screen: Screen, current: str = "") -> None:
+    """One line each; titles give way on a narrow terminal."""
+    now = datetime.now(UTC)
+    width = min(48, max(12, screen.notes.width - 40))
+    for number, one in enumerate(listed, 1):
+        mark = "*" if one.info.name == current else " "
+        turns = f"{one.turns} turn{'s' if one.turns != 1 else ''}"
+        name = set_cell_size(clean(one.title), width)
+        screen.note(
+            f"{mark}{number:2}  {name}  {age(one.info.update_time, now):>10}  {turns:>8}  {one.info.id[:8]}"
+        )
+
+
+def find(client: Client, wanted: str) -> Session:
+    """A session by its id, by the only beginning of one, or ``last``. Raises NoSuchSession."""
+    if wanted != "last":
+        session = client.session(wanted)
+        try:
+            session.refresh()
+        except NotFound as error:
+            if error.reason != "SESSION_NOT_FOUND":
+                raise
+        else:
+            return session
+    known = by_use(client)
+    if wanted == "last":
+        matching = known[:1]
+    else:
+        matching = [one for one in known if one.id.startswith(wanted.removeprefix("sessions/"))]
+    if len(matching) == 1:
+        return _open(client, matching[0])
+    ids = [one.id for one in known]
+    near = [one.id for one in matching] or difflib.get_close_matches(wanted, ids, n=5, cutoff=0.5)
+    if wanted == "last":
+        raise NoSuchSession("there is no session yet")
+    what = "several sessions begin with" if matching else "there is no session"
+    hint = f"near ones: {', '.join(near[:5])}" if near else "no id is near to it"
+    raise NoSuchSession(f"{what} {wanted} ({hint}); with --new it is made")
+
+
+def _open(client: Client, info: SessionInfo) -> Session:
+    session = client.session(info.name)
+    session.refresh()
+    return session
+
+
+def show_tail(session: Session, screen: Screen) -> None:
+    """The end of the conversation, for whoever comes back to it. Raises what the server says."""
+    items = screen.patiently(session.items)
+    shown = [one for one in items if one.role in (Role.USER, Role.ASSISTANT)]
+    if len(shown) > TAIL_ITEMS:
+        screen.note(f"… {len(shown) - TAIL_ITEMS} earlier messages; /history shows all")
+    for one in shown[-TAIL_ITEMS:]:
+        screen.note("you:" if one.role == Role.USER else "answer:")
+        screen.say(one.text)
