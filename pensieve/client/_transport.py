@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,30 +12,12 @@ from pensieve import tracing
 from pensieve.client._retry import RetryPolicy
 from pensieve.v1 import pensieve_pb2_grpc
 
-SERVICE = "pensieve.v1.ConversationService"
 ROUTE_KEY = "x-session-route"
 
-RETRY = {
-    "maxAttempts": 4,
-    "initialBackoff": "0.1s",
-    "maxBackoff": "2s",
-    "backoffMultiplier": 2,
-    "retryableStatusCodes": ["UNAVAILABLE"],
-}
-# The two mutations without a request id: whether a replay is harmless depends on their arguments, so the flows decide.
-NOT_REPLAYED = ("DeleteSession", "UpdateSession")
-SERVICE_CONFIG = json.dumps(
-    {
-        "methodConfig": [
-            {"name": [{"service": SERVICE}], "retryPolicy": RETRY},
-            {"name": [{"service": SERVICE, "method": method} for method in NOT_REPLAYED]},
-        ],
-        "retryThrottling": {"maxTokens": 10, "tokenRatio": 0.1},
-    }
-)
 CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
-    ("grpc.service_config", SERVICE_CONFIG),
-    ("grpc.enable_retries", 1),
+    # All tries are made by the SDK, which bounds them and knows what may be sent again. The library's own also hang: of
+    # a call whose server is killed within a millisecond nothing more is heard, and cancelling does not end it.
+    ("grpc.enable_retries", 0),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.ping_timeout_ms", 20_000),  # The one that bounds detection of a dead peer.

@@ -97,6 +97,28 @@ def test_a_long_outage_is_ridden_out(tmp_path: Path) -> None:
             assert turns[name].usage.output_tokens == TOKENS and turns[name].revision == 2
 
 
+@pytest.mark.fault(15)
+@pytest.mark.timeout(150)
+def test_a_kill_right_after_the_call_is_ridden_out(tmp_path: Path) -> None:
+    """The server dies between taking the connection's bytes and its first word about the turn."""
+    address = f"127.0.0.1:{free_port()}"
+    store = f"sqlite:///{tmp_path / 'history.sqlite3'}"
+    with (
+        fault_server(tmp_path / "server", store, listen=address) as server,
+        Client(address) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        server.start()
+        for delay_s in (0.001, 0.0, 0.003):
+            chat = client.create_session()
+            job = pool.submit(chat.send, "one", max_output_tokens=TOKENS, ignore_eos=True)
+            time.sleep(delay_s)
+            server.kill()
+            server.start()
+            assert job.result(45).usage.output_tokens == TOKENS
+            assert [one.text for one in chat.items()].count("one") == 1
+
+
 def test_the_end_of_patience_says_what_was_tried() -> None:
     """Nobody is there, and ``retry_for`` is over: the error says how often, how long, and what was the last cause."""
     with Client(f"127.0.0.1:{free_port()}", retry_for=1.0) as client:
