@@ -127,7 +127,7 @@ def test_a_server_of_its_own(server: FakeServerThread, monkeypatch: pytest.Monke
     monkeypatch.setattr("pensieve.cli.chat.own_server.ServerProcess", Own)
     result = run(None, "--model", "demo", "--store", "memory:", lines="one\n")
     assert result.stdout == answer_to("one") + "\n"
-    assert events == [("--admin", "127.0.0.1:0", "--model", "demo", "--store", "memory:"), "stopped"]
+    assert events == [("--model", "demo", "--store", "memory:"), "stopped"]
 
 
 def test_as_a_program(server: FakeServerThread) -> None:
