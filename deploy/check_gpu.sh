@@ -10,7 +10,7 @@ PYTHON=$(command -v "${PYTHON:-python3}")
 case $PYTHON in /*) ;; *) PYTHON=$PWD/$PYTHON ;; esac
 LIMIT=${LIMIT:-80}
 
-work=$(mktemp -d /tmp/pensieve-check.XXXXXX)
+work=$(mktemp -d -t pensieve-check.XXXXXX)
 server=
 trap '[ -z "$server" ] || { kill -TERM "$server" 2>/dev/null && wait "$server"; } || true; rm -rf "$work"' EXIT
 chmod 755 "$work"
