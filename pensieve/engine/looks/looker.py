@@ -52,6 +52,8 @@ class Looker:
         self._timer = timer
         self._order: list[CachedSession] = []
         """The sessions there were when the look began."""
+        self._began = 0.0
+        """When that was. Idle times are up to then: a look in parts must not make the sessions told last look older."""
         self.plan = _NO_PLAN
 
     def look(self, call: int, at: int, now: float) -> Strips:
@@ -59,6 +61,7 @@ class Looker:
         until = self._timer() + LOOK_S
         if at == 0:
             self._order = list(self._cache.sessions.values())
+            self._began = now
         requests = {request.session: request for request in self._scheduler.batch.running}
         spans: dict[RequestKey, list[Range]] = {}
         for span in self.plan.spans:
@@ -75,7 +78,7 @@ class Looker:
                     _NOTHING if request is None else self._computed(request, spans.get(request.key, ()))
                 )
                 strip = self._strip(session, coming, going, computed)
-                strips.append(_told(session, request, strip, now))
+                strips.append(_told(session, request, strip, self._began))
                 if self._timer() >= until:
                     break
         if at >= len(self._order):
