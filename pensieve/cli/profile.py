@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, get_args
 
@@ -147,6 +148,11 @@ def profile(
     from pensieve.model.folder import load_arch
     from pensieve.model.resolve import display_name, resolve_model
 
+    if machine_file is not None and not os.access(machine_file.parent, os.W_OK):
+        # Said now, not after minutes of measuring.
+        raise click.ClickException(
+            f"cannot write {machine_file}: its folder is not there, or not yours to write to"
+        )
     try:
         folder = resolve_model(model)
         limit = load_arch(folder).context_limit

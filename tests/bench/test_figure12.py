@@ -24,7 +24,7 @@ def row(context: int, heads: tuple[int, int], us: dict[str, float]) -> dict[str,
 
 
 def test_the_ways_under_the_interpreter() -> None:
-    assert passed_under_interpreter("interpreted_figure12") >= 11
+    assert passed_under_interpreter("interpreted_figure12") >= 6
 
 
 def test_least_bytes_and_operations(bench: Any) -> None:

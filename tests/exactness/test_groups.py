@@ -18,6 +18,7 @@ from support.engine.checkpoints import Family, tiny_checkpoint
 from support.engine.engine_driver import Clock, make_engine
 from support.engine.exactness import Bench
 from support.engine.hf_beams import BeamCase, HfBeams
+from support.lengths import at_length
 
 WIDTHS = (2, 4, 8)
 
@@ -76,7 +77,7 @@ def test_beams_equal_transformers(
     number = 0
     for width in WIDTHS:
         for penalty in (1.0, 0.5, 2.0):
-            for early in (False, True):
+            for early in rng.sample((False, True), at_length(1, 2)):
                 cases: dict[int, BeamCase] = {}
                 # Three searches at a time, which take each other's pages.
                 for session in rng.sample(("a", "b", "c", "d"), 3):

@@ -23,7 +23,7 @@ SHAPES = [(40, 40), (40, 10), (32, 8), (14, 2), (1, 1), (40, 1)]
 
 
 def test_results_under_the_interpreter() -> None:
-    assert passed_under_interpreter("interpreted_attention") >= 50
+    assert passed_under_interpreter("interpreted_attention") >= 36
 
 
 @settings(max_examples=60)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import TypeVar
 
+T = TypeVar("T")
 LONG = os.environ.get("PENSIEVE_LONG_TESTS") == "1"
 
 
 def at_length(short: int, long: int) -> int:
     """``short``, or ``long`` where PENSIEVE_LONG_TESTS=1 asks for it."""
     return long if LONG else short
+
+
+def some(cases: Sequence[T], count: int) -> Sequence[T]:
+    """``count`` of the cases, evenly spread; all where PENSIEVE_LONG_TESTS=1 asks for them."""
+    return cases if LONG else [cases[index * len(cases) // count] for index in range(count)]
 
 
 SLOWEST = (
