@@ -55,6 +55,8 @@ def main(
         print(report.line(nemeses, acknowledged, time.monotonic() - began), flush=True)
 
     with tempfile.TemporaryDirectory(prefix="pensieve-robustness-") as own:
+        if keep is not None and keep.exists() and any(keep.iterdir()):
+            raise click.BadParameter("a folder that is new or empty", param_hint="--keep")
         folder = keep or Path(own)
         folder.mkdir(parents=True, exist_ok=True)
         with ground(folder) as (nest, disk):
