@@ -13,7 +13,7 @@ from pensieve.client import Client
 from pensieve.errors import ResourceExhausted, Unavailable
 from support.faults.fake_faults import Fault, answer_to
 from support.service.fake_server import FakeServerThread
-from support.service.terminal import CTRL_C, CTRL_D, CTRL_U, TAB, UP, chat_program
+from support.terminal import CTRL_C, CTRL_D, CTRL_U, TAB, UP, chat_program
 
 AWAY = Fault(error=Unavailable("not here"))
 

@@ -23,9 +23,9 @@ from pensieve.client import Client, Residency, SessionInfo, SessionState
 from pensieve.options.serve import ServeOptions
 from support.engine import hash_engine
 from support.page.feeds import FeedStub
-from support.page.terminal import Terminal
 from support.service.fake_server import FakeServerThread
 from support.service.server_process import launched
+from support.terminal import Terminal
 
 
 @pytest.fixture
