@@ -23,6 +23,7 @@ from pensieve.server.links.process_link import ProcessLink
 from pensieve.server.operations.admin_port import AdminPort
 from pensieve.server.operations.health import HealthMonitor
 from pensieve.server.operations.metrics import Metrics
+from pensieve.server.page.state import FrontDoorState
 from pensieve.server.page.web import WebPage
 from pensieve.server.rpc.admin_service import AdminService
 from pensieve.server.rpc.door import Door
@@ -125,6 +126,13 @@ class Ports:
             self._gateway.watch_in(metrics.registry)
             self._stack.push_async_callback(self._gateway.close)
             self._gateway.start()
+
+    def front_door(self) -> FrontDoorState | None:
+        """How the HTTP door is; None without one."""
+        door = self._gateway
+        if door is None:
+            return None
+        return FrontDoorState(door.state, self.http_address, round(door.since_s, 3), door.restarts)
 
     async def start(self) -> None:
         """Take calls. Raises GatewayError."""

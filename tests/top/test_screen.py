@@ -79,6 +79,22 @@ def test_what_is_wrong_is_said() -> None:
     assert "reconnecting… nothing to be reached at there, for 1m" in words(lines)
 
 
+def test_the_http_door_is_told_where_there_is_one() -> None:
+    document = state()
+
+    def shown(width: int, **door: Any) -> str:
+        told = {"state": "serving", "address": "127.0.0.1:8080", "since_s": 1.7e9 - 72, "restarts": 0} | door
+        return words(page(document | {"server": document["server"] | {"door": told}}, width))
+
+    assert "http" not in words(page(document))
+    for width in (40, 80, 200):
+        assert "serving http 127.0.0.1:8080" in shown(width) and "restart " not in shown(width)
+        assert "http 127.0.0.1:8080 (1 restart)" in shown(width, restarts=1)
+    assert "http 127.0.0.1:8080 hung for 1m (2 restarts)" in shown(80, state="hung", restarts=2)
+    evil = shown(200, state="\x1b[2J", address="\x1b[2J")
+    assert "\x1b" not in evil
+
+
 def test_a_server_that_tells_less_or_more_is_shown() -> None:
     assert "0 sessions" in words(page({"schema": "pensieve.state/1"}))
     lately = {"lately": {"first_token_s": {"p50": 0.1, "p95": 0.2}, "token_s": None, "something": "new"}}

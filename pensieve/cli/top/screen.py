@@ -69,6 +69,7 @@ def _header(look: TopLook) -> Iterator[Text]:
             Text(figures.clean(machine)),
             Text(figures.clean(f"replica {server.replica}")),
             _health(look),
+            _door(look),
             Text(time.strftime("%H:%M:%S", time.localtime(look.state.time_s)), "dim"),
         ],
         look.width,
@@ -82,6 +83,21 @@ def _health(look: TopLook) -> Text:
     if problem:
         return Text(f"not serving: {figures.clean(problem)}", "bold red")
     return Text("serving", "green")
+
+
+def _door(look: TopLook) -> Text:
+    """The HTTP door, where there is one. A restart in the past stays to be seen, as one of the engine does."""
+    door = look.state.server.door
+    if door is None:
+        return Text()
+    if door.state == "serving":
+        line = Text(figures.clean(f"http {door.address}"), "green")
+    else:
+        since = figures.age(max(look.state.time_s - door.since_s, 0.0))
+        line = Text(figures.clean(f"http {door.address} {door.state} for {since}"), "bold red")
+    if door.restarts:
+        line.append(f" ({door.restarts} restart{'s' if door.restarts > 1 else ''})", "red")
+    return line
 
 
 def _figures(look: TopLook) -> Iterator[Text]:
