@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed, 2 a bad option (one line on stderr), 130 interrupt
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -188,6 +189,8 @@ def serve(
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Entry point of the console script."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character gets "?"
     try:
         code = cli.main(args=arguments, prog_name="pensieve", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:

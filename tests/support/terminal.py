@@ -74,7 +74,8 @@ class Terminal:
         fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def type(self, keys: str) -> None:
-        os.write(self._ours, keys.encode())
+        """Keys as UTF-8; ``\\udcXX`` is the byte XX by itself."""
+        os.write(self._ours, keys.encode(errors="surrogateescape"))
 
     def enter(self, line: str) -> None:
         self.type(f"{line}\r")
