@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from typing import Final
 
 _PR_SET_PDEATHSIG: Final = 1
-END_PATIENCE_S: Final = 3.0
-"""How long a process without its parent may take to end. Nobody reads the answers that it still makes, and whoever
-comes next waits for its store."""
+END_PATIENCE_S: Final = 1.0
+"""How long a process without its parent may take to end: less than another one takes to start, which would find the
+store in use. Nobody reads the answers that it still makes."""
 
 
 def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> bool:

@@ -57,7 +57,9 @@ def wait_addresses(process: subprocess.Popen[str], timeout_s: float) -> ServerAd
         timer.cancel()
     match = READY.fullmatch(line)
     if match is None:
-        raise SpawnError(f"the server did not start (it said {line!r})")
+        raise SpawnError(
+            f"the server did not start (it said {line!r})" if line else "the server did not start"
+        )
     return ServerAddresses(match["grpc"], match["admin"], match["http"] or "")
 
 
