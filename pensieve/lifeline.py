@@ -1,4 +1,13 @@
-"""A child process that does not outlive its parent."""
+"""A child process that does not outlive its parent.
+
+Two ways. ``die_with_parent``: the kernel kills the child when the *thread* that started it ends, whatever state the
+child is in. ``end_with``: the child reads a pipe whose other end only its parent holds, so that any thread may start
+it, and ends as it does at SIGTERM.
+
+Run as a script, this file becomes another program, which gets SIGTERM when its parent ends::
+
+    python -I -S lifeline.py PARENT PROGRAM ARGUMENT...
+"""
 
 from __future__ import annotations
 
@@ -6,13 +15,19 @@ import ctypes
 import os
 import signal
 import sys
+import threading
+import time
+from collections.abc import Sequence
 from typing import Final
 
 _PR_SET_PDEATHSIG: Final = 1
+END_PATIENCE_S: Final = 1.0
+"""How long a process without its parent may take to end: less than another one takes to start, which would find the
+store in use. Nobody reads the answers that it still makes."""
 
 
-def die_with_parent(parent: int) -> bool:
-    """Have the kernel kill this process, however stuck it is, when the thread that started it ends.
+def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> bool:
+    """Have the kernel send this process a signal when the thread that started it ends: SIGKILL, however stuck it is.
 
     ``parent``: the process id of that thread's process; returns False when it is gone already. Linux only; elsewhere
     nothing happens, and the answer is True.
@@ -20,6 +35,37 @@ def die_with_parent(parent: int) -> bool:
     if sys.platform != "linux":
         return True
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+    if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     return os.getppid() == parent
+
+
+def end_with(fd: int, patience_s: float = END_PATIENCE_S) -> None:
+    """End this process when ``fd`` does: SIGTERM, and SIGKILL after ``patience_s``. What comes from ``fd`` is ignored.
+
+    A thread waits for that, so that a main thread that is stuck does not keep the process.
+    """
+
+    def wait() -> None:
+        while os.read(fd, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(patience_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="lifeline", daemon=True).start()
+
+
+def become(parent: int, command: Sequence[str]) -> str:
+    """Become a program that gets SIGTERM when ``parent`` ends; returns only if that fails, with the reason."""
+    if not die_with_parent(parent, signal.SIGTERM):
+        return f"process {parent} is gone"
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and a program inherits that
+    try:
+        os.execvp(command[0], list(command))
+    except OSError as error:
+        return f"{command[0]}: {error.strerror}"
+
+
+if __name__ == "__main__":
+    sys.exit(become(int(sys.argv[1]), sys.argv[2:]))

@@ -28,6 +28,11 @@ def bind(**fields: object) -> None:
     _bound.set({**_bound.get(), **{name: value for name, value in fields.items() if value}})
 
 
+def bound() -> Mapping[str, object]:
+    """What ``bind`` has added here, for lines about the same thing that another task logs."""
+    return _bound.get()
+
+
 def _extras(record: logging.LogRecord) -> dict[str, Any]:
     own = {name: value for name, value in vars(record).items() if name not in _STANDARD}
     return {**_bound.get(), **own}

@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -57,7 +57,9 @@ def wait_addresses(process: subprocess.Popen[str], timeout_s: float) -> ServerAd
         timer.cancel()
     match = READY.fullmatch(line)
     if match is None:
-        raise SpawnError(f"the server did not start (it said {line!r})")
+        raise SpawnError(
+            f"the server did not start (it said {line!r})" if line else "the server did not start"
+        )
     return ServerAddresses(match["grpc"], match["admin"], match["http"] or "")
 
 
@@ -77,8 +79,12 @@ def read_metric(admin: str, name: str, **labels: str) -> float:
 class ServerProcess:
     """A running ``pensieve serve``. Leaving the ``with`` block sends SIGTERM and waits for the drain.
 
-    A server that is not ready yet is killed there: it has nothing to drain.
+    A server that is not ready yet is killed there: it has nothing to drain. Should this process end in any other way,
+    kill -9 included, the server ends by itself some seconds later.
     """
+
+    program: ClassVar[Sequence[str]] = ("-P", "-m", "pensieve")
+    """What Python runs."""
 
     def __init__(
         self,
@@ -94,13 +100,13 @@ class ServerProcess:
         """
         extras.require("server")
         ports = ["--listen", listen, "--admin", "127.0.0.1:0"]  # any number of servers beside each other
-        command = [sys.executable, "-P", "-m", "pensieve", "serve", *ports, *arguments]
+        command = [sys.executable, *self.program, "serve", "--until-stdin-ends", *ports, *arguments]
         self._log: deque[str] = deque(maxlen=200)
         self._process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # ends with this process, however that comes; nothing is ever written
             text=True,
             env={**_environment(), **(environment or {})},
             start_new_session=True,  # Ctrl-C in the terminal is for the program that owns this server
@@ -173,7 +179,7 @@ class ServerProcess:
 
     def _close_pipes(self) -> None:
         self._drain.join(5)
-        for pipe in (self._process.stdout, self._process.stderr):
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None and not self._drain.is_alive():
                 pipe.close()
 

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed, 2 a bad option (one line on stderr), 130 interrupt
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ import click
 
 from pensieve import __version__, extras
 from pensieve.cli import environment
+from pensieve.lifeline import end_with
 from pensieve.options import serve as options
 from pensieve.options.groups import GROUPS, GroupedCommand
 
@@ -151,8 +153,17 @@ def cli() -> None:
     allow_from_autoenv=False,
     help="Print the resolved options and their reasons as TOML, then exit.",
 )
+@click.option(
+    "--until-stdin-ends",
+    is_flag=True,
+    hidden=True,
+    allow_from_autoenv=False,
+    help="End when stdin does: it is held by the program that owns this server.",
+)
 @click.pass_context
-def serve(ctx: click.Context, /, config: Path | None, print_config: bool, **given: Any) -> None:
+def serve(
+    ctx: click.Context, /, config: Path | None, print_config: bool, until_stdin_ends: bool, **given: Any
+) -> None:
     """Run the server.
 
     Prints one line, `ready grpc=HOST:PORT admin=HOST:PORT`, when it accepts calls, with
@@ -164,6 +175,8 @@ def serve(ctx: click.Context, /, config: Path | None, print_config: bool, **give
         click.echo(resolved.render())
         return
     extras.require("server")
+    if until_stdin_ends:
+        end_with(0)
     try:
         app = importlib.import_module("pensieve.server.app")
     except ImportError as error:
@@ -176,6 +189,8 @@ def serve(ctx: click.Context, /, config: Path | None, print_config: bool, **give
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Entry point of the console script."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character gets "?"
     try:
         code = cli.main(args=arguments, prog_name="pensieve", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:

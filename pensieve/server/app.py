@@ -182,7 +182,7 @@ class App:
         self._stack.push_async_callback(self._monitor.stop)
         for name, work in (("purge", purge_forever(store)), ("lag", watch_lag(self._metrics.processes.lag))):
             self._stack.push_async_callback(end_task, asyncio.create_task(work, name=name))
-        page = self._page(store, door)
+        page = self._page(store, door, ports)
         self._stack.push_async_callback(page.close)
         await ports.open_admin(self._link, self._conversations, self._monitor, self._metrics, page)
         self._stack.push_async_callback(end_task, asyncio.create_task(door.watch(), name="keys"))
@@ -194,7 +194,7 @@ class App:
         await self._monitor.refresh()
         await ports.start()
 
-    def _page(self, store: HistoryStore, door: Door) -> WebPage:
+    def _page(self, store: HistoryStore, door: Door, ports: Ports) -> WebPage:
         options, conversations = self._options, self._conversations
         strips = StripWatch(self._link)
         state = StateView(
@@ -205,6 +205,7 @@ class App:
             self._recent,
             strips,
             SessionNotes(store),
+            ports.front_door,
         )
         cache = {"policy": options.policy, "swap_watermark": options.swap_watermark}
         gap = GapFinder(self._link, self._recent, cache)

@@ -6,8 +6,11 @@ but for health on the admin port, which answers from the beginning. All calls pa
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -23,6 +26,7 @@ from pensieve.server.links.process_link import ProcessLink
 from pensieve.server.operations.admin_port import AdminPort
 from pensieve.server.operations.health import HealthMonitor
 from pensieve.server.operations.metrics import Metrics
+from pensieve.server.page.state import FrontDoorState
 from pensieve.server.page.web import WebPage
 from pensieve.server.rpc.admin_service import AdminService
 from pensieve.server.rpc.door import Door
@@ -45,6 +49,8 @@ LAST_CALLS_S: Final = 2.0
 """Time after the drain for answers that are on their way."""
 _LONGEST_PATH: Final = 90
 """Of a folder for Unix sockets: the system takes 107 bytes with the name."""
+_PREFIX: Final = "pensieve-"
+_LOCK: Final = "lock"
 
 
 class Ports:
@@ -56,8 +62,9 @@ class Ports:
         self._stack = stack
         self._servers: list[aio.Server] = []
         self._gateway: Gateway | None = None
-        self._folder = _private_folder()
-        stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
+        private = PrivateFolder()
+        stack.callback(private.close)
+        self._folder = private.path
         self.grpc_address = self.admin_address = self.http_address = ""
 
     @property
@@ -126,6 +133,13 @@ class Ports:
             self._stack.push_async_callback(self._gateway.close)
             self._gateway.start()
 
+    def front_door(self) -> FrontDoorState | None:
+        """How the HTTP door is; None without one."""
+        door = self._gateway
+        if door is None:
+            return None
+        return FrontDoorState(door.state, self.http_address, round(door.since_s, 3), door.restarts)
+
     async def start(self) -> None:
         """Take calls. Raises GatewayError."""
         for server in self._servers:
@@ -178,13 +192,43 @@ class Ports:
         self._stack.push_async_callback(server.stop, None)
 
 
-def _private_folder() -> Path:
-    """A folder of mode 0700: the sockets in it are ours alone."""
-    folder = Path(tempfile.mkdtemp(prefix="pensieve-"))
-    if len(os.fsencode(folder)) > _LONGEST_PATH:
-        folder.rmdir()
-        folder = Path(tempfile.mkdtemp(prefix="pensieve-", dir="/tmp"))
-    return folder
+class PrivateFolder:
+    """A folder of mode 0700: the sockets in it are ours alone. Those of servers that were killed are removed.
+
+    Its lock says that its server lives.
+    """
+
+    def __init__(self) -> None:
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        if len(os.fsencode(path)) > _LONGEST_PATH:
+            path.rmdir()
+            path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
+        self.path = path
+        new = path / "new"
+        self._lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        new.rename(path / _LOCK)  # only now, so that nobody finds it without its owner
+        for other in path.parent.glob(f"{_PREFIX}*"):
+            with contextlib.suppress(OSError):  # somebody else's, or removed meanwhile
+                _remove_if_dead(other)
+
+    def close(self) -> None:
+        """Remove it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _remove_if_dead(folder: Path) -> None:
+    """Remove a folder of a server that has ended. Raises OSError where it lives, or nothing can be told."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        return
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)
+    finally:
+        os.close(lock)
 
 
 def _with_port(address: str, port: int) -> str:

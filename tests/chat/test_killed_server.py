@@ -10,8 +10,8 @@ from pensieve.cli.chat.screen import clean
 from pensieve.client import Client
 from support.engine.fake_engine import Script
 from support.service.server_process import launched
-from support.service.terminal import chat_program
 from support.store.redis_server import free_port
+from support.terminal import chat_program
 
 pytestmark = pytest.mark.timeout(200)
 

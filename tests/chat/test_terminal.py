@@ -13,7 +13,7 @@ from pensieve.client import Client
 from pensieve.errors import ResourceExhausted, Unavailable
 from support.faults.fake_faults import Fault, answer_to
 from support.service.fake_server import FakeServerThread
-from support.service.terminal import CTRL_C, CTRL_D, CTRL_U, TAB, UP, chat_program
+from support.terminal import CTRL_C, CTRL_D, CTRL_U, TAB, UP, chat_program
 
 AWAY = Fault(error=Unavailable("not here"))
 
@@ -249,3 +249,45 @@ def test_ctrl_c_twice_leaves_an_answer_that_cannot_be_stopped(
         chat.expect("stopping…")
         chat.type(CTRL_C)
         assert "to go on:" in chat.finish() and chat.process.returncode == 0
+
+
+def test_characters_that_the_locale_lacks_and_bytes_that_are_none(
+    tmp_path: Path, server: FakeServerThread
+) -> None:
+    """A container has often the locale C: the editor knows ASCII then, and what is typed is UTF-8."""
+    words = "hé 漢字"
+    for utf8 in ("1", "0"):
+        locale = {"LC_ALL": "C", "PYTHONUTF8": utf8, "PYTHONCOERCECLOCALE": "0"}
+        with chat_program(server.target, tmp_path, "--new", **locale) as chat:  # "0": with the history of "1"
+            chat.prompt()
+            chat.type("h\udcff\r")
+            chat.expect("; it was not sent")
+            chat.prompt()
+            chat.enter(f"{CTRL_U}{words}" if utf8 == "1" else "plain")
+            chat.expect("tokens of context")
+            chat.prompt()
+            chat.enter("/bye")
+            chat.finish()
+            assert chat.process.returncode == 0 and "Traceback" not in chat.text
+    assert [one.items[0].text for one in server.fake.sessions.values()] == [words, "plain"]
+
+
+def test_a_session_that_somebody_else_has_erased(tmp_path: Path, server: FakeServerThread) -> None:
+    with chat_program(server.target, tmp_path, "--new", "--session", "ada") as chat:
+        chat.prompt()
+        chat.enter("one")
+        chat.expect("tokens of context")
+        chat.prompt()
+        with Client(server.target) as client:
+            client.session("ada").delete()
+        chat.enter("two")
+        chat.expect("/new begins another conversation")
+        chat.expect("you> two")
+        chat.enter(f"{CTRL_U}/new")
+        chat.expect("you> two")
+        chat.enter("")
+        chat.expect(answer_to("two"))
+        chat.prompt()
+        chat.enter("/bye")
+        assert chat.end() == 0
+    assert said(server) == ["two", answer_to("two")]

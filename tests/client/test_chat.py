@@ -19,7 +19,7 @@ from rich.console import Console
 from pensieve.cli.chat import command as module
 from pensieve.cli.chat.loop import ChatLoop
 from pensieve.client import Client
-from pensieve.errors import Unauthenticated
+from pensieve.errors import ResourceExhausted, Unauthenticated
 from support.faults.fake_faults import Fault, answer_to
 from support.service.fake_server import FakeServerThread
 
@@ -93,7 +93,24 @@ def test_an_error_ends_a_pipe_with_one_line(server: FakeServerThread) -> None:
     result = run(server, lines="one\ntwo\n")
     assert result.exit_code == 1
     assert result.stdout == ""
-    assert result.stderr == "Error: who are you? [UNAUTHENTICATED/CREDENTIAL_MISSING]\n"
+    assert (
+        result.stderr == f"Error: {server.target} wants --api-key, or PENSIEVE_API_KEY (CREDENTIAL_MISSING)\n"
+    )
+    server.fake.script.append(Fault(error=ResourceExhausted("no\x1b[2J room\x07", reason="QUOTA_EXCEEDED")))
+    said = run(server, lines="one\n").stderr
+    assert said.count("\n") == 1 and "\x1b" not in said and "\x07" not in said and "QUOTA_EXCEEDED" in said
+
+
+def test_a_pipe_is_told_of_a_line_that_is_no_text_and_of_a_wrong_address(
+    server: FakeServerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = b"one\nh\xff\nthree\n"
+    result = CliRunner().invoke(module.chat, ["--target", server.target], input=lines)
+    assert (result.exit_code, result.stdout) == (1, answer_to("one") + "\n")
+    assert result.stderr.startswith("Error: line 2 of the input is not UTF-8; it was not sent")
+    monkeypatch.setattr(module, "FIRST_ANSWER_S", 0.2)
+    result = run(None, "--target", "127.0.0.1:1", lines="one\n")
+    assert result.exit_code == 1 and "no server answers at 127.0.0.1:1: " in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -125,6 +142,7 @@ def test_a_server_of_its_own(server: FakeServerThread, monkeypatch: pytest.Monke
             events.append("stopped")
 
     monkeypatch.setattr("pensieve.cli.chat.own_server.ServerProcess", Own)
+    monkeypatch.setenv("PENSIEVE_API_KEY", "of another command")
     result = run(None, "--model", "demo", "--store", "memory:", lines="one\n")
     assert result.stdout == answer_to("one") + "\n"
     assert events == [("--model", "demo", "--store", "memory:"), "stopped"]

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
-from pensieve.core import Sampling
+from pensieve.core import RequestKey, Sampling
 from pensieve.engine.plan import SampleSpec
 from pensieve.engine.sampling.draw import Parameters, draw, weigh
 from pensieve.engine.sampling.rows import MAX_TOP_K, DrawGroup, prepare, uniform
@@ -334,9 +334,9 @@ def test_logits_that_are_not_finite_are_reported_per_row(caplog: pytest.LogCaptu
     cleaned, finite = clean(rows)
     assert finite.tolist() == [True, False, True]
     assert bool(torch.isfinite(cleaned).all()) and math.isinf(float(rows[1, 4]))
-    prepared = prepare([spec(), spec()], VOCAB)
-    assert choose(cleaned, prepared, finite).fetch().resolve()[1] == (4, None)
-    assert "not finite" in caplog.text
+    chosen = choose(cleaned, prepare([spec(), spec()], VOCAB), finite)
+    assert chosen.fetch().resolve([RequestKey(7), RequestKey(8)])[1] == (4, None)
+    assert "not finite" in caplog.text and caplog.records[0].__dict__["requests"] == [RequestKey(8)]
     caplog.clear()
     choose(rows[2:], prepare([spec()], VOCAB)).fetch().resolve()
     assert "not finite" not in caplog.text

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+import msgspec
 import pytest
 from openai import APIConnectionError, OpenAI
 
@@ -81,7 +82,7 @@ def test_a_door_that_dies_comes_back_and_a_drain_lets_streams_end(tmp_path: Path
         counted = {"route": "/v1/responses", "status": "200"}
         assert read_metric(server.admin, "pensieve_http_calls_total", **counted) == 1
 
-        killed = door_of(server)
+        killed, killed_at = door_of(server), time.time() - 0.001  # the feed rounds
         os.kill(killed, signal.SIGKILL)
         # Whoever connects now waits until the next one is there.
         with client_of(server) as patient:
@@ -90,7 +91,9 @@ def test_a_door_that_dies_comes_back_and_a_drain_lets_streams_end(tmp_path: Path
         assert door_of(server) not in (0, killed) and server.process.poll() is None
         assert read_metric(server.admin, "pensieve_http_restarts_total") == 1
         assert read_metric(server.admin, "pensieve_http_up") == 1
-
+        told = msgspec.json.decode(page(server.admin, "/state.json"))["server"]["door"]
+        seen = told["state"], told["address"], told["restarts"]
+        assert seen == ("serving", server.http, 1) and told["since_s"] >= killed_at
         stream = respond(client, "And mine?", tokens=100, stream=True, previous_response_id=second.id)
         next(event for event in stream if event.type == "response.output_text.delta")
         server.terminate()
@@ -319,13 +322,12 @@ async def test_a_door_that_says_nothing_counts_as_stuck_and_is_replaced(
         monkeypatch.setattr(keeper, name, seconds)
     async with kept(monkeypatch, StandIn) as (door, _):
         first = door._process
-        assert door.problem == ""
         while door.problem != "the HTTP door does not answer":
             await asyncio.sleep(0.001)
-        assert door._process is first
+        assert door._process is first and door.state == "hung"
         while door._process in (None, first):
             await asyncio.sleep(0.001)
-        assert door.problem == ""
+        assert (door.problem, door.state) == ("", "serving")
 
 
 async def test_a_door_that_says_something_now_and_then_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,4 +347,4 @@ async def test_while_it_drains_nobody_waits_in_the_backlog(monkeypatch: pytest.M
             assert early.connect_ex(where) == 0
             await door.drain()
             assert late.connect_ex(where) != 0
-        assert door.problem == "draining"
+        assert door.problem == door.state == "draining"

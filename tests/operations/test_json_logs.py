@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import urllib.request
 from pathlib import Path
 
@@ -11,10 +12,17 @@ import pytest
 
 from pensieve import tracing
 from pensieve.client import AsyncClient
+from pensieve.core import FinishReason, RequestKey, Sampling, Usage
+from pensieve.engine.messages import Cancel, Failed, Finished, Submit
+from pensieve.engine.process.names import RequestNames
+from pensieve.errors import Internal
+from support.engine.fake_engine import Script
 from support.service.server_process import launched
+from support.service.service_rig import encode
 
 SECRET = "the-cat-is-called-Rex"
 HEADER = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
+TURN = "b4556090-b6e0-532f-8b7f-80b9e2dbb450"
 OTHER = "00-fedcba9876543210fedcba9876543210-0123456789abcdef-01"
 
 
@@ -48,3 +56,54 @@ async def test_lines_say_whose_turn_it_is(tmp_path: Path) -> None:
     assert ending["tenant"] and ending["trace_id"] == tracing.trace_id(HEADER)
     assert ending["outcome"] == "length" and ending["output_tokens"] == 4
     assert SECRET not in server.stderr
+
+
+@pytest.mark.timeout(120)
+async def test_what_goes_wrong_in_the_engine_names_the_turn(tmp_path: Path) -> None:
+    """In lines of the engine's process, which knows sessions, and of the front end, which knows all of it."""
+    (poison,) = encode("Z")
+    with launched(tmp_path, Script(poison=poison), log_json=True) as server:
+        async with AsyncClient(server.grpc, metadata=[("traceparent", HEADER)], retry_for=60) as client:
+            chat = await client.create_session()
+            with pytest.raises(Internal) as caught:
+                await chat.send(f"{SECRET} Z", request_id=TURN)
+        assert caught.value.reason == "REQUEST_QUARANTINED"
+        server.terminate()
+        await asyncio.to_thread(server.finish)
+    lines = [json.loads(line) for line in server.stderr.splitlines() if line.startswith("{")]
+    by_event = {line["event"]: line for line in lines}
+    failed = by_event["engine failed"]
+    assert (failed["session"], failed["tenant"]) == (chat.id, "default") and "poisoned" in failed["exception"]
+    for event in (
+        "the engine ended at work on this turn, of %d",
+        "a request has ended the engine twice and is refused from now on: its session is told",
+    ):
+        line = by_event[event]
+        assert (line["session"], line["request_id"], line["tenant"]) == (chat.id, TURN, "default")
+        assert line["trace_id"] == tracing.trace_id(HEADER)
+    assert SECRET not in server.stderr
+
+
+def test_an_engine_names_sessions_in_place_of_its_requests() -> None:
+    names = RequestNames()
+    for number in range(1, 12):
+        names.took(Submit(number, f"acme/s{number:02}", b"", 0, Sampling()))
+    names.owner = lambda key: RequestKey(7) if key == 70 else key
+
+    def line(*requests: int) -> dict[str, object]:
+        record = logging.makeLogRecord({"requests": [RequestKey(one) for one in requests]})
+        assert names.filter(record)
+        found = vars(record)
+        return {key: found[key] for key in ("session", "tenant", "sessions", "requests") if key in found}
+
+    assert line(3) == {"session": "s03", "tenant": "acme"}
+    assert line(7, 70) == line(70) == {"session": "s07", "tenant": "acme"}, (
+        "a further candidate is its turn's"
+    )
+    assert line(2, 1) == {"sessions": ["acme/s01", "acme/s02"], "requests": 2}
+    assert len(line(*range(1, 12))["sessions"]) == 8  # type: ignore[arg-type]
+    names.took(Cancel(request=3))
+    names.took(Cancel(request=4, candidate=1))
+    names.ended([Finished(5, FinishReason.EOS, Usage()), Failed(6, "", "")])
+    assert line(3) == line(5) == line(6) == line() == {}
+    assert line(4) == {"session": "s04", "tenant": "acme"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import time
 from pathlib import Path
 from random import Random
 
@@ -11,6 +12,7 @@ import pytest
 
 from pensieve.client import AsyncClient
 from pensieve.engine.messages import SessionStrip
+from pensieve.server.page.state import FrontDoorState
 from support.page.browser_tab import BrowserTab, browser_tab
 from support.page.page_rig import PageRig, page_rig
 
@@ -64,9 +66,22 @@ async def test_five_sessions_are_shown_and_move(tmp_path: Path) -> None:
         await ink(tab, HOST)
         await _open_one(rig, tab)
         assert tab.errors == []
+        await _the_door_is_told(rig, tab)
         await rig.link.stop()
         await tab.until("!document.getElementById('empty').hidden")
         assert tab.errors == [], "an engine that is gone is no error of the page"
+
+
+async def _the_door_is_told(rig: PageRig, tab: BrowserTab) -> None:
+    """Beside the server's own health; nothing of it without one."""
+    line = "(d => !d.hidden && d.className + '|' + d.textContent)(document.getElementById('door'))"
+    assert await tab.value(line) is False
+    rig.door = FrontDoorState("serving", "127.0.0.1:8080", time.time() - 100, 0)
+    await tab.until(f"{line} === '|HTTP serving'")
+    rig.door = FrontDoorState("hung", "127.0.0.1:8080", time.time() - 4000, 2)
+    await tab.until(f"/^bad.HTTP hung for 40\\d\\d s .2 restarts.$/.test({line})")
+    rig.door = None
+    await tab.until(f"!{line}")
 
 
 async def _open_one(rig: PageRig, tab: BrowserTab) -> None:

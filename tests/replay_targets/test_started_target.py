@@ -27,7 +27,7 @@ from pensieve.replay.records import RunOptions
 from pensieve.replay.session import ReplayPlan, run
 from pensieve.replay.targets.base import Target, TurnFailed
 from pensieve.replay.targets.options import parse_start
-from support.processes import until
+from support.processes import alive, until
 from support.service.paced_server import PacedConversations, in_thread
 from support.store.redis_server import free_port
 
@@ -73,6 +73,25 @@ async def test_the_last_words_are_heard_when_a_child_lives_on() -> None:
     """The child keeps the pipe open; it goes with its process group."""
     said = await failure("sh -c 'sleep 1000 & echo no memory left >&2; exit 9'")
     assert "status 9" in said and "no memory left" in said
+
+
+def test_it_ends_with_the_tool_however_that_ends(tmp_path: Path) -> None:
+    """Kill -9: nobody is left to stop the server."""
+    noted = tmp_path / "pid"
+    tool = (
+        "import asyncio, sys; from pensieve.replay.targets.options import parse_start; "
+        "asyncio.run(parse_start(sys.argv[1], None, name='it', timeout_s=60).open())"
+    )
+    command = f"NAME={noted} sh -c 'echo $$ > $NAME.new; mv $NAME.new $NAME; exec sleep 1000'"
+    with subprocess.Popen([sys.executable, "-P", "-c", tool, command]) as process:
+        try:
+            until(noted.exists, "not started")
+            server = int(noted.read_text())
+            assert alive(server)
+        finally:
+            process.kill()
+        process.wait()
+        until(lambda: not alive(server), "the server is left")
 
 
 class Server:

@@ -1,11 +1,14 @@
-"""Binding and TLS of the gRPC servers."""
+"""Binding and TLS of the gRPC servers, and the folder of their sockets."""
 
 from __future__ import annotations
 
 import asyncio
 import resource
 import shutil
+import stat
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
+from pensieve.debug import child_environment
+from pensieve.server.ports import PrivateFolder
 from pensieve.server.rpc.grpc_server import (
     SERVER_OPTIONS,
     BindError,
@@ -144,3 +149,30 @@ async def test_tls_and_a_renewed_certificate(tmp_path: Path) -> None:
         with pytest.raises(aio.AioRpcError, match="UNAVAILABLE"):
             await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
     await server.stop(None)
+
+
+def test_sockets_of_a_killed_server_are_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no others: of servers that live, of other programs, and what only looks like one."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed = subprocess.run(
+        [sys.executable, "-P", "-c", "import os; from pensieve.server.ports import PrivateFolder as F; "
+         "F(); os.kill(os.getpid(), 9)"],
+        env={**child_environment(), "TMPDIR": str(tmp_path)},
+        timeout=60,
+    )  # fmt: skip
+    assert killed.returncode == -9
+    (dead,) = tmp_path.iterdir()
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "lock").touch()
+    (tmp_path / "pensieve-link").symlink_to(precious)
+    (tmp_path / "pensieve-bench").mkdir()
+    first = PrivateFolder()
+    assert not dead.exists() and stat.S_IMODE(first.path.stat().st_mode) == 0o700
+    second = PrivateFolder()
+    assert first.path.exists() and (precious / "lock").exists() and (tmp_path / "pensieve-bench").exists()
+    first.close()
+    second.close()
+    assert not first.path.exists() and not second.path.exists()

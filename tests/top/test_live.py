@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.page.feeds import FeedStub, state
-from support.page.terminal import Terminal
+from support.terminal import Terminal
 
 ALTERNATE, PLAIN = "\x1b[?1049h", "\x1b[?1049l"
 
@@ -16,7 +16,7 @@ ALTERNATE, PLAIN = "\x1b[?1049h", "\x1b[?1049l"
 def given_back(terminal: Terminal) -> None:
     assert terminal.raw.count(ALTERNATE) == terminal.raw.count(PLAIN) == 1
     assert terminal.raw.rindex("\x1b[?25h") > terminal.raw.index("\x1b[?25l"), "the cursor is gone"
-    assert terminal.after == terminal.before
+    assert terminal.settings == terminal.before
 
 
 def limits(stub: FeedStub) -> set[int]:
@@ -49,7 +49,7 @@ def test_keys() -> None:
 
 @pytest.mark.parametrize("leave", ["Ctrl-C", "SIGTERM"])
 def test_however_it_ends_the_terminal_is_as_it_was(leave: str) -> None:
-    with FeedStub() as stub, Terminal("top", "--admin", stub.address, NO_COLOR="1") as top:
+    with FeedStub() as stub, Terminal("top", "--admin", stub.address, environment={"NO_COLOR": "1"}) as top:
         top.until("q quit")
         if leave == "Ctrl-C":
             top.type("\x03")

@@ -31,7 +31,7 @@ def words(lines: list[str]) -> str:
 
 
 @pytest.mark.parametrize("sessions", [0, 5, 1000])
-@pytest.mark.parametrize("width", [60, 80, 200])
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
 def test_facts_at_every_width(width: int, sessions: int) -> None:
     lines = page(state(sessions), width)
     text = words(lines)
@@ -49,7 +49,7 @@ def test_facts_at_every_width(width: int, sessions: int) -> None:
     assert ("none has anything cached" in text) == (not sessions)
     if sessions:
         (line,) = [line for line in lines if "chat-0001" in line]
-        assert "running" in line and "101" in line and "····▒▒▒▒▒▒▓▓███" in line
+        assert "running" in line and "101" in line and ("····▒▒▒▒▒▒▓▓███" in line) == (width >= 60)
         assert ("title=talk 1" in line) == (width >= 110)
     bar = {name: line.count("█") for line in lines for name in ("device", "host") if line.startswith(name)}
     length = sum(line.count("█") + line.count("░") for line in lines if line.startswith("device"))
@@ -77,6 +77,35 @@ def test_what_is_wrong_is_said() -> None:
     assert "no engine" in words(page(document | gone))
     lines = page(document, 80, 30, gone_s=72.0, trouble="nothing to be reached at there")
     assert "reconnecting… nothing to be reached at there, for 1m" in words(lines)
+
+
+def test_the_http_door_is_told_where_there_is_one() -> None:
+    document = state()
+
+    def shown(width: int, **door: Any) -> str:
+        told = {"state": "serving", "address": "127.0.0.1:8080", "since_s": 1.7e9 - 72, "restarts": 0} | door
+        return words(page(document | {"server": document["server"] | {"door": told}}, width))
+
+    assert "http" not in words(page(document))
+    for width in (40, 80, 200):
+        assert "serving http 127.0.0.1:8080" in shown(width) and "restart " not in shown(width)
+        assert "http 127.0.0.1:8080 (1 restart)" in shown(width, restarts=1)
+    assert "http 127.0.0.1:8080 hung for 1m (2 restarts)" in shown(80, state="hung", restarts=2)
+    evil = shown(200, state="\x1b[2J", address="\x1b[2J")
+    assert "\x1b" not in evil
+
+
+def test_names_are_cut_visibly_and_their_heading_is_not() -> None:
+    document = state(1)
+    for name, shown in (
+        ("ada", "ada    "),
+        ("漢字の長い名前です", "漢字の長い …"),
+        ("a" * 60, "aaaaaaaaaaa…"),
+    ):
+        document["sessions"]["rows"] = [row(0, session=f"default/{name}")]
+        lines = page(document, 40)
+        assert any(line.startswith(f"{shown} ") for line in lines), lines
+        assert any(line.startswith("SESSION ") for line in lines)
 
 
 def test_a_server_that_tells_less_or_more_is_shown() -> None:

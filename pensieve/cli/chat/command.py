@@ -12,13 +12,15 @@ import shlex
 import sys
 
 import click
+from click.core import ParameterSource
 
 from pensieve.cli import completion
 from pensieve.cli.chat import sessions
 from pensieve.cli.chat.loop import ChatLoop
 from pensieve.cli.chat.own_server import OwnServer
 from pensieve.cli.chat.prompt import Prompt
-from pensieve.cli.chat.screen import Screen
+from pensieve.cli.chat.screen import Screen, clean
+from pensieve.cli.refusals import refusal
 from pensieve.client import Client, RetryPolicy, Session
 from pensieve.client import SamplingOptions as Sampling
 from pensieve.errors import PensieveError
@@ -56,7 +58,7 @@ ON_A_TERMINAL = RetryPolicy(max_wait_s=math.inf)
 @click.option("--max-tokens", type=click.IntRange(min=1), metavar="N", help="Longest answer, in tokens.")
 @click.option("--plain", is_flag=True, help="Answers as they come, not laid out as Markdown.")
 @click.option("--no-history", is_flag=True, help="Keep nothing that is typed in files.")
-@click.option("--api-key", metavar="KEY", help="Credential for --target.")
+@click.option("--api-key", metavar="KEY", envvar="PENSIEVE_API_KEY", help="Credential for --target.")
 @click.option("--tls", is_flag=True, help="TLS towards --target, with the system's root certificates.")
 def chat(
     target: str | None,
@@ -80,6 +82,11 @@ def chat(
         raise click.UsageError(
             "--model and --store are for a server of its own; they do not go with --target"
         )
+    if _comes_from_outside("api_key"):
+        shown_key = None
+        api_key = api_key if target is not None else None
+    else:
+        shown_key = api_key
     if target is None and (api_key is not None or tls):
         raise click.UsageError("--api-key and --tls go with --target")
     sampling = Sampling()
@@ -88,15 +95,15 @@ def chat(
     if max_tokens is not None:
         sampling["max_output_tokens"] = max_tokens
     interactive = sys.stdin.isatty()
-    again = _resume_line(target, model, store, api_key, tls)
+    again = _resume_line(target, model, store, shown_key, tls)
     try:
         with contextlib.ExitStack() as stack:
             if target is None:
                 own = stack.enter_context(_own_server(model, store))
                 stack.callback(_say_why, own)
                 target = own.target
-            elif interactive:
-                _check_address(target, api_key, tls)
+            else:
+                _check_address(target, api_key, tls, interactive=interactive)
             retry = ON_A_TERMINAL if interactive else None
             client = stack.enter_context(Client(target, api_key=api_key, tls=tls, retry=retry))
             screen = Screen(interactive=interactive)
@@ -109,8 +116,15 @@ def chat(
                 ChatLoop(client, session, sampling, interactive=interactive, plain=plain, folder=folder),
                 again,
             )
-    except (PensieveError, SpawnError) as error:
+    except SpawnError as error:
         raise click.ClickException(str(error)) from error
+    except PensieveError as error:
+        raise click.ClickException(refusal(error, target or "the server")) from error
+
+
+def _comes_from_outside(parameter: str) -> bool:
+    """Whether a variable has set it: one that is meant for other commands, too, does no harm here."""
+    return click.get_current_context().get_parameter_source(parameter) is ParameterSource.ENVIRONMENT
 
 
 def _talk(loop: ChatLoop, again: list[str]) -> None:
@@ -150,15 +164,15 @@ def _own_server(model: str | None, store: str | None) -> OwnServer:
     return OwnServer(*arguments)
 
 
-def _check_address(target: str, api_key: str | None, tls: bool) -> None:
+def _check_address(target: str, api_key: str | None, tls: bool, *, interactive: bool) -> None:
     """Raises ClickException when no server answers there: a wrong address is not waited for as a lost server is."""
     policy = RetryPolicy(max_wait_s=FIRST_ANSWER_S)
     try:
         with Client(target, api_key=api_key, tls=tls, retry=policy, timeout=FIRST_ANSWER_S) as client:
-            Screen(interactive=True).patiently(client.server_info)
+            Screen(interactive=interactive).patiently(client.server_info)
     except PensieveError as error:
         if error.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
-            raise click.ClickException(f"no server answers at {target}: {error.message}") from error
+            raise click.ClickException(f"no server answers at {target}: {clean(error.message)}") from error
         raise
     except KeyboardInterrupt:
         raise click.Abort from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 import threading
@@ -11,14 +12,17 @@ from pathlib import Path
 from pensieve.cli.chat import sessions
 from pensieve.cli.chat.commands import COMMAND, Commands
 from pensieve.cli.chat.flight import LeaveChat
-from pensieve.cli.chat.prompt import Prompt
+from pensieve.cli.chat.prompt import Prompt, is_text
 from pensieve.cli.chat.screen import Screen
 from pensieve.cli.chat.talk import Dialogue, warm
 from pensieve.cli.chat.unsent import UnsentFolder
 from pensieve.client import Client, SamplingOptions, Session
-from pensieve.errors import PensieveError
+from pensieve.errors import InvalidArgument, PensieveError
 
 log = logging.getLogger(__name__)
+
+GONE = ("SESSION_DELETED", "SESSION_NOT_FOUND")
+"""Reasons of a session that somebody else has erased."""
 
 
 class ChatLoop:
@@ -57,6 +61,10 @@ class ChatLoop:
                 if not self.screen.interactive:
                     raise
                 self.screen.error(str(error))
+                if error.reason in GONE:
+                    self.screen.note(
+                        "Ctrl-U clears the line; /new begins another conversation, and it goes along"
+                    )
             if self.commands.leaving:
                 return
 
@@ -79,7 +87,7 @@ class ChatLoop:
 
     def _lines(self) -> Iterator[str]:
         if not self.screen.interactive:
-            yield from sys.stdin
+            yield from _piped()
             return
         interrupted = False
         while True:
@@ -92,6 +100,8 @@ class ChatLoop:
                     self.talk.drop_kept()
                     self.screen.note("dropped")
                 yield line
+            except UnicodeDecodeError:
+                self.screen.error(str(_no_text("that")))
             except KeyboardInterrupt:
                 self.screen.notes.print()
                 if interrupted:
@@ -105,6 +115,8 @@ class ChatLoop:
     def _handle(self, line: str) -> None:
         if not line:
             return
+        if not is_text(line):
+            raise _no_text("that")
         try:
             if COMMAND.fullmatch(line):
                 self.commands.run(line)
@@ -126,3 +138,17 @@ class ChatLoop:
         if has_history and not self.talk.is_warm:
             threading.Thread(target=lambda: log.debug("%s", warm(session)), name="warm", daemon=True).start()
         self.talk.is_warm = False
+
+
+def _piped() -> Iterator[str]:
+    """Lines of stdin. Raises InvalidArgument at one that is no text: what was meant cannot be known."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    for number, line in enumerate(sys.stdin, 1):
+        if not is_text(line):
+            raise _no_text(f"line {number} of the input")
+        yield line
+
+
+def _no_text(what: str) -> InvalidArgument:
+    return InvalidArgument(f"{what} is not {sys.stdin.encoding.upper()}; it was not sent")

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import locale
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -39,7 +41,7 @@ class Prompt:
 
     def read(self, prefill: str = "") -> str:
         """One message, of several lines between ``\"\"\"``. Raises EOFError, and KeyboardInterrupt for Ctrl-C."""
-        if prefill and self._readline is None:
+        if prefill and (self._readline is None or not _is_typeable(prefill)):
             # Nothing can be typed ahead: shown, and taken by Enter alone.
             self._screen.note(f"not sent: {prefill}")
             self._screen.note("Enter sends it; another text is sent instead")
@@ -71,7 +73,7 @@ class Prompt:
             shown = ""
         elif self._screen.notes.color_system is not None and not self._screen.notes.no_color:
             shown = f"\x01\x1b[1;36m\x02{prompt}\x01\x1b[0m\x02"  # \x01, \x02: no width
-        if self._readline is not None and prefill:
+        if self._readline is not None and prefill and _is_typeable(prefill):
             insert = self._readline.insert_text
             self._readline.set_startup_hook(lambda: insert(clean(prefill)))
         try:
@@ -89,7 +91,7 @@ class Prompt:
         readline.set_completer(self._completion)
         libedit = "libedit" in (readline.__doc__ or "")
         readline.parse_and_bind("bind ^I rl_complete" if libedit else "tab: complete")
-        for line in self._load():
+        for line in filter(_is_typeable, self._load()):
             readline.add_history(line)
 
     def _completion(self, text: str, state: int) -> str | None:
@@ -98,9 +100,10 @@ class Prompt:
         return self._found[state] if state < len(self._found) else None
 
     def _remember(self, text: str) -> None:
-        if not text or self._readline is None:
+        if not text or not is_text(text) or self._readline is None:
             return
-        self._readline.add_history(text)
+        if _is_typeable(text):
+            self._readline.add_history(text)
         if self._history is None:
             return
         with contextlib.suppress(OSError):  # history is a comfort: a full disk must not cost the message
@@ -127,9 +130,27 @@ class Prompt:
         return found
 
 
+def is_text(typed: str) -> bool:
+    """Whether all of it could be read: what could not stands in it as halves of characters."""
+    return not any("\ud800" <= one <= "\udfff" for one in typed)
+
+
+def _is_typeable(text: str) -> bool:
+    """Whether the editor can hold it, which knows the characters of the locale alone."""
+    try:
+        text.encode(locale.getencoding())
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _readline() -> ModuleType | None:
     try:
         import readline
     except ImportError:  # an interpreter that was built without
         return None
+    if sys.flags.utf8_mode:
+        # The interpreter reads UTF-8 whatever the locale, and in "C" (containers, cron) the editor would not.
+        with contextlib.suppress(locale.Error):
+            locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
     return readline

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pensieve.cli import completion
+from pensieve.cli.refusals import refusal
 from pensieve.cli.sessions import found, pages
 from pensieve.client import Client, RetryPolicy, Role, SessionInfo, Turn
 from pensieve.errors import NotFound, PensieveError
@@ -214,4 +215,5 @@ def _client(target: str, api_key: str | None, tls: bool) -> Iterator[Client]:
         with Client(target, api_key=api_key, tls=tls, timeout=20.0, retry=_PATIENCE) as client:
             yield client
     except PensieveError as error:
-        raise click.ClickException(f"{target}: {error}") from error
+        said = refusal(error, target)
+        raise click.ClickException(said if said.startswith(target) else f"{target}: {said}") from error

@@ -21,6 +21,15 @@ MOST_SESSIONS: Final = 5000
 """What the feed tells at once, at most."""
 
 
+class FeedDoor(msgspec.Struct, frozen=True):
+    """The HTTP door. ``since_s``: Unix time, of the server's clock as ``FeedState.time_s``."""
+
+    state: str = ""
+    address: str = ""
+    since_s: float = 0.0
+    restarts: int = 0
+
+
 class FeedServer(msgspec.Struct, frozen=True):
     version: str = ""
     model: str = ""
@@ -29,6 +38,8 @@ class FeedServer(msgspec.Struct, frozen=True):
     device: str = ""
     dtype: str = ""
     chunk_tokens: int = 0
+    door: FeedDoor | None = None
+    """None: there is none, or the server does not tell."""
 
 
 class FeedTier(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ from pensieve.cli.top.view import View
 GAP = "   "
 LABELS_FROM = 110
 """Columns from which there is room for labels."""
-STRIP_LEAST = 12
+STRIP_LEAST = 8
 NAME_MOST = 40
 
 
@@ -53,7 +53,7 @@ def screen(look: TopLook, view: View, height: int | None = None) -> list[Text]:
         lines += [Text()] * (height - len(foot) - 1 - len(lines))
         lines += [*foot, _keys(view)]
     for line in lines:
-        line.truncate(look.width)
+        line.truncate(look.width, overflow="ellipsis")
         if look.gone_s is not None and height is not None:
             line.stylize("dim")
     return lines
@@ -69,6 +69,7 @@ def _header(look: TopLook) -> Iterator[Text]:
             Text(figures.clean(machine)),
             Text(figures.clean(f"replica {server.replica}")),
             _health(look),
+            _door(look),
             Text(time.strftime("%H:%M:%S", time.localtime(look.state.time_s)), "dim"),
         ],
         look.width,
@@ -82,6 +83,21 @@ def _health(look: TopLook) -> Text:
     if problem:
         return Text(f"not serving: {figures.clean(problem)}", "bold red")
     return Text("serving", "green")
+
+
+def _door(look: TopLook) -> Text:
+    """The HTTP door, where there is one. A restart in the past stays to be seen, as one of the engine does."""
+    door = look.state.server.door
+    if door is None:
+        return Text()
+    if door.state == "serving":
+        line = Text(figures.clean(f"http {door.address}"), "green")
+    else:
+        since = figures.age(max(look.state.time_s - door.since_s, 0.0))
+        line = Text(figures.clean(f"http {door.address} {door.state} for {since}"), "bold red")
+    if door.restarts:
+        line.append(f" ({door.restarts} restart{'s' if door.restarts > 1 else ''})", "red")
+    return line
 
 
 def _figures(look: TopLook) -> Iterator[Text]:
@@ -174,7 +190,9 @@ def _list(look: TopLook, view: View, rows: Sequence[FeedSession]) -> Iterator[Te
     one_tenant = len({row.tenant for row in sessions.rows}) == 1
     names = [_name(row, one_tenant) for row in rows]
     wide = look.width >= LABELS_FROM
-    name_width = min(max(map(cell_len, names)), NAME_MOST, look.width - STRIP_LEAST - 20)
+    name_width = min(
+        max(cell_len("SESSION"), *map(cell_len, names)), NAME_MOST, look.width - STRIP_LEAST - 20
+    )
     label_width = (look.width - name_width) // 4 if wide else 0
     strip_width = look.width - name_width - 20 - (label_width + 2 if wide else 0)
     heading = (
@@ -183,7 +201,7 @@ def _list(look: TopLook, view: View, rows: Sequence[FeedSession]) -> Iterator[Te
     yield Text(f"{heading}  LABELS" if wide else heading.rstrip(), "dim")
     for row, name in zip(rows, names, strict=True):
         told = figures.clean(row.state) if row.state != "idle" else figures.age(row.idle_s)
-        line = Text(set_cell_size(name, name_width))
+        line = Text(_cut(name, name_width))
         line.append(f"  {told:<7.7}", "" if row.state == "idle" else "green")
         line.append(f"{figures.count(row.tokens):>7}  ")
         strip = strips.draw(row.strip, strip_width, blocks=look.blocks)
@@ -197,6 +215,11 @@ def _list(look: TopLook, view: View, rows: Sequence[FeedSession]) -> Iterator[Te
 def _name(row: FeedSession, one_tenant: bool) -> str:
     name = row.session.removeprefix(f"{row.tenant}/") if one_tenant else row.session
     return figures.clean(name)
+
+
+def _cut(name: str, width: int) -> str:
+    """In exactly so many columns; it says so where something is left out."""
+    return set_cell_size(name, width) if cell_len(name) <= width else f"{set_cell_size(name, width - 1)}…"
 
 
 def _keys(view: View) -> Text:
@@ -223,6 +246,11 @@ def _pair(word: str, value: str, style: str = "") -> Text:
 def _titled(title: str, cells: Iterable[Text], width: int) -> Iterator[Text]:
     """Cells behind a title, and below each other where they do not fit."""
     indent = 13
+    cells = [cell for cell in cells if cell.plain]
+    if any(indent + cell.cell_len > width for cell in cells):
+        # A narrow terminal: rather a line more than a figure that is cut and reads as another.
+        yield Text(title, "dim")
+        title, indent = "", 2
     for number, line in enumerate(_flow(cells, width - indent)):
         yield Text.assemble((f"{title if number == 0 else '':<{indent}}", "dim"), line)
 

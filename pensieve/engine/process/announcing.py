@@ -19,7 +19,9 @@ class Announcer:
     def __init__(self, owner: Callable[[RequestKey], RequestKey] = lambda key: key) -> None:
         """``owner``: the request that a front end knows, of one that the engine made for it."""
         self.send: Callable[[Stepping], None] | None = None
-        self._owner = owner
+        self.owner = owner
+        self.requests: frozenset[RequestKey] = frozenset()
+        """Those that the engine is, or was last, at work on."""
         self._last: tuple[int, frozenset[RequestKey]] | None = None
 
     def launching(self, plan: Plan, running: Plan | None = None) -> None:
@@ -27,11 +29,12 @@ class Announcer:
         if self.send is None:
             return
         plans = (plan,) if running is None else (plan, running)
-        requests = frozenset(self._owner(span.request) for one in plans for span in one.spans)
+        requests = frozenset(self.owner(span.request) for one in plans for span in one.spans)
         self.step(max(one.num_tokens for one in plans), requests)
 
     def step(self, tokens: int, requests: frozenset[RequestKey]) -> None:
         """A step of so many tokens, for these requests, is about to run."""
+        self.requests = requests
         news = tokens.bit_length(), requests
         if self.send is not None and news != self._last:
             self._last = news
@@ -43,7 +46,7 @@ class Announcer:
         try:
             yield
         except Exception:
-            blamed = frozenset(map(RequestKey, requests))
+            self.requests = blamed = frozenset(map(RequestKey, requests))
             if blamed:
                 self.step(0, blamed)
             raise

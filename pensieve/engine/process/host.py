@@ -23,6 +23,7 @@ import click
 from pensieve.config import EngineOptions
 from pensieve.engine.messages import Command, Report
 from pensieve.engine.process.loop import HostedEngine, run_engine
+from pensieve.engine.process.names import RequestNames
 from pensieve.errors import PensieveError
 from pensieve.frames import FrameSocket, PeerClosed, decoder_for
 from pensieve.lifeline import die_with_parent
@@ -78,13 +79,16 @@ def _build(builder: str, options: EngineOptions) -> HostedEngine:
 
 
 def _run(engine: HostedEngine, channel: SocketChannel) -> None:
+    names = RequestNames()
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(names)
     try:
-        run_engine(engine, channel)
+        run_engine(engine, channel, names)
     except PeerClosed:
         raise
     except Exception:
         # Never carry on: what the step has half done is unknown.
-        log.exception("engine failed")
+        log.exception("engine failed", extra={"requests": engine.announcer.requests})
         raise
     finally:
         engine.close()

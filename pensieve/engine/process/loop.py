@@ -15,6 +15,7 @@ from typing import Final, Protocol
 
 from pensieve.engine.messages import Command, EngineReady, Event, Report, Stats, Stepping, Stop, Submit
 from pensieve.engine.process.announcing import Announcer
+from pensieve.engine.process.names import RequestNames
 
 HEARTBEAT_S: Final = 0.5
 _BLOCKED_S: Final = 0.005
@@ -57,8 +58,13 @@ class CommandChannel(Protocol):
         ...
 
 
-def run_engine(engine: HostedEngine, channel: CommandChannel) -> None:
-    """Serve until ``Stop`` arrives. Raises PeerClosed when the other end is gone, else what the engine raises."""
+def run_engine(engine: HostedEngine, channel: CommandChannel, names: RequestNames | None = None) -> None:
+    """Serve until ``Stop`` arrives. Raises PeerClosed when the other end is gone, else what the engine raises.
+
+    ``names`` learns whose requests are at work.
+    """
+    names = names if names is not None else RequestNames()
+    names.owner = engine.announcer.owner
     stats = engine.stats()
     # So that whoever waits for the engine knows what it can do before it sends the first command.
     channel.send(Report(events=(engine.ready(),), stats=stats))
@@ -75,6 +81,7 @@ def run_engine(engine: HostedEngine, channel: CommandChannel) -> None:
         for command in commands:
             if isinstance(command, Stop):
                 return
+            names.took(command)
             with engine.announcer.blaming([command.request] if isinstance(command, Submit) else []):
                 events += engine.handle(command)
         waiting = engine.has_work
@@ -83,5 +90,6 @@ def run_engine(engine: HostedEngine, channel: CommandChannel) -> None:
         steps_before, stats = stats.steps_total, engine.stats()
         # There is work, but no step was committed: pause before the next try, and don't repeat the same numbers.
         blocked = waiting and stats.steps_total == steps_before
+        names.ended(events)
         if not blocked or events:
             channel.send(Report(events=tuple(events), stats=stats))

@@ -19,7 +19,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from pensieve.core import TokenLogprob
+from pensieve.core import RequestKey, TokenLogprob
 from pensieve.engine.plan import SampleSpec
 from pensieve.engine.sampling.apply import MOST, apply_changes
 from pensieve.engine.sampling.changes import Array
@@ -80,13 +80,20 @@ class Fetched:
     done: torch.cuda.Event | None
     """Recorded behind the last copy; None where there was nothing to wait for."""
 
-    def resolve(self) -> list[tuple[int, TokenLogprob | None]]:
-        """The token of each row, and its log-probabilities if asked for. Waits for the copies."""
+    def resolve(self, requests: Sequence[RequestKey] = ()) -> list[tuple[int, TokenLogprob | None]]:
+        """The token of each row, and its log-probabilities if asked for. Waits for the copies.
+
+        ``requests``: whose rows they are, to be named where something is wrong.
+        """
         if self.done is not None:
             self.done.synchronize()
         tokens: list[int] = self.parts[0].tolist()
-        if not all(self.parts[1].tolist()):
-            log.warning("the model gave logits that are not finite; its weights or its dtype may be at fault")
+        finite: list[bool] = self.parts[1].tolist()
+        if not all(finite):
+            log.warning(
+                "the model gave logits that are not finite; its weights or its dtype may be at fault",
+                extra={"requests": [one for one, well in zip(requests, finite, strict=False) if not well]},
+            )
         result: list[tuple[int, TokenLogprob | None]] = [(token, None) for token in tokens]
         if len(self.parts) > 2:
             wanted = zip(self.prepared.logprob_rows, self.prepared.top_logprobs, strict=True)
@@ -97,11 +104,16 @@ class Fetched:
         return result
 
 
-def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[tuple[int, TokenLogprob | None]]:
-    """One token for each row of ``logits`` float32 [S, vocab]; ``specs[i]`` says how. ``logits`` is not changed."""
+def sample(
+    logits: torch.Tensor, specs: Sequence[SampleSpec], requests: Sequence[RequestKey] = ()
+) -> list[tuple[int, TokenLogprob | None]]:
+    """One token for each row of ``logits`` float32 [S, vocab]; ``specs[i]`` says how. ``logits`` is not changed.
+
+    ``requests``: see ``Fetched.resolve``.
+    """
     if not specs:
         return []
-    return choose(logits, prepare(specs, logits.shape[1])).fetch().resolve()
+    return choose(logits, prepare(specs, logits.shape[1])).fetch().resolve(requests)
 
 
 def clean(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -190,13 +190,13 @@ class _CudaStep:
     end: torch.cuda.Event
 
     def result(self) -> StepResult:
-        chosen = self.fetched.resolve() if self.fetched is not None else []
+        requests = self.batch.requests if self.batch is not None and self.fetched is not None else ()
+        chosen = self.fetched.resolve(requests) if self.fetched is not None else []
         self.end.synchronize()
         timings = {"device": self.begin.elapsed_time(self.end) / 1e3}
         if self.before is not None:
             timings["gap"] = self.before.elapsed_time(self.begin) / 1e3
         swapped = self.worker.swap.counters()
-        requests = self.batch.requests if self.batch is not None and self.fetched is not None else ()
         return StepResult(
             sampled=tuple(
                 Sampled(request, token, logprob)

@@ -106,7 +106,8 @@ class TorchWorker(SynchronousWorker):
         asked = [(span.request, span.sample) for span in plan.spans if span.sample is not None]
         # One rank chooses, so that all go on with the same tokens.
         together = self._model.together
-        chosen = sample(logits, [spec for _, spec in asked]) if together.rank == 0 else []
+        requests = [request for request, _ in asked]
+        chosen = sample(logits, [spec for _, spec in asked], requests) if together.rank == 0 else []
         tokens = [token for token, _ in chosen]
         if together.ranks > 1 and asked:
             shared = torch.tensor(tokens or [0] * len(asked))

@@ -1,4 +1,4 @@
 """What is measured: Pensieve, any server with the OpenAI protocol, and servers that the tool starts itself.
 
-May import: client, core, spawn, v1.
+May import: client, core, lifeline, spawn, v1.
 """

@@ -8,10 +8,12 @@ import os
 import re
 import shlex
 import signal
+import sys
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from pensieve import lifeline
 from pensieve.core import Usage
 from pensieve.replay.targets import server_counters
 from pensieve.replay.targets.base import (
@@ -214,6 +216,12 @@ async def _status(process: asyncio.subprocess.Process) -> int:
 
 
 def _arguments(command: str) -> list[str]:
-    """What to execute. ``env`` makes assignments and then becomes the program, so that signals reach the latter."""
+    """What to execute. ``env`` makes assignments and then becomes the program, so that signals reach the latter.
+
+    So does ``lifeline``, which has the program end with this process. It runs by its path and apart from all packages:
+    the program may be of another environment, and gets this one's variables as they are.
+    """
     words = shlex.split(command)
-    return ["env", *words] if words and _ASSIGNMENT.match(words[0]) else words
+    if words and _ASSIGNMENT.match(words[0]):
+        words = ["env", *words]
+    return [sys.executable, "-I", "-S", lifeline.__file__, str(os.getpid()), *words]

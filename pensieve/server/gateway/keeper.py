@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, Literal
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -35,6 +35,10 @@ METRICS_S: Final = 1.0
 _BACKLOG: Final = 2048
 
 
+GatewayState = Literal["starting", "serving", "hung", "restarting", "draining"]
+"""``hung``: the process is silent, and is killed if it stays so. ``restarting``: it has ended and another one comes."""
+
+
 class GatewayError(Exception):
     """The door cannot be opened; the text is for the operator."""
 
@@ -52,7 +56,10 @@ class Gateway(Collector):
         self._serving = False
         self._stuck = False
         self._ending = False
-        self._restarts = 0
+        self.state: GatewayState = "starting"
+        self.since_s = time.time()
+        """Unix time from which ``state`` holds."""
+        self.restarts = 0
         self._keeping: asyncio.Task[None] | None = None
         self._first: asyncio.Future[None] | None = None
         self._page = ""
@@ -97,7 +104,7 @@ class Gateway(Collector):
 
     async def drain(self) -> None:
         """Take no new calls; those that run go on."""
-        self._ending = True
+        self._become(ending=True)
         if self._listener is not None:
             self._listener.close()  # else whoever connects would wait in its backlog, for nothing
         if self._process is not None:
@@ -117,7 +124,7 @@ class Gateway(Collector):
 
     async def close(self) -> None:
         """End it at once, if it has not ended."""
-        self._ending = True
+        self._become(ending=True)
         if self._keeping is not None:
             self._keeping.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -140,7 +147,7 @@ class Gateway(Collector):
         up = self._serving and not self._stuck
         yield GaugeMetricFamily("pensieve_http_up", "Whether the HTTP door takes calls.", up)
         yield CounterMetricFamily(
-            "pensieve_http_restarts", "Times the HTTP door's process was started again.", self._restarts
+            "pensieve_http_restarts", "Times the HTTP door's process was started again.", self.restarts
         )
         yield from text_string_to_metric_families(self._page)
 
@@ -161,7 +168,7 @@ class Gateway(Collector):
             log.error("the HTTP door ended and is started again: %s", why, extra={"pause_s": pause})
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
-            self._restarts += 1
+            self.restarts += 1
 
     async def _live(self) -> str:
         """Run a process to its end; why it ended."""
@@ -172,9 +179,9 @@ class Gateway(Collector):
             return str(error)
         try:
             await process.ready()
-            self._serving = True
             if self._first is not None and not self._first.done():
                 self._first.set_result(None)
+            self._become(serving=True)
             watching = asyncio.create_task(self._watch(process), name="http watch")
             try:
                 return process.last_words(await process.wait())
@@ -183,7 +190,8 @@ class Gateway(Collector):
         except GatewayEnded as error:
             return str(error)
         finally:
-            self._serving, self._stuck, self._page = False, False, ""
+            self._become(serving=False, stuck=False)
+            self._page = ""
             process.kill()
             await process.wait()
             self._process = None
@@ -198,6 +206,26 @@ class Gateway(Collector):
             await asyncio.sleep(TICK_S)
             silent_s = silent_s + TICK_S if process.heard_at == heard_at else 0.0
             heard_at = process.heard_at
-            self._stuck = silent_s >= QUIET_S
+            self._become(stuck=silent_s >= QUIET_S)
         log.error("the HTTP door has not answered for %.0f s: killing it", silent_s)
         process.kill()
+
+    def _become(
+        self, *, serving: bool | None = None, stuck: bool | None = None, ending: bool | None = None
+    ) -> None:
+        """Take in what is new, and when the state changed with it."""
+        self._serving = self._serving if serving is None else serving
+        self._stuck = self._stuck if stuck is None else stuck
+        self._ending = self._ending if ending is None else ending
+        state = self._find_state()
+        if state != self.state:
+            self.state, self.since_s = state, time.time()
+
+    def _find_state(self) -> GatewayState:
+        if self._ending:
+            return "draining"
+        if self._stuck:
+            return "hung"
+        if self._serving:
+            return "serving"
+        return "restarting" if self._first is not None and self._first.done() else "starting"

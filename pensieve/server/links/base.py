@@ -198,7 +198,10 @@ class BaseLink(abc.ABC):
         self._stats = Stats()
         guilty = self._turnstile.engine_died(outside=outside)
         if guilty is not None:
-            log.error("a request has ended the engine twice and is refused from now on: its session is told")
+            log.error(
+                "a request has ended the engine twice and is refused from now on: its session is told",
+                extra=dict(guilty.log_fields),
+            )
             self._generations.fail(guilty, quarantined())
         self._generations.fail_all(restarting)
 

@@ -35,6 +35,7 @@ from pensieve.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from pensieve.logs import bound
 from pensieve.server.links.engine_link import GenerationSink
 
 CallAnswer = Evicted | Strips | ResidentTokens | Warmed
@@ -75,7 +76,7 @@ class NullObserver:
 class OpenGeneration:
     """``engine_link.Generation``: the handle, beside the sink it was opened with and what its metrics need."""
 
-    __slots__ = ("_owner", "outputs", "request", "sink", "submitted_at", "token_at", "usage")
+    __slots__ = ("_owner", "log_fields", "outputs", "request", "sink", "submitted_at", "token_at", "usage")
 
     def __init__(self, owner: Generations, request: RequestKey, sink: GenerationSink, now: float) -> None:
         self._owner = owner
@@ -86,6 +87,8 @@ class OpenGeneration:
         self.usage = Usage()
         self.outputs = 0
         """Output tokens so far; of several candidates those of candidate 0."""
+        self.log_fields = bound()
+        """What the lines of its turn have in the log: whoever opens it is the turn's task."""
 
     def cancel(self) -> None:
         self._owner.cancel(self)

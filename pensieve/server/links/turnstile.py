@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -16,6 +17,11 @@ from pensieve.server.links.quarantine import MEMORY_S, Quarantine
 
 WARM_SUSPICION_S: Final = 10.0
 """An engine that dies sooner after a session was asked to be warmed may have died of it."""
+
+MOST_NAMED: Final = 8
+"""Turns that the log names when an engine has ended."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -107,6 +113,8 @@ class Turnstile:
     def engine_died(self, *, outside: bool) -> OpenGeneration | None:
         """All start anew with another engine. Returns the generation of the request that is found guilty, if any.
 
+        The log names the turns that the engine was at work on.
+
         ``outside``: the process was killed or stopped by somebody else.
         """
         accused = [
@@ -114,6 +122,10 @@ class Turnstile:
             for number, passage in self._inside.items()
             if passage.origin and (self._batch is None or number in self._batch)
         ]
+        at_work = len(accused)
+        for passage in accused[:MOST_NAMED]:
+            fields = {**passage.generation.log_fields, "output_tokens": passage.generation.outputs}
+            log.warning("the engine ended at work on this turn, of %d", at_work, extra=fields)
         self.reset()
         now = self._clock()
         self._cold = {session: until for session, until in self._cold.items() if until > now}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -25,6 +25,18 @@ _SHORTEST_S: Final = 0.8
 """Rates are not taken over less."""
 
 
+class FrontDoorState(msgspec.Struct, frozen=True):
+    """How the HTTP door's process is."""
+
+    state: str
+    """``starting``, ``serving``, ``hung``, ``restarting`` or ``draining``."""
+    address: str
+    """HOST:PORT."""
+    since_s: float
+    """Unix time from which ``state`` holds."""
+    restarts: int
+
+
 class ServerState(msgspec.Struct, frozen=True):
     """What the server is, and how it is."""
 
@@ -39,6 +51,8 @@ class ServerState(msgspec.Struct, frozen=True):
     """0 until the engine is up, as all that it says."""
     context_limit: int
     shows_text: bool
+    door: FrontDoorState | None
+    """None: the server has no HTTP door."""
 
 
 class TierState(msgspec.Struct, frozen=True):
@@ -159,6 +173,7 @@ class StateView:
         recent: RecentTurns,
         strips: StripWatch,
         notes: SessionNotes,
+        door: Callable[[], FrontDoorState | None] = lambda: None,
     ) -> None:
         self._names = names
         self._link = link
@@ -167,6 +182,7 @@ class StateView:
         self._recent = recent
         self._strips = strips
         self._notes = notes
+        self._door = door
         self._before: tuple[float, Stats] | None = None
         self._rates: RateState | None = None
 
@@ -189,6 +205,7 @@ class StateView:
                 chunk_tokens=info.chunk_tokens,
                 context_limit=info.context_limit,
                 shows_text=self._names.shows_text,
+                door=self._door(),
             ),
             device=TierState(
                 info.device_capacity_tokens, stats.device_used, stats.device_free, stats.device_reclaimable

@@ -22,7 +22,7 @@ from pensieve.server.operations.metrics import Metrics
 from pensieve.server.page.gap import GapFinder
 from pensieve.server.page.notes import SessionNotes
 from pensieve.server.page.recent import RecentTurns
-from pensieve.server.page.state import ServerNames, StateView
+from pensieve.server.page.state import FrontDoorState, ServerNames, StateView
 from pensieve.server.page.strips import StripWatch
 from pensieve.server.page.web import WebPage
 from pensieve.server.rpc.door import Door
@@ -72,6 +72,8 @@ class PageRig:
     store: MemoryStore
     gap: GapFinder
     http: aiohttp.ClientSession
+    door: FrontDoorState | None = None
+    """What is told of the HTTP door."""
 
     async def get(self, path: str, **headers: str) -> tuple[int, Any]:
         async with self.http.get(self.url + path, headers=headers) as answer:
@@ -106,7 +108,9 @@ async def page_rig(folder: Path, *, text: bool = False, keys: Path | None = None
         await server.start()
         stack.push_async_callback(server.stop, None)
         names = ServerNames("hashed", "r", text)
-        state = StateView(names, link, conversations.gate, Healthy(), recent, strips, SessionNotes(store))
+        state = StateView(
+            names, link, conversations.gate, Healthy(), recent, strips, SessionNotes(store), lambda: rig.door
+        )
         gap = GapFinder(link, recent, {"policy": OPTIONS.policy, "swap_watermark": OPTIONS.swap_watermark})
         door = Door(keys, Metrics())
         page = WebPage(state, recent, strips, gap, store, door.admit_operator, text=text)
@@ -115,4 +119,5 @@ async def page_rig(folder: Path, *, text: bool = False, keys: Path | None = None
         number = await port.start("127.0.0.1", 0)
         stack.push_async_callback(port.close)
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        yield PageRig(address, f"http://127.0.0.1:{number}/", engine, link, store, gap, http)
+        rig = PageRig(address, f"http://127.0.0.1:{number}/", engine, link, store, gap, http)
+        yield rig

@@ -1,0 +1,13 @@
+"""What a server refuses, as one line for whoever has typed a command."""
+
+from __future__ import annotations
+
+from pensieve.cli import figures
+from pensieve.errors import PensieveError
+
+
+def refusal(error: PensieveError, target: str) -> str:
+    """It names the option where a key is wanted, and has nothing in it that a terminal would obey."""
+    if error.reason == "CREDENTIAL_MISSING":
+        return f"{target} wants --api-key, or PENSIEVE_API_KEY ({error.reason})"
+    return figures.clean(str(error))
