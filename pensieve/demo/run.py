@@ -143,6 +143,7 @@ def third_act(seed: int, console: Console, stage: Console) -> list[str]:
     stage.print(serve_line(["--model", "demo", "--store", "sqlite:///FILE"]), style="dim")
     run = killed.serve_and_hold(killed.script(seed), stage)
     console.print(Text(killed.result(run), "bold"))
+    stage.print()
     return killed.problems(run)
 
 

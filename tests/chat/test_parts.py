@@ -20,6 +20,7 @@ from pensieve.cli.chat.screen import clean
 from pensieve.cli.chat.unsent import Unsent, UnsentFolder
 from pensieve.cli.chat.views import MarkdownView, markdown, split_blocks
 from pensieve.client import Client
+from pensieve.errors import InvalidArgument
 from pensieve.spawn import SpawnError
 from support.processes import until
 from support.service.fake_server import FakeServerThread
@@ -152,6 +153,12 @@ def test_titles_and_order(server: FakeServerThread) -> None:
         assert (found[1].title, found[1].turns) == ("A name", 1)
         assert sessions.find(client, "last").id == "long"
         assert sessions.find(client, "nam").id == "named"
+        short = InvalidArgument("name: at least 3 characters", reason="FIELD_INVALID")
+        server.fake.unary_script.append(short)
+        assert sessions.find(client, "na").id == "named", "too short for an id, and the beginning of one"
+        server.fake.unary_script.append(short)
+        with pytest.raises(InvalidArgument, match="at least 3"):
+            sessions.find(client, "My name is Ada.")
 
 
 def test_a_pipe_makes_no_session_by_mistake(server: FakeServerThread) -> None:

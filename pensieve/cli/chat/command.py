@@ -21,7 +21,7 @@ from pensieve.cli.chat.prompt import Prompt
 from pensieve.cli.chat.screen import Screen
 from pensieve.client import Client, RetryPolicy, Session
 from pensieve.client import SamplingOptions as Sampling
-from pensieve.errors import PensieveError
+from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.options.completion import models
 from pensieve.options.serve import state_directory
 from pensieve.spawn import SpawnError
@@ -201,3 +201,5 @@ def _pick(client: Client, screen: Screen) -> Session | None:
             return sessions.find(client, typed)
         except sessions.NoSuchSession as error:
             screen.note(str(error).partition("; with --new")[0])
+        except InvalidArgument:  # a message, typed a question too early
+            screen.note("that is no number of the list and no id; a message comes after Enter")

@@ -156,14 +156,11 @@ def answer_with_a_kill(
     owner.wait()
     if silence_s:
         run.cut, run.said, run.silence_s = exchange, owned, silence_s
+        rest = turn.text[len(owned) :].strip()
         console.print(Text.assemble(("you    ", "bold"), said.text))
-        console.print(
-            Text.assemble(
-                ("model  ", "bold"), (owned.strip(), "bold"),
-                (f" ✂ killed, started again, {silence_s:.1f} s later: ", "red"),
-                turn.text[len(owned) :].strip(),
-            )
-        )  # fmt: skip
+        console.print(Text.assemble(("model  ", "bold"), owned.strip()))
+        console.print(Text(f"       ✂ killed; started again, and {silence_s:.1f} s later it goes on:", "red"))
+        console.print(Text(f"       {rest}"))
     return exchange
 
 
