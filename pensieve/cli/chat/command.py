@@ -95,8 +95,8 @@ def chat(
                 own = stack.enter_context(_own_server(model, store))
                 stack.callback(_say_why, own)
                 target = own.target
-            elif interactive:
-                _check_address(target, api_key, tls)
+            else:
+                _check_address(target, api_key, tls, interactive=interactive)
             retry = ON_A_TERMINAL if interactive else None
             client = stack.enter_context(Client(target, api_key=api_key, tls=tls, retry=retry))
             screen = Screen(interactive=interactive)
@@ -150,15 +150,18 @@ def _own_server(model: str | None, store: str | None) -> OwnServer:
     return OwnServer(*arguments)
 
 
-def _check_address(target: str, api_key: str | None, tls: bool) -> None:
+def _check_address(target: str, api_key: str | None, tls: bool, *, interactive: bool) -> None:
     """Raises ClickException when no server answers there: a wrong address is not waited for as a lost server is."""
     policy = RetryPolicy(max_wait_s=FIRST_ANSWER_S)
     try:
         with Client(target, api_key=api_key, tls=tls, retry=policy, timeout=FIRST_ANSWER_S) as client:
-            Screen(interactive=True).patiently(client.server_info)
+            Screen(interactive=interactive).patiently(client.server_info)
     except PensieveError as error:
         if error.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
             raise click.ClickException(f"no server answers at {target}: {error.message}") from error
+        if error.reason == "TRANSPORT":  # something else does, such as the admin port
+            said = f"what answers at {target} is no gRPC port of pensieve; a server's ready line names its own: grpc=…"
+            raise click.ClickException(said) from error
         raise
     except KeyboardInterrupt:
         raise click.Abort from None
