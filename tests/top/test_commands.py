@@ -245,7 +245,7 @@ def test_a_real_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert list(missing(FeedState, document)) == []
         assert document["sessions"]["rows"][0]["id"] == "ada-lovelace"
         code, out, _ = pensieve(capsys, "top", "--admin", server.admin)
-        assert code == 0 and "serving" in out and "1 session, 0 running" in out
+        assert code == 0 and "serving" in out and "1 sessions, 0 running" in out
         _, out, _ = pensieve(capsys, "sessions", "--target", server.grpc)
         assert "ada-lovelace" in out
         _, out, _ = pensieve(

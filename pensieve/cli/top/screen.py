@@ -162,8 +162,7 @@ def _tier(look: TopLook, name: str, tier: FeedTier, style: str) -> Iterator[Text
 
 def _list(look: TopLook, view: View, rows: Sequence[FeedSession]) -> Iterator[Text]:
     sessions = look.state.sessions
-    plural = "" if sessions.total == 1 else "s"
-    told = f"{sessions.total:,} session{plural}, {sessions.running:,} running, by {view.order}"
+    told = f"{sessions.total:,} sessions, {sessions.running:,} running, by {view.order}"
     if view.filter:
         told += f", with “{figures.clean(view.filter)}”"
     if view.first:
