@@ -1,19 +1,18 @@
 """The back end of a chat page. The page names each turn, so it may send it again; answers go on when nobody reads.
 
-pip install 'pensieve[http]' && python examples/web_backend.py [HOST:PORT]    # then, in another shell:
-curl -X POST http://127.0.0.1:8000/chats                                      # says {"chat": "..."}
-curl -N http://127.0.0.1:8000/chats/CHAT/turns/1 -d 'My name is Ada.'         # 1: any name, new for each turn
+pip install 'pensieve[http]' && python examples/web_backend.py [HOST:PORT]    # then open http://127.0.0.1:8000/
 """
 
 import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, StreamingResponse
 
 from pensieve import AsyncClient, PensieveError
 from pensieve.client import AsyncTurnStream
@@ -21,7 +20,7 @@ from pensieve.client import AsyncTurnStream
 
 @asynccontextmanager
 async def lifespan(app: Starlette) -> AsyncIterator[None]:
-    async with AsyncClient(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:50051") as app.state.client:
+    async with AsyncClient([*sys.argv, "127.0.0.1:50051"][1]) as app.state.client:
         yield
 
 
@@ -52,6 +51,7 @@ async def events(stream: AsyncTurnStream) -> AsyncIterator[str]:
 
 
 app = Starlette(lifespan=lifespan)
+app.add_route("/", lambda request: FileResponse(Path(__file__).with_name("web_page.html")))
 app.add_route("/chats", new_chat, methods=["POST"])
 app.add_route("/chats/{chat}", history)
 app.add_route("/chats/{chat}/turns/{turn}", turn, methods=["POST"])

@@ -13,6 +13,7 @@ from pensieve.cli.gateway import gateway
 from pensieve.cli.sessions.command import sessions
 from pensieve.cli.store.command import store
 from pensieve.cli.top.command import top
+from pensieve.demo.run import demo
 from pensieve.options.table import OPTIONS
 from support import structure
 from support.sources import LINKS, ROOT, files, python_files, tree
@@ -103,6 +104,8 @@ def test_options_exist(page: Path) -> None:
         flags |= {name.removeprefix("--") for names in options for name in names}
     if page.name == "top.md":
         flags |= {flag.lstrip("-") for parameter in top.params for flag in parameter.opts}
+    if page.name == "demo.md":
+        flags |= {flag.lstrip("-") for parameter in demo.params for flag in parameter.opts}
     if page.name == "chat.md":
         flags |= {flag.lstrip("-") for parameter in chat.params for flag in parameter.opts}
     for span in spans(page):

@@ -142,7 +142,9 @@ def third_act(seed: int, console: Console, stage: Console) -> list[str]:
     stage.print("\n[bold]3. A server that is killed in the middle of an answer[/]")
     stage.print(serve_line(["--model", "demo", "--store", "sqlite:///FILE"]), style="dim")
     run = killed.serve_and_hold(killed.script(seed), stage)
+    stage.print()
     console.print(Text(killed.result(run), "bold"))
+    stage.print()
     return killed.problems(run)
 
 

@@ -282,6 +282,9 @@ def _say_what_is_wrong(report: dict[str, Any]) -> None:
         click.echo("No results: the client was too late, so what it saw is not the servers' doing.", err=True)
         for reason in report["invalid_reasons"]:
             click.echo(f"  {reason}", err=True)
+        click.echo(
+            "Give it a core of its own, or less to do: fewer --conversations, a lower --rate.", err=True
+        )
 
 
 def _counter(folder: Path | None) -> CountTokens:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import ClassVar
 
+import grpc
 import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
@@ -20,6 +22,7 @@ from pensieve.cli.chat.screen import clean
 from pensieve.cli.chat.unsent import Unsent, UnsentFolder
 from pensieve.cli.chat.views import MarkdownView, markdown, split_blocks
 from pensieve.client import Client
+from pensieve.errors import InvalidArgument
 from pensieve.spawn import SpawnError
 from support.processes import until
 from support.service.fake_server import FakeServerThread
@@ -152,6 +155,12 @@ def test_titles_and_order(server: FakeServerThread) -> None:
         assert (found[1].title, found[1].turns) == ("A name", 1)
         assert sessions.find(client, "last").id == "long"
         assert sessions.find(client, "nam").id == "named"
+        short = InvalidArgument("name: at least 3 characters", reason="FIELD_INVALID")
+        server.fake.unary_script.append(short)
+        assert sessions.find(client, "na").id == "named", "too short for an id, and the beginning of one"
+        server.fake.unary_script.append(short)
+        with pytest.raises(InvalidArgument, match="at least 3"):
+            sessions.find(client, "My name is Ada.")
 
 
 def test_a_pipe_makes_no_session_by_mistake(server: FakeServerThread) -> None:
@@ -159,6 +168,18 @@ def test_a_pipe_makes_no_session_by_mistake(server: FakeServerThread) -> None:
     assert result.exit_code == 1 and len(server.fake.sessions) == 0
     assert "there is no session ada" in result.stderr and "--new" in result.stderr
     assert run(server, "--session", "last").stderr == "Error: there is no session yet\n"
+
+
+def test_a_wrong_address_is_told_soon_and_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a pipe too, where nobody would see that it is waited for; an admin port is none, and says so at once."""
+    monkeypatch.setattr(command, "FIRST_ANSWER_S", 0.5)
+    other = grpc.server(ThreadPoolExecutor(1))  # without our service, as the admin port is
+    address = f"127.0.0.1:{other.add_insecure_port('127.0.0.1:0')}"
+    other.start()
+    for target, said in ((address, "is no gRPC port of pensieve"), ("127.0.0.1:9", "no server answers")):
+        result = CliRunner().invoke(command.chat, ["--target", target], input="one\n")
+        assert result.exit_code == 1 and said in result.stderr and result.stderr.count("\n") == 1
+    other.stop(None).wait()
 
 
 def test_commands_in_a_pipe(server: FakeServerThread, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.client import Client
-from pensieve.errors import ResourceExhausted, Unavailable
+from pensieve.errors import InvalidArgument, ResourceExhausted, Unavailable
 from support.faults.fake_faults import Fault, answer_to
 from support.service.fake_server import FakeServerThread
 from support.terminal import CTRL_C, CTRL_D, CTRL_U, TAB, UP, chat_program
@@ -53,6 +53,9 @@ def test_a_conversation_is_left_picked_and_gone_on_with(server: FakeServerThread
         assert " 1  one" in chat.expect("or Enter for a new conversation: ")
         chat.enter("9")
         assert "there is no session 9" in chat.expect("or Enter for a new conversation: ")
+        server.fake.unary_script.append(InvalidArgument("name: must be sessions/{id}"))
+        chat.enter("My name is Ada.")
+        assert "a message comes after Enter" in chat.expect("or Enter for a new conversation: ")
         chat.enter("1")
         assert "two\r\nlines" in chat.prompt()
         chat.type(f"{UP}{UP}{UP}{UP}{CTRL_U}{UP}{UP}{UP}")  # /bye, /byee, /history, the two lines

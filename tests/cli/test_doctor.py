@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
-import socket
 import sys
 import types
 from importlib.machinery import ModuleSpec
@@ -19,7 +18,11 @@ from pensieve.cli.doctor import checks
 from pensieve.cli.doctor import gpu as doctor_gpu
 from pensieve.cli.doctor.checks import Check
 from pensieve.cli.doctor.command import doctor, examine, show
+from pensieve.cli.doctor.ports import port
+from pensieve.errors import Unauthenticated
 from pensieve.options.serve import ServeOptions
+from support.page.feeds import FeedStub
+from support.service.fake_server import FakeServerThread
 
 
 def by_name(findings: list[Check]) -> dict[str, Check]:
@@ -155,10 +158,23 @@ def test_unsupported_architecture(tmp_path: Path) -> None:
 
 
 def test_port_in_use_blocks() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert checks.port("listen", f"127.0.0.1:{taken.getsockname()[1]}").state == "fail"
-    assert checks.port("listen", "127.0.0.1:0").state == "ok"
-    assert checks.port("listen", "192.0.2.1:0").state == "fail"  # no address of this machine
+    with FeedStub() as other:  # something that speaks HTTP, and is none of ours
+        assert port("admin", other.address).state == "fail"
+        assert port("listen", other.address).state == "fail"
+    assert port("listen", "127.0.0.1:0").state == "ok"
+    assert port("listen", "192.0.2.1:0").state == "fail"  # no address of this machine
+
+
+def test_a_server_of_ours_in_the_port_is_no_problem() -> None:
+    """Who runs doctor beside the server that they have just started is not told that nothing works."""
+    with FakeServerThread() as server:
+        found = port("listen", server.target)
+        assert (found.state, found.found) == ("note", f"{server.target}: a server of Pensieve is there")
+        server.fake.unary_script.append(Unauthenticated("who are you?", reason="CREDENTIAL_MISSING"))
+        assert port("listen", server.target).state == "note"
+    with FeedStub() as admin:
+        admin.body = b'# TYPE pensieve_build_info gauge\npensieve_build_info{version="9"} 1.0\n'
+        assert port("admin", admin.address).state == "note"
 
 
 def test_json_and_exit_code(tmp_path: Path) -> None:

@@ -24,5 +24,5 @@ def test_the_demo_in_small() -> None:
     assert any(line.startswith("Every answer is right and every receipt adds up.") for line in lines)
     assert any("after the kill the answer went on" in line or "over before" in line for line in lines)
     too_wide = [line for line in lines if len(line) > 80]
-    assert too_wide == [] and len(lines) <= 72
+    assert too_wide == [] and len(lines) <= 75
     assert "\x1b" not in result.stdout

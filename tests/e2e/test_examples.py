@@ -21,6 +21,7 @@ import uvicorn
 from pensieve.spawn import ServerProcess
 from support.faults.fault_server import FaultServer
 from support.http.tool_rig import ROME, speaker, spoken
+from support.page.browser_tab import browser_tab
 from support.service.scripted_link import ScriptedGeneration
 from support.service.server_process import launched
 from support.service.service_rig import serving
@@ -165,6 +166,37 @@ async def test_the_web_backend(server: ServerProcess, monkeypatch: pytest.Monkey
         assert [one["role"] for one in items] == ["user", "assistant"]
         lost = await asyncio.to_thread(_ask, f"{address}/chats/nowhere/turns/1", "x")
         assert lost == 'event: failed\ndata: "SESSION_NOT_FOUND"\n\n'
+
+
+@pytest.mark.chromium
+async def test_the_web_page(server: ServerProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """web_page.html: a talk with a server that is away at first, and a message whose page was closed before its answer
+    came.
+    """
+    monkeypatch.setattr("sys.argv", ["web_backend.py", server.target])
+    app = runpy.run_path(str(EXAMPLES / "web_backend.py"))["app"]
+    async with _web(app) as address, browser_tab(tmp_path) as tab:
+        await tab.open("about:blank")
+        await tab.call("Page.navigate", url=f"{address}/")
+        await tab.until("location.hash && !(document.querySelector('form') ?? {inert: true}).inert")
+        for said, wanted in (("My name is Ada.", "Got it, your name is Ada."), ("<b>", "")):
+            await tab.value(f"input = document.querySelector('input'), input.value = {json.dumps(said)}")
+            await tab.value("real = fetch, fetch = (...all) => (fetch = real, Promise.reject(Error('away')))")
+            await tab.value("document.querySelector('form').requestSubmit()")
+            await tab.until(
+                f"localStorage.length === 0 && document.body.innerText.includes({json.dumps(wanted)})"
+            )
+        assert await tab.value("document.querySelectorAll('p').length") == 4
+        chat = await tab.value("location.href")
+        for _ in range(2):  # the second time its turn is in the history already
+            await tab.value(
+                """localStorage[location.hash.slice(1)] = '{"name": "t3", "text": "what is my name?"}'"""
+            )
+            for url in ("about:blank", chat):
+                await tab.call("Page.navigate", url=url)
+            await tab.until("localStorage.length === 0 && document.querySelectorAll('p').length === 6")
+        assert await tab.value("[...document.querySelectorAll('p')].at(-1).innerText") == "Your name is Ada."
+        assert await tab.value("document.querySelector('b')") is None and tab.errors == []
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")

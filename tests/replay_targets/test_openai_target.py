@@ -203,6 +203,7 @@ def test_a_late_client_reports_nothing(stub: Stub, dataset: str, tmp_path: Path)
     result = CliRunner().invoke(replay, arguments)
     assert result.exit_code == 1
     assert "the client was too late" in result.output and "turns/s" not in result.output
+    assert "fewer --conversations" in result.output, "what to do about it"
     report = json.loads(out.read_text())
     assert not report["valid"] and report["invalid_reasons"] and not report["targets"][0]["valid"]
 

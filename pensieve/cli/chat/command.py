@@ -23,7 +23,7 @@ from pensieve.cli.chat.screen import Screen, clean
 from pensieve.cli.refusals import refusal
 from pensieve.client import Client, RetryPolicy, Session
 from pensieve.client import SamplingOptions as Sampling
-from pensieve.errors import PensieveError
+from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.options.completion import models
 from pensieve.options.serve import state_directory
 from pensieve.spawn import SpawnError
@@ -171,6 +171,12 @@ def _check_address(target: str, api_key: str | None, tls: bool, *, interactive: 
         with Client(target, api_key=api_key, tls=tls, retry=policy, timeout=FIRST_ANSWER_S) as client:
             Screen(interactive=interactive).patiently(client.server_info)
     except PensieveError as error:
+        if error.reason == "TRANSPORT" and error.code in (
+            "UNKNOWN",
+            "UNIMPLEMENTED",
+        ):  # such as the admin port
+            said = f"what answers at {target} is no gRPC port of pensieve; a server's ready line names its own: grpc=…"
+            raise click.ClickException(said) from error
         if error.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
             raise click.ClickException(f"no server answers at {target}: {clean(error.message)}") from error
         raise
@@ -215,3 +221,5 @@ def _pick(client: Client, screen: Screen) -> Session | None:
             return sessions.find(client, typed)
         except sessions.NoSuchSession as error:
             screen.note(str(error).partition("; with --new")[0])
+        except InvalidArgument:  # a message, typed a question too early
+            screen.note("that is no number of the list and no id; a message comes after Enter")

@@ -12,7 +12,7 @@ from rich.cells import set_cell_size
 from pensieve.cli.chat.screen import Screen, clean
 from pensieve.cli.chat.talk import first_words
 from pensieve.client import Client, Item, Role, Session, SessionInfo
-from pensieve.errors import NotFound
+from pensieve.errors import InvalidArgument, NotFound
 
 LISTED = 9
 LOOKED_AT = 200
@@ -86,7 +86,10 @@ def show(listed: Sequence[RecentSession], screen: Screen, current: str = "") -> 
 
 
 def find(client: Client, wanted: str) -> Session:
-    """A session by its id, by the only beginning of one, or ``last``. Raises NoSuchSession."""
+    """A session by its id, by the only beginning of one, or ``last``. Raises NoSuchSession, and InvalidArgument when
+    it can be neither.
+    """
+    no_id: InvalidArgument | None = None
     if wanted != "last":
         session = client.session(wanted)
         try:
@@ -94,6 +97,8 @@ def find(client: Client, wanted: str) -> Session:
         except NotFound as error:
             if error.reason != "SESSION_NOT_FOUND":
                 raise
+        except InvalidArgument as error:
+            no_id = error  # too short for one, perhaps, and the beginning of one
         else:
             return session
     known = by_use(client)
@@ -103,6 +108,8 @@ def find(client: Client, wanted: str) -> Session:
         matching = [one for one in known if one.id.startswith(wanted.removeprefix("sessions/"))]
     if len(matching) == 1:
         return _open(client, matching[0])
+    if no_id is not None and not matching:
+        raise no_id
     ids = [one.id for one in known]
     near = [one.id for one in matching] or difflib.get_close_matches(wanted, ids, n=5, cutoff=0.5)
     if wanted == "last":

@@ -1,4 +1,4 @@
 """``pensieve doctor``: what this machine can do, and what is missing, with the fix.
 
-May import: errors, extras, machine, model, options, tokenizer.
+May import: client, errors, extras, machine, model, options, tokenizer.
 """

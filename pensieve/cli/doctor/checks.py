@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import re
-import socket
 import sqlite3
 import sys
 from collections.abc import Iterator
@@ -24,7 +23,6 @@ import msgspec
 
 from pensieve import extras
 from pensieve.machine import memory, usable_cores
-from pensieve.options.values import split_address
 
 State = Literal["ok", "note", "fail"]
 OLDEST_SQLITE = (3, 35, 0)
@@ -226,19 +224,3 @@ def _tokenizer(folder: Path) -> Iterator[Check]:
     fix = "" if has_template else "--chat-template FILE.jinja"
     found = "the model's own" if has_template else "none: turns are joined as plain text"
     yield Check("model", "chat template", "ok" if has_template else "note", found, fix)
-
-
-def port(name: str, address: str) -> Check:
-    """Whether the address can be listened on now."""
-    host, number = split_address(address)
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(
-            host, number, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(target)
-    except OSError as error:
-        fix = f"stop what uses it, or choose another --{name}"
-        return Check("ports", name, "fail", f"{address}: {error.strerror or error}", fix)
-    return Check("ports", name, "ok", f"{address}{': any free port' if number == 0 else ' is free'}")

@@ -15,6 +15,7 @@ from pensieve import extras
 from pensieve.cli.doctor import checks
 from pensieve.cli.doctor import gpu as doctor_gpu
 from pensieve.cli.doctor.checks import Check
+from pensieve.cli.doctor.ports import port
 from pensieve.options import serve as options
 from pensieve.options.completion import models
 
@@ -35,8 +36,8 @@ def examine(resolved: options.ServeOptions) -> list[Check]:
         *(doctor_gpu.accelerator() if is_server else ()),
         *checks.store(resolved.store),
         *(checks.model(resolved.model) if is_server else ()),
-        checks.port("listen", resolved.listen),
-        checks.port("admin", resolved.admin),
+        port("listen", resolved.listen),
+        port("admin", resolved.admin),
     ]
 
 

@@ -141,11 +141,16 @@ def talk(
 def answer_with_a_kill(
     session: Session, said: Utterance, owner: Owner, run: KilledRun, console: Console
 ) -> Exchange:
-    """Ask, and kill the server as soon as something of the answer has arrived."""
-    arrived, killed_at, silence_s, owned = "", 0.0, 0.0, ""
+    """Ask, and kill the server as soon as something of the answer has arrived.
+
+    An answer may have been whole by then, and only on its way: what is left of it comes from the history, and nothing
+    is in memory again. It was cut if it is given anew.
+    """
+    arrived, killed_at, silence_s, owned, anew = "", 0.0, 0.0, "", False
     with session.stream(said.text, max_output_tokens=64, temperature=0.0) as stream:
         for piece in stream:
-            if killed_at and not silence_s and piece.text:
+            anew = anew or piece.restarted
+            if anew and not silence_s and piece.text:
                 silence_s = time.perf_counter() - killed_at
             arrived += piece.text
             if arrived.strip() and not killed_at:
@@ -156,14 +161,11 @@ def answer_with_a_kill(
     owner.wait()
     if silence_s:
         run.cut, run.said, run.silence_s = exchange, owned, silence_s
+        rest = turn.text[len(owned) :].strip()
         console.print(Text.assemble(("you    ", "bold"), said.text))
-        console.print(
-            Text.assemble(
-                ("model  ", "bold"), (owned.strip(), "bold"),
-                (f" ✂ killed, started again, {silence_s:.1f} s later: ", "red"),
-                turn.text[len(owned) :].strip(),
-            )
-        )  # fmt: skip
+        console.print(Text.assemble(("model  ", "bold"), owned.strip()))
+        console.print(Text(f"       ✂ killed; started again, and {silence_s:.1f} s later it goes on:", "red"))
+        console.print(Text(f"       {rest}"))
     return exchange
 
 

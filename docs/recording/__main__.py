@@ -1,0 +1,132 @@
+"""``python docs/recording demo`` and ``top``: run the real thing on a terminal, and draw what it left there.
+
+The pictures are ``docs/pictures/demo-*.svg`` and ``top.svg``; where and when the demo ran goes into ``docs/demo.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.metadata
+import os
+import random
+import re
+import socket
+import sys
+import time
+from pathlib import Path
+
+import screens
+
+import pensieve
+from pensieve.client import AsyncClient
+from pensieve.demo.talk.scenario import Conversation, conversations
+from pensieve.machine import usable_cores
+from pensieve.spawn import ServerProcess
+
+DOCS = Path(__file__).resolve().parents[1]
+ACT = re.compile(r"\d\. ")
+RECORDED = re.compile(r"(?<=<!-- recorded -->\n).*?(?=<!-- /recorded -->)", re.DOTALL)
+DEMO_COLUMNS, TOP_COLUMNS, TOP_ROWS = 80, 100, 26
+PEOPLE = ("ada", "bob", "cleo", "dan", "eve", "fay", "gus", "hal", "ivy", "jon", "kim", "lea")
+TURNS = 60
+WARM_UP_S = 50.0
+SMALL = (
+    "--model",
+    "demo",
+    "--store",
+    "memory:",
+    "--device-cache",
+    "2560tokens",
+    "--host-cache",
+    "1536tokens",
+)
+"""Tiers far too small for what is said, so that there is something to see."""
+
+
+def program() -> str:
+    """The command beside the Python that runs this."""
+    return str(Path(sys.executable).parent / "pensieve")
+
+
+def acts(lines: list[str]) -> list[list[str]]:
+    """What the demo wrote, act by act; what it ends with belongs to the last one."""
+    found: list[list[str]] = []
+    for line in lines:
+        if ACT.match(screens.plain(line)):
+            found.append([])
+        if found:
+            found[-1].append(line)
+    for act in found:
+        while not screens.plain(act[-1]).strip():
+            act.pop()
+    return found
+
+
+def machine() -> str:
+    """What ran, on what."""
+    described = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    name = re.search(r"^model name\s*: (.+)$", described, re.MULTILINE)
+    processor = re.sub(r"\((?:R|TM)\)", "", name[1]) if name else "an unnamed processor"
+    return (
+        f"Pensieve {pensieve.__version__}, torch {importlib.metadata.version('torch')}, Python"
+        f" {sys.version.split()[0]}, on {usable_cores()} cores of {' '.join(processor.split())} without a GPU"
+    )
+
+
+def record_demo(folder: Path, page: Path) -> None:
+    load, began = os.getloadavg()[0], time.monotonic()
+    raw = screens.written([program(), "demo"], DEMO_COLUMNS, 40)
+    seconds = time.monotonic() - began
+    for number, act in enumerate(acts(screens.left_on_screen(raw)), 1):
+        svg = screens.picture(act, DEMO_COLUMNS, "pensieve demo")
+        (folder / f"demo-{number}.svg").write_text(svg, encoding="utf-8")
+    others = f" that had other work as well (load average {load:.1f})" if load >= 0.5 else ""
+    told = f"{machine()}{others}: {seconds:.0f} s, on {time.strftime('%Y-%m-%d')}, by `python docs/recording demo`.\n"
+    page.write_text(RECORDED.sub(lambda _: told, page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+async def record_top(folder: Path) -> None:
+    """All of these people talk, each in a session of their own and with pauses, until the picture is taken."""
+    with ServerProcess(*SMALL) as server:
+        async with AsyncClient(server.target) as client, asyncio.TaskGroup() as group:
+            scripts = conversations(len(PEOPLE), TURNS, seed=3)
+            talking = [
+                group.create_task(talk_alone(client, f"{name}-chat", script))
+                for name, script in zip(PEOPLE, scripts, strict=True)
+            ]
+            await asyncio.sleep(WARM_UP_S)
+            command = [program(), "top", "--admin", server.admin, "--interval", "0.5"]
+            raw = await asyncio.to_thread(
+                screens.written, command, TOP_COLUMNS, TOP_ROWS, keys="q", keys_after_s=6.0
+            )
+            for one in talking:
+                one.cancel()
+    frames = screens.frames(raw.replace(socket.gethostname(), "left"))  # the replica's name
+    # The newest in which something is computed, for there the most is to be seen.
+    busy = [one for one in frames if any(re.match(r"\S+  running", screens.plain(line)) for line in one)]
+    svg = screens.picture((busy or frames)[-1], TOP_COLUMNS, "pensieve top")
+    (folder / "top.svg").write_text(svg, encoding="utf-8")
+
+
+async def talk_alone(client: AsyncClient, session_id: str, script: Conversation) -> None:
+    pauses = random.Random(session_id)
+    session = await client.create_session(session_id=session_id)
+    for said in script:
+        await session.send(said.text, max_output_tokens=64)
+        await asyncio.sleep(pauses.expovariate(1 / 2.0))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python docs/recording", description=__doc__)
+    parser.add_argument("what", choices=("demo", "top"))
+    parser.add_argument("--to", type=Path, default=DOCS / "pictures", help="folder of the pictures")
+    asked = parser.parse_args()
+    if asked.what == "demo":
+        record_demo(asked.to, DOCS / "demo.md")
+    else:
+        asyncio.run(record_top(asked.to))
+
+
+if __name__ == "__main__":
+    main()
