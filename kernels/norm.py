@@ -18,6 +18,20 @@ PER_THREAD = 32
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def normed(  # type: ignore[no-untyped-def]
+    row, columns, inside, scale, bias, eps, WIDTH: tl.constexpr, LAYER: tl.constexpr
+):
+    """The norm of a row, in its dtype. ``row`` is 0 outside of ``inside``; ``scale``: the weight, already float32."""
+    values = row.to(tl.float32)
+    if LAYER:
+        values = tl.where(inside, values - tl.sum(values, 0) / WIDTH, 0.0)
+    result = values * tl.math.rsqrt(tl.sum(values * values, 0) / WIDTH + eps) * scale
+    if LAYER:
+        result += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    return result.to(row.dtype)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _norm_rows(  # type: ignore[no-untyped-def]
     x, delta, out, weight, bias, eps, x_stride, delta_stride, out_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, LAYER: tl.constexpr,
@@ -35,13 +49,8 @@ def _norm_rows(  # type: ignore[no-untyped-def]
         tl.store(at, raw, mask=inside)
     else:
         scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    values = raw.to(tl.float32)
-    if LAYER:
-        values = tl.where(inside, values - tl.sum(values, 0) / WIDTH, 0.0)
-    result = values * tl.math.rsqrt(tl.sum(values * values, 0) / WIDTH + eps) * scale
-    if LAYER:
-        result += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * out_stride + columns, result.to(raw.dtype), mask=inside)
+    result = normed(raw, columns, inside, scale, bias, eps, WIDTH, LAYER)
+    tl.store(out + row * out_stride + columns, result, mask=inside)
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
