@@ -50,6 +50,8 @@ class Geometry:
     multiprocessors: int
     hopper: bool = False
     """Wide items go to the kernel for Hopper devices."""
+    joining: bool = False
+    """Where one launch makes all pieces, it merges them, too. Off until it is measured on a GPU."""
 
     @property
     def tiles(self) -> TileSet:
@@ -111,6 +113,13 @@ class Capacity:
     narrow_programs: int = 0
     """Programs of the narrow launch per KV head; 0: one for each item. With more programs than items, the device would
     not spread those that have an item evenly over its multiprocessors."""
+    joins: int = 0
+    """Items of a launch that merges their pieces by itself; 0: a launch of its own does that."""
+
+
+def joins_pieces(kind: StepKind, geometry: Geometry, tiles: TileSet) -> bool:
+    """Whether steps of a kind have one launch that merges its pieces by itself."""
+    return geometry.joining and not kind.is_mixed and not (kind.has_wide and tiles.wide.hopper)
 
 
 def is_wide(host: HostSpans, geometry: Geometry, narrow: Tile) -> npt.NDArray[np.bool_]:
@@ -209,7 +218,8 @@ def capacity_for(
     if kind.is_mixed:  # spans that read a beginning together, see ``prefixes``
         merges += max_spans * -(-narrow_tile.rows // at_once)
         held += PARTY_LAYERS * min(max_spans, max_tokens) * groups
-    return Capacity(narrow.items, wide.items, min(rows, merges), held, narrow.usual)
+    joins = narrow.items + wide.items if joins_pieces(kind, geometry, tiles) else 0
+    return Capacity(narrow.items, wide.items, min(rows, merges), held, narrow.usual, joins)
 
 
 @dataclass(frozen=True, slots=True)

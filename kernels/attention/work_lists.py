@@ -32,6 +32,9 @@ key, end of keys, first partial row (-1: the item is whole and writes its result
 MERGE = 6
 """A merge of some rows of a cut item has these words: first row of q of the span, first row of these in the span, their
 end, partial row of the first in the first piece, pieces, partial rows from piece to piece."""
+JOIN = 2
+"""A join, of which each item of a launch that merges by itself has one, has these words: the first of the merges that
+the item is a piece for, and the one after the last of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +166,18 @@ def cut(items: Ints, pieces: Ints, tile: Tile, used: int, merged_rows: int) -> t
     merges[:, 2] = np.minimum(np.minimum(first + merged_rows, items[owner, 1]), items[owner, 4] + tile.rows)
     merges[:, 3], merges[:, 4], merges[:, 5] = first_partial[owner] + offset, pieces[owner], tile.rows
     return parts, merges, used + int(held.sum())
+
+
+def joins_of(items: Ints, merges: Ints, tile: Tile) -> Ints:
+    """The joins of items [n, 8] that are all there is in a step, with its ``merges`` [m, 6]; those of whole items have
+    no meaning."""
+    if not len(merges):
+        return np.zeros((len(items), JOIN), np.int64)
+    # Each piece has a tile's rows of the scratch for itself, the pieces of an item lie one after the other, and its
+    # merges name rows of the first.
+    first_piece = merges[:, 3] // tile.rows
+    end = np.searchsorted(first_piece, items[:, 7] // tile.rows, side="right")
+    return np.stack([np.searchsorted(first_piece, first_piece[end - 1]), end], axis=1)
 
 
 def parts_of(items: Ints, pieces: Ints, tile: Tile) -> tuple[Ints, Ints, Ints]:
