@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from unittest import mock
@@ -24,11 +25,13 @@ from pensieve.engine.plan import Plan, SampleSpec, Span
 from pensieve.engine.worker.cuda_batch import CudaBatch, make_cuda_batch
 from pensieve.engine.worker.program import Shared, Size, StepProgram
 from pensieve.kernels import ragged_paged_attention as attention_kernels
+from pensieve.kernels.activation import activate
 from pensieve.kernels.attention.kinds import Capacity, Geometry, StepKind, capacity_for
 from pensieve.kernels.attention.plan import Scratch, geometry_of
+from pensieve.kernels.norm import add_norm, norm
 from pensieve.model.collective import Slot
 from pensieve.model.folder import load_arch
-from pensieve.model.ops import triton_ops
+from pensieve.model.ops import DecoderOps, triton_ops
 from pensieve.model.transformer import Transformer
 from pensieve.model.weights import Linear, NormWeights, load_weights
 
@@ -72,6 +75,10 @@ def reductions(*, low: bool, split: bool) -> Iterator[None]:
         MATMUL.allow_bf16_reduced_precision_reduction = before
 
 
+def early_ops() -> DecoderOps:
+    return DecoderOps(partial(norm, early=True), partial(add_norm, early=True), partial(activate, early=True))
+
+
 def without_merge() -> AbstractContextManager[object]:
     """No launch that merges: wrong results, and the most that can be gained."""
     nothing = mock.MagicMock()
@@ -85,6 +92,8 @@ class Way:
     setting: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
     """In force while the graph is captured."""
     joining: bool = False
+    early: bool = False
+    """Norms and activations begin before the launch before them has ended."""
     model: type[Transformer] = Transformer
     right: bool = True
     """Whether results are those of ``NOW``, up to rounding."""
@@ -101,6 +110,8 @@ WAYS = {
     NOW: Way(),
     "joined": Way(joining=True),
     "no merge (wrong)": Way(without_merge, right=False),
+    "early launches": Way(early=True),
+    "joined, early launches": Way(joining=True, early=True),
     **{name: Way(setting) for name, setting in PRODUCTS.items()},
     "residual in product": Way(model=AddedByProduct),
 }
@@ -117,9 +128,7 @@ class Steps:
         self.device, self.context = torch.device(device), context
         weights = load_weights(folder, self.arch, dtype=dtype, device=device, load_format="dummy")
         self.layers = weights.layers
-        self._models = {
-            kind: kind(self.arch, weights, triton_ops()) for kind in (Transformer, AddedByProduct)
-        }
+        self._weights = weights
         arch, most = self.arch, max(batches)
         pages = most * -(-context // CHUNK)
         shape = (arch.num_layers, pages, 2, arch.num_kv_heads, CHUNK, arch.head_dim)
@@ -163,8 +172,9 @@ class Steps:
         """What runs the step of ``size`` decodes that way."""
         geometry = replace(self._geometry, joining=way.joining)
         sampled, logits, finite = self._kept
+        ops = early_ops() if way.early else triton_ops()
         shared = Shared(
-            model=self._models[way.model], pool=self._pool, wait=lambda layer: None, sampled=sampled,
+            model=way.model(self.arch, self._weights, ops), pool=self._pool, wait=lambda layer: None, sampled=sampled,
             logits=logits, finite=finite, scratch=self.scratch, geometry=geometry,
         )  # fmt: skip
         batch = self.batch(size)

@@ -36,8 +36,9 @@ from kernel_ops.kernel_times import profiled, shares
 Row = dict[str, Any]
 BANDWIDTH = 4.25e12
 """Bytes/s of a device copy on an H200, as in ``bench/engine.py``."""
-SAME_BITS = ("joined",)
-PROFILED = (NOW, "joined")
+SAME_BITS = ("joined", "early launches", "joined, early launches")
+"""Ways that change when something is done, not what."""
+PROFILED = (NOW, "joined", "joined, early launches")
 PROFILED_STEPS = 4
 PROCESSES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "": (("steps", "products"), {}),
@@ -50,6 +51,7 @@ PROCESSES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
 }
 """What is measured in which environment."""
 FEW = (NOW, "cuBLASLt")
+GPU_ONLY = ("cuBLASLt", "early launches", "joined, early launches")
 LARGE = 64
 """Settings of products are tried on batches of this size and more."""
 ALL_S, LEAST_S = 235, 25
@@ -200,7 +202,7 @@ def main(
     """Measure the parts of a decode step; a report as JSON and as a table."""
     ways = tuple(way for way in WAYS if way == NOW or way in (ways or WAYS))
     if device == "cpu":
-        ways = tuple(way for way in ways if way != "cuBLASLt")
+        ways = tuple(way for way in ways if way not in GPU_ONLY)
     if to is not None:
         return child(shape, device, tasks, batches, context, rounds, ways, to)
     started = time.monotonic()

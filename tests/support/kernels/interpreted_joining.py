@@ -87,13 +87,13 @@ def test_whoever_comes_last() -> None:
 
 
 def test_fewer_programs_than_items() -> None:
-    case = make_case([(row, 20 + 23 * row, 1) for row in range(5)], heads=4, kv_heads=2)
-    want = run(case, planned(case, 12, joining=False))
-    capacity = planned(case, 12, joining=True).capacity
+    case = make_case(DECODES, heads=2, kv_heads=1)
+    want = run(case, planned(case, 30, joining=False))
+    capacity = planned(case, 30, joining=True).capacity
     assert capacity.joins and capacity.merges
     for programs in (1, 3):
         check(
-            case, planned(case, 12, joining=True, capacity=replace(capacity, narrow_programs=programs)), want
+            case, planned(case, 30, joining=True, capacity=replace(capacity, narrow_programs=programs)), want
         )
 
 
