@@ -20,7 +20,7 @@ from pensieve.kernels.span_table import SpanTable
 from support.kernels.attention_cases import Case, Spans, make_case
 from support.kernels.interpreted_attention import TINY
 
-DECODES = [(0, 99, 1), (1, 150, 1), (2, 120, 2), (3, 0, 1)]
+DECODES = [(0, 60, 1), (1, 95, 1), (2, 75, 2), (3, 0, 1)]
 STEPS: dict[StepKind, tuple[Spans, int]] = {
     StepKind.NARROW: (DECODES, 30),
     StepKind.SHORT: ([(0, 160, 4), (1, 100, 3), (2, 30, 1)], 2),
@@ -78,7 +78,7 @@ def test_every_kind_with_one_launch(kind: StepKind) -> None:
 def test_whoever_comes_last() -> None:
     case = make_case(DECODES, heads=4, kv_heads=2, seed=1)
     want = run(case, planned(case, 30, joining=False))
-    for seed in range(3):
+    for seed in range(2):
         plan = planned(case, 30, joining=True)
         items = int(plan.words[0])
         order = torch.randperm(items, generator=torch.Generator().manual_seed(seed))
@@ -91,19 +91,19 @@ def test_fewer_programs_than_items() -> None:
     want = run(case, planned(case, 30, joining=False))
     capacity = planned(case, 30, joining=True).capacity
     assert capacity.joins and capacity.merges
-    for programs in (1, 3):
+    for programs in (1, 2):
         check(
             case, planned(case, 30, joining=True, capacity=replace(capacity, narrow_programs=programs)), want
         )
 
 
 def test_one_plan_serves_other_steps() -> None:
-    case = make_case([(0, 99, 1), (1, 20, 2), (2, 80, 1)], heads=2, kv_heads=1)
+    case = make_case([(0, 90, 1), (1, 20, 2), (2, 60, 1)], heads=2, kv_heads=1)
     room = Capacity(narrow=60, wide=0, merges=60, partial_rows=800)
     apart, joined = planned(case, 30, joining=False, capacity=room), planned(
         case, 30, joining=True, capacity=replace(room, joins=60)
     )  # fmt: skip
-    for lengths, positions in (([1, 2, 1], [99, 20, 80]), ([1, 1, 1], [3, 21, 79]), ([1, 0, 2], [97, 0, 50])):
+    for lengths, positions in (([1, 2, 1], [90, 20, 60]), ([1, 0, 2], [77, 0, 50])):
         host = SpanTable.build(lengths, positions, [0, 1, 2]).host
         for plan in (apart, joined):
             plan.refill(host)
