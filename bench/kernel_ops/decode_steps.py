@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import ClassVar
 from unittest import mock
 
 import numpy as np
@@ -28,7 +29,9 @@ from pensieve.kernels import ragged_paged_attention as attention_kernels
 from pensieve.kernels.activation import activate
 from pensieve.kernels.attention.kinds import Capacity, Geometry, StepKind, capacity_for
 from pensieve.kernels.attention.plan import Scratch, geometry_of
+from pensieve.kernels.attention.work_lists import make_work_lists
 from pensieve.kernels.norm import add_norm, norm
+from pensieve.kernels.sum_norm import sum_add_norm
 from pensieve.model.collective import Slot
 from pensieve.model.folder import load_arch
 from pensieve.model.ops import DecoderOps, triton_ops
@@ -48,6 +51,34 @@ class AddedByProduct(Transformer):
         assert linear.bias is None, "for models without biases"
         x.addmm_(block, linear.weight.t())
         return x, self.ops.norm(x, norm.weight, norm.bias, self.arch.norm_eps)
+
+
+def in_parts(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
+    """``x`` [B, K] times ``weight`` [N, K] transposed as that many products over a part of K each, [parts, B, N]."""
+    (rows, inner), width = x.shape, len(weight)
+    left = x.reshape(rows, parts, inner // parts).transpose(0, 1)
+    return torch.bmm(left, weight.view(width, parts, inner // parts).permute(1, 2, 0))
+
+
+class InParts(Transformer):
+    """A block's end whose product is split by hand, its parts added up in the kernel of the sum and the norm."""
+
+    parts: ClassVar[int] = 2
+
+    def _end_block(
+        self, slot: Slot, x: torch.Tensor, block: torch.Tensor, linear: Linear, norm: NormWeights
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert linear.bias is None, "for models without biases"
+        parts = list(in_parts(block, linear.weight, self.parts).unbind(0))
+        nobody = torch.empty(len(x), dtype=torch.int32, device=x.device)  # to wait for
+        eps = self.arch.norm_eps
+        return x, sum_add_norm(
+            x, parts, [nobody] * self.parts, nobody, 0, norm.weight, norm.bias, eps, sync=False
+        )
+
+
+class InFourParts(InParts):
+    parts = 4
 
 
 @contextlib.contextmanager
@@ -114,6 +145,8 @@ WAYS = {
     "joined, early launches": Way(joining=True, early=True),
     **{name: Way(setting) for name, setting in PRODUCTS.items()},
     "residual in product": Way(model=AddedByProduct),
+    "2 parts, sum in norm": Way(model=InParts),
+    "4 parts, sum in norm": Way(model=InFourParts),
 }
 
 
@@ -201,6 +234,12 @@ class Steps:
     def _capacity(self, size: int, geometry: Geometry) -> Capacity:
         """As the worker's graphs have it: for contexts of any length."""
         return capacity_for(StepKind.NARROW, size, size, self.arch.context_limit, geometry)
+
+    def merges(self, size: int) -> int:
+        """Rows that the pieces of a step are merged for, for each KV head."""
+        geometry = self._geometry
+        work = make_work_lists(self.batch(size).spans, size, geometry, geometry.tiles, StepKind.NARROW)
+        return len(work.merges)
 
     def finish(self) -> None:
         if self.on_gpu:

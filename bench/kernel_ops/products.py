@@ -11,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from common.gpu_timing import Contender, times
 from kernel_ops.cublaslt import Lt
-from kernel_ops.decode_steps import NOW, PRODUCTS, Steps
+from kernel_ops.decode_steps import NOW, PRODUCTS, Steps, in_parts
 
 Row = dict[str, Any]
 REPLAYS = 5
+PARTS = (2, 4)
+"""Parts into which a product is split by hand; to add them up is not in the time."""
 KEPT = 3
 """So many of the fastest of them are told."""
 
@@ -38,6 +40,7 @@ def rows(steps: Steps, batch: int, bandwidth: float) -> list[Row]:
         if steps.on_gpu:
             contenders |= {each: _by(setting, x, weights) for each, setting in PRODUCTS.items()}
         contenders["weights turned"] = _turned(x, turned)
+        contenders |= {f"{parts} parts": _parted(x, weights, parts) for parts in PARTS}
         taken = _times(contenders, len(weights), on_gpu=steps.on_gpu)
         floor = round(weights[0].nbytes / bandwidth * 1e6, 1)
         made.append(
@@ -84,6 +87,10 @@ def _by(
 
 def _turned(x: torch.Tensor, weights: list[torch.Tensor]) -> Contender:
     return lambda number: x @ weights[number]
+
+
+def _parted(x: torch.Tensor, weights: list[torch.Tensor], parts: int) -> Contender:
+    return lambda number: in_parts(x, weights[number], parts)
 
 
 def _with(way: Callable[[torch.Tensor], None], weights: list[torch.Tensor]) -> Contender:

@@ -29,7 +29,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # bench/, which is no package
 
 import dummy_model
 from common.provenance import commit, gpu_name, portable
-from kernel_ops import products
+from kernel_ops import attention, products
 from kernel_ops.decode_steps import NOW, WAYS, Steps
 from kernel_ops.kernel_times import profiled, shares
 
@@ -38,11 +38,13 @@ BANDWIDTH = 4.25e12
 """Bytes/s of a device copy on an H200, as in ``bench/engine.py``."""
 SAME_BITS = ("joined", "early launches", "joined, early launches")
 """Ways that change when something is done, not what."""
+NEARLY = 0.05
+"""Others may differ by this share of the norm of all logits: about what two batches of different size show."""
 PROFILED = (NOW, "joined", "joined, early launches")
 PROFILED_STEPS = 4
 PROCESSES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "": (("steps", "products"), {}),
-    "all ways of cuBLASLt": (("survey",), {}),
+    "kernels": (("attention", "survey"), {}),
     "workspace 4 MiB": (("few",), {"CUBLAS_WORKSPACE_CONFIG": ":4096:1", "CUBLASLT_WORKSPACE_SIZE": "4096"}),
     "workspace 128 MiB": (
         ("few",),
@@ -64,11 +66,12 @@ def agreement_rows(steps: Steps, made: dict[str, Any], batch: int) -> Iterator[R
         if name == NOW or not WAYS[name].right:
             continue
         got = steps.answers(run, batch)
+        same, off = torch.equal(got, want), float((got - want).norm() / want.norm())
         yield {
-            "batch": batch, "way": name, "same bits": torch.equal(got, want),
-            "relative difference": float(f"{float((got - want).norm() / want.norm()):.2g}"),
+            "batch": batch, "way": name, "merges": steps.merges(batch), "same bits": same,
+            "relative difference": float(f"{off:.2g}"),
             "same tokens": f"{int((got.argmax(1) == want.argmax(1)).sum())}/{batch}",
-            "as it must be": torch.equal(got, want) if name in SAME_BITS else bool(torch.isfinite(got).all()),
+            "as it must be": same if name in SAME_BITS else off <= NEARLY,
         }  # fmt: skip
 
 
@@ -129,7 +132,9 @@ def child(
     report: dict[str, list[Row]] = {}
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         steps = Steps(dummy_model.make(shape, Path(folder)), device, dtype, context, batches)
-        for task in tasks:
+        if device == "cuda" and "attention" in tasks:
+            report["attention"] = attention.joined_rows()
+        for task in (task for task in tasks if task != "attention"):
             for batch in batches:
                 for name, rows in measure(steps, task, batch, ways, rounds).items():
                     report.setdefault(name, []).extend(rows)

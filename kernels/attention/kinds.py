@@ -51,7 +51,7 @@ class Geometry:
     hopper: bool = False
     """Wide items go to the kernel for Hopper devices."""
     joining: bool = False
-    """Where one launch makes all pieces, it merges them, too. Off until it is measured on a GPU."""
+    """Where one launch makes all pieces, it merges them, too."""
 
     @property
     def tiles(self) -> TileSet:

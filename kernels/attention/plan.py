@@ -23,6 +23,11 @@ many programs take wide items; where the joins begin. Behind it come the wide it
 merges, then the joins, if the plan has any."""
 
 
+JOINING = False
+"""Whether a launch merges the pieces of its items by itself where it can. Off until it is measured on a GPU, by
+``bench/kernel_ops/step_parts.py``; results are the same."""
+
+
 class Scratch:
     """Results of pieces before they are merged. Each layer overwrites them, so all plans of a stream may share one."""
 
@@ -182,7 +187,7 @@ def geometry_of(q: torch.Tensor, pool: torch.Tensor) -> Geometry:
     """The geometry of a call. A CPU, where only the interpreter runs, counts as 4 multiprocessors."""
     geometry = Geometry(q.shape[1], pool.shape[2], q.shape[2], q.element_size(), multiprocessors_of(q.device))
     fits = hopper.supports(geometry, q.dtype, pool.shape[3], q.device)
-    return replace(geometry, hopper=fits and hopper.addressable(q, pool))
+    return replace(geometry, hopper=fits and hopper.addressable(q, pool), joining=JOINING)
 
 
 def geometry_for(heads: int, pool: torch.Tensor) -> Geometry:

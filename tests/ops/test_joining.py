@@ -18,7 +18,7 @@ from pensieve.kernels.attention.kinds import (
     classify,
     joins_pieces,
 )
-from pensieve.kernels.attention.plan import AttentionPlan, Scratch, words_of
+from pensieve.kernels.attention.plan import AttentionPlan, Scratch, geometry_for, words_of
 from pensieve.kernels.attention.work_lists import joins_of, make_work_lists
 from pensieve.kernels.span_table import SpanTable
 from support.kernels.under_interpreter import passed_under_interpreter
@@ -32,7 +32,8 @@ def test_results_under_the_interpreter() -> None:
 
 
 def test_it_is_off_unless_asked_for() -> None:
-    geometry = replace(LLAMA, joining=Geometry(40, 10, 128, 2, 132).joining)
+    geometry = geometry_for(40, torch.zeros(1, 2, 10, 32, 128))
+    assert geometry == replace(geometry, joining=False)
     for kind in StepKind:
         assert capacity_for(kind, 64, 64, 4096, geometry).joins == 0
     assert Scratch(64, geometry, CPU).finished.numel() == 1

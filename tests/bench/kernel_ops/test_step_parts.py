@@ -91,6 +91,9 @@ class StandIn:
     def answers(self, way: Any, size: int) -> torch.Tensor:
         return torch.ones(size, 4) + (self.off if way.joining else 0.0)
 
+    def merges(self, size: int) -> int:
+        return 3
+
     def least_bytes(self, batch: int) -> int:
         return batch
 
@@ -116,6 +119,29 @@ def test_ways_that_differ_end_the_program(
     report = json.loads((tmp_path / "step_parts.json").read_text())
     assert set(report["processes"]) == set(bench.PROCESSES)
     assert "| 64 | joined | 1.0 | 0.5 |" in (tmp_path / "step_parts.md").read_text()
+
+
+def test_attention_is_timed_both_ways(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU nothing is timed, and attention is a stand-in that a plan with joins puts off by one."""
+    attention = bench.attention
+
+    def attend(
+        q: torch.Tensor, pool: Any, spans: Any, tables: Any, *, scale: float, out: torch.Tensor
+    ) -> None:
+        (plan,) = spans.plans.values()
+        assert plan.words[0], "a plan without work"
+        out.fill_(float(plan.capacity.joins > 0) if len(q) > 1 else 0.0)
+
+    monkeypatch.setattr(attention, "ragged_paged_attention", attend)
+    monkeypatch.setattr(attention, "times", lambda ways, *rest: dict(zip(ways, (4.0, 3.0), strict=True)))
+    monkeypatch.setattr(
+        attention, "shapes", lambda: {"decode_B1": [(1, 300)], "q8": [(8, 64)] * 3, "mixed": []}
+    )
+    rows = attention.joined_rows(4, 2, "cpu")
+    assert [(row["shape"], row["kind"], row["same bits"]) for row in rows] == [
+        ("decode_B1", "narrow", True), ("q8", "narrow", False),
+    ]  # fmt: skip
+    assert rows[0]["÷ apart"] == 0.75
 
 
 def test_a_process_that_fails_keeps_what_it_found(
@@ -178,14 +204,15 @@ def test_the_whole_program_without_a_gpu(tmp_path: Path) -> None:
         "--device",
         "cpu",
         "--shape",
-        "tiny-llama-gqa2",
+        "tiny-llama-gqa1",
     ]
     done = subprocess.run(
-        [*command, "--batch", "1", "--batch", "2", "--context", "70", "--rounds", "1", "--out", str(tmp_path)],
+        [*command, "--batch", "1", "--batch", "2", "--context", "130", "--rounds", "1", "--out", str(tmp_path)],
         cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "step_parts.json").read_text())["processes"][""]
     joined = [row for row in report["agreement"] if row["way"] == "joined"]
     assert len(joined) == 2 and all(row["same bits"] for row in joined)
+    assert any(row["merges"] for row in joined)
     assert len(report["products"]) == 8
