@@ -79,9 +79,8 @@ def profiled(step: Callable[[], object], steps: int) -> list[Kernel]:
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
-    on_device = torch.autograd.DeviceType.CUDA
     return [
         Kernel(event.name, event.time_range.start, event.time_range.end)
         for event in profiler.events()
-        if event.device_type == on_device and not event.name.startswith(("Memcpy", "Memset"))
+        if event.device_type.name == "CUDA" and not event.name.startswith(("Memcpy", "Memset"))
     ]

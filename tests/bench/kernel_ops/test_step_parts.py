@@ -195,6 +195,7 @@ def test_all_ways_of_cublaslt_are_asked_for(bench: Any, monkeypatch: pytest.Monk
         ways[0][1](weight)
 
 
+@pytest.mark.timeout(500)
 @pytest.mark.skipif(not LONG, reason="takes a minute: set PENSIEVE_LONG_TESTS=1")
 def test_the_whole_program_without_a_gpu(tmp_path: Path) -> None:
     command = [
@@ -207,12 +208,12 @@ def test_the_whole_program_without_a_gpu(tmp_path: Path) -> None:
         "tiny-llama-gqa1",
     ]
     done = subprocess.run(
-        [*command, "--batch", "1", "--batch", "2", "--context", "130", "--rounds", "1", "--out", str(tmp_path)],
+        [*command, "--batch", "1", "--context", "130", "--rounds", "1", "--out", str(tmp_path)],
         cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "step_parts.json").read_text())["processes"][""]
     joined = [row for row in report["agreement"] if row["way"] == "joined"]
-    assert len(joined) == 2 and all(row["same bits"] for row in joined)
+    assert len(joined) == 1 and all(row["same bits"] for row in joined)
     assert any(row["merges"] for row in joined)
-    assert len(report["products"]) == 8
+    assert len(report["products"]) == 4
