@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -30,6 +31,15 @@ def weights_of(steps: Steps) -> dict[str, list[torch.Tensor]]:
     }  # fmt: skip
 
 
+def settings() -> dict[str, Callable[[], AbstractContextManager[object]]]:
+    """Those of ``PRODUCTS`` that this torch has."""
+    found = {}
+    for name, setting in PRODUCTS.items():
+        with contextlib.suppress(AttributeError, RuntimeError), setting():
+            found[name] = setting
+    return found
+
+
 def rows(steps: Steps, batch: int, bandwidth: float) -> list[Row]:
     """Microseconds of each product by each setting; ``floor``: its weights over the bandwidth."""
     made = []
@@ -37,8 +47,7 @@ def rows(steps: Steps, batch: int, bandwidth: float) -> list[Row]:
         turned = [weight.t().contiguous() for weight in weights]
         x = torch.randn(batch, weights[0].shape[1], dtype=weights[0].dtype, device=weights[0].device)
         contenders: dict[str, Contender] = {NOW: _by(nullcontext, x, weights)}
-        if steps.on_gpu:
-            contenders |= {each: _by(setting, x, weights) for each, setting in PRODUCTS.items()}
+        contenders |= {each: _by(setting, x, weights) for each, setting in settings().items()}
         contenders["weights turned"] = _turned(x, turned)
         contenders |= {f"{parts} parts": _parted(x, weights, parts) for parts in PARTS}
         taken = _times(contenders, len(weights), on_gpu=steps.on_gpu)

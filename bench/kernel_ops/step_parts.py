@@ -134,6 +134,7 @@ def child(
         steps = Steps(dummy_model.make(shape, Path(folder)), device, dtype, context, batches)
         if device == "cuda" and "attention" in tasks:
             report["attention"] = attention.joined_rows()
+            to.write_text(json.dumps(report))
         for task in (task for task in tasks if task != "attention"):
             for batch in batches:
                 for name, rows in measure(steps, task, batch, ways, rounds).items():
@@ -187,7 +188,7 @@ def as_markdown(report: dict[str, Any]) -> str:
 @click.option("--batch", "batches", type=int, multiple=True, default=(64, 256, 1, 8), show_default=True)
 @click.option("--context", default=1024, show_default=True)
 @click.option(
-    "--rounds", default=7, show_default=True, help="Rounds in which ways take turns; the median counts."
+    "--rounds", default=5, show_default=True, help="Rounds in which ways take turns; the median counts."
 )
 @click.option("--out", type=click.Path(path_type=Path), default=Path("bench/results"), show_default=True)
 @click.option("--name", default="step_parts", show_default=True, help="Name of the report's files.")
