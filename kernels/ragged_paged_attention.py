@@ -18,7 +18,7 @@ from pensieve.kernels.attention import work_lists
 from pensieve.kernels.attention.check import check_attention
 from pensieve.kernels.attention.hopper import launch as hopper
 from pensieve.kernels.attention.items import attend_item
-from pensieve.kernels.attention.kinds import Geometry, StepKind
+from pensieve.kernels.attention.kinds import Geometry, merged_rows
 from pensieve.kernels.attention.merging import merge_if_last, merge_rows
 from pensieve.kernels.attention.plan import HEADER, AttentionPlan, geometry_of, plan_key
 from pensieve.kernels.attention.tiles import Tile, width_of
@@ -155,12 +155,12 @@ def ragged_paged_attention(
 
 def constants(
     tile: Tile, which: int, geometry: Geometry, page_tokens: int, *, order: tl.constexpr = PLAIN,
-    joins: StepKind | None = None,
+    joins: int = 0,
 ) -> dict[str, int | bool]:  # fmt: skip
-    """What ``_attend`` is compiled for, ``LSE`` aside, or ``_attend_joining`` for steps of the kind ``joins``."""
+    """What ``_attend`` is compiled for, or, to merge ``joins`` rows at a time, ``_attend_joining``; ``LSE`` aside."""
     more: dict[str, int | bool] = {"ORDER": order.value}
-    if joins is not None:
-        more = {"MERGED": joins.merged_rows, "PIECES": MERGED_AT_ONCE // joins.merged_rows}
+    if joins:
+        more = {"MERGED": joins, "PIECES": MERGED_AT_ONCE // joins}
     return {
         "LIST": which, "KV_HEADS": geometry.kv_heads, "GROUPS": geometry.groups, "DIM": geometry.head_dim,
         "WIDTH": width_of(geometry.head_dim), "PAGE": page_tokens, "ROWS": tile.rows, "KEYS": tile.keys,
@@ -188,13 +188,13 @@ def _launch(
     """Queue both launches of a plan, the wide one first, and the merge of cut items; or the one that does all."""
     kv_heads, scratch, capacity = plan.geometry.kv_heads, plan.scratch, plan.capacity
     strides = (q.stride(0), q.stride(1), *pool.stride()[:4], tables.stride(0), out.stride(0), out.stride(1))
-    factor = scale * math.log2(math.e)
+    factor, at_once = scale * math.log2(math.e), merged_rows(plan.kind, plan.geometry, plan.tiles)
     if capacity.joins:
         which, tile = (WIDE, plan.wide) if capacity.wide else (NARROW, plan.narrow)
         programs = capacity.wide or capacity.narrow_programs or capacity.narrow
         _attend_joining[(programs * kv_heads,)](
             q, pool, tables, out, lse, plan.words, scratch.partial, scratch.partial_lse, scratch.finished,
-            scratch.rows, *strides, factor, **constants(tile, which, plan.geometry, pool.shape[3], joins=plan.kind),
+            scratch.rows, *strides, factor, **constants(tile, which, plan.geometry, pool.shape[3], joins=at_once),
             LSE=return_lse, **options(tile),
         )  # fmt: skip
         return
@@ -227,11 +227,11 @@ def _launch(
         programs = (capacity.narrow_programs or capacity.narrow) * kv_heads
         attend(plan.narrow, NARROW, programs, BESIDE if beside else first)
     if capacity.merges:
-        rows, order = plan.kind.merged_rows, AFTER if overlaps else PLAIN
+        order = AFTER if overlaps else PLAIN
         _merge[(min(capacity.merges * kv_heads, MERGING * plan.geometry.multiprocessors),)](
             out, lse, plan.words, scratch.partial, scratch.partial_lse, scratch.rows, out.stride(0), out.stride(1),
             LIST=MERGES, KV_HEADS=kv_heads, GROUPS=plan.geometry.groups, DIM=q.shape[2], WIDTH=width_of(q.shape[2]),
-            ROWS=rows, PIECES=MERGED_AT_ONCE // rows, LSE=return_lse, ORDER=order.value, enable_fp_fusion=True,
+            ROWS=at_once, PIECES=MERGED_AT_ONCE // at_once, LSE=return_lse, ORDER=order.value, enable_fp_fusion=True,
             launch_pdl=overlaps,
         )  # fmt: skip
 

@@ -122,7 +122,8 @@ class Way:
 
     setting: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
     """In force while the graph is captured."""
-    joining: bool = False
+    joining: int = 0
+    """``Geometry.joining``."""
     early: bool = False
     """Norms and activations begin before the launch before them has ended."""
     model: type[Transformer] = Transformer
@@ -139,10 +140,11 @@ PRODUCTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
 """Settings of torch's products. The last is there from torch 2.10 on."""
 WAYS = {
     NOW: Way(),
-    "joined": Way(joining=True),
+    "joined": Way(joining=1),
+    "joined by 4": Way(joining=4),
     "no merge (wrong)": Way(without_merge, right=False),
     "early launches": Way(early=True),
-    "joined, early launches": Way(joining=True, early=True),
+    "joined, early launches": Way(joining=1, early=True),
     **{name: Way(setting) for name, setting in PRODUCTS.items()},
     "residual in product": Way(model=AddedByProduct),
     "2 parts, sum in norm": Way(model=InParts),
@@ -170,7 +172,7 @@ class Steps:
             layer.normal_()
         heads = arch.num_heads + 2 * arch.num_kv_heads
         qkv = torch.empty(1, heads, arch.head_dim, dtype=dtype, device=device)
-        geometry = replace(geometry_of(qkv[:, : arch.num_heads], self._pool[0]), joining=True)
+        geometry = replace(geometry_of(qkv[:, : arch.num_heads], self._pool[0]), joining=1)
         self._geometry = geometry
         self.scratch = Scratch(
             max(self._capacity(size, geometry).partial_rows for size in batches), geometry, self.device

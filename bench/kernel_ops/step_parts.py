@@ -40,7 +40,7 @@ SAME_BITS = ("joined", "early launches", "joined, early launches")
 """Ways that change when something is done, not what."""
 NEARLY = 0.05
 """Others may differ by this share of the norm of all logits: about what two batches of different size show."""
-PROFILED = (NOW, "joined", "joined, early launches")
+PROFILED = (NOW, "joined", "joined by 4", "joined, early launches")
 PROFILED_STEPS = 4
 PROCESSES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "": (("steps", "products"), {}),
@@ -235,9 +235,12 @@ def main(
             (out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
             (out / f"{name}.md").write_text(as_markdown(report))
     click.echo(as_markdown(report))
-    rows = [row for sections in report["processes"].values() for row in sections.get("agreement", [])]
+    found = report["processes"].values()
+    rows = [
+        row for sections in found for name in ("agreement", "attention") for row in sections.get(name, [])
+    ]
     wrong = [row for row in rows if not row["as it must be"]]
-    if wrong or any("failed" in sections for sections in report["processes"].values()):
+    if wrong or any("failed" in sections for sections in found):
         raise click.ClickException(
             f"something failed, or {len(wrong)} results are not as they must be: see above"
         )

@@ -23,9 +23,9 @@ many programs take wide items; where the joins begin. Behind it come the wide it
 merges, then the joins, if the plan has any."""
 
 
-JOINING = False
-"""Whether a launch merges the pieces of its items by itself where it can. Off until it is measured on a GPU, by
-``bench/kernel_ops/step_parts.py``; results are the same."""
+JOINING = 0
+"""``Geometry.joining`` of all plans. Off until it is measured on a GPU, by ``bench/kernel_ops/step_parts.py``; with 1
+results have the same bits as without."""
 
 
 class Scratch:

@@ -38,12 +38,12 @@ def test_the_same_bits_in_every_replay(kind: StepKind, heads: tuple[int, int], t
     pool = torch.randn(2000, 2, heads[1], PAGE, DIM, device=CUDA).to(torch.bfloat16)
     q = [torch.randn(tokens, heads[0], DIM, device=CUDA).to(torch.bfloat16) for _ in range(LAYERS)]
     flat = torch.randint(2000, (tokens * CONTEXT // PAGE,), device=CUDA, dtype=torch.int32)
-    geometry = replace(geometry_for(heads[0], pool), joining=True)
+    geometry = geometry_for(heads[0], pool)
     plans, graphs, outs = [], [], []
-    for joining in (False, True):
+    for joining in (0, 1):
         where = replace(geometry, joining=joining)
         capacity = capacity_for(kind, tokens, tokens, CONTEXT, where)
-        assert (capacity.joins > 0) == joining
+        assert (capacity.joins > 0) == (joining > 0)
         plan = AttentionPlan(tokens, where, CUDA, kind=kind, capacity=capacity)
         plan.scratch.partial.fill_(torch.nan)
         plan.scratch.partial_lse.fill_(torch.nan)

@@ -24,7 +24,7 @@ from pensieve.kernels.span_table import SpanTable
 from support.kernels.under_interpreter import passed_under_interpreter
 
 CPU = torch.device("cpu")
-LLAMA = Geometry(40, 10, 128, 2, 132, joining=True)
+LLAMA = Geometry(40, 10, 128, 2, 132, joining=1)
 
 
 def test_results_under_the_interpreter() -> None:
@@ -33,7 +33,7 @@ def test_results_under_the_interpreter() -> None:
 
 def test_it_is_off_unless_asked_for() -> None:
     geometry = geometry_for(40, torch.zeros(1, 2, 10, 32, 128))
-    assert geometry == replace(geometry, joining=False)
+    assert geometry == replace(geometry, joining=0)
     for kind in StepKind:
         assert capacity_for(kind, 64, 64, 4096, geometry).joins == 0
     assert Scratch(64, geometry, CPU).finished.numel() == 1
@@ -45,11 +45,12 @@ def test_it_is_off_unless_asked_for() -> None:
     shape=st.sampled_from([(40, 10), (32, 8), (14, 2), (40, 1)]),
     processors=st.sampled_from([4, 132, 5000]),
     decodes=st.booleans(),
+    joining=st.sampled_from([1, 4]),
 )
 def test_a_join_names_the_merges_of_its_item(
-    spans: list[tuple[int, int]], shape: tuple[int, int], processors: int, decodes: bool
+    spans: list[tuple[int, int]], shape: tuple[int, int], processors: int, decodes: bool, joining: int
 ) -> None:
-    geometry = Geometry(*shape, head_dim=128, element_bytes=2, multiprocessors=processors, joining=True)
+    geometry = Geometry(*shape, head_dim=128, element_bytes=2, multiprocessors=processors, joining=joining)
     lengths = [1 if decodes else length for length, _ in spans]
     host = SpanTable.build(lengths, [position for _, position in spans], range(len(spans))).host
     kind = classify(host, geometry)
@@ -79,7 +80,7 @@ def test_a_join_names_the_merges_of_its_item(
 
 def test_a_plan_in_fixed_memory_has_room_for_joins() -> None:
     capacity = capacity_for(StepKind.NARROW, 64, 64, 4096, LLAMA)
-    apart = capacity_for(StepKind.NARROW, 64, 64, 4096, replace(LLAMA, joining=False))
+    apart = capacity_for(StepKind.NARROW, 64, 64, 4096, replace(LLAMA, joining=0))
     assert capacity == replace(apart, joins=capacity.narrow) and words_of(capacity) > words_of(apart)
     plan = AttentionPlan(64, LLAMA, CPU, kind=StepKind.NARROW, capacity=capacity)
     for count, context in ((64, 4096), (3, 4096), (40, 900), (0, 1)):
@@ -94,7 +95,7 @@ def test_what_cannot_join_is_refused() -> None:
     with pytest.raises(ValueError, match="mixed steps"):
         AttentionPlan(64, LLAMA, CPU, kind=StepKind.MIXED, capacity=Capacity(4, 4, 8, 64, joins=8))
     with pytest.raises(ValueError, match="without joins"):
-        scratch = Scratch(64, replace(LLAMA, joining=False), CPU)
+        scratch = Scratch(64, replace(LLAMA, joining=0), CPU)
         AttentionPlan(
             4, LLAMA, CPU, kind=StepKind.NARROW, capacity=Capacity(4, 0, 8, 64, joins=4), scratch=scratch
         )

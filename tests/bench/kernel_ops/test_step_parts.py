@@ -116,6 +116,9 @@ def test_ways_that_differ_end_the_program(
     monkeypatch.setattr(bench, "run_child", lambda *rest: sections)
     done = CliRunner().invoke(bench.main, ["--out", str(tmp_path)])
     assert done.exit_code == (1 if off else 0), done.output
+    wrong = sections | {"attention": [{"shape": "decode", "as it must be": False}]}
+    monkeypatch.setattr(bench, "run_child", lambda *rest: wrong)
+    assert CliRunner().invoke(bench.main, ["--out", str(tmp_path / "wrong")]).exit_code == 1
     report = json.loads((tmp_path / "step_parts.json").read_text())
     assert set(report["processes"]) == set(bench.PROCESSES)
     assert "| 64 | joined | 1.0 | 0.5 |" in (tmp_path / "step_parts.md").read_text()
@@ -130,15 +133,15 @@ def test_attention_is_timed_both_ways(bench: Any, monkeypatch: pytest.MonkeyPatc
     ) -> None:
         (plan,) = spans.plans.values()
         assert plan.words[0], "a plan without work"
-        out.fill_(float(plan.capacity.joins > 0) if len(q) > 1 else 0.0)
+        out.fill_(1.0 + (plan.capacity.joins > 0 and len(q) > 1))
 
     monkeypatch.setattr(attention, "ragged_paged_attention", attend)
-    monkeypatch.setattr(attention, "times", lambda ways, *rest: dict(zip(ways, (4.0, 3.0), strict=True)))
+    monkeypatch.setattr(attention, "times", lambda ways, *rest: dict(zip(ways, (4.0, 3.0, 2.0), strict=True)))
     monkeypatch.setattr(
         attention, "shapes", lambda: {"decode_B1": [(1, 300)], "q8": [(8, 64)] * 3, "mixed": []}
     )
     rows = attention.joined_rows(4, 2, "cpu")
-    assert [(row["shape"], row["kind"], row["same bits"]) for row in rows] == [
+    assert [(row["shape"], row["kind"], row["as it must be"]) for row in rows] == [
         ("decode_B1", "narrow", True), ("q8", "narrow", False),
     ]  # fmt: skip
     assert rows[0]["÷ apart"] == 0.75

@@ -29,7 +29,7 @@ STEPS: dict[StepKind, tuple[Spans, int]] = {
 }
 
 
-def planned(case: Case, processors: int, *, joining: bool, capacity: Capacity | None = None) -> AttentionPlan:
+def planned(case: Case, processors: int, *, joining: int, capacity: Capacity | None = None) -> AttentionPlan:
     geometry = replace(geometry_of(case.q, case.pool), multiprocessors=processors, joining=joining)
     plan = AttentionPlan.of(
         case.spans.host, len(case.q), geometry, case.q.device, tiles=TINY, capacity=capacity
@@ -67,19 +67,20 @@ def reordered(plan: AttentionPlan, order: torch.Tensor) -> None:
 def test_every_kind_with_one_launch(kind: StepKind) -> None:
     spans, processors = STEPS[kind]
     case = make_case(spans, heads=2, kv_heads=1)
-    apart, joined = (planned(case, processors, joining=joining) for joining in (False, True))
+    apart, joined, by_four = (planned(case, processors, joining=joining) for joining in (0, 1, 4))
     assert joined.kind is kind and joined.capacity.merges and joined.capacity.joins
     assert not apart.capacity.joins
+    assert (by_four.capacity.merges < joined.capacity.merges) == (kind is StepKind.NARROW)
     want = run(case, apart)
-    for _ in range(2):  # as a graph is replayed
-        check(case, joined, want)
+    for plan in (joined, joined, by_four):  # twice, as a graph is replayed
+        check(case, plan, want)
 
 
 def test_whoever_comes_last() -> None:
     case = make_case(DECODES, heads=4, kv_heads=2, seed=1)
-    want = run(case, planned(case, 30, joining=False))
+    want = run(case, planned(case, 30, joining=0))
     for seed in range(2):
-        plan = planned(case, 30, joining=True)
+        plan = planned(case, 30, joining=1)
         items = int(plan.words[0])
         order = torch.randperm(items, generator=torch.Generator().manual_seed(seed))
         reordered(plan, order if seed else torch.arange(items).flip(0))
@@ -88,20 +89,18 @@ def test_whoever_comes_last() -> None:
 
 def test_fewer_programs_than_items() -> None:
     case = make_case(DECODES, heads=2, kv_heads=1)
-    want = run(case, planned(case, 30, joining=False))
-    capacity = planned(case, 30, joining=True).capacity
+    want = run(case, planned(case, 30, joining=0))
+    capacity = planned(case, 30, joining=1).capacity
     assert capacity.joins and capacity.merges
     for programs in (1, 2):
-        check(
-            case, planned(case, 30, joining=True, capacity=replace(capacity, narrow_programs=programs)), want
-        )
+        check(case, planned(case, 30, joining=1, capacity=replace(capacity, narrow_programs=programs)), want)
 
 
 def test_one_plan_serves_other_steps() -> None:
     case = make_case([(0, 90, 1), (1, 20, 2), (2, 60, 1)], heads=2, kv_heads=1)
     room = Capacity(narrow=60, wide=0, merges=60, partial_rows=800)
-    apart, joined = planned(case, 30, joining=False, capacity=room), planned(
-        case, 30, joining=True, capacity=replace(room, joins=60)
+    apart, joined = planned(case, 30, joining=0, capacity=room), planned(
+        case, 30, joining=1, capacity=replace(room, joins=60)
     )  # fmt: skip
     for lengths, positions in (([1, 2, 1], [90, 20, 60]), ([1, 0, 2], [77, 0, 50])):
         host = SpanTable.build(lengths, positions, [0, 1, 2]).host
@@ -112,6 +111,6 @@ def test_one_plan_serves_other_steps() -> None:
 
 def test_steps_of_two_launches_merge_as_before() -> None:
     case = make_case([(0, 130, 7), (1, 90, 1), (2, 140, 1)], heads=2, kv_heads=1)
-    plan = planned(case, 30, joining=True)
+    plan = planned(case, 30, joining=1)
     assert plan.kind is StepKind.MIXED and plan.capacity.merges and not plan.capacity.joins
-    check(case, plan, run(case, planned(case, 30, joining=False)))
+    check(case, plan, run(case, planned(case, 30, joining=0)))
