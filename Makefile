@@ -24,7 +24,7 @@ EXPERIMENTS ?= systems-13b-sharegpt
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-gpu lint structure types docs proto proto-release bench-replay bench-ops bench-engine bench-evaluate prepared programs redis chromium haproxy promtool clean
+.PHONY: help setup demo test test-gpu lint structure types docs proto proto-release bench-replay bench-ops bench-engine bench-step-parts bench-evaluate prepared programs redis chromium haproxy promtool clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -116,6 +116,9 @@ bench-ops: ## Kernels on this GPU against their ceilings and peers (GPU_ARGS=)
 
 bench-engine: ## Engine steps on this GPU: decode, prefill, returning turns, swap (GPU_ARGS=)
 	@$(FIND_GPU); "$$python" bench/engine.py $(GPU_ARGS)
+
+bench-step-parts: ## Where a decode step's time goes on this GPU, and what other ways would give (GPU_ARGS=)
+	@$(FIND_GPU); "$$python" bench/kernel_ops/step_parts.py $(GPU_ARGS)
 
 bench-evaluate: ## Systems and ablations on GPUs: EXPERIMENTS= names of bench/evaluation/experiments.py (GPU_ARGS=--devices 0,1 …)
 	@$(FIND_GPU); "$$python" bench/evaluate.py $(EXPERIMENTS) --results build/evaluation $(GPU_ARGS)

@@ -17,17 +17,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pensieve.kernels.attention import work_lists
 from pensieve.kernels.attention.check import check_attention
 from pensieve.kernels.attention.hopper import launch as hopper
-from pensieve.kernels.attention.kinds import Geometry
+from pensieve.kernels.attention.items import attend_item
+from pensieve.kernels.attention.kinds import Geometry, merged_rows
+from pensieve.kernels.attention.merging import merge_if_last, merge_rows
 from pensieve.kernels.attention.plan import HEADER, AttentionPlan, geometry_of, plan_key
 from pensieve.kernels.attention.tiles import Tile, width_of
 from pensieve.kernels.span_table import SpanTable
 
-ITEM, MERGE = tl.constexpr(work_lists.ITEM), tl.constexpr(work_lists.MERGE)
-LISTS_AT = tl.constexpr(3)
+ITEM, MERGE, JOIN = (tl.constexpr(words) for words in (work_lists.ITEM, work_lists.MERGE, work_lists.JOIN))
+LISTS_AT, MERGES_AT, JOINS_AT = tl.constexpr(3), tl.constexpr(5), tl.constexpr(7)
 NARROW, WIDE, MERGES = 0, 1, 2
 """The lists of a plan. Word ``LIST`` of the header is a list's length, word ``LISTS_AT + LIST`` is its place."""
-LOWEST = tl.constexpr(-1e38)
-"""First maximum of a row: below every score but finite, so that a tile without visible keys gives weights of 0."""
 PLAIN, ALONE, AFTER, BESIDE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 """How a launch stands to the one before it. PLAIN, ALONE: it begins when that one has ended. AFTER: it begins early,
 but reads what that one writes only when that one has ended. BESIDE: it runs side by side with that one, and ends after
@@ -36,120 +36,6 @@ MERGING = 8
 """A merge has this many programs per multiprocessor."""
 MERGED_AT_ONCE = 64
 """A merge reads this many rows of pieces in one go; more take another round trip to memory."""
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _rows(base, at, valid, DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows of DIM values at offsets ``at``, padded with 0 to WIDTH columns; MASKED: invalid rows are 0 and not read."""
-    dims = tl.arange(0, WIDTH)
-    pointers = base + at[:, None] + dims[None, :]
-    if MASKED:
-        rows = tl.load(pointers, mask=valid[:, None] & (dims < DIM)[None, :], other=0.0)
-    elif DIM < WIDTH:
-        rows = tl.load(pointers, mask=(dims < DIM)[None, :], other=0.0)
-    else:
-        rows = tl.load(pointers)
-    return rows
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _walk(  # type: ignore[no-untyped-def]
-    q, seen, acc, top, total, pages, table, k_base, v_base, first, last, end, page_stride, slot_stride, factor,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """Online softmax over keys ``[first, last)``, in units of log2; row i sees the keys below ``seen[i]``.
-
-    ``pages`` holds the page of every key of the coming tile: a page id is loaded one tile before its keys are, because
-    the pipeline spends a stage on every link of a chain of loads.
-    """
-    columns = tl.arange(0, KEYS)
-    for start in tl.range(first, last, KEYS, num_stages=STAGES):
-        keys = start + columns
-        at = pages.to(tl.int64) * page_stride + (keys % PAGE) * slot_stride
-        coming = keys + KEYS
-        pages = tl.load(table + coming // PAGE, mask=coming < end, other=0)
-        k = _rows(k_base, at, keys < end, DIM, WIDTH, False)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if MASKED:
-            scores = tl.where(keys[None, :] < seen[:, None], scores, float("-inf"))
-        # Weights are relative to the largest score so far. When that grows, what is summed up already shrinks with it.
-        new_top = tl.maximum(top, tl.max(scores, 1) * factor)
-        weights = tl.math.exp2(scores * factor - new_top[:, None])
-        shrink = tl.math.exp2(top - new_top)
-        # Slots beyond the last visible key may hold NaN, which a weight of 0 does not undo.
-        v = _rows(v_base, at, keys < end, DIM, WIDTH, MASKED)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        total = total * shrink + tl.sum(weights, 1)
-        top = new_top
-    return acc, top, total, pages
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _attend_item(  # type: ignore[no-untyped-def]
-    item, head, q, pool, tables, out, lse, partial, partial_lse, partial_rows,
-    q_token, q_head, page_stride, value_stride, head_stride, slot_stride, table_stride, out_token, out_head, factor,
-    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, SPLIT_MASK: tl.constexpr, LSE: tl.constexpr,
-):  # fmt: skip
-    """Attend one item of one KV head, to ``out`` if it is whole, to the scratch if it is a piece."""
-    rows = tl.load(item + 1)
-    position = tl.load(item + 2)
-    table = tables + tl.load(item + 3).to(tl.int64) * table_stride
-    first_row = tl.load(item + 4)
-    start = tl.load(item + 5)
-    end = tl.load(item + 6)
-
-    keys = start + tl.arange(0, KEYS)
-    pages = tl.load(table + keys // PAGE, mask=keys < end, other=0)
-    # The query heads of one KV head are rows of one block: keys are read once for all of them.
-    row = first_row + tl.arange(0, ROWS)
-    token = (tl.load(item) + row // GROUPS).to(tl.int64)
-    q_at = token * q_token + (head * GROUPS + row % GROUPS) * q_head
-    block = _rows(q, q_at, row < rows, DIM, WIDTH, True)
-    acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    top = tl.zeros([ROWS], tl.float32) + LOWEST
-
-    k_base = pool + head * head_stride
-    v_base = k_base + value_stride
-    middle = start
-    if SPLIT_MASK:
-        plain = tl.minimum(position + first_row // GROUPS + 1, end) // KEYS * KEYS  # all rows see these
-        middle = tl.maximum(plain, start)
-        acc, top, total, pages = _walk(
-            block, row, acc, top, total, pages, table, k_base, v_base, start, middle, end,
-            page_stride, slot_stride, factor, DIM, WIDTH, PAGE, KEYS, STAGES, False,
-        )  # fmt: skip
-    # Read again what the walk before does not need, past the compiler's back: it holds no registers meanwhile.
-    seen = tl.load(item + 2, volatile=True) + 1
-    seen += (tl.load(item + 4, volatile=True) + tl.arange(0, ROWS)) // GROUPS
-    acc, top, total, pages = _walk(
-        block, seen, acc, top, total, pages, table, k_base, v_base, middle, end, end,
-        page_stride, slot_stride, factor, DIM, WIDTH, PAGE, KEYS, STAGES, True,
-    )  # fmt: skip
-
-    divisor = tl.where(total > 0, total, 1.0)
-    result = acc / divisor[:, None]
-    log2_sum = tl.where(total > 0, top + tl.math.log2(divisor), float("-inf"))
-    q_start = tl.load(item, volatile=True)
-    row = tl.load(item + 4, volatile=True) + tl.arange(0, ROWS)
-    valid = row < tl.load(item + 1, volatile=True)
-    scratch = tl.load(item + 7)
-    dims = tl.arange(0, WIDTH)
-    if scratch < 0:
-        token = (q_start + row // GROUPS).to(tl.int64)
-        query_head = head * GROUPS + row % GROUPS
-        pointers = out + (token * out_token + query_head * out_head)[:, None] + dims[None, :]
-        tl.store(pointers, result.to(out.dtype.element_ty), mask=valid[:, None] & (dims < DIM)[None, :])
-        if LSE:
-            tl.store(
-                lse + token * (KV_HEADS * GROUPS) + query_head, log2_sum * 0.6931471805599453, mask=valid
-            )
-    else:
-        at = head.to(tl.int64) * partial_rows + scratch + tl.arange(0, ROWS)
-        tl.store(partial + at[:, None] * WIDTH + dims[None, :], result, mask=valid[:, None])
-        tl.store(partial_lse + at, log2_sum, mask=valid)
 
 
 @triton.jit(do_not_specialize=["partial_rows", "table_stride"])  # type: ignore[untyped-decorator]
@@ -175,7 +61,7 @@ def _attend(  # type: ignore[no-untyped-def]
         work = dealt + place
         place = programs - 1 - place
         if work < works:
-            _attend_item(
+            attend_item(
                 items + work // KV_HEADS * ITEM, work % KV_HEADS, q, pool, tables, out, lse, partial, partial_lse,
                 partial_rows, q_token, q_head, page_stride, value_stride, head_stride, slot_stride, table_stride,
                 out_token, out_head, factor, KV_HEADS, GROUPS, DIM, WIDTH, PAGE, ROWS, KEYS, STAGES, SPLIT_MASK, LSE,
@@ -186,51 +72,52 @@ def _attend(  # type: ignore[no-untyped-def]
             gdc_wait()
 
 
+@triton.jit(do_not_specialize=["partial_rows", "table_stride"])  # type: ignore[untyped-decorator]
+def _attend_joining(  # type: ignore[no-untyped-def]
+    q, pool, tables, out, lse, words, partial, partial_lse, finished, partial_rows,
+    q_token, q_head, page_stride, value_stride, head_stride, slot_stride, table_stride, out_token, out_head, factor,
+    LIST: tl.constexpr, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, SPLIT_MASK: tl.constexpr,
+    LSE: tl.constexpr, MERGED: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """As ``_attend``, alone on the device; whoever finishes the last piece of an item merges them (``merging``)."""
+    programs = tl.num_programs(0)
+    works = tl.load(words + LIST) * KV_HEADS
+    items = words + tl.load(words + LISTS_AT + LIST)
+    place = tl.program_id(0)
+    for dealt in tl.range(0, works, programs, disable_licm=True):
+        work = dealt + place
+        place = programs - 1 - place
+        if work < works:
+            item = items + work // KV_HEADS * ITEM
+            attend_item(
+                item, work % KV_HEADS, q, pool, tables, out, lse, partial, partial_lse,
+                partial_rows, q_token, q_head, page_stride, value_stride, head_stride, slot_stride, table_stride,
+                out_token, out_head, factor, KV_HEADS, GROUPS, DIM, WIDTH, PAGE, ROWS, KEYS, STAGES, SPLIT_MASK, LSE,
+            )  # fmt: skip
+            if tl.load(item + 7) >= 0:
+                merge_if_last(
+                    words + tl.load(words + JOINS_AT) + work // KV_HEADS * JOIN,
+                    words + tl.load(words + MERGES_AT), work % KV_HEADS, out, lse, partial, partial_lse,
+                    finished, partial_rows, out_token, out_head,
+                    KV_HEADS, GROUPS, DIM, WIDTH, MERGED, PIECES, LSE,
+                )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["partial_rows"])  # type: ignore[untyped-decorator]
 def _merge(  # type: ignore[no-untyped-def]
     out, lse, words, partial, partial_lse, partial_rows, out_token, out_head,
     LIST: tl.constexpr, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, PIECES: tl.constexpr, LSE: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
-    """Add up the results of an item's pieces by their softmax denominators, ROWS rows of one KV head at a time."""
-    dims = tl.arange(0, WIDTH)
+    """All merges of a plan, for one KV head at a time."""
     merges = words + tl.load(words + LISTS_AT + LIST)
     for work in tl.range(tl.program_id(0), tl.load(words + LIST) * KV_HEADS, tl.num_programs(0)):
         head = work % KV_HEADS
-        merge = merges + work // KV_HEADS * MERGE
-        row = tl.load(merge + 1) + tl.arange(0, ROWS)
-        valid = row < tl.load(merge + 2)
-        token = (tl.load(merge) + row // GROUPS).to(tl.int64)
-        query_head = head * GROUPS + row % GROUPS
-        base = head.to(tl.int64) * partial_rows + tl.load(merge + 3) + tl.arange(0, ROWS)
-        pieces = tl.load(merge + 4)
-        apart = tl.load(merge + 5)
-        if ORDER == AFTER:  # all of the above was there before the launch that makes the pieces
-            gdc_wait()
-        acc = tl.zeros([ROWS, WIDTH], tl.float32)
-        top = tl.zeros([ROWS], tl.float32) + LOWEST
-        total = tl.zeros([ROWS], tl.float32)
-        for first in tl.range(0, pieces, PIECES):
-            piece = first + tl.arange(0, PIECES)
-            at = base[:, None] + piece[None, :] * apart
-            there = valid[:, None] & (piece < pieces)[None, :]
-            part = tl.load(partial_lse + at, mask=there, other=float("-inf"))
-            values = tl.load(
-                partial + at[:, :, None] * WIDTH + dims[None, None, :], mask=there[:, :, None], other=0.0
-            )
-            new_top = tl.maximum(top, tl.max(part, 1))
-            weights = tl.math.exp2(part - new_top[:, None])
-            shrink = tl.math.exp2(top - new_top)
-            acc = acc * shrink[:, None] + tl.sum(values * weights[:, :, None], 1)
-            total = total * shrink + tl.sum(weights, 1)
-            top = new_top
-        divisor = tl.where(total > 0, total, 1.0)
-        result = (acc / divisor[:, None]).to(out.dtype.element_ty)
-        pointers = out + (token * out_token + query_head * out_head)[:, None] + dims[None, :]
-        tl.store(pointers, result, mask=valid[:, None] & (dims < DIM)[None, :])
-        if LSE:
-            value = (top + tl.math.log2(divisor)) * 0.6931471805599453
-            tl.store(lse + token * (KV_HEADS * GROUPS) + query_head, value, mask=valid)
+        merge_rows(
+            merges + work // KV_HEADS * MERGE, head, out, lse, partial, partial_lse, partial_rows,
+            out_token, out_head, KV_HEADS, GROUPS, DIM, WIDTH, ROWS, PIECES, LSE, ORDER == AFTER, "",
+        )  # fmt: skip
     if ORDER == AFTER:
         gdc_wait()
 
@@ -267,13 +154,17 @@ def ragged_paged_attention(
 
 
 def constants(
-    tile: Tile, which: int, geometry: Geometry, page_tokens: int, *, order: tl.constexpr = PLAIN
-) -> dict[str, int | bool]:
-    """What ``_attend`` is compiled for, ``LSE`` aside."""
+    tile: Tile, which: int, geometry: Geometry, page_tokens: int, *, order: tl.constexpr = PLAIN,
+    joins: int = 0,
+) -> dict[str, int | bool]:  # fmt: skip
+    """What ``_attend`` is compiled for, or, to merge ``joins`` rows at a time, ``_attend_joining``; ``LSE`` aside."""
+    more: dict[str, int | bool] = {"ORDER": order.value}
+    if joins:
+        more = {"MERGED": joins, "PIECES": MERGED_AT_ONCE // joins}
     return {
         "LIST": which, "KV_HEADS": geometry.kv_heads, "GROUPS": geometry.groups, "DIM": geometry.head_dim,
         "WIDTH": width_of(geometry.head_dim), "PAGE": page_tokens, "ROWS": tile.rows, "KEYS": tile.keys,
-        "STAGES": tile.stages, "SPLIT_MASK": tile.split_mask, "ORDER": order.value,
+        "STAGES": tile.stages, "SPLIT_MASK": tile.split_mask, **more,
     }  # fmt: skip
 
 
@@ -294,18 +185,27 @@ def _launch(
     scale: float,
     return_lse: bool,
 ) -> None:
-    """Queue both launches of a plan, the wide one first, and the merge of cut items."""
+    """Queue both launches of a plan, the wide one first, and the merge of cut items; or the one that does all."""
     kv_heads, scratch, capacity = plan.geometry.kv_heads, plan.scratch, plan.capacity
+    strides = (q.stride(0), q.stride(1), *pool.stride()[:4], tables.stride(0), out.stride(0), out.stride(1))
+    factor, at_once = scale * math.log2(math.e), merged_rows(plan.kind, plan.geometry, plan.tiles)
+    if capacity.joins:
+        which, tile = (WIDE, plan.wide) if capacity.wide else (NARROW, plan.narrow)
+        programs = capacity.wide or capacity.narrow_programs or capacity.narrow
+        _attend_joining[(programs * kv_heads,)](
+            q, pool, tables, out, lse, plan.words, scratch.partial, scratch.partial_lse, scratch.finished,
+            scratch.rows, *strides, factor, **constants(tile, which, plan.geometry, pool.shape[3], joins=at_once),
+            LSE=return_lse, **options(tile),
+        )  # fmt: skip
+        return
     overlaps = q.is_cuda and _may_overlap(q.device)
     beside = overlaps and capacity.narrow > 0 and capacity.wide > 0
     first = ALONE if overlaps else PLAIN
 
     def attend(tile: Tile, which: int, programs: int, order: tl.constexpr) -> None:
         _attend[(programs,)](
-            q, pool, tables, out, lse, plan.words, scratch.partial, scratch.partial_lse, scratch.rows,
-            q.stride(0), q.stride(1), pool.stride(0), pool.stride(1), pool.stride(2),
-            pool.stride(3), tables.stride(0), out.stride(0), out.stride(1), scale * math.log2(math.e),
-            **constants(tile, which, plan.geometry, pool.shape[3], order=order), LSE=return_lse,
+            q, pool, tables, out, lse, plan.words, scratch.partial, scratch.partial_lse, scratch.rows, *strides,
+            factor, **constants(tile, which, plan.geometry, pool.shape[3], order=order), LSE=return_lse,
             **options(tile, order),
         )  # fmt: skip
 
@@ -327,11 +227,11 @@ def _launch(
         programs = (capacity.narrow_programs or capacity.narrow) * kv_heads
         attend(plan.narrow, NARROW, programs, BESIDE if beside else first)
     if capacity.merges:
-        rows, order = plan.kind.merged_rows, AFTER if overlaps else PLAIN
+        order = AFTER if overlaps else PLAIN
         _merge[(min(capacity.merges * kv_heads, MERGING * plan.geometry.multiprocessors),)](
             out, lse, plan.words, scratch.partial, scratch.partial_lse, scratch.rows, out.stride(0), out.stride(1),
             LIST=MERGES, KV_HEADS=kv_heads, GROUPS=plan.geometry.groups, DIM=q.shape[2], WIDTH=width_of(q.shape[2]),
-            ROWS=rows, PIECES=MERGED_AT_ONCE // rows, LSE=return_lse, ORDER=order.value, enable_fp_fusion=True,
+            ROWS=at_once, PIECES=MERGED_AT_ONCE // at_once, LSE=return_lse, ORDER=order.value, enable_fp_fusion=True,
             launch_pdl=overlaps,
         )  # fmt: skip
 

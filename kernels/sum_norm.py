@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pensieve.kernels.norm import WIDEST, options
+from pensieve.kernels.norm import WIDEST, normed, options
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -50,13 +50,8 @@ def _sum_norm_rows(  # type: ignore[no-untyped-def]
         total += tl.load(parts[other] + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
     raw = (raw.to(tl.float32) + total.to(raw.dtype).to(tl.float32)).to(raw.dtype)
     tl.store(at, raw, mask=inside)
-    values = raw.to(tl.float32)
-    if LAYER:
-        values = tl.where(inside, values - tl.sum(values, 0) / WIDTH, 0.0)
-    result = values * tl.math.rsqrt(tl.sum(values * values, 0) / WIDTH + eps) * scale
-    if LAYER:
-        result += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row.to(tl.int64) * WIDTH + columns, result.to(raw.dtype), mask=inside)
+    result = normed(raw, columns, inside, scale, bias, eps, WIDTH, LAYER)
+    tl.store(out + row.to(tl.int64) * WIDTH + columns, result, mask=inside)
 
 
 def sum_add_norm(

@@ -27,6 +27,8 @@ AGREEMENT = 6e-3
 """Two bf16 results may differ by at most this share of their norm."""
 LONG_US, FEW_CALLS, MANY_CALLS = 400, (8, 9), (20, 15)
 """From this floor on, a graph has few calls and few replays; (calls, replays) either way."""
+JOININGS = {"apart": 0, "joined": 1, "joined by 4": 4}
+"""``Geometry.joining``."""
 Spans = list[tuple[int, int]]
 """(query tokens, tokens of context including them)"""
 Row = dict[str, Any]
@@ -65,26 +67,28 @@ class Data:
     least_bytes: float
 
 
-def make_data(spans: Spans, heads: int, kv_heads: int) -> Data:
+def make_data(spans: Spans, heads: int, kv_heads: int, device: str = "cuda") -> Data:
     """Random tensors of a step."""
     pages = [-(-context // PAGE) for _, context in spans]
     per_set = sum(pages) * 2 * kv_heads * PAGE * DIM * BYTES
     sets = max(1, min(4, int(30e9 // per_set)))
     shape = (sum(pages), 2, kv_heads, PAGE, DIM)
-    pools = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(sets)]
-    tables = torch.zeros(len(spans), max(pages), dtype=torch.int32, device="cuda")
-    for row, part in enumerate(torch.randperm(sum(pages), device="cuda").int().split(pages)):
+    pools = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(sets)]
+    tables = torch.zeros(len(spans), max(pages), dtype=torch.int32, device=device)
+    for row, part in enumerate(torch.randperm(sum(pages), device=device).int().split(pages)):
         tables[row, : len(part)] = part
-    table = SpanTable.build([n for n, _ in spans], [c - n for n, c in spans], range(len(spans)), "cuda")
-    q = torch.randn(table.num_tokens, heads, DIM, device="cuda", dtype=torch.bfloat16)
+    table = SpanTable.build([n for n, _ in spans], [c - n for n, c in spans], range(len(spans)), device)
+    q = torch.randn(table.num_tokens, heads, DIM, device=device, dtype=torch.bfloat16)
     pairs = sum(new * context - new * (new - 1) / 2 for new, context in spans)
     kv = 2 * kv_heads * DIM * BYTES * sum(context for _, context in spans)
     return Data(q, pools, tables, table, 4 * heads * DIM * pairs, kv + 2 * q.nbytes)
 
 
-def ours(data: Data, out: torch.Tensor) -> Contender:
-    """Our kernel with a plan as for a graph."""
+def ours(data: Data, out: torch.Tensor, *, joining: int | None = None) -> Contender:
+    """Our kernel with a plan as for a graph; ``joining``: that of its geometry, None: as it is."""
     geometry, host = geometry_for(data.q.shape[1], data.pools[0]), data.spans.host
+    if joining is not None:
+        geometry = replace(geometry, joining=joining)
     kind = classify(host, geometry)
     capacity = capacity_for(kind, len(data.q), len(host), data.spans.max_context, geometry)
     plan = AttentionPlan(len(data.q), geometry, data.q.device, kind=kind, capacity=capacity)
@@ -138,6 +142,32 @@ def rows(ceilings: Ceilings, peer: Peer | None, only: str) -> list[Row]:
         for shape, spans in shapes().items()
         if only in shape
     ]
+
+
+def joined_rows(heads: int = 40, kv_heads: int = 10, device: str = "cuda") -> list[Row]:
+    """Microseconds of steps of few query tokens, merged by a launch of its own and in place, and whether the results
+    have the same bits."""
+    report = []
+    for shape, spans in shapes().items():
+        if not shape.startswith(("decode", "q8")):
+            continue
+        data = make_data(spans, heads, kv_heads, device)
+        outs = [torch.empty_like(data.q) for _ in JOININGS]
+        contenders = {
+            way: ours(data, out, joining=joining)
+            for (way, joining), out in zip(JOININGS.items(), outs, strict=True)
+        }
+        taken = times(contenders, len(data.pools), *MANY_CALLS)
+        for contender in contenders.values():
+            contender(0)
+        same, (apart, _, by_four) = torch.equal(outs[0], outs[1]), (out.float() for out in outs)
+        report.append({
+            "shape": shape, "kind": classify(data.spans.host, geometry_for(heads, data.pools[0])).value,
+            **{way: round(us, 1) for way, us in taken.items()},
+            "÷ apart": round(taken["joined"] / taken["apart"], 3), "same bits": same,
+            "as it must be": same and float((apart - by_four).norm() / apart.norm()) <= AGREEMENT,
+        })  # fmt: skip
+    return report
 
 
 def as_markdown(report: list[Row]) -> str:

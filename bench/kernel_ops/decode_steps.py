@@ -1,0 +1,279 @@
+"""One decode step of a model with dummy weights, in several ways that take turns.
+
+A way is a plan's option, a setting of torch's products, or another end of a block. Each gets a program of its own, as
+the worker makes them, captured in a CUDA graph; all share weights, pages and scratch. Without a GPU a program just
+runs, under Triton's interpreter: for a smoke test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import ClassVar
+from unittest import mock
+
+import numpy as np
+import torch
+
+from pensieve.core import RequestKey, Sampling
+from pensieve.engine.plan import Plan, SampleSpec, Span
+from pensieve.engine.worker.cuda_batch import CudaBatch, make_cuda_batch
+from pensieve.engine.worker.program import Shared, Size, StepProgram
+from pensieve.kernels import ragged_paged_attention as attention_kernels
+from pensieve.kernels.activation import activate
+from pensieve.kernels.attention.kinds import Capacity, Geometry, StepKind, capacity_for
+from pensieve.kernels.attention.plan import Scratch, geometry_of
+from pensieve.kernels.attention.work_lists import make_work_lists
+from pensieve.kernels.norm import add_norm, norm
+from pensieve.kernels.sum_norm import sum_add_norm
+from pensieve.model.collective import Slot
+from pensieve.model.folder import load_arch
+from pensieve.model.ops import DecoderOps, triton_ops
+from pensieve.model.transformer import Transformer
+from pensieve.model.weights import Linear, NormWeights, load_weights
+
+CHUNK = 32
+MATMUL = torch.backends.cuda.matmul
+
+
+class AddedByProduct(Transformer):
+    """A block's end whose product adds to the residual itself, before anything is rounded."""
+
+    def _end_block(
+        self, slot: Slot, x: torch.Tensor, block: torch.Tensor, linear: Linear, norm: NormWeights
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert linear.bias is None, "for models without biases"
+        x.addmm_(block, linear.weight.t())
+        return x, self.ops.norm(x, norm.weight, norm.bias, self.arch.norm_eps)
+
+
+def in_parts(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
+    """``x`` [B, K] times ``weight`` [N, K] transposed as that many products over a part of K each, [parts, B, N]."""
+    (rows, inner), width = x.shape, len(weight)
+    left = x.reshape(rows, parts, inner // parts).transpose(0, 1)
+    return torch.bmm(left, weight.view(width, parts, inner // parts).permute(1, 2, 0))
+
+
+class InParts(Transformer):
+    """A block's end whose product is split by hand, its parts added up in the kernel of the sum and the norm."""
+
+    parts: ClassVar[int] = 2
+
+    def _end_block(
+        self, slot: Slot, x: torch.Tensor, block: torch.Tensor, linear: Linear, norm: NormWeights
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert linear.bias is None, "for models without biases"
+        parts = list(in_parts(block, linear.weight, self.parts).unbind(0))
+        nobody = torch.empty(len(x), dtype=torch.int32, device=x.device)  # to wait for
+        eps = self.arch.norm_eps
+        return x, sum_add_norm(
+            x, parts, [nobody] * self.parts, nobody, 0, norm.weight, norm.bias, eps, sync=False
+        )
+
+
+class InFourParts(InParts):
+    parts = 4
+
+
+@contextlib.contextmanager
+def library(name: str) -> Iterator[None]:
+    """Products by this library of torch's."""
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library(name)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
+
+
+@contextlib.contextmanager
+def reductions(*, low: bool, split: bool) -> Iterator[None]:
+    """Whether products may add up parts in bfloat16, and whether they may be split at all."""
+    before = (
+        MATMUL.allow_bf16_reduced_precision_reduction,
+        MATMUL.allow_bf16_reduced_precision_reduction_split_k,
+    )
+    MATMUL.allow_bf16_reduced_precision_reduction = (low, split)
+    try:
+        yield
+    finally:
+        MATMUL.allow_bf16_reduced_precision_reduction = before
+
+
+def early_ops() -> DecoderOps:
+    return DecoderOps(partial(norm, early=True), partial(add_norm, early=True), partial(activate, early=True))
+
+
+def without_merge() -> AbstractContextManager[object]:
+    """No launch that merges: wrong results, and the most that can be gained."""
+    nothing = mock.MagicMock()
+    return mock.patch.object(attention_kernels, "_merge", nothing)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a step is done."""
+
+    setting: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+    """In force while the graph is captured."""
+    joining: int = 0
+    """``Geometry.joining``."""
+    early: bool = False
+    """Norms and activations begin before the launch before them has ended."""
+    model: type[Transformer] = Transformer
+    right: bool = True
+    """Whether results are those of ``NOW``, up to rounding."""
+
+
+NOW = "now"
+PRODUCTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "cuBLASLt": lambda: library("cublaslt"),
+    "float32 split-K": lambda: reductions(low=False, split=True),
+    "no split-K": lambda: reductions(low=False, split=False),
+}
+"""Settings of torch's products. The last is there from torch 2.10 on."""
+WAYS = {
+    NOW: Way(),
+    "joined": Way(joining=1),
+    "joined by 4": Way(joining=4),
+    "no merge (wrong)": Way(without_merge, right=False),
+    "early launches": Way(early=True),
+    "joined, early launches": Way(joining=1, early=True),
+    **{name: Way(setting) for name, setting in PRODUCTS.items()},
+    "residual in product": Way(model=AddedByProduct),
+    "2 parts, sum in norm": Way(model=InParts),
+    "4 parts, sum in norm": Way(model=InFourParts),
+}
+
+
+class Steps:
+    """A model, its pages, and the steps of one context length that are timed on it."""
+
+    def __init__(
+        self, folder: Path, device: str, dtype: torch.dtype, context: int, batches: tuple[int, ...]
+    ) -> None:
+        """``batches``: of the steps that there will be."""
+        self.arch = load_arch(folder)
+        self.device, self.context = torch.device(device), context
+        weights = load_weights(folder, self.arch, dtype=dtype, device=device, load_format="dummy")
+        self.layers = weights.layers
+        self._weights = weights
+        arch, most = self.arch, max(batches)
+        pages = most * -(-context // CHUNK)
+        shape = (arch.num_layers, pages, 2, arch.num_kv_heads, CHUNK, arch.head_dim)
+        self._pool = torch.empty(shape, dtype=dtype, device=device)
+        for layer in self._pool:
+            layer.normal_()
+        heads = arch.num_heads + 2 * arch.num_kv_heads
+        qkv = torch.empty(1, heads, arch.head_dim, dtype=dtype, device=device)
+        geometry = replace(geometry_of(qkv[:, : arch.num_heads], self._pool[0]), joining=1)
+        self._geometry = geometry
+        self.scratch = Scratch(
+            max(self._capacity(size, geometry).partial_rows for size in batches), geometry, self.device
+        )
+        self._stream = torch.cuda.Stream() if self.on_gpu else None
+        self._memory = torch.cuda.graph_pool_handle() if self.on_gpu else None
+        self._kept = (
+            torch.zeros(most, dtype=torch.int64, device=device),
+            torch.zeros(most, arch.vocab_size, device=device),
+            torch.ones(most, dtype=torch.bool, device=device),
+        )
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def least_bytes(self, batch: int) -> int:
+        """All weights and all KV of a step, as ``bench/engine.py`` counts them."""
+        arch = self.arch
+        per_token = 2 * arch.num_kv_heads * arch.head_dim * arch.num_layers
+        return (arch.num_parameters + per_token * batch * self.context) * self._pool.element_size()
+
+    def batch(self, size: int) -> CudaBatch:
+        """Decodes at the end of contexts of their own."""
+        pages = -(-self.context // CHUNK)
+        spec, token = SampleSpec(Sampling(), 0), np.array([1], np.int32)
+        spans = tuple(Span(RequestKey(row), self.context - 1, token, row, spec) for row in range(size))
+        tables = tuple(np.arange(row * pages, (row + 1) * pages, dtype=np.int32) for row in range(size))
+        return make_cuda_batch(Plan(1, spans, tables), CHUNK, {})
+
+    def made(self, way: Way, size: int) -> Callable[[], None]:
+        """What runs the step of ``size`` decodes that way."""
+        geometry = replace(self._geometry, joining=way.joining)
+        sampled, logits, finite = self._kept
+        ops = early_ops() if way.early else triton_ops()
+        shared = Shared(
+            model=way.model(self.arch, self._weights, ops), pool=self._pool, wait=lambda layer: None, sampled=sampled,
+            logits=logits, finite=finite, scratch=self.scratch, geometry=geometry,
+        )  # fmt: skip
+        batch = self.batch(size)
+        capacity = self._capacity(size, geometry)
+        program = StepProgram(shared, Size(size, size, len(batch.pages), StepKind.NARROW, capacity))
+        staging = torch.zeros(program.words, dtype=torch.int32, pin_memory=self.on_gpu)
+        words = program.pack(batch, staging.numpy())
+        with way.setting():
+            if self._stream is not None:
+                program.capture(self._memory, self._stream)
+            program.upload(staging, words)
+            program.run()
+        self.finish()
+
+        def run() -> None:
+            if self.on_gpu:
+                program.run()
+            else:
+                with way.setting():
+                    program.run()
+
+        return run
+
+    def _capacity(self, size: int, geometry: Geometry) -> Capacity:
+        """As the worker's graphs have it: for contexts of any length."""
+        return capacity_for(StepKind.NARROW, size, size, self.arch.context_limit, geometry)
+
+    def merges(self, size: int) -> int:
+        """Rows that the pieces of a step are merged for, for each KV head."""
+        geometry = self._geometry
+        work = make_work_lists(self.batch(size).spans, size, geometry, geometry.tiles, StepKind.NARROW)
+        return len(work.merges)
+
+    def finish(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def answers(self, run: Callable[[], None], size: int) -> torch.Tensor:
+        """Logits of a step, float32 [size, vocab]; the counts of a merge must be back at 0 after it."""
+        run()
+        self.finish()
+        assert not self.scratch.finished.any(), "pieces are left that nobody merged"
+        return self._kept[1][:size].clone()
+
+    def timed(self, ways: dict[str, Callable[[], None]], rounds: int, steps: int) -> dict[str, float]:
+        """Median milliseconds of a step each way, over rounds of so many steps in which the ways take turns."""
+        taken: dict[str, list[float]] = {name: [] for name in ways}
+        for turn in range(rounds + 1):
+            for name, run in ways.items():
+                spent = self._spent(run, steps)
+                if turn:
+                    taken[name].append(spent)
+        return {name: median(values) for name, values in taken.items()}
+
+    def _spent(self, run: Callable[[], None], steps: int) -> float:
+        if not self.on_gpu:
+            started = time.perf_counter()
+            for _ in range(steps):
+                run()
+            return (time.perf_counter() - started) * 1e3 / steps
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(steps):
+            run()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / steps

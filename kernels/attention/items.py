@@ -1,0 +1,123 @@
+"""Device code of one item of attention: the walk over its keys, and where its result goes."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(-1e38)
+"""First maximum of a row: below every score but finite, so that a tile without visible keys gives weights of 0."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rows(base, at, valid, DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows of DIM values at offsets ``at``, padded with 0 to WIDTH columns; MASKED: invalid rows are 0 and not read."""
+    dims = tl.arange(0, WIDTH)
+    pointers = base + at[:, None] + dims[None, :]
+    if MASKED:
+        rows = tl.load(pointers, mask=valid[:, None] & (dims < DIM)[None, :], other=0.0)
+    elif DIM < WIDTH:
+        rows = tl.load(pointers, mask=(dims < DIM)[None, :], other=0.0)
+    else:
+        rows = tl.load(pointers)
+    return rows
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _walk(  # type: ignore[no-untyped-def]
+    q, seen, acc, top, total, pages, table, k_base, v_base, first, last, end, page_stride, slot_stride, factor,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over keys ``[first, last)``, in units of log2; row i sees the keys below ``seen[i]``.
+
+    ``pages`` holds the page of every key of the coming tile: a page id is loaded one tile before its keys are, because
+    the pipeline spends a stage on every link of a chain of loads.
+    """
+    columns = tl.arange(0, KEYS)
+    for start in tl.range(first, last, KEYS, num_stages=STAGES):
+        keys = start + columns
+        at = pages.to(tl.int64) * page_stride + (keys % PAGE) * slot_stride
+        coming = keys + KEYS
+        pages = tl.load(table + coming // PAGE, mask=coming < end, other=0)
+        k = _rows(k_base, at, keys < end, DIM, WIDTH, False)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if MASKED:
+            scores = tl.where(keys[None, :] < seen[:, None], scores, float("-inf"))
+        # Weights are relative to the largest score so far. When that grows, what is summed up already shrinks with it.
+        new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+        weights = tl.math.exp2(scores * factor - new_top[:, None])
+        shrink = tl.math.exp2(top - new_top)
+        # Slots beyond the last visible key may hold NaN, which a weight of 0 does not undo.
+        v = _rows(v_base, at, keys < end, DIM, WIDTH, MASKED)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        total = total * shrink + tl.sum(weights, 1)
+        top = new_top
+    return acc, top, total, pages
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def attend_item(  # type: ignore[no-untyped-def]
+    item, head, q, pool, tables, out, lse, partial, partial_lse, partial_rows,
+    q_token, q_head, page_stride, value_stride, head_stride, slot_stride, table_stride, out_token, out_head, factor,
+    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, SPLIT_MASK: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Attend one item of one KV head, to ``out`` if it is whole, to the scratch if it is a piece."""
+    rows = tl.load(item + 1)
+    position = tl.load(item + 2)
+    table = tables + tl.load(item + 3).to(tl.int64) * table_stride
+    first_row = tl.load(item + 4)
+    start = tl.load(item + 5)
+    end = tl.load(item + 6)
+
+    keys = start + tl.arange(0, KEYS)
+    pages = tl.load(table + keys // PAGE, mask=keys < end, other=0)
+    # The query heads of one KV head are rows of one block: keys are read once for all of them.
+    row = first_row + tl.arange(0, ROWS)
+    token = (tl.load(item) + row // GROUPS).to(tl.int64)
+    q_at = token * q_token + (head * GROUPS + row % GROUPS) * q_head
+    block = _rows(q, q_at, row < rows, DIM, WIDTH, True)
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    top = tl.zeros([ROWS], tl.float32) + LOWEST
+
+    k_base = pool + head * head_stride
+    v_base = k_base + value_stride
+    middle = start
+    if SPLIT_MASK:
+        plain = tl.minimum(position + first_row // GROUPS + 1, end) // KEYS * KEYS  # all rows see these
+        middle = tl.maximum(plain, start)
+        acc, top, total, pages = _walk(
+            block, row, acc, top, total, pages, table, k_base, v_base, start, middle, end,
+            page_stride, slot_stride, factor, DIM, WIDTH, PAGE, KEYS, STAGES, False,
+        )  # fmt: skip
+    # Read again what the walk before does not need, past the compiler's back: it holds no registers meanwhile.
+    seen = tl.load(item + 2, volatile=True) + 1
+    seen += (tl.load(item + 4, volatile=True) + tl.arange(0, ROWS)) // GROUPS
+    acc, top, total, pages = _walk(
+        block, seen, acc, top, total, pages, table, k_base, v_base, middle, end, end,
+        page_stride, slot_stride, factor, DIM, WIDTH, PAGE, KEYS, STAGES, True,
+    )  # fmt: skip
+
+    divisor = tl.where(total > 0, total, 1.0)
+    result = acc / divisor[:, None]
+    log2_sum = tl.where(total > 0, top + tl.math.log2(divisor), float("-inf"))
+    q_start = tl.load(item, volatile=True)
+    row = tl.load(item + 4, volatile=True) + tl.arange(0, ROWS)
+    valid = row < tl.load(item + 1, volatile=True)
+    scratch = tl.load(item + 7)
+    dims = tl.arange(0, WIDTH)
+    if scratch < 0:
+        token = (q_start + row // GROUPS).to(tl.int64)
+        query_head = head * GROUPS + row % GROUPS
+        pointers = out + (token * out_token + query_head * out_head)[:, None] + dims[None, :]
+        tl.store(pointers, result.to(out.dtype.element_ty), mask=valid[:, None] & (dims < DIM)[None, :])
+        if LSE:
+            tl.store(
+                lse + token * (KV_HEADS * GROUPS) + query_head, log2_sum * 0.6931471805599453, mask=valid
+            )
+    else:
+        at = head.to(tl.int64) * partial_rows + scratch + tl.arange(0, ROWS)
+        tl.store(partial + at[:, None] * WIDTH + dims[None, :], result, mask=valid[:, None])
+        tl.store(partial_lse + at, log2_sum, mask=valid)

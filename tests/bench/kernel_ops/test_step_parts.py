@@ -1,0 +1,222 @@
+"""The parts of a decode step: what of a timeline falls to whom, what a report says when ways do not agree. The whole
+program runs with PENSIEVE_LONG_TESTS=1, on a tiny shape without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch.autograd.profiler_util import FunctionEvent
+
+from support.lengths import LONG
+from support.replay.benches import load_bench
+from support.sources import ROOT
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return load_bench("kernel_ops/step_parts", monkeypatch)
+
+
+@pytest.fixture
+def kernel_times(bench: Any) -> Any:
+    from kernel_ops import kernel_times
+
+    return kernel_times
+
+
+def test_waiting_for_the_launch_before_is_nobodys_time_alone(kernel_times: Any) -> None:
+    timeline = [
+        ("_attend", 0, 100), ("_merge", 10, 110), ("nvjet_sm90_tst_128x64_splitK_TNT", 115, 150),
+        ("void cublasLt::splitKreduce_kernel<32>", 150, 160), ("_norm_rows", 161, 165), ("_upload", 165, 166),
+    ]  # fmt: skip
+    found = kernel_times.shares([kernel_times.Kernel(*one) for one in reversed(timeline)], 1)
+    assert {part: (share.ms * 1e3, round(share.alone_ms * 1e3)) for part, share in found.items()} == {
+        "attention": (100, 100), "merge": (100, 10), "products": (35, 35), "split-K sum": (10, 10), "norm": (4, 4),
+        "rest": (1, 1), "nothing": (0, 6),
+    }  # fmt: skip
+    assert sum(share.alone_ms for share in found.values()) == pytest.approx(0.166)
+    twice = kernel_times.shares([kernel_times.Kernel("_merge", 0, 4), kernel_times.Kernel("_merge", 6, 8)], 2)
+    assert twice["merge"].launches == 1 and twice["merge"].ms == 0.003
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("_attend_joining", "attention"), ("attend_hopper", "attention"), ("_sum_norm_rows", "norm"),
+        ("_prepare_and_store", "KV write"), ("_activate", "activation"), ("elementwise_kernel", "rest"),
+    ],
+)  # fmt: skip
+def test_kernels_by_their_names(kernel_times: Any, name: str, part: str) -> None:
+    assert kernel_times.Kernel(name, 0, 1).part == part
+
+
+def test_the_profiler_is_asked_for_kernels(kernel_times: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+    events = [
+        FunctionEvent(1, "_attend", 0, 5.0, 9.5, device_type=cuda),
+        FunctionEvent(2, "Memcpy DtoD", 0, 1, 2, device_type=cuda),
+        FunctionEvent(3, "cudaGraphLaunch", 0, 1, 2, device_type=cpu),
+    ]  # fmt: skip
+    profiler = mock.MagicMock()
+    profiler.return_value.__enter__.return_value.events.return_value = events
+    monkeypatch.setattr(torch.profiler, "profile", profiler)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert kernel_times.profiled(lambda: None, 3) == [kernel_times.Kernel("_attend", 5.0, 9.5)]
+
+
+class StandIn:
+    """Steps that take no time; ``joined`` answers a little differently."""
+
+    on_gpu = True
+
+    def __init__(self, off: float, impossible: Any) -> None:
+        self.off, self.impossible = off, impossible
+
+    def made(self, way: Any, size: int) -> Any:
+        if way is self.impossible:
+            raise RuntimeError("no cuBLASLt in this build\nand more")
+        return way
+
+    def answers(self, way: Any, size: int) -> torch.Tensor:
+        return torch.ones(size, 4) + (self.off if way.joining else 0.0)
+
+    def merges(self, size: int) -> int:
+        return 3
+
+    def least_bytes(self, batch: int) -> int:
+        return batch
+
+    def timed(self, made: dict[str, Any], rounds: int, steps: int) -> dict[str, float]:
+        return {name: 2.0 if name == "now" else 1.0 for name in made}
+
+
+@pytest.mark.parametrize("off", [0.0, 1e-6])
+def test_ways_that_differ_end_the_program(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, off: float
+) -> None:
+    monkeypatch.setattr(bench, "profiled", lambda run, steps: [])
+    sections = bench.step_sections(StandIn(off, bench.WAYS["cuBLASLt"]), 64, tuple(bench.WAYS), 1)
+    assert [row["way"] for row in sections["not possible"]] == ["cuBLASLt"]
+    assert "and more" not in sections["not possible"][0]["error"]
+    assert {row["way"]: row["÷ now"] for row in sections["step"]}["joined"] == 0.5
+    monkeypatch.setattr(bench, "run_child", lambda name, *rest: sections if not name else {"failed": "gone"})
+    done = CliRunner().invoke(bench.main, ["--out", str(tmp_path)])
+    assert done.exit_code == 1, "a process failed"
+    monkeypatch.setattr(bench, "run_child", lambda *rest: sections)
+    done = CliRunner().invoke(bench.main, ["--out", str(tmp_path)])
+    assert done.exit_code == (1 if off else 0), done.output
+    wrong = sections | {"attention": [{"shape": "decode", "as it must be": False}]}
+    monkeypatch.setattr(bench, "run_child", lambda *rest: wrong)
+    assert CliRunner().invoke(bench.main, ["--out", str(tmp_path / "wrong")]).exit_code == 1
+    report = json.loads((tmp_path / "step_parts.json").read_text())
+    assert set(report["processes"]) == set(bench.PROCESSES)
+    assert "| 64 | joined | 1.0 | 0.5 |" in (tmp_path / "step_parts.md").read_text()
+
+
+def test_attention_is_timed_both_ways(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU nothing is timed, and attention is a stand-in that a plan with joins puts off by one."""
+    attention = bench.attention
+
+    def attend(
+        q: torch.Tensor, pool: Any, spans: Any, tables: Any, *, scale: float, out: torch.Tensor
+    ) -> None:
+        (plan,) = spans.plans.values()
+        assert plan.words[0], "a plan without work"
+        out.fill_(1.0 + (plan.capacity.joins > 0 and len(q) > 1))
+
+    monkeypatch.setattr(attention, "ragged_paged_attention", attend)
+    monkeypatch.setattr(attention, "times", lambda ways, *rest: dict(zip(ways, (4.0, 3.0, 2.0), strict=True)))
+    monkeypatch.setattr(
+        attention, "shapes", lambda: {"decode_B1": [(1, 300)], "q8": [(8, 64)] * 3, "mixed": []}
+    )
+    rows = attention.joined_rows(4, 2, "cpu")
+    assert [(row["shape"], row["kind"], row["as it must be"]) for row in rows] == [
+        ("decode_B1", "narrow", True), ("q8", "narrow", False),
+    ]  # fmt: skip
+    assert rows[0]["÷ apart"] == 0.75
+
+
+def test_a_process_that_fails_keeps_what_it_found(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    to = tmp_path / "found.json"
+    script = tmp_path / "script.py"
+    script.write_text(f"open({str(to)!r}, 'w').write('{{\"step\": []}}')\nraise ValueError('no more')\n")
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    found = bench.run_child("", [], to, 60)
+    assert found["step"] == [] and found["failed"].endswith("ValueError: no more")
+
+
+def test_all_ways_of_cublaslt_are_asked_for(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a library that says yes: how the functions are called, not what they do."""
+    from kernel_ops import cublaslt
+
+    library = mock.MagicMock()
+    for name in ("Create", "MatmulDescCreate", "MatmulDescSetAttribute", "MatmulPreferenceCreate", "MatrixLayoutCreate",
+                 "MatmulPreferenceSetAttribute", "MatmulAlgoConfigGetAttribute", "Matmul"):  # fmt: skip
+        getattr(library, f"cublasLt{name}").return_value = 0
+
+    def heuristic(*arguments: Any) -> int:
+        arguments[8][0].state, arguments[8][1].state = 0, 15
+        arguments[9]._obj.value = 2
+        return 0
+
+    library.cublasLtMatmulAlgoGetHeuristic.side_effect = heuristic
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: library)
+    monkeypatch.setattr(
+        Path, "read_text", lambda path: "7f00-7f01 r-xp 0 0:0 1   /opt/lib/libcublasLt.so.13\n"
+    )
+    monkeypatch.setattr(cublaslt, "WORKSPACE", 64)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: empty(*shape, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: mock.MagicMock(cuda_stream=7))
+    assert ctypes.sizeof(cublaslt.Found) == 96
+    x, weight, out = torch.zeros(2, 8), torch.zeros(4, 8), torch.zeros(2, 4)
+    ways = cublaslt.Lt().ways(x, weight, out)
+    assert [split for split, _ in ways] == [0], "a way that is not possible is left out"
+    ways[0][1](weight)
+    assert len(library.cublasLtMatmul.call_args.args) == 16
+    assert library.cublasLtMatmul.call_args.args[3].value == weight.data_ptr()
+    sizes = [
+        tuple(number.value for number in call.args[2:])
+        for call in library.cublasLtMatrixLayoutCreate.call_args_list
+    ]
+    assert sizes == [(8, 4, 8), (8, 2, 8), (4, 2, 4)]
+    library.cublasLtMatmul.return_value = 13
+    with pytest.raises(RuntimeError, match="cublasLtMatmul: status 13"):
+        ways[0][1](weight)
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.skipif(not LONG, reason="takes a minute: set PENSIEVE_LONG_TESTS=1")
+def test_the_whole_program_without_a_gpu(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-P",
+        "bench/kernel_ops/step_parts.py",
+        "--device",
+        "cpu",
+        "--shape",
+        "tiny-llama-gqa1",
+    ]
+    done = subprocess.run(
+        [*command, "--batch", "1", "--context", "130", "--rounds", "1", "--out", str(tmp_path)],
+        cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "step_parts.json").read_text())["processes"][""]
+    joined = [row for row in report["agreement"] if row["way"] == "joined"]
+    assert len(joined) == 1 and all(row["same bits"] for row in joined)
+    assert any(row["merges"] for row in joined)
+    assert len(report["products"]) == 4
