@@ -171,6 +171,7 @@ def stream_turn(
         hints=_hints(options),
         annotations=options.get("annotations"),
         mark=options.get("mark"),
+        calls=_call_bounds(options),
     )
     if (limit := options.get("max_duration")) is not None:
         spec.max_duration.CopyFrom(duration(limit))
@@ -191,6 +192,11 @@ def choose_candidate(
     return pb.ChooseCandidateRequest(
         session=session, request_id=named, candidate=candidate, expected_revision=expected_revision
     )
+
+
+def _call_bounds(options: Mapping[str, Any]) -> pb.CallBounds | None:
+    begin, one = options.get("must_call"), options.get("single_call", False)
+    return pb.CallBounds(begin_with=begin, one=one) if begin is not None or one else None
 
 
 def _hints(options: Mapping[str, Any]) -> pb.TurnHints | None:

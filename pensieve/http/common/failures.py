@@ -65,6 +65,7 @@ _PARAMS: Final = {
     "text": "input",
     "tools_json": "tools",
     "overflow_policy": "truncation",
+    "begin_with": "tool_choice",
     "system_prompt": "instructions",
 }
 """Fields of the service that have another name at the door."""
