@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from pensieve.client import Role, TurnOptions
-from pensieve.http.common.contents import Content, Said, Talk, called, said, talk_of, text_of
+from pensieve.http.common.contents import Content, Said, Talk, called, check_number, said, talk_of, text_of
 from pensieve.http.common.failures import bad, unsupported
 from pensieve.http.common.logprobs import MAX_TOP
 from pensieve.http.common.requests import ChunkOptions, Drawing, Positive, by_token
@@ -74,6 +74,7 @@ class ChatRequest(Drawing, kw_only=True):
         """Raises HttpFailure for what is asked for and not done."""
         if not self.messages:
             raise bad("messages", "must not be empty")
+        check_number(self.messages, "messages")
         check_tools(self.tools or (), self.tool_choice)
         if self.functions:
             raise unsupported("functions", "function calls are not supported")

@@ -21,7 +21,8 @@ _MISSING: Final = re.compile(r"Object missing required field `(.*?)`")
 
 
 async def read_json(request: Request, kind: type[T], max_bytes: int) -> T:
-    """The body as ``kind``. Raises HttpFailure: 413 before more than ``max_bytes`` are read, 400 for what is wrong."""
+    """The body as ``kind``. Raises HttpFailure: 413 before more than ``max_bytes`` are read, 415 for a compressed
+    one, 400 for what is wrong."""
     try:
         return msgspec.json.decode(await _read(request, max_bytes), type=kind)
     except msgspec.ValidationError as error:
@@ -44,6 +45,11 @@ def _wrong(message: str) -> HttpFailure:
 
 async def _read(request: Request, max_bytes: int) -> bytes:
     too_large = HttpFailure(413, f"the body is larger than {max_bytes} bytes", code="request_too_large")
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.lower() != "identity":
+        raise HttpFailure(
+            415, f"a body with content-encoding {coding!r} is not read", code="unsupported_media_type"
+        )
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes:
         raise too_large

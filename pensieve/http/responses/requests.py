@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from pensieve.client import Role, TurnOptions
-from pensieve.http.common.contents import Content, Said, called, said, text_of
+from pensieve.http.common.contents import Content, Said, called, check_number, said, text_of
 from pensieve.http.common.failures import bad, unsupported
 from pensieve.http.common.logprobs import MAX_TOP
 from pensieve.http.common.requests import Drawing, Positive
@@ -117,6 +117,7 @@ class ResponseRequest(Drawing, kw_only=True):
             return [said("user", self.input, "input")]
         if not self.input:
             raise bad("input", "must not be empty")
+        check_number(self.input, "input")
         return messages_of(self.input, "input")
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from pensieve.client import ServerInfo, TurnOptions
-from pensieve.http.common.failures import bad, unsupported
+from pensieve.http.common.failures import HttpFailure, bad, unsupported
 from pensieve.speech import SpeechForm
 
 
@@ -96,43 +96,52 @@ class ToolChoice:
                 return cls()
             case "none":
                 return cls(none=True)
-            case "required" if not tools:
-                raise bad("tool_choice", "there are no tools to choose from")
             case "required":
+                if not tools:
+                    raise bad("tool_choice", "there are no tools to choose from")
                 return cls(must_call="")
-            case {"type": "function", "name": str(name)} | {
-                "type": "function",
-                "function": {"name": str(name)},
-            }:
-                return cls(must_call=_offered(name, tools))
             case {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(allowed)}}:
                 return cls._among(mode, allowed, tools)
             case {"type": "allowed_tools", "mode": mode, "tools": list(allowed)}:
                 return cls._among(mode, allowed, tools)
-            case {"type": "function" | "allowed_tools"}:
-                raise bad("tool_choice", "does not say which functions")
-            case {"type": kind}:
-                raise unsupported("tool_choice", f"{kind!r} is not supported: functions only")
-        raise bad("tool_choice", "must be none, auto, required, or name a function")
+        name = _name_of(choice)
+        if name not in _names(tools):
+            raise _unknown(name)
+        return cls(must_call=name)
 
     @classmethod
     def _among(cls, mode: Any, allowed: Sequence[Any], tools: Sequence[OfferedTool]) -> ToolChoice:
-        named = [cls.of(one, tools).must_call for one in allowed if isinstance(one, dict)]
-        if mode not in ("auto", "required") or not named or len(named) < len(allowed):
-            raise bad("tool_choice", "needs a mode, auto or required, and the functions that are allowed")
-        if mode == "required" and len(set(named)) == 1:
-            return cls(must_call=named[0])
-        if set(named) != {tool.definition.name for tool in tools if tool.definition is not None}:
+        if mode not in ("auto", "required") or not 0 < len(allowed) <= len(tools):
+            raise bad("tool_choice", "needs a mode, auto or required, and the tools that are allowed")
+        named, offered = set(map(_name_of, allowed)), _names(tools)
+        for name in named - offered:
+            raise _unknown(name)
+        if mode == "required" and len(named) == 1:
+            return cls(must_call=named.pop())
+        if named != offered:
             raise unsupported(
                 "tool_choice", "some of the tools cannot be excluded: offer only the allowed ones in tools"
             )
         return cls(must_call="" if mode == "required" else None)
 
 
-def _offered(name: str, tools: Sequence[OfferedTool]) -> str:
-    if not any(tool.definition is not None and tool.definition.name == name for tool in tools):
-        raise bad("tool_choice", f"there is no function {name!r} in tools")
-    return name
+def _name_of(choice: Any) -> str:
+    match choice:
+        case {"type": "function", "name": str(name)}:
+            return name
+        case {"type": "function", "function": {"name": str(name)}}:
+            return name
+        case {"type": str(kind)} if kind not in ("function", "allowed_tools"):
+            raise unsupported("tool_choice", f"{kind!r} is not supported: functions only")
+    raise bad("tool_choice", "must be none, auto, required, or name functions")
+
+
+def _names(tools: Sequence[OfferedTool]) -> set[str]:
+    return {tool.definition.name for tool in tools if tool.definition is not None}
+
+
+def _unknown(name: str) -> HttpFailure:
+    return bad("tool_choice", f"there is no function {name!r} in tools")
 
 
 def check_tools(tools: Sequence[OfferedTool], choice: Any) -> None:
