@@ -262,15 +262,34 @@ async def test_two_clients_take_up_one_stream() -> None:
             assert (await other).text.split("\n\n") == whole[after + 1 :]
 
 
-@pytest.mark.parametrize(
-    ("route", "asked", "events"),
-    [
-        (RESPONSES, {"input": "hi"}, 5),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, 1),
-        ("/v1/completions", {"prompt": "hi"}, 1),
-    ],
+ASKED: tuple[tuple[str, dict[str, Any]], ...] = (
+    (RESPONSES, {"input": "hi"}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+    ("/v1/completions", {"prompt": "hi"}),
 )
-async def test_who_leaves_at_any_event_leaves_no_turn(route: str, asked: dict[str, Any], events: int) -> None:
+
+
+@pytest.mark.parametrize(("route", "asked"), ASKED)
+async def test_who_does_not_wait_for_a_whole_answer_leaves_no_turn(route: str, asked: dict[str, Any]) -> None:
+    body = json.dumps(asked).encode()
+    head = f"POST {route} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    async with wired() as on:
+        on.service.link.answer = None
+        with socket.create_connection(("127.0.0.1", on.port)) as caller:
+            caller.sendall(head + body)
+            generation = await on.service.link.next_generation()
+            generation.admit()
+            generation.emit(*encode("hello"))
+        async with asyncio.timeout(60):
+            while on.service.conversations.turns.running or not generation.cancelled:
+                await asyncio.sleep(0.01)
+        sessions = (await on.service.api.ListSessions(pb.ListSessionsRequest())).sessions
+        assert all(not one.HasField("active_turn") and one.revision <= 1 for one in sessions)
+
+
+@pytest.mark.parametrize(("route", "asked"), ASKED)
+async def test_who_leaves_at_any_event_leaves_no_turn(route: str, asked: dict[str, Any]) -> None:
+    events = 5 if route == RESPONSES else 1
     async with door(answer=None) as rig:
         for leaving in range(events + 1):
             async with (

@@ -18,6 +18,7 @@ from pensieve.http.common.callers import Caller
 from pensieve.http.common.contents import Talk
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.heads import begin, noting
+from pensieve.http.common.presence import while_there
 from pensieve.http.common.refusals import leaving_nothing
 from pensieve.http.common.requests import request_id_of
 from pensieve.http.common.streams import EventStream
@@ -51,7 +52,7 @@ async def create(request: Request) -> Response:
                 door.heads.ended(caller.scope, talk, session.id, turn)
 
         if not body.stream:
-            turn = await stream.finish()
+            turn = await while_there(request, stream.finish())
             note(turn)
             return door.answer(completion.whole(turn), request)
         include_usage = body.stream_options is not None and body.stream_options.include_usage

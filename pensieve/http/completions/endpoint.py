@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from pensieve.http.common.bodies import read_json
 from pensieve.http.common.door import HttpDoor
+from pensieve.http.common.presence import while_there
 from pensieve.http.common.requests import request_id_of
 from pensieve.http.common.streams import EventStream
 from pensieve.http.completions.answers import TextCompletion
@@ -29,4 +30,4 @@ async def create(request: Request) -> Response:
         completion = TextCompletion(f"cmpl-{turn_id.hex}", model, body, begun)
         if body.stream:
             return EventStream(completion.chunks(), held.pop_all(), door.headers(request))
-        return door.answer(await completion.whole(), request)
+        return door.answer(await while_there(request, completion.whole()), request)

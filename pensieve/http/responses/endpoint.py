@@ -17,6 +17,7 @@ from pensieve.http.common.callers import Caller
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import HttpFailure, bad
 from pensieve.http.common.heads import noting
+from pensieve.http.common.presence import while_there
 from pensieve.http.common.refusals import leaving_nothing
 from pensieve.http.common.requests import request_id_of, unstored_id, whole_number
 from pensieve.http.common.streams import EventStream
@@ -60,7 +61,7 @@ async def create(request: Request) -> HttpResponse:
             return EventStream(chunks, held.pop_all(), door.headers(request))
         if body.background:
             return door.answer(response.begun(), request)
-        turn = await begun.stream.finish()
+        turn = await while_there(request, begun.stream.finish())
         _remember(door, caller, begun, turn)
         # Of a retry, what the first try was told.
         return door.answer(Response.read(begun.id, info, turn).ended(turn), request)
