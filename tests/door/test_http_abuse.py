@@ -16,6 +16,8 @@ import pytest
 
 from pensieve.http import wire
 from pensieve.http.app import make_app
+from pensieve.http.common import bodies
+from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.settings import DoorSettings
 from pensieve.http.run import running
 from pensieve.v1 import pensieve_pb2 as pb
@@ -32,6 +34,7 @@ class Wire:
     """A door as it really runs, and what is behind it."""
 
     service: Rig
+    door: HttpDoor
     port: int
 
     async def says(self, *sent: bytes, pause_s: float = 0.0) -> bytes:
@@ -59,7 +62,7 @@ async def wired(**settings: Any) -> AsyncIterator[Wire]:
             app = make_app(DoorSettings(service.target, **settings))
             async with running(app, listener, None) as server:
                 try:
-                    yield Wire(service, listener.getsockname()[1])
+                    yield Wire(service, app.state.door, listener.getsockname()[1])
                 finally:
                     server.should_exit = server.force_exit = True
 
@@ -160,6 +163,32 @@ async def test_who_reads_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Non
             assert generation.cancelled
         sessions = (await on.service.api.ListSessions(pb.ListSessionsRequest())).sessions
         assert [one.item_count for one in sessions] == [0]
+
+
+async def test_large_bodies_that_never_end_have_bounded_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "ROOM", 2)
+    most = 4 * bodies.SMALL_BYTES
+    head = POST + CLOSING + b"Content-Length: %d\r\n\r\n" % most
+    async with wired(max_body_bytes=most) as on, contextlib.AsyncExitStack() as held:
+        for _ in range(2):
+            caller = held.enter_context(socket.socket())
+            caller.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(caller, ("127.0.0.1", on.port))
+            await asyncio.get_running_loop().sock_sendall(caller, head + b" " * (most - 1))
+
+        async with asyncio.timeout(60):
+            while on.door.bodies.room > 2:
+                await asyncio.sleep(0.01)
+        answer = await on.says(head + b" " * (most - len(BODY)) + BODY)
+        assert error_in(answer) == (429, "server_overloaded") and b"retry-after: 1" in answer
+        # Small ones pass, and when the others have left, so do large ones.
+        small = POST + CLOSING + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+        assert b" 200 OK" in await on.says(small)
+        await held.aclose()
+        async with asyncio.timeout(60):
+            while on.door.bodies.room < 2 * most:
+                await asyncio.sleep(0.01)
+        assert b" 200 OK" in await on.says(head + b" " * (most - len(BODY)) + BODY)
 
 
 async def test_the_key_of_a_stored_response_does_not_erase_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import shutil
@@ -47,8 +48,10 @@ def client_of(server: ServerProcess, key: str = "none", **options: Any) -> OpenA
 def door_of(server: ServerProcess) -> int:
     """Process id of the door; 0 while there is none."""
     for pid in children(server.process.pid):
-        if b"pensieve.http.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return pid
+        # One that has just died may be gone by now.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if b"pensieve.http.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
     return 0
 
 

@@ -13,7 +13,6 @@ from pensieve.client import AsyncSession, AsyncTurnStream, Turn, TurnOptions
 from pensieve.errors import NotFound
 from pensieve.http.chat.completions import ChatCompletion
 from pensieve.http.chat.requests import ChatRequest
-from pensieve.http.common.bodies import read_json
 from pensieve.http.common.callers import Caller
 from pensieve.http.common.contents import Talk
 from pensieve.http.common.door import HttpDoor
@@ -28,7 +27,7 @@ from pensieve.http.tools.definitions import tool_use
 async def create(request: Request) -> Response:
     """Answer the last messages; the history before them is found, not computed."""
     door = HttpDoor.of(request)
-    body = await read_json(request, ChatRequest, door.settings.max_body_bytes)
+    body = await door.bodies.read(request, ChatRequest)
     body.check()
     talk, options, turn_id = body.talk, body.turn_options, request_id_of(request)
     async with AsyncExitStack() as held:

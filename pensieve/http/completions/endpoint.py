@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pensieve.http.common.bodies import read_json
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.presence import while_there
 from pensieve.http.common.requests import request_id_of
@@ -20,7 +19,7 @@ from pensieve.http.completions.requests import CompletionRequest
 async def create(request: Request) -> Response:
     """Go on with the prompts."""
     door = HttpDoor.of(request)
-    body = await read_json(request, CompletionRequest, door.settings.max_body_bytes)
+    body = await door.bodies.read(request, CompletionRequest)
     body.check()
     prompts, turn_id = body.prompts, request_id_of(request)
     async with AsyncExitStack() as held:

@@ -12,7 +12,6 @@ from starlette.responses import Response as HttpResponse
 
 from pensieve.client import AsyncSession, Role, Turn, TurnState
 from pensieve.errors import Aborted, Cancelled, NotFound
-from pensieve.http.common.bodies import read_json
 from pensieve.http.common.callers import Caller
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import HttpFailure, bad
@@ -34,7 +33,7 @@ from pensieve.http.tools.definitions import tool_use
 async def create(request: Request) -> HttpResponse:
     """Answer the input."""
     door = HttpDoor.of(request)
-    body = await read_json(request, ResponseRequest, door.settings.max_body_bytes)
+    body = await door.bodies.read(request, ResponseRequest)
     body.check()
     async with AsyncExitStack() as held:
         caller = await held.enter_async_context(door.callers.of(request))
