@@ -48,8 +48,7 @@ def client_of(server: ServerProcess, key: str = "none", **options: Any) -> OpenA
 def door_of(server: ServerProcess) -> int:
     """Process id of the door; 0 while there is none."""
     for pid in children(server.process.pid):
-        # One that has just died may be gone by now.
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it may have died by now
             if b"pensieve.http.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return pid
     return 0
