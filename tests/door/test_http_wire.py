@@ -120,7 +120,7 @@ async def test_odd_http_is_served() -> None:
 
 
 async def test_who_stands_still_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "HEAD_S", 0.3)
+    monkeypatch.setattr(wire, "HEAD_S", 0.7)
     async with wired() as on:
         assert error_in(await on.says()) == (408, "request_timeout")
         # One byte now and then is standing still, too: on a fresh connection, and behind an answer.
@@ -135,7 +135,7 @@ async def test_who_stands_still_is_left(monkeypatch: pytest.MonkeyPatch) -> None
         )
         generation = await on.service.link.next_generation()
         generation.admit()
-        await asyncio.sleep(0.8)
+        await asyncio.sleep(1.0)
         generation.emit(*encode("a"))
         generation.finish()
         assert b" 200 OK" in await asking
