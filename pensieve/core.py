@@ -77,6 +77,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
     """None: until an end-of-sequence token comes or the context is full."""
     min_output_tokens: int = 0
     """No end-of-sequence or stop token ends the output before this many tokens."""
+    opening: tuple[int, ...] = ()
+    """What the output begins with: these tokens are chosen, whatever the logits say. They are output like any other."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -106,6 +108,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
             or self.needs_context
             or self.logit_bias
             or self.min_output_tokens
+            or self.opening
             or self.top_logprobs is not None
         )
 

@@ -16,6 +16,7 @@ from pensieve.client.arguments.words import Role
 from pensieve.errors import InvalidArgument
 from pensieve.v1 import pensieve_pb2 as pb
 
+_MAX_ID_CHARS = 256
 Content = str | Sequence[int]
 """Text goes through the model's chat template, unless it is a ``RawText``; token ids are appended verbatim."""
 InputLike = tuple[Role | str, Content] | Item | ToolResult | CallingMessage
@@ -66,10 +67,14 @@ def tools_json(tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def session_name(name_or_id: str) -> str:
-    """``sessions/{id}`` from either form. Raises InvalidArgument on an empty one."""
-    if not name_or_id.removeprefix("sessions/"):
+    """``sessions/{id}`` from either form. Raises InvalidArgument on an empty one, and on one that no call can carry."""
+    session_id = name_or_id.removeprefix("sessions/")
+    if not session_id:
         raise InvalidArgument.field("session", "must not be empty")
-    return name_or_id if name_or_id.startswith("sessions/") else f"sessions/{name_or_id}"
+    # It travels in metadata too, where gRPC refuses others as if the server had failed. Which are ids, the server says.
+    if len(session_id) > _MAX_ID_CHARS or not (session_id.isascii() and session_id.isprintable()):
+        raise InvalidArgument.field("session", "must be like [a-z0-9][a-z0-9-]{2,62}")
+    return f"sessions/{session_id}"
 
 
 def duration(seconds: float) -> Duration:
@@ -171,6 +176,7 @@ def stream_turn(
         hints=_hints(options),
         annotations=options.get("annotations"),
         mark=options.get("mark"),
+        calls=_call_bounds(options),
     )
     if (limit := options.get("max_duration")) is not None:
         spec.max_duration.CopyFrom(duration(limit))
@@ -191,6 +197,11 @@ def choose_candidate(
     return pb.ChooseCandidateRequest(
         session=session, request_id=named, candidate=candidate, expected_revision=expected_revision
     )
+
+
+def _call_bounds(options: Mapping[str, Any]) -> pb.CallBounds | None:
+    begin, one = options.get("must_call"), options.get("single_call", False)
+    return pb.CallBounds(begin_with=begin, one=one) if begin is not None or one else None
 
 
 def _hints(options: Mapping[str, Any]) -> pb.TurnHints | None:

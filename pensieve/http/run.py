@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 from pensieve.http.app import make_app
 from pensieve.http.common.settings import DoorSettings
 from pensieve.http.tls import TlsFiles, naming, renewing
+from pensieve.http.wire import guarded
 
 __all__ = ["DoorSettings", "TlsFiles", "loop_factory", "running", "serve"]
 
@@ -89,6 +90,8 @@ def _config(
         ssl_context_factory=None if tls is None else lambda _config, _default: renewing(tls),
     )
     config.load()
+    assert not isinstance(config.http_protocol_class, str), "loaded"
+    config.http_protocol_class = guarded(config.http_protocol_class)
     if tls is not None and tls.client_ca is not None:
         config.http_protocol_class = naming(config.http_protocol_class)
     return config

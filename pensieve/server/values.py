@@ -56,6 +56,15 @@ class TurnHints(msgspec.Struct, frozen=True):
     finished: bool = False
 
 
+class CallBounds(msgspec.Struct, frozen=True):
+    """How an answer calls functions."""
+
+    begin_with: str | None = None
+    """It begins as a call of this function, or of any (""); None: as the model likes."""
+    one: bool = False
+    """It ends with its first whole call."""
+
+
 class NewTurn(msgspec.Struct, frozen=True):
     """What a client says of a turn it wants; the same again, with the same request id, is the same turn."""
 
@@ -72,6 +81,7 @@ class NewTurn(msgspec.Struct, frozen=True):
     """The newest revision that the client has seen: a store that is behind it has lost something."""
     annotations: dict[str, str] = {}
     mark: str = ""
+    calls: CallBounds = CallBounds()
 
     def fingerprint(self) -> str:
         """Hash over the fields that say what the turn is.
@@ -86,6 +96,8 @@ class NewTurn(msgspec.Struct, frozen=True):
             self.replace_after_item,
             self.sampling,
             self.max_duration_s,
+            # Others keep the fingerprints that they had: a retry of an older turn is still the same.
+            *((self.calls,) if self.calls != CallBounds() else ()),
         )
 
 

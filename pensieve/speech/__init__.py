@@ -6,7 +6,8 @@ what it wrote, token by token; whoever shows an answer reads it with ``SpeechRea
 May import: nothing else of Pensieve.
 """
 
-from pensieve.speech.calls import SHOWN_MARKS, CallForm, FunctionCall, is_object, written
+from pensieve.speech.calls import SHOWN_MARKS, CallForm, FunctionCall, is_object, opened, written
+from pensieve.speech.ends import FirstCall
 from pensieve.speech.reader import PLAIN, Answer, SpeechForm, SpeechReader, Spoken, Thought, Words, read
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "SHOWN_MARKS",
     "Answer",
     "CallForm",
+    "FirstCall",
     "FunctionCall",
     "SpeechForm",
     "SpeechReader",
@@ -21,6 +23,7 @@ __all__ = [
     "Thought",
     "Words",
     "is_object",
+    "opened",
     "read",
     "written",
 ]

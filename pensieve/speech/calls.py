@@ -52,6 +52,23 @@ class _WrittenCall(msgspec.Struct):
     id: str | None = None
 
 
+class Quotes:
+    """Whether a JSON text that comes in pieces is inside a string."""
+
+    def __init__(self) -> None:
+        self.inside = False
+        self._escaped = False
+
+    def push(self, text: str) -> None:
+        for char in text:
+            if self._escaped:
+                self._escaped = False
+            elif char == "\\":
+                self._escaped = self.inside
+            elif char == '"':
+                self.inside = not self.inside
+
+
 _NAMED: Final = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\s*(\w+))?\s*(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
 """Mistral's later form, without the token before it."""
 
@@ -80,7 +97,8 @@ def llama_calls(text: str) -> tuple[FunctionCall, ...]:
 def mistral_calls(text: str) -> tuple[FunctionCall, ...]:
     """Calls behind the first ``[TOOL_CALLS]``; none unless all of ``text`` is calls."""
     if text.lstrip().startswith("["):
-        listed = _decoded(text, list[_WrittenCall]) or []
+        # A list that was ended with its first call is not closed.
+        listed = _decoded(text, list[_WrittenCall]) or _decoded(f"{text}]", list[_WrittenCall]) or []
         calls = [_call(one, False) for one in listed]
     else:
         calls = [_named_call(part) for part in text.split(TOOL_CALLS)]
@@ -100,6 +118,25 @@ def written(words: str, calls: Sequence[FunctionCall], form: CallForm) -> str:
         case CallForm.MISTRAL:
             texts = [_json(call, "arguments", with_id=True) for call in calls]
             return f"{words}{TOOL_CALLS} [{', '.join(texts)}]" if calls else words
+
+
+def opened(name: str, form: CallForm, template: str) -> str:
+    """How an answer begins that calls this function, or any ("").
+
+    It ends where a tokenizer would cut the call too. ``template``: the chat template's source, which shows which of
+    Mistral's forms a model knows.
+    """
+    if form is CallForm.MISTRAL and ARGUMENTS in template:
+        return f"{TOOL_CALLS}{name}{CALL_ID if CALL_ID in template else ARGUMENTS}" if name else TOOL_CALLS
+    key = "parameters" if form is CallForm.LLAMA3 else "arguments"
+    call = f'{{"name": "{name}", "{key}":' if name else '{"name": "'
+    match form:
+        case CallForm.HERMES:
+            return f"{OPEN_CALL}\n{call}"
+        case CallForm.LLAMA3:
+            return call
+        case CallForm.MISTRAL:
+            return f"{TOOL_CALLS}{' ' if f'{TOOL_CALLS} [' in template else ''}[{call}"
 
 
 def is_object(text: str) -> bool:

@@ -7,7 +7,7 @@ that turns out not to be JSON is words after all. So whatever was told stays rig
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from pensieve.speech.calls import (
@@ -17,6 +17,7 @@ from pensieve.speech.calls import (
     TOOL_CALLS,
     CallForm,
     FunctionCall,
+    Quotes,
     llama_calls,
     mistral_calls,
     one_call,
@@ -31,6 +32,8 @@ class Words:
     """What the model says to who asked."""
 
     text: str
+    end: int = field(default=0, compare=False, repr=False)
+    """Where it ends in the answer, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,7 @@ def joined(parts: Iterable[Spoken]) -> tuple[Spoken, ...]:
     for part in parts:
         last = found[-1] if found else None
         if isinstance(part, Words) and isinstance(last, Words):
-            found[-1] = Words(last.text + part.text)
+            found[-1] = Words(last.text + part.text, part.end)
         elif isinstance(part, Thought) and isinstance(last, Thought):
             found[-1] = Thought(last.text + part.text)
         else:
@@ -111,15 +114,21 @@ class SpeechReader:
         self._form = form
         self._text = ""
         """Not told yet."""
+        self._pushed = 0
+        """Characters of the whole answer so far."""
         self._state = self._thinking if form.begins_thinking else self._beginning
         if form.plain:
             self._state = self._only_words
         self._bare = not form.plain
         """Nothing was told since the beginning, a thought or a call: white space that follows is not told either."""
+        self._looked = 0
+        self._quotes = Quotes()
+        """Of the call that is read, up to the character ``_looked`` of the text."""
 
     def push(self, text: str) -> list[Spoken]:
         """What is certain with some more text."""
         self._text += text
+        self._pushed += len(text)
         return self._run(last=False)
 
     def finish(self) -> list[Spoken]:
@@ -130,7 +139,9 @@ class SpeechReader:
         told: list[Spoken] = []
         while True:
             state = self._state
-            told += state(last)
+            taken = state(last)
+            end = self._pushed - len(self._text)
+            told += [replace(part, end=end) if isinstance(part, Words) else part for part in taken]
             if self._state == state:
                 return [part for part in told if isinstance(part, FunctionCall) or part.text]
 
@@ -193,19 +204,22 @@ class SpeechReader:
             at = self._text.index(OPEN_CALL)
             words = self._text[:at].rstrip()
             self._text, self._state = self._text[len(words) :], self._call
+            self._looked, self._quotes = 0, Quotes()
             return [self._words(words)]
         return [self._words(self._certain(OPEN_CALL, last))]
 
     def _call(self, last: bool) -> list[Spoken]:
         """The text is white space, the opening of a call, and what followed."""
         start = self._text.index(OPEN_CALL) + len(OPEN_CALL)
-        end = self._text.find(CLOSE_CALL, start)
+        end = self._text.find(CLOSE_CALL, max(start, self._looked))
         while end >= 0:
-            inside = self._text[start:end]
-            if call := one_call(inside):
-                return self._called(call, end + len(CLOSE_CALL))
-            if not _in_string(inside):
-                return self._not_called(end + len(CLOSE_CALL))
+            # Each character is looked at once: a model may be made to write no end of closings into a string.
+            self._quotes.push(self._text[max(start, self._looked) : end])
+            self._looked = end
+            if not self._quotes.inside:
+                call = one_call(self._text[start:end])
+                end += len(CLOSE_CALL)
+                return self._called(call, end) if call else self._not_called(end)
             end = self._text.find(CLOSE_CALL, end + 1)
         if not last:
             return []
@@ -264,16 +278,3 @@ def _held(text: str, marker: str) -> int:
     partial = next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
     before = text[: len(text) - partial]
     return partial + len(before) - len(before.rstrip())
-
-
-def _in_string(text: str) -> bool:
-    """Whether a JSON text ends inside a string."""
-    inside = escaped = False
-    for char in text:
-        if escaped:
-            escaped = False
-        elif char == "\\":
-            escaped = inside
-        elif char == '"':
-            inside = not inside
-    return inside

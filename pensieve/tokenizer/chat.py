@@ -20,7 +20,7 @@ import numpy as np
 
 from pensieve.core import TokenArray, TokenText
 from pensieve.errors import InvalidArgument
-from pensieve.speech import SHOWN_MARKS, CallForm
+from pensieve.speech import SHOWN_MARKS, CallForm, SpeechForm, opened
 from pensieve.tokenizer.delta import (
     DeltaRenderer,
     HistoryItem,
@@ -30,7 +30,7 @@ from pensieve.tokenizer.delta import (
     together,
 )
 from pensieve.tokenizer.detokenizer import Detokenizer, TokenBytes
-from pensieve.tokenizer.encoding import Before, TextEncoder
+from pensieve.tokenizer.encoding import Before, Part, TextEncoder
 from pensieve.tokenizer.folder import TokenizerFolder, read_folder
 from pensieve.tokenizer.template import PLAIN_TEMPLATE, ChatTemplate, TemplateError
 from pensieve.tokenizer.tools import Tools, form_of
@@ -136,6 +136,14 @@ class ChatTokenizer:
         if any(self._encoder.has_control(text) for text in found.strings()):
             raise InvalidArgument.field("config.tools_json", "holds a control token of the model")
 
+    def call_opening(self, name: str) -> tuple[int, ...]:
+        """How an answer begins that calls this function, or any (""); the model has to have a ``call_form``."""
+        assert self.call_form is not None
+        # Where the template has begun a thought, it is an empty one, as templates write it that are told not to think.
+        thought = "\n</think>\n\n" if self.thinks == "open" else ""
+        text = thought + opened(name, self.call_form, self._template.source)
+        return tuple(self._encoder.encode([Part(text, True)], Before.TEXT)[0])
+
     def is_closed(self, tokens: TokenArray | Sequence[int]) -> bool:
         """Whether an item with these tokens ends its turn by itself: ``HistoryItem.closed``."""
         return len(tokens) > 0 and int(tokens[-1]) in self.eos_token_ids
@@ -151,6 +159,11 @@ class ChatTokenizer:
         if first and self._token_bytes.strips_leading_space:
             piece = piece.removeprefix(b" ")
         return TokenText(piece, self._token_bytes.name(token_id))
+
+    @property
+    def speech(self) -> SpeechForm:
+        """How answers with calls and thoughts are read."""
+        return SpeechForm(self.call_form, bool(self.thinks), self.thinks == "open")
 
     def detokenizer(self) -> Detokenizer:
         """A detokenizer for one answer, from its first token on."""

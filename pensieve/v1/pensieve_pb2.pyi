@@ -475,7 +475,7 @@ class OutputOptions(_message.Message):
     def __init__(self, token_ids: bool = ..., top_logprobs: _Optional[int] = ..., max_chunk_tokens: _Optional[int] = ..., max_chunk_delay: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pad_chunks: bool = ...) -> None: ...
 
 class TurnSpec(_message.Message):
-    __slots__ = ("request_id", "input", "expected_revision", "replace_after_item", "sampling", "output", "max_duration", "priority", "hints", "known_revision", "annotations", "mark")
+    __slots__ = ("request_id", "input", "expected_revision", "replace_after_item", "sampling", "output", "max_duration", "priority", "hints", "known_revision", "annotations", "mark", "calls")
     class AnnotationsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -495,6 +495,7 @@ class TurnSpec(_message.Message):
     KNOWN_REVISION_FIELD_NUMBER: _ClassVar[int]
     ANNOTATIONS_FIELD_NUMBER: _ClassVar[int]
     MARK_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     input: _containers.RepeatedCompositeFieldContainer[InputItem]
     expected_revision: int
@@ -507,7 +508,16 @@ class TurnSpec(_message.Message):
     known_revision: int
     annotations: _containers.ScalarMap[str, str]
     mark: str
-    def __init__(self, request_id: _Optional[str] = ..., input: _Optional[_Iterable[_Union[InputItem, _Mapping]]] = ..., expected_revision: _Optional[int] = ..., replace_after_item: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., max_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., hints: _Optional[_Union[TurnHints, _Mapping]] = ..., known_revision: _Optional[int] = ..., annotations: _Optional[_Mapping[str, str]] = ..., mark: _Optional[str] = ...) -> None: ...
+    calls: CallBounds
+    def __init__(self, request_id: _Optional[str] = ..., input: _Optional[_Iterable[_Union[InputItem, _Mapping]]] = ..., expected_revision: _Optional[int] = ..., replace_after_item: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., max_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., hints: _Optional[_Union[TurnHints, _Mapping]] = ..., known_revision: _Optional[int] = ..., annotations: _Optional[_Mapping[str, str]] = ..., mark: _Optional[str] = ..., calls: _Optional[_Union[CallBounds, _Mapping]] = ...) -> None: ...
+
+class CallBounds(_message.Message):
+    __slots__ = ("begin_with", "one")
+    BEGIN_WITH_FIELD_NUMBER: _ClassVar[int]
+    ONE_FIELD_NUMBER: _ClassVar[int]
+    begin_with: str
+    one: bool
+    def __init__(self, begin_with: _Optional[str] = ..., one: bool = ...) -> None: ...
 
 class TurnHints(_message.Message):
     __slots__ = ("next_turn_in", "importance", "session_finished")

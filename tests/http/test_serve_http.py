@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import shutil
@@ -48,8 +49,9 @@ def client_of(server: ServerProcess, key: str = "none", **options: Any) -> OpenA
 def door_of(server: ServerProcess) -> int:
     """Process id of the door; 0 while there is none."""
     for pid in children(server.process.pid):
-        if b"pensieve.http.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return pid
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it may have died by now
+            if b"pensieve.http.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
     return 0
 
 

@@ -294,10 +294,21 @@ async def test_no_calls_wanted() -> None:
         assert (await rig.client.responses.retrieve(response.id)).output_text == ROME
 
 
+OTHER: Any = {**TOOL, "name": "traffic"}
+ALLOWED: Any = {
+    "type": "allowed_tools",
+    "mode": "required",
+    "tools": [{"type": "function", "name": "weather"}],
+}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "forced": ({"tool_choice": "required"}, "tool_choice"),
-    "named": ({"tool_choice": {"type": "function", "name": "weather"}}, "tool_choice"),
-    "one at a time": ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+    "forced without tools": ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+    "named and not there": ({"tool_choice": {"type": "function", "name": "traffic"}}, "tool_choice"),
+    "no choice": ({"tool_choice": "weather"}, "tool_choice"),
+    "another kind of choice": ({"tool_choice": {"type": "web_search_preview"}}, "tool_choice"),
+    "allowed, not there": ({"tool_choice": {**ALLOWED, "tools": [{"type": "function", "name": "x"}]}}, "tool_choice"),
+    "nothing allowed": ({"tool_choice": {**ALLOWED, "tools": []}}, "tool_choice"),
+    "some excluded": ({"tools": [TOOL, OTHER], "tool_choice": {**ALLOWED, "mode": "auto"}}, "tool_choice"),
+    "no room": ({"tool_choice": "required", "max_output_tokens": 4}, "max_output_tokens"),
     "no function": ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     "no name": ({"tools": [{"type": "function"}]}, "tools[0].name"),
     "bad name": ({"tools": [{"type": "function", "name": "a b"}]}, "tools"),

@@ -99,6 +99,11 @@ class TurnOptions(SamplingOptions, total=False):
     """Kept with the turn and given back with it (``Turn.annotations``); the model never sees them."""
     mark: str
     """By this, also together with its answer, ``find_turn`` finds the turn once it is committed."""
+    must_call: str
+    """Begin the answer as a call of this function of the session's, or of any if empty. The arguments are the model's
+    own."""
+    single_call: bool
+    """End the answer with its first whole call of a function."""
     on_disconnect: OnDisconnect
     """What becomes of the turn when this client goes away for good; default ``cancel``."""
     timeout: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,6 +56,7 @@ class Changes:
     biased: Ints
     """Places to which ``bias`` is added, each once; [n]"""
     bias: Floats
+    """Infinite for a token that is given: see ``Sampling.opening``."""
     banned: Ints
     """Places that may not be chosen; repeats allowed."""
     everything: Ints
@@ -85,6 +87,11 @@ def changes_of(specs: Sequence[SampleSpec], vocab: int) -> Changes | None:
     everything: list[int] = []
     for row, spec in enumerate(specs):
         sampling, first, touched = spec.sampling, row * vocab, 0
+        if spec.output_index < len(sampling.opening):
+            # Nothing else of the row matters: it is so far above the rest that no draw finds another.
+            biased.append(first + sampling.opening[spec.output_index])
+            bias.append(math.inf)
+            continue
         if sampling.needs_context:
             contexts.append((row, spec))
             touched += sum(len(tokens) for tokens in (spec.prompt, spec.output) if tokens is not None)

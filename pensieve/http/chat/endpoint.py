@@ -13,11 +13,11 @@ from pensieve.client import AsyncSession, AsyncTurnStream, Turn, TurnOptions
 from pensieve.errors import NotFound
 from pensieve.http.chat.completions import ChatCompletion
 from pensieve.http.chat.requests import ChatRequest
-from pensieve.http.common.bodies import read_json
 from pensieve.http.common.callers import Caller
 from pensieve.http.common.contents import Talk
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.heads import begin, noting
+from pensieve.http.common.presence import while_there
 from pensieve.http.common.refusals import leaving_nothing
 from pensieve.http.common.requests import request_id_of
 from pensieve.http.common.streams import EventStream
@@ -27,7 +27,7 @@ from pensieve.http.tools.definitions import tool_use
 async def create(request: Request) -> Response:
     """Answer the last messages; the history before them is found, not computed."""
     door = HttpDoor.of(request)
-    body = await read_json(request, ChatRequest, door.settings.max_body_bytes)
+    body = await door.bodies.read(request, ChatRequest)
     body.check()
     talk, options, turn_id = body.talk, body.turn_options, request_id_of(request)
     async with AsyncExitStack() as held:
@@ -51,7 +51,7 @@ async def create(request: Request) -> Response:
                 door.heads.ended(caller.scope, talk, session.id, turn)
 
         if not body.stream:
-            turn = await stream.finish()
+            turn = await while_there(request, stream.finish())
             note(turn)
             return door.answer(completion.whole(turn), request)
         include_usage = body.stream_options is not None and body.stream_options.include_usage

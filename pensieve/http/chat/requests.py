@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 from pensieve.client import Role, TurnOptions
-from pensieve.http.common.contents import Content, Said, Talk, called, said, talk_of, text_of
+from pensieve.http.common.contents import Content, Said, Talk, called, check_number, said, talk_of, text_of
 from pensieve.http.common.failures import bad, unsupported
 from pensieve.http.common.logprobs import MAX_TOP
 from pensieve.http.common.requests import ChunkOptions, Drawing, Positive, by_token
-from pensieve.http.tools.definitions import OfferedTool, check_tools
+from pensieve.http.tools.definitions import OfferedTool, call_options, check_tools
 
 
 class ChatFunction(msgspec.Struct, frozen=True):
@@ -74,7 +74,8 @@ class ChatRequest(Drawing, kw_only=True):
         """Raises HttpFailure for what is asked for and not done."""
         if not self.messages:
             raise bad("messages", "must not be empty")
-        check_tools(self.tools or (), self.tool_choice, self.parallel_tool_calls)
+        check_number(self.messages, "messages")
+        check_tools(self.tools or (), self.tool_choice)
         if self.functions:
             raise unsupported("functions", "function calls are not supported")
         if self.top_logprobs is not None and not self.logprobs:
@@ -100,6 +101,7 @@ class ChatRequest(Drawing, kw_only=True):
     def turn_options(self) -> TurnOptions:
         """For the SDK."""
         options = self.options()
+        options.update(call_options(self.tools or (), self.tool_choice, self.parallel_tool_calls))
         longest = self.max_completion_tokens or self.max_tokens
         if longest is not None:
             options["max_output_tokens"] = longest

@@ -15,21 +15,83 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 BODY_S: Final = 30.0
 """How long a body may take."""
+SMALL_BYTES: Final = 64 * 1024
+"""Bodies up to here need no room: no number of others keeps them out."""
+ROOM: Final = 64
+"""How many of the largest bodies may be on their way at once; many clients that send slowly would fill the memory."""
 _PATH: Final = re.compile(r" - at `\$\.?(.*)`$")
 """Where msgspec says that a value is wrong."""
 _MISSING: Final = re.compile(r"Object missing required field `(.*?)`")
 
 
-async def read_json(request: Request, kind: type[T], max_bytes: int) -> T:
-    """The body as ``kind``. Raises HttpFailure: 413 before more than ``max_bytes`` are read, 400 for what is wrong."""
-    try:
-        return msgspec.json.decode(await _read(request, max_bytes), type=kind)
-    except msgspec.ValidationError as error:
-        raise _wrong(str(error)) from error
-    except RecursionError as error:
-        raise HttpFailure(400, "the body is nested too deep", code="invalid_json") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise HttpFailure(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+class Bodies:
+    """Reads the bodies of all requests: each is bounded, and so are the large ones that are on their way together."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """``max_bytes``: of one."""
+        self._max_bytes = max_bytes
+        self.room = ROOM * max_bytes
+        """Bytes that have come of no large body yet."""
+
+    async def read(self, request: Request, kind: type[T]) -> T:
+        """The body as ``kind``. Raises HttpFailure: 413 before more than ``max_bytes`` are read, 415 for a compressed
+        one, 429 when too many others are on their way, 400 for what is wrong."""
+        try:
+            return msgspec.json.decode(await self._whole(request), type=kind)
+        except msgspec.ValidationError as error:
+            raise _wrong(str(error)) from error
+        except RecursionError as error:
+            raise HttpFailure(400, "the body is nested too deep", code="invalid_json") from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise HttpFailure(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+
+    async def _whole(self, request: Request) -> bytes:
+        coding = request.headers.get("content-encoding", "identity")
+        if coding.lower() != "identity":
+            raise HttpFailure(
+                415, f"a body with content-encoding {coding!r} is not read", code="unsupported_media_type"
+            )
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > self._max_bytes:
+            raise self._too_large()
+        taken = 0
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > self._max_bytes:
+                        raise self._too_large()
+                    if size > SMALL_BYTES:
+                        taken += self._take(size - taken)
+                    parts.append(part)
+        except ClientDisconnect:
+            raise HttpFailure(
+                400, "the caller left before the body was whole", code="client_disconnected"
+            ) from None
+        except TimeoutError:
+            raise HttpFailure(
+                408, f"the body did not come within {BODY_S:g} s", code="request_timeout"
+            ) from None
+        finally:
+            self.room += taken
+        return b"".join(parts)
+
+    def _take(self, size: int) -> int:
+        if size > self.room:
+            raise HttpFailure(
+                429,
+                "too many large bodies are on their way",
+                kind="rate_limit_error",
+                code="server_overloaded",
+                retry_after_s=1.0,
+            )
+        self.room -= size
+        return size
+
+    def _too_large(self) -> HttpFailure:
+        return HttpFailure(413, f"the body is larger than {self._max_bytes} bytes", code="request_too_large")
 
 
 def _wrong(message: str) -> HttpFailure:
@@ -40,26 +102,3 @@ def _wrong(message: str) -> HttpFailure:
         return HttpFailure(400, message, param=param or None, code="invalid_type")
     param = f"{param}.{missing.group(1)}" if param else missing.group(1)
     return HttpFailure(400, f"{param}: is missing", param=param, code="missing_required_parameter")
-
-
-async def _read(request: Request, max_bytes: int) -> bytes:
-    too_large = HttpFailure(413, f"the body is larger than {max_bytes} bytes", code="request_too_large")
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > max_bytes:
-        raise too_large
-    parts: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for part in request.stream():
-                size += len(part)
-                if size > max_bytes:
-                    raise too_large
-                parts.append(part)
-    except ClientDisconnect:
-        raise HttpFailure(
-            400, "the caller left before the body was whole", code="client_disconnected"
-        ) from None
-    except TimeoutError:
-        raise HttpFailure(408, f"the body did not come within {BODY_S:g} s", code="request_timeout") from None
-    return b"".join(parts)

@@ -15,6 +15,7 @@ from starlette.requests import Request
 
 from pensieve.client import AsyncClient, RetryPolicy
 from pensieve.errors import Cancelled
+from pensieve.http.common.failures import HttpFailure
 from pensieve.http.common.settings import DoorSettings
 
 CERTIFICATE_NAMES: Final = "certificate_names"
@@ -25,6 +26,8 @@ ADDRESS_KEY: Final = "pensieve-caller-address"
 REQUESTS_EACH: Final = 100
 """At once on one connection. A server takes 256 calls on each, and a request may make several at a time; what goes
 beyond would wait in silence until another call ends."""
+MAX_KEY_CHARS: Final = 4096
+"""What is longer, or holds other characters than a header of the service's can, is nobody's key."""
 _OPTIONS: Final = (("grpc.use_local_subchannel_pool", 1),)
 """Else all clients of one process share one connection."""
 
@@ -60,10 +63,17 @@ class Callers:
     async def of(self, request: Request) -> AsyncIterator[Caller]:
         """The caller of a request, by its bearer token, for as long as the request lasts.
 
-        Raises Cancelled (CLIENT_CLOSED) after ``close``.
+        Raises HttpFailure (401) for what can be no key, Cancelled (CLIENT_CLOSED) after ``close``.
         """
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         key = key.strip() if kind.lower() == "bearer" else ""
+        if len(key) > MAX_KEY_CHARS or not (key.isascii() and key.isprintable()):
+            raise HttpFailure(
+                401,
+                "the key is not a key of this server",
+                kind="authentication_error",
+                code="invalid_api_key",
+            )
         who = _Who(key)
         if self._settings.vouches:
             state = request.scope.get("state", {})

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
@@ -14,6 +15,8 @@ from pensieve.http.common.failures import bad, unsupported
 from pensieve.speech import PLAIN, SpeechForm, is_object, read
 
 ROLES = {"system": Role.SYSTEM, "developer": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}
+MAX_MESSAGES: Final = 16384
+"""As many fields as the service reads in one request."""
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
 
 
@@ -142,6 +145,12 @@ def called(name: str, arguments: str, call_id: str, param: str) -> FunctionCall:
     if not is_object(arguments or "{}"):
         raise bad(f"{param}.arguments", "must be a JSON object")
     return FunctionCall(name, arguments or "{}", call_id)
+
+
+def check_number(messages: Sequence[object], param: str) -> None:
+    """Raises HttpFailure when there are more than anybody says: before time is spent on each of them."""
+    if len(messages) > MAX_MESSAGES:
+        raise bad(param, f"has more than {MAX_MESSAGES} elements")
 
 
 def talk_of(messages: Sequence[Said], param: str) -> Talk:

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pensieve.client import ServerInfo
+from pensieve.http.common.bodies import Bodies
 from pensieve.http.common.callers import Caller, Callers
 from pensieve.http.common.failures import HttpFailure
 from pensieve.http.common.heads import Heads
@@ -26,6 +27,7 @@ class HttpDoor:
 
     def __init__(self, settings: DoorSettings) -> None:
         self.settings = settings
+        self.bodies = Bodies(settings.max_body_bytes)
         self.callers = Callers(settings)
         self.heads = Heads(settings.max_heads)
         self.readiness = Readiness(settings)

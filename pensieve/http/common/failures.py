@@ -65,6 +65,7 @@ _PARAMS: Final = {
     "text": "input",
     "tools_json": "tools",
     "overflow_policy": "truncation",
+    "begin_with": "tool_choice",
     "system_prompt": "instructions",
 }
 """Fields of the service that have another name at the door."""
@@ -77,7 +78,7 @@ def failure_of(error: PensieveError) -> HttpFailure:
             503, "the server is shutting down", kind="server_error", code="draining", retry_after_s=1.0
         )
     status, kind = _STATUS.get(error.code, (500, "server_error"))
-    param = None
+    param = "Idempotency-Key" if error.reason == "REQUEST_ID_REUSED" else None
     if isinstance(error, InvalidArgument) and error.violations:
         name = error.violations[0][0].rpartition(".")[2]
         param = _PARAMS.get(name, name)

@@ -82,16 +82,32 @@ class Drawing(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 def by_token(biases: dict[str, float]) -> dict[int, float]:
     """Logit biases by token id. Raises HttpFailure for a key that is none."""
-    wrong = [name for name in biases if not (name.isdecimal() and int(name) < 1 << 32)]
-    for name in wrong[:1]:
-        raise bad("logit_bias", f"{name!r} is no token id")
-    return {int(name): bias for name, bias in biases.items()}
+    found: dict[int, float] = {}
+    for name, bias in biases.items():
+        token = whole_number(name)
+        if token is None or token >= 1 << 32:
+            raise bad("logit_bias", f"{name!r} is no token id")
+        found[token] = bias
+    return found
+
+
+def whole_number(text: str) -> int | None:
+    """A number as people write it, at most 18 digits long; None for anything else."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None
 
 
 def request_id_of(request: Request) -> uuid.UUID:
     """The turn's request id; made of ``Idempotency-Key`` if there is one, so that a retry finds the first try."""
     key = request.headers.get("idempotency-key", "")
     return uuid.uuid5(_KEYS, key) if key else uuid.uuid4()
+
+
+def unstored_id(turn_id: uuid.UUID) -> uuid.UUID:
+    """The request id of the same call if it is not to be stored: another turn, in sessions of another name.
+
+    So a call that is repeated with its key, but not to be stored this time, erases nothing that the first one stored.
+    """
+    return uuid.uuid5(turn_id, "unstored") if may_be_a_retry(turn_id) else turn_id
 
 
 def may_be_a_retry(turn_id: uuid.UUID) -> bool:

@@ -7,8 +7,8 @@ from contextlib import AsyncExitStack
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pensieve.http.common.bodies import read_json
 from pensieve.http.common.door import HttpDoor
+from pensieve.http.common.presence import while_there
 from pensieve.http.common.requests import request_id_of
 from pensieve.http.common.streams import EventStream
 from pensieve.http.completions.answers import TextCompletion
@@ -19,7 +19,7 @@ from pensieve.http.completions.requests import CompletionRequest
 async def create(request: Request) -> Response:
     """Go on with the prompts."""
     door = HttpDoor.of(request)
-    body = await read_json(request, CompletionRequest, door.settings.max_body_bytes)
+    body = await door.bodies.read(request, CompletionRequest)
     body.check()
     prompts, turn_id = body.prompts, request_id_of(request)
     async with AsyncExitStack() as held:
@@ -29,4 +29,4 @@ async def create(request: Request) -> Response:
         completion = TextCompletion(f"cmpl-{turn_id.hex}", model, body, begun)
         if body.stream:
             return EventStream(completion.chunks(), held.pop_all(), door.headers(request))
-        return door.answer(await completion.whole(), request)
+        return door.answer(await while_there(request, completion.whole()), request)

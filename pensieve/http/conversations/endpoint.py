@@ -12,7 +12,6 @@ from starlette.responses import Response
 
 from pensieve.client import AsyncSession, Item, Role, ServerInfo, SessionInfo
 from pensieve.errors import NotFound
-from pensieve.http.common.bodies import read_json
 from pensieve.http.common.callers import Caller
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import HttpFailure
@@ -34,7 +33,7 @@ class _Told:
 async def create(request: Request) -> Response:
     """A new conversation, with up to 20 items that were said elsewhere."""
     door = HttpDoor.of(request)
-    body = await read_json(request, ConversationRequest, door.settings.max_body_bytes)
+    body = await door.bodies.read(request, ConversationRequest)
     body.check()
     made_of = request_id_of(request)
     said = body.messages
@@ -62,7 +61,7 @@ async def retrieve(request: Request) -> Response:
 async def update(request: Request) -> Response:
     """Replace the metadata."""
     door = HttpDoor.of(request)
-    body = await read_json(request, MetadataRequest, door.settings.max_body_bytes)
+    body = await door.bodies.read(request, MetadataRequest)
     body.check()
     async with door.callers.of(request) as caller:
         session = await _session(request, caller)
@@ -102,7 +101,7 @@ async def item(request: Request) -> Response:
 async def add(request: Request) -> Response:
     """Items that were said elsewhere, behind the others."""
     door = HttpDoor.of(request)
-    body = await read_json(request, ItemsRequest, door.settings.max_body_bytes)
+    body = await door.bodies.read(request, ItemsRequest)
     body.check()
     async with door.callers.of(request) as caller:
         session = await _session(request, caller)

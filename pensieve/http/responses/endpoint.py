@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from contextlib import AsyncExitStack
 from typing import Any
@@ -10,14 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from pensieve.client import AsyncSession, Role, Turn, TurnState
-from pensieve.errors import NotFound
-from pensieve.http.common.bodies import read_json
+from pensieve.errors import Aborted, Cancelled, NotFound
 from pensieve.http.common.callers import Caller
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import HttpFailure, bad
 from pensieve.http.common.heads import noting
+from pensieve.http.common.presence import while_there
 from pensieve.http.common.refusals import leaving_nothing
-from pensieve.http.common.requests import request_id_of
+from pensieve.http.common.requests import request_id_of, unstored_id, whole_number
 from pensieve.http.common.streams import EventStream
 from pensieve.http.responses.chain import BegunResponse, Chain, answer_item
 from pensieve.http.responses.events import Events
@@ -32,7 +33,7 @@ from pensieve.http.tools.definitions import tool_use
 async def create(request: Request) -> HttpResponse:
     """Answer the input."""
     door = HttpDoor.of(request)
-    body = await read_json(request, ResponseRequest, door.settings.max_body_bytes)
+    body = await door.bodies.read(request, ResponseRequest)
     body.check()
     async with AsyncExitStack() as held:
         caller = await held.enter_async_context(door.callers.of(request))
@@ -40,7 +41,10 @@ async def create(request: Request) -> HttpResponse:
         info = await door.info_of(caller)
         use = tool_use(info, body.tools or (), body.tool_choice)
         kept = KeptResponse(int(time.time()), model, body)
-        chain = Chain(caller, body, request_id_of(request), kept.annotations, use, info)
+        turn_id = request_id_of(request)
+        if not body.stored:
+            turn_id = unstored_id(turn_id)
+        chain = Chain(caller, body, turn_id, kept.annotations, use, info)
         async with leaving_nothing(caller.client, chain.turn_id):
             begun = await chain.begin(door.heads, door.settings.unstored_ttl_s)
         if not body.stored:
@@ -56,7 +60,7 @@ async def create(request: Request) -> HttpResponse:
             return EventStream(chunks, held.pop_all(), door.headers(request))
         if body.background:
             return door.answer(response.begun(), request)
-        turn = await begun.stream.finish()
+        turn = await while_there(request, begun.stream.finish())
         _remember(door, caller, begun, turn)
         # Of a retry, what the first try was told.
         return door.answer(Response.read(begun.id, info, turn).ended(turn), request)
@@ -72,14 +76,15 @@ async def retrieve(request: Request) -> HttpResponse:
             return door.answer(await _later(door, caller, found, turn), request)
         if not found.background:
             raise bad("stream", "only the streams of responses with background=true are resumed")
-        after = request.query_params.get("starting_after", "-1")
-        if not after.removeprefix("-").isdecimal():
+        given = request.query_params.get("starting_after")
+        after = -1 if given is None else whole_number(given)
+        if after is None:
             raise bad("starting_after", "must be the number of an event")
         stream = session.attach(found.turn_id, max_chunk_tokens=1)
         held.callback(stream.close)
         await stream.accepted()
         response = Response.read(found, await door.info_of(caller), turn)
-        events = Events(response, int(after)).of(stream)
+        events = Events(response, after).of(stream)
         return EventStream(events, held.pop_all(), door.headers(request))
 
 
@@ -100,6 +105,7 @@ async def delete(request: Request) -> HttpResponse:
         found, session, turn = await _find(request, caller)
         if turn.state is TurnState.RUNNING:
             await session.cancel(found.turn_id, keep="nothing")
+            await _erase_empty(session)
         elif turn.items:
             await _erase(session, turn)
     return door.answer({"id": str(found), "object": "response", "deleted": True}, request)
@@ -123,11 +129,21 @@ async def _find(request: Request, caller: Caller) -> tuple[ResponseId, AsyncSess
     session = caller.client.session(found.session_id)
     try:
         turn = await session.get_turn(found.turn_id)
-        if turn.output is not None and await answer_item(session, turn) is None:
+        erased = turn.discard_reason == Cancelled.default_reason
+        if erased or (turn.output is not None and await answer_item(session, turn) is None):
             raise _missing(text)
     except NotFound:
         raise _missing(text) from None
     return found, session, turn
+
+
+async def _erase_empty(session: AsyncSession) -> None:
+    """A session that was made for a response which was erased before it had said anything."""
+    with contextlib.suppress(NotFound, Aborted):  # Aborted: somebody else has begun something in it
+        revision = (await session.refresh()).revision
+        if conversation_id(session.id) or any(one.role is not Role.SYSTEM for one in await session.items()):
+            return
+        await session.delete(expected_revision=revision, allow_missing=True)
 
 
 async def _erase(session: AsyncSession, turn: Turn) -> None:

@@ -58,7 +58,8 @@ class Events:
         teller = OutputTeller(self._response.items, self._response.form)
         try:
             async for piece in stream:
-                for name, fields in teller.push(self._sent.new_text(piece) or ""):
+                text, (_, scores) = self._sent.new_text(piece), self._tokens.new_tokens(piece)
+                for name, fields in teller.push(text or "", scores):
                     yield self._event(name, **fields)
         except PensieveError as error:
             for chunk in self._failed(error):

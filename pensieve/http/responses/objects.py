@@ -64,7 +64,9 @@ class Response:
         if self.form.plain:
             return [self.message(turn.text, status, turn.logprobs)]
         return self.items.all(
-            answer_parts(turn.text, self.form), "completed" if status == "completed" else "incomplete"
+            answer_parts(turn.text, self.form),
+            "completed" if status == "completed" else "incomplete",
+            turn.logprobs,
         )
 
     def message(self, text: str, status: str, scores: tuple[TokenLogprob, ...] = ()) -> Document:
@@ -109,7 +111,7 @@ class Response:
             "store": asked.stored,
             "temperature": 1.0 if asked.temperature is None else asked.temperature,
             "text": {"format": {"type": "text"}},
-            "tool_choice": "none" if asked.tool_choice == "none" else "auto",
+            "tool_choice": _tool_choice(asked.tool_choice),
             "tools": [tool.echo for tool in asked.tools or ()],
             "top_logprobs": asked.top_logprobs or 0,
             "top_p": 1.0 if asked.top_p is None else asked.top_p,
@@ -137,6 +139,16 @@ def _cache_options(asked: ResponseRequest) -> Document | None:
     if options is None:
         return None
     return {"mode": options.mode or "implicit", "ttl": options.ttl or "30m"}
+
+
+def _tool_choice(asked: Any) -> Any:
+    """As the protocol shows it; chat completions' form of a name, which is understood too, is none of it."""
+    match asked:
+        case {"type": "function", "function": {"name": name}}:
+            return {"type": "function", "name": name}
+        case {"type": "allowed_tools", "allowed_tools": {**inner}}:
+            return {"type": "allowed_tools", **inner}
+    return asked or "auto"
 
 
 def completed_at(turn: Turn) -> int | None:

@@ -7,6 +7,7 @@ from typing import Any
 from starlette.requests import Request
 
 from pensieve.http.common.failures import bad
+from pensieve.http.common.requests import whole_number
 from pensieve.http.responses.objects import listing
 
 
@@ -25,10 +26,10 @@ def page(items: list[dict[str, Any]], request: Request) -> dict[str, Any]:
         items = items[_index(items, "after", after) + 1 :]
     if (before := query.get("before")) is not None:
         items = items[: _index(items, "before", before)]
-    limit = query.get("limit", "20")
-    if not limit.isdecimal() or not 1 <= int(limit) <= 100:
+    limit = whole_number(query.get("limit", "20"))
+    if limit is None or not 1 <= limit <= 100:
         raise bad("limit", "must be from 1 to 100")
-    return listing(items[: int(limit)], has_more=len(items) > int(limit))
+    return listing(items[:limit], has_more=len(items) > limit)
 
 
 def _index(items: list[dict[str, Any]], param: str, wanted: str) -> int:

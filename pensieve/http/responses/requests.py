@@ -8,11 +8,11 @@ from typing import Any, Final
 import msgspec
 
 from pensieve.client import Role, TurnOptions
-from pensieve.http.common.contents import Content, Said, called, said, text_of
+from pensieve.http.common.contents import Content, Said, called, check_number, said, text_of
 from pensieve.http.common.failures import bad, unsupported
 from pensieve.http.common.logprobs import MAX_TOP
 from pensieve.http.common.requests import Drawing, Positive
-from pensieve.http.tools.definitions import OfferedTool, check_tools
+from pensieve.http.tools.definitions import OfferedTool, call_options, check_tools
 
 MAX_METADATA: Final = 16
 MAX_METADATA_KEY: Final = 64
@@ -87,7 +87,7 @@ class ResponseRequest(Drawing, kw_only=True):
             raise bad("background", "needs store: nobody could fetch the answer otherwise")
         if self.truncation not in (None, "auto", "disabled"):
             raise bad("truncation", "must be auto or disabled")
-        check_tools(self.tools or (), self.tool_choice, self.parallel_tool_calls)
+        check_tools(self.tools or (), self.tool_choice)
         if self.text is not None and self.text.format is not None and self.text.format.type != "text":
             raise unsupported("text.format", "only text is supported")
         if self.prompt is not None:
@@ -117,12 +117,14 @@ class ResponseRequest(Drawing, kw_only=True):
             return [said("user", self.input, "input")]
         if not self.input:
             raise bad("input", "must not be empty")
+        check_number(self.input, "input")
         return messages_of(self.input, "input")
 
     @property
     def turn_options(self) -> TurnOptions:
         """For the SDK."""
         options = self.options()
+        options.update(call_options(self.tools or (), self.tool_choice, self.parallel_tool_calls))
         if self.max_output_tokens is not None:
             options["max_output_tokens"] = self.max_output_tokens
         if self.scored:

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from pensieve.client import ServerInfo
-from pensieve.http.common.failures import bad, unsupported
+from pensieve.client import ServerInfo, TurnOptions
+from pensieve.http.common.failures import HttpFailure, bad, unsupported
 from pensieve.speech import SpeechForm
 
 
@@ -80,19 +80,89 @@ class ToolUse:
         return msgspec.json.encode(self.definitions).decode() if self.definitions else ""
 
 
-def check_tools(tools: Sequence[OfferedTool], choice: Any, parallel: bool | None) -> None:
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """``tool_choice`` of either protocol, as far as it can be enforced."""
+
+    none: bool = False
+    must_call: str | None = None
+    """The answer is a call of this function, or of any (""); None: or words."""
+
+    @classmethod
+    def of(cls, choice: Any, tools: Sequence[OfferedTool]) -> ToolChoice:
+        """Raises HttpFailure for what is no choice among ``tools``, and for what nothing here could enforce."""
+        match choice:
+            case None | "auto":
+                return cls()
+            case "none":
+                return cls(none=True)
+            case "required":
+                if not tools:
+                    raise bad("tool_choice", "there are no tools to choose from")
+                return cls(must_call="")
+            case {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(allowed)}}:
+                return cls._among(mode, allowed, tools)
+            case {"type": "allowed_tools", "mode": mode, "tools": list(allowed)}:
+                return cls._among(mode, allowed, tools)
+        name = _name_of(choice)
+        if name not in _names(tools):
+            raise _unknown(name)
+        return cls(must_call=name)
+
+    @classmethod
+    def _among(cls, mode: Any, allowed: Sequence[Any], tools: Sequence[OfferedTool]) -> ToolChoice:
+        if mode not in ("auto", "required") or not 0 < len(allowed) <= len(tools):
+            raise bad("tool_choice", "needs a mode, auto or required, and the tools that are allowed")
+        named, offered = set(map(_name_of, allowed)), _names(tools)
+        for name in named - offered:
+            raise _unknown(name)
+        if mode == "required" and len(named) == 1:
+            return cls(must_call=named.pop())
+        if named != offered:
+            raise unsupported(
+                "tool_choice", "some of the tools cannot be excluded: offer only the allowed ones in tools"
+            )
+        return cls(must_call="" if mode == "required" else None)
+
+
+def _name_of(choice: Any) -> str:
+    match choice:
+        case {"type": "function", "name": str(name)}:
+            return name
+        case {"type": "function", "function": {"name": str(name)}}:
+            return name
+        case {"type": str(kind)} if kind not in ("function", "allowed_tools"):
+            raise unsupported("tool_choice", f"{kind!r} is not supported: functions only")
+    raise bad("tool_choice", "must be none, auto, required, or name functions")
+
+
+def _names(tools: Sequence[OfferedTool]) -> set[str]:
+    return {tool.definition.name for tool in tools if tool.definition is not None}
+
+
+def _unknown(name: str) -> HttpFailure:
+    return bad("tool_choice", f"there is no function {name!r} in tools")
+
+
+def check_tools(tools: Sequence[OfferedTool], choice: Any) -> None:
     """Raises HttpFailure for tools that are no functions, and for choices that nothing here could enforce."""
     for number, tool in enumerate(tools):
         if tool.type != "function":
             raise unsupported(f"tools[{number}].type", f"{tool.type!r} is not supported: functions only")
         if tool.definition is None:
             raise bad(f"tools[{number}].name", "is missing")
-    if choice not in (None, "auto", "none") and (tools or choice != "required"):
-        raise unsupported("tool_choice", "a call cannot be forced: auto or none")
-    if choice == "required":
-        raise bad("tool_choice", "there are no tools to choose from")
-    if tools and parallel is False:
-        raise unsupported("parallel_tool_calls", "how many functions the model calls at once cannot be bound")
+    ToolChoice.of(choice, tools)
+
+
+def call_options(tools: Sequence[OfferedTool], choice: Any, parallel: bool | None) -> TurnOptions:
+    """How the answer is to call functions, for the SDK. Raises as ``check_tools``."""
+    found = ToolChoice.of(choice, tools)
+    options: TurnOptions = {}
+    if found.must_call is not None:
+        options["must_call"] = found.must_call
+    if parallel is False and not found.none:
+        options["single_call"] = True
+    return options
 
 
 def tool_use(info: ServerInfo, tools: Sequence[OfferedTool], choice: Any) -> ToolUse:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from pensieve.http.common.logprobs import token_scores
 from pensieve.http.tools.outputs import OutputItems, call_id, text_part
+from pensieve.http.tools.scores import Scores, TokenScores
 from pensieve.speech import FunctionCall, SpeechForm, SpeechReader, Spoken, Thought, Words
 
 Event = tuple[str, dict[str, Any]]
@@ -22,9 +24,13 @@ class OutputTeller:
         """The item that is being told, as far as it was."""
         self._index = 0
         self._calls = 0
+        self._tokens = TokenScores()
+        self._scores: Scores = ()
+        """Of the words that are being told, as far as they were."""
 
-    def push(self, text: str) -> Iterator[Event]:
-        """With some more text."""
+    def push(self, text: str, scores: Scores = ()) -> Iterator[Event]:
+        """With some more text, and its tokens if their log-probabilities are wanted."""
+        self._tokens.push(scores)
         for part in self._reader.push(text):
             yield from self._tell(part)
 
@@ -35,6 +41,8 @@ class OutputTeller:
             yield from self._tell(part)
         if self._open is None and not self._index:
             yield from self._tell(Words(""))
+        if isinstance(self._open, Words) and (scores := self._tokens.rest()):
+            yield self._delta("", scores)
         yield from self._close(status)
 
     def _tell(self, part: Spoken) -> Iterator[Event]:
@@ -51,7 +59,11 @@ class OutputTeller:
         if isinstance(part, Thought):
             yield self._content("response.reasoning_text.delta", delta=part.text)
         elif part.text:
-            yield self._content("response.output_text.delta", delta=part.text, logprobs=[])
+            yield self._delta(part.text, self._tokens.of(part))
+
+    def _delta(self, text: str, scores: Scores) -> Event:
+        self._scores += scores
+        return self._content("response.output_text.delta", delta=text, logprobs=token_scores(scores))
 
     def _call(self, call: FunctionCall) -> Iterator[Event]:
         yield self._item("added", call, "in_progress", begun=True)
@@ -71,14 +83,15 @@ class OutputTeller:
         if isinstance(part, Thought):
             yield self._content("response.reasoning_text.done", text=part.text)
         else:
-            yield self._content("response.output_text.done", text=part.text, logprobs=[])
-        yield self._content("response.content_part.done", part=text_part(part))
+            scores = token_scores(self._scores)
+            yield self._content("response.output_text.done", text=part.text, logprobs=scores)
+        yield self._content("response.content_part.done", part=text_part(part, self._scores))
         yield self._item("done", part, status)
-        self._open = None
+        self._open, self._scores = None, ()
         self._index += 1
 
     def _item(self, what: str, part: Spoken, status: str, *, begun: bool = False) -> Event:
-        item = self._items.item(part, self._index, self._calls, status, begun=begun)
+        item = self._items.item(part, self._index, self._calls, status, begun=begun, scores=self._scores)
         return f"response.output_item.{what}", {"output_index": self._index, "item": item}
 
     def _content(self, name: str, **fields: Any) -> Event:

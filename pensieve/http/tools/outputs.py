@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+from pensieve.http.common.logprobs import token_scores
+from pensieve.http.tools.scores import Scores, TokenScores
 from pensieve.speech import Answer, FunctionCall, SpeechForm, Spoken, Thought, Words, read
 
 Document = dict[str, Any]
@@ -38,13 +40,20 @@ class OutputItems:
         return f"{prefix}_{self._suffix}{f'-{index}' if index else ''}"
 
     def item(
-        self, part: Spoken, index: int, calls_before: int, status: str, *, begun: bool = False
+        self,
+        part: Spoken,
+        index: int,
+        calls_before: int,
+        status: str,
+        *,
+        begun: bool = False,
+        scores: Scores = (),
     ) -> Document:
-        """``begun``: the item as it is announced, without its content."""
+        """``begun``: the item as it is announced, without its content. ``scores``: of words."""
         head = {"id": self.id(part, index), "status": status}
         match part:
             case Words():
-                content = [] if begun else [text_part(part)]
+                content = [] if begun else [text_part(part, scores)]
                 return {**head, "type": "message", "role": "assistant", "content": content}
             case Thought():
                 content = [] if begun else [text_part(part)]
@@ -58,21 +67,24 @@ class OutputItems:
                     "arguments": "" if begun else part.arguments,
                 }
 
-    def all(self, parts: Sequence[Spoken], status: str) -> list[Document]:
-        """``status``: of the last item; those before are complete."""
-        found, calls = [], 0
+    def all(self, parts: Sequence[Spoken], status: str, scores: Scores = ()) -> list[Document]:
+        """``status``: of the last item; those before are complete. ``scores``: of the whole answer."""
+        found, calls, dealt = [], 0, TokenScores()
+        dealt.push(scores)
         for index, part in enumerate(parts):
             last = index == len(parts) - 1
-            found.append(self.item(part, index, calls, status if last else "completed"))
+            own = dealt.of(part) if isinstance(part, Words) else ()
+            own += dealt.rest() if last and isinstance(part, Words) else ()
+            found.append(self.item(part, index, calls, status if last else "completed", scores=own))
             calls += isinstance(part, FunctionCall)
         return found
 
 
-def text_part(part: Words | Thought) -> Document:
-    """The content of a message or of a reasoning item."""
+def text_part(part: Words | Thought, scores: Scores = ()) -> Document:
+    """The content of a message or of a reasoning item. ``scores``: of a message's tokens."""
     if isinstance(part, Thought):
         return {"type": "reasoning_text", "text": part.text}
-    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": token_scores(scores)}
 
 
 def result_item(item_id: str, text: str, called: str) -> Document:

@@ -9,6 +9,7 @@ from pensieve.core import Role, pack_tokens
 from pensieve.server.rpc.checks import UPDATABLE, seconds
 from pensieve.server.sessions.records import NewSession, SessionChange
 from pensieve.server.values import (
+    CallBounds,
     InputEntry,
     NewTurn,
     OnDisconnect,
@@ -145,7 +146,12 @@ def turn_spec(turn: pb.TurnSpec) -> NewTurn:
         known_revision=optional(turn, "known_revision"),
         annotations=dict(turn.annotations),
         mark=turn.mark,
+        calls=call_bounds(turn.calls),
     )
+
+
+def call_bounds(message: pb.CallBounds) -> CallBounds:
+    return CallBounds(message.begin_with if message.HasField("begin_with") else None, message.one)
 
 
 def hints(message: pb.TurnHints) -> TurnHints:

@@ -123,6 +123,11 @@ def _beams_without_logprobs(message: Any, _bounds: Bounds, path: str, problems: 
         problems.append((f"{path}.output.top_logprobs", "does not go with beam_width above 1"))
 
 
+def _beams_without_calls(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
+    if message.sampling.beam_width > 1 and (message.calls.one or message.calls.HasField("begin_with")):
+        problems.append((f"{path}.calls", "does not go with beam_width above 1"))
+
+
 def _same_name(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
     if not _required(message, "session", path, problems):
         return
@@ -221,7 +226,9 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
         _may("hints", _nested),
         _may("annotations", c.turn_annotations),
         _may("mark", c.mark),
+        _may("calls", _nested),
     ),
+    pb.CallBounds: (_may("begin_with", c.text(64)),),
     pb.TurnHints: (
         _may("next_turn_in", c.duration(0.0, lambda _: c.LONGEST_DURATION_S)),
         _may("importance", c.positive),
@@ -255,7 +262,7 @@ CROSS: dict[type[Any], tuple[Callable[[Any, Bounds, str, Problems], None], ...]]
     pb.StreamTurnRequest: (_has_turn,),
     pb.RunTurnRequest: (_has_turn,),
     pb.InputItem: (_entry_has_content, _speaks_as_its_role),
-    pb.TurnSpec: (_beams_without_logprobs,),
+    pb.TurnSpec: (_beams_without_logprobs, _beams_without_calls),
     pb.SamplingParams: (_min_below_max, _beams_alone),
     pb.UpdateSessionRequest: (_same_name,),
 }

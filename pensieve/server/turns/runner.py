@@ -12,6 +12,8 @@ import asyncio
 import logging
 from dataclasses import replace
 
+import numpy as np
+
 from pensieve.core import Phase
 from pensieve.debug import async_failpoint
 from pensieve.errors import DataLoss, NotFound, TurnFenced, Unavailable
@@ -161,13 +163,20 @@ class TurnRunner:
             Room(context_limit(self._link.info), config.overflow, values.max_output_tokens),
         )
         self._served.check_tokens(prepared.context, self._link.info.vocab_size)
+        values = sampling.with_calls(values, spec.calls, config, self._tokenizer)
+        self._served.check_tokens(np.array(values.opening, dtype=np.int32), self._link.info.vocab_size)
         run.new_tokens = prepared.num_new
         if run.ticket is not None:
             chars = 0 if any(entry.tokens is not None for entry in spec.input) else text_length(spec)
             history = len(prepared.context) - prepared.num_fresh
             run.ticket.rendered(chars, prepared.num_new, prepared.num_fresh, history)
         outputs = [
-            OutputText(self._tokenizer, values.stop, values.min_output_tokens)
+            OutputText(
+                self._tokenizer,
+                values.stop,
+                sampling.free_from(values),
+                one_call=spec.calls.one and bool(config.tools),
+            )
             for _ in range(values.candidates)
         ]
         run.accept(len(prepared.context), *outputs, replayed=False)

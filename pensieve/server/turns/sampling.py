@@ -1,14 +1,20 @@
-"""The sampling values of a turn: its own where it sets them, else the session's, else the server's, else the type's."""
+"""The sampling values of a turn: its own where it sets them, else the session's, else the server's, else the type's.
+
+And what it says of the calls in its answer, as what the engine is asked for.
+"""
 
 from __future__ import annotations
 
+import json
 from typing import Final
 
 import msgspec
 
 from pensieve.core import Sampling
 from pensieve.errors import InvalidArgument
-from pensieve.store.records import CandidateChoice, SamplingDefaults
+from pensieve.server.values import CallBounds
+from pensieve.store.records import CandidateChoice, SamplingDefaults, SessionConfig
+from pensieve.tokenizer import ChatTokenizer
 
 _FIELDS = tuple(
     field.name for field in msgspec.structs.fields(SamplingDefaults) if field.name != "candidate_choice"
@@ -69,6 +75,39 @@ def resolve(*layers: SamplingDefaults, seed: int, top_logprobs: int | None) -> S
     return sampling
 
 
+def with_calls(
+    values: Sampling, calls: CallBounds, config: SessionConfig, tokenizer: ChatTokenizer
+) -> Sampling:
+    """``values`` with the opening of the call that the answer has to begin with, if there is one.
+
+    Raises InvalidArgument where no such call can be had.
+    """
+    if calls.begin_with is None:
+        return values
+    if values.beam_width > 1:
+        raise _wrong(f"does not go with the beam_width in force, which is {values.beam_width}")
+    names = [one["function"]["name"] for one in json.loads(config.tools or "[]")]
+    if not names or tokenizer.call_form is None:
+        raise _wrong("the session has no functions to call")
+    if calls.begin_with and calls.begin_with not in names:
+        raise _wrong(f"the session has no function {calls.begin_with!r}")
+    # With one function there is nothing to choose: its name is given too.
+    opening = tokenizer.call_opening(names[0] if len(names) == 1 else calls.begin_with)
+    if values.max_output_tokens is not None and values.max_output_tokens <= len(opening):
+        raise InvalidArgument.field(
+            "turn.sampling.max_output_tokens",
+            f"leaves nothing of the call but its opening, which is {len(opening)} tokens long",
+        )
+    # What is given is no end, whatever it spells.
+    least = max(values.min_output_tokens, len(opening))
+    return msgspec.structs.replace(values, opening=opening, min_output_tokens=least)
+
+
+def free_from(values: Sampling) -> int:
+    """The number of the first output token that a stop string may end with."""
+    return max(values.min_output_tokens, len(values.opening) + 1 if values.opening else 0)
+
+
 def _layers_of_drawing(layers: tuple[SamplingDefaults, ...]) -> tuple[SamplingDefaults, ...]:
     """The layers that say how tokens are drawn: with beams, none below the one that asks for them."""
     setting = (number for number, layer in enumerate(layers) if layer.beam_width is not None)
@@ -87,3 +126,7 @@ def _check_beams(sampling: Sampling) -> None:
     for path in paths[:1]:
         violations = [(one, problem) for one in paths]
         raise InvalidArgument(f"{path}: {problem}", violations=violations)
+
+
+def _wrong(problem: str) -> InvalidArgument:
+    return InvalidArgument.field("turn.calls.begin_with", problem)

@@ -13,18 +13,27 @@ from collections.abc import Iterable
 import msgspec
 
 from pensieve.core import TokenLogprob
+from pensieve.speech import FirstCall
 from pensieve.tokenizer import ChatTokenizer, StopMatcher
 
 
 class OutputText:
     """Takes tokens and makes their pieces of text."""
 
-    def __init__(self, tokenizer: ChatTokenizer, stops: tuple[str, ...] = (), min_tokens: int = 0) -> None:
-        """Stop strings count from the ``min_tokens``-th token on."""
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        stops: tuple[str, ...] = (),
+        min_tokens: int = 0,
+        *,
+        one_call: bool = False,
+    ) -> None:
+        """Stop strings count from the ``min_tokens``-th token on. ``one_call``: the answer ends with its first call."""
         self._tokenizer = tokenizer
         self._stream = tokenizer.detokenizer()
         self._matcher = StopMatcher(stops)
         self._min_tokens = min_tokens
+        self._first_call = FirstCall(tokenizer.speech) if one_call else None
         self._chars = 0
         self._final_chars = 0
         self._undecided: list[tuple[int, int]] = []
@@ -38,7 +47,7 @@ class OutputText:
         self.ready = 0
         """Number of tokens that may be shown: the largest clean position."""
         self.stop: str | None = None
-        """The stop string that was found; from then on tokens are ignored."""
+        """The stop string that was found, or "" for the end of the only call; from then on tokens are ignored."""
         self.cut_short = False
         """Tokens that streams may have shown were taken back: the turn was cancelled."""
 
@@ -58,6 +67,7 @@ class OutputText:
             result = self._matcher.push(piece)
             self._final_chars += len(result.text)
             self.stop = result.stop
+        self._end_with_call(piece)
         self.clean.append(False)
         if not self._stream.pending:
             self._undecided.append((len(self.tokens), self._chars))
@@ -108,6 +118,13 @@ class OutputText:
             token=self._tokenizer.token_text(one.token_id, first=first),
             top_tokens=tuple(self._tokenizer.token_text(token, first=first) for token, _ in one.top),
         )
+
+    def _end_with_call(self, piece: str) -> None:
+        """The text ends where its first call does, if that comes before a stop string."""
+        end = self._first_call.push(piece) if self._first_call is not None else None
+        if end is None or (self.stop is not None and end > self._final_chars):
+            return
+        self.stop, self._final_chars = "", end
 
     def _settle(self) -> None:
         """Positions whose text has become final are clean."""
