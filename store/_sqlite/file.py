@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import math
 import os
 import sqlite3
 import time
@@ -32,6 +33,9 @@ REOPEN_PAUSE_S: Final = 0.25
 """After the file could not be opened it is left alone for so long: a sick disk is not asked at every call."""
 LOG_BYTES: Final = 4 << 20
 """Size of the log of changes from which on it is emptied, when no read is in hand."""
+SHORT_BYTES: Final = 16 << 20
+"""With less free space the log of changes is emptied while it is small: full of it, a disk has no room to empty it."""
+SHORT_LOG_BYTES: Final = 256 << 10
 MOST_LOG_BYTES: Final = 64 << 20
 """Size from which on reads are interrupted to empty it."""
 LEAST_FREE_BYTES: Final = 1 << 20
@@ -118,17 +122,23 @@ class SqliteFile:
 
     def check_space(self) -> None:
         """Raises Unavailable (STORE_FULL) when the file system is full or read-only. Raises OSError."""
-        found = os.statvfs(self._real.parent)
-        if found.f_flag & os.ST_RDONLY:
+        if os.statvfs(self._real.parent).f_flag & os.ST_RDONLY:
             raise _refusals.full(f"{self.path}: the file system is read-only")
-        free = found.f_frsize * (found.f_bavail if os.geteuid() else found.f_bfree)
-        if found.f_blocks and free < LEAST_FREE_BYTES:
-            raise _refusals.full(f"{self.path}: {free} bytes are left on its file system")
+        free = self._free_bytes()
+        if free < LEAST_FREE_BYTES:
+            raise _refusals.full(f"{self.path}: {free:.0f} bytes are left on its file system")
 
     @property
     def wants_emptying(self) -> bool:
         """Whether the log of changes has grown by enough since it was emptied, or since that was tried."""
-        return self._connection is not None and size_of(self._log) >= self._empty_at
+        if self._connection is None or (grown := size_of(self._log)) < min(self._empty_at, SHORT_LOG_BYTES):
+            return False
+        if grown >= self._empty_at:
+            return True
+        try:
+            return self._free_bytes() < SHORT_BYTES
+        except OSError:  # the next ping tells of it
+            return True
 
     def empty_log(self, *, at_once: bool = False) -> bool:
         """Bring the log of changes into the database file and empty it. Raises sqlite3's errors.
@@ -145,6 +155,12 @@ class SqliteFile:
         if not done and grown >= MOST_LOG_BYTES:
             log.warning("another program reads %s and keeps its log of changes at %d bytes", self.path, grown)
         return done
+
+    def _free_bytes(self) -> float:
+        """Infinite where the file system does not say. Raises OSError."""
+        found = os.statvfs(self._real.parent)
+        free = found.f_frsize * (found.f_bavail if os.geteuid() else found.f_bfree)
+        return free if found.f_blocks else math.inf
 
     @property
     def _log(self) -> Path:

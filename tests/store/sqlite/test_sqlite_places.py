@@ -1,4 +1,4 @@
-"""One history file under several names, or under none any more: links, and files that were deleted while in use."""
+"""One history file under several names, or under none any more, and the room that its log of changes takes."""
 
 from __future__ import annotations
 
@@ -153,3 +153,19 @@ async def test_a_full_disk_gets_back_what_the_log_of_changes_takes(tmp_path: Pat
         assert caught.value.reason == "STORE_FULL"
         assert not log.stat().st_size
         assert (await store.commit(KEY, "t2", "fp-r2", turn_record(2, "r2"), counts(3))).revision == 3
+
+
+@pytest.mark.fault(38)
+async def test_a_disk_that_is_nearly_full_is_not_filled_by_the_log_of_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full of it, the disk would have no room for the pages in it, and it could never be emptied."""
+    monkeypatch.setattr(sqlite_file, "SHORT_BYTES", 1 << 60)
+    monkeypatch.setattr(sqlite_file, "SHORT_LOG_BYTES", 30_000)
+    async with opened(tmp_path / "h.db") as store:
+        await store.create(row(KEY), first_record(), "fp")
+        most = 0
+        for base in range(1, 21):
+            await whole_turn(store, KEY, base, "x" * 10_000)
+            most = max(most, (tmp_path / "h.db-wal").stat().st_size)
+        assert 0 < most < 200_000
