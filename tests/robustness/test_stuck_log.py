@@ -7,11 +7,14 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from support.faults.fault_client import audit, calling
 from support.faults.fault_server import fault_server
 from support.faults.pipes import fill
 
 
+@pytest.mark.fault(61)
 async def test_a_server_serves_and_ends_while_nobody_reads_its_log(tmp_path: Path) -> None:
     """Its engine dies, which is logged, and what the next one says is passed on, too."""
     reading, writing = os.pipe()

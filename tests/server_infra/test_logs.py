@@ -49,6 +49,7 @@ def test_text_is_utc_and_ends_with_the_fields() -> None:
     assert line == "2023-11-14T22:13:20.250Z INFO pensieve.x: turn t1 ended tokens=5"
 
 
+@pytest.mark.fault(61)
 def test_a_stderr_that_takes_nothing_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines wait, in order, up to a limit; how many were dropped is told behind them."""
     monkeypatch.setattr(logs, "MOST_WAITING", 5)
@@ -73,6 +74,7 @@ def test_a_stderr_that_takes_nothing_holds_up_nobody(monkeypatch: pytest.MonkeyP
     assert os.read(reading, 100) == b"3 log lines were dropped: nothing took them\nand on\n"
 
 
+@pytest.mark.fault(61)
 def test_a_stderr_that_is_gone_is_no_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)

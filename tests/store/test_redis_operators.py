@@ -37,7 +37,7 @@ async def refusal(store: RedisStore) -> str:
     return ""
 
 
-@pytest.mark.fault(49)
+@pytest.mark.fault(49, 64)
 async def test_a_redis_that_may_evict_from_now_on_does_not_serve(
     shared_redis: RedisServer, client: redis.Redis
 ) -> None:
@@ -65,6 +65,7 @@ async def test_the_durability_that_is_shown_is_the_present_one(
             client.config_set("appendfsync", "everysec")
 
 
+@pytest.mark.fault(64)
 async def test_a_password_that_is_set_while_it_serves(
     own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +88,7 @@ async def test_a_password_that_is_set_while_it_serves(
         assert not await refusal(store)
 
 
+@pytest.mark.fault(64)
 @pytest.mark.parametrize("command", ["xadd", "evalsha", "hset", "pexpireat"])
 async def test_a_right_that_is_taken_away(
     shared_redis: RedisServer, client: redis.Redis, command: str
@@ -108,6 +110,7 @@ async def test_a_right_that_is_taken_away(
         client.acl_deluser("pensieve")
 
 
+@pytest.mark.fault(64)
 @pytest.mark.parametrize("number", range(3), ids=["listing", "usage", "ends"])
 async def test_a_turn_is_kept_when_the_listing_cannot_be(
     store: RedisStore, client: redis.Redis, number: int

@@ -51,7 +51,7 @@ async def refused(path: Path) -> None:
 # ---- one server, whatever the name
 
 
-@pytest.mark.fault(33)
+@pytest.mark.fault(33, 62)
 async def test_a_link_and_what_it_leads_to_are_one_file(tmp_path: Path) -> None:
     async with linked(tmp_path):
         await refused(tmp_path / "disk" / "h.db")
@@ -59,7 +59,7 @@ async def test_a_link_and_what_it_leads_to_are_one_file(tmp_path: Path) -> None:
         await refused(tmp_path / "link.db")
 
 
-@pytest.mark.fault(33)
+@pytest.mark.fault(33, 62)
 @pytest.mark.parametrize("how", ["hard link", "lock file deleted"])
 async def test_the_file_itself_is_locked(tmp_path: Path, how: str) -> None:
     path = other = tmp_path / "h.db"
@@ -76,6 +76,7 @@ async def test_the_file_itself_is_locked(tmp_path: Path, how: str) -> None:
         assert len(await store.read(KEY)) == 2
 
 
+@pytest.mark.fault(62)
 async def test_behind_a_link_the_log_of_changes_is_emptied_and_made_durable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,7 +109,7 @@ async def test_a_link_that_leads_elsewhere_now(tmp_path: Path) -> None:
 # ---- deleted while in use
 
 
-@pytest.mark.fault(47)
+@pytest.mark.fault(63)
 @pytest.mark.parametrize("deleted", [["-wal"], ["-wal", "-shm"]], ids="".join)
 @pytest.mark.parametrize("noticed", ["by a turn", "by a ping"])
 async def test_turns_outlive_the_log_of_changes_that_held_them(
