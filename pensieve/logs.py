@@ -1,4 +1,5 @@
-"""Logging of front end and engine: to stderr, as text or as one JSON object per line.
+"""Logging of front end and engine: to stderr, as text or as one JSON object per line. A stderr that nobody reads (a log
+collector that stands still, a terminal that was paused) holds up nobody.
 
 Each process configures it once, before any channel or server exists, and never again (grpcio can deadlock on a later
 reconfiguration). Log ids, counts and durations; never prompts, outputs or credentials. Fields go into
@@ -7,11 +8,15 @@ reconfiguration). Log ids, counts and durations; never prompts, outputs or crede
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import logging
-import sys
+import os
+import threading
 import time
+from collections import deque
 from collections.abc import Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -20,6 +25,11 @@ import msgspec
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _encoder = msgspec.json.Encoder(enc_hook=str)
 _NOTHING: Final[Mapping[str, object]] = MappingProxyType({})
+STDERR: Final = 2
+PATIENCE_S: Final = 0.05
+"""How long whoever logs waits for a line to be written. No more lines are waited for then until all are written."""
+MOST_WAITING: Final = 10_000
+"""Lines that wait to be written; further ones are dropped, and counted."""
 _bound: Final = contextvars.ContextVar("pensieve_log", default=_NOTHING)
 
 
@@ -72,9 +82,93 @@ def _timestamp(record: logging.LogRecord) -> str:
     return f"{seconds}.{int(record.msecs):03d}Z"
 
 
+class PatientWriter:
+    """Writes to a file descriptor in a thread of its own, which may be held up for as long as it takes.
+
+    What was to be written is written when ``write`` returns, as long as the descriptor takes anything. The thread does
+    not go through ``sys.stderr``, whose lock Python wants to have when it ends.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._changed = threading.Condition()
+        self._waiting = deque[bytes]()
+        self._stuck = False
+        self.dropped = 0
+        """How much was not written, because too much waits."""
+        threading.Thread(target=self._write_all, name="pensieve-log", daemon=True).start()
+
+    def write(self, data: bytes) -> None:
+        with self._changed:
+            if len(self._waiting) >= MOST_WAITING:
+                self.dropped += 1
+                return
+            self._waiting.append(data)
+            self._changed.notify_all()
+            if not self._stuck:
+                self._stuck = not self.wait_written(PATIENCE_S)
+
+    def wait_written(self, limit_s: float) -> bool:
+        """Whether all is written by then."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting, limit_s)
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting)
+                data = self._waiting[0]
+            self._write(data)
+            with self._changed:
+                self._waiting.popleft()
+                if not self._waiting:
+                    self._stuck = False
+                    self._changed.notify_all()
+
+    def _write(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):  # who should be told that nobody can be told?
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+
+
+@cache
+def stderr_writer() -> PatientWriter:
+    """The one way to stderr of a process that serves."""
+    return PatientWriter(STDERR)
+
+
+class PatientHandler(logging.Handler):
+    """Log lines to a ``PatientWriter``."""
+
+    def __init__(self, writer: PatientWriter) -> None:
+        super().__init__()
+        self._writer = writer
+        self._told = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+            if self._writer.dropped > self._told and self._writer.wait_written(0):
+                line = f"{self._tell()}\n{line}"
+        except Exception:
+            self.handleError(record)
+            return
+        self._writer.write(f"{line}\n".encode(errors="backslashreplace"))
+
+    def flush(self) -> None:
+        """Called when the process ends."""
+        self._writer.wait_written(PATIENCE_S)
+
+    def _tell(self) -> str:
+        """Of lines that were dropped; said once there is room."""
+        text = "%d log lines were dropped: nothing took them"
+        dropped, self._told = self._writer.dropped - self._told, self._writer.dropped
+        return self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, text, (dropped,), None))
+
+
 def configure_logging(*, level: str = "INFO", json_lines: bool = False) -> None:
     """Install the one handler of this process. Raises ValueError on an unknown level."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = PatientHandler(stderr_writer())
     handler.setFormatter(JsonFormatter() if json_lines else TextFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]

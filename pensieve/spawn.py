@@ -49,7 +49,13 @@ def wait_ready(process: subprocess.Popen[str], timeout_s: float) -> tuple[str, s
 def wait_addresses(process: subprocess.Popen[str], timeout_s: float) -> ServerAddresses:
     """As ``wait_ready``, with all addresses."""
     assert process.stdout is not None
-    timer = threading.Timer(timeout_s, process.kill)
+    late = threading.Event()
+
+    def give_up() -> None:
+        late.set()
+        process.kill()
+
+    timer = threading.Timer(timeout_s, give_up)
     timer.start()
     try:
         line = process.stdout.readline().strip()
@@ -57,10 +63,21 @@ def wait_addresses(process: subprocess.Popen[str], timeout_s: float) -> ServerAd
         timer.cancel()
     match = READY.fullmatch(line)
     if match is None:
-        raise SpawnError(
-            f"the server did not start (it said {line!r})" if line else "the server did not start"
-        )
+        if late.is_set():
+            why = f"it was not ready in {timeout_s:g} s"
+        else:
+            why = f"it said {line!r}" if line else _ending(process)
+        raise SpawnError(f"the server did not start: {why}")
     return ServerAddresses(match["grpc"], match["admin"], match["http"] or "")
+
+
+def _ending(process: subprocess.Popen[str]) -> str:
+    """Of a process that has closed its stdout."""
+    try:
+        status = process.wait(5)
+    except subprocess.TimeoutExpired:
+        return "it closed its output"
+    return f"it ended with signal {-status}" if status < 0 else f"it ended with status {status}"
 
 
 def read_metrics(admin: str) -> list[Sample]:

@@ -13,9 +13,8 @@ def test_the_page_is_made_of_the_tests() -> None:
 def test_each_row_has_a_test_or_a_reason() -> None:
     tested = {one.row for one in matrix.provoked()}
     assert tested <= set(ROWS), "a test names a row that is not there"
-    assert (
-        set(ROWS) == set(range(1, 61)) == {row for _, first, last in GROUPS for row in range(first, last + 1)}
-    )
+    assert set(ROWS) == set(range(1, len(ROWS) + 1))
+    assert set(ROWS) == {row for _, first, last in GROUPS for row in range(first, last + 1)}
     assert set(ROWS) - tested == set(UNTESTED), "a row without a test needs a reason, one with a test none"
 
 

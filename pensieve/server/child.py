@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import signal
 import socket
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, Self
+
+from pensieve.logs import stderr_writer
 
 _LAST_LINE_BYTES: Final = 4096
 _STDERR_PATIENCE_S: Final = 1.0
@@ -110,6 +111,5 @@ class ChildProcess:
         """Pass on what it writes, and remember the end. Never stops early: a full pipe would block it."""
         assert self._process.stderr is not None
         while data := await self._process.stderr.read(1 << 16):
-            sys.stderr.buffer.write(data)
-            sys.stderr.buffer.flush()
+            stderr_writer().write(data)
             self._stderr_tail = (self._stderr_tail + data)[-_LAST_LINE_BYTES:]

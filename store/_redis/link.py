@@ -71,7 +71,11 @@ class RedisLink:
         self.durability = "unknown"
         self._calls = asyncio.Semaphore(CALLS_AT_ONCE)
         self._hangs = False
+        self._settings: list[Any] | None = None
+        """What the servers' settings were when they were last found to be safe."""
+        self._settings_are_secret = False
         self._buffered = self.script(scripts.BUFFERED)
+        self._trial = self.script(scripts.TRIAL)
         self._marked = self.script(scripts.MARKED)
         self._client = make_client(
             self._place, timeout_s=socket_timeout_s, retries=retries, on_connect=self._on_connect
@@ -83,13 +87,8 @@ class RedisLink:
 
     async def call(self, script: RedisScript, keys: list[str], args: list[Any]) -> list[Any]:
         """The script's reply: an outcome name (bytes), then its values."""
-        rest = (len(keys), *keys, *args)
         async with self._bounded():
-            try:
-                reply: list[Any] = await self._client.run("EVALSHA", script.sha, *rest)
-            except exceptions.NoScriptError:
-                reply = await self._client.run("EVAL", script.source, *rest)
-            return reply
+            return await self._run(script, keys, args)
 
     async def calls(
         self, script: RedisScript, many: Sequence[tuple[list[str], list[Any]]]
@@ -119,15 +118,8 @@ class RedisLink:
         for. WAIT goes by its connection's last write, so both are one pipeline, and a script that finds its change
         made already writes something all the same.
         """
-        if not self.replicas:
-            return await self.call(script, keys, args)
-        rest = (len(keys), *keys, *args)
         async with self._bounded():
-            try:
-                reply: list[Any] = await self._replicated(keys[0], ("EVALSHA", script.sha, *rest))
-            except exceptions.NoScriptError:
-                reply = await self._replicated(keys[0], ("EVAL", script.source, *rest))
-            return reply
+            return await self._run(script, keys, args, durably=True)
 
     async def confirm(self, keys: list[str], revision: int, head_hash: str, *, reading: bool = False) -> bool:
         """Returns when that revision of a session (0: its deletion), written before, would outlive Redis' process.
@@ -236,23 +228,37 @@ class RedisLink:
             raise _refusals.replaced(f"the Redis at {self.place} was emptied or replaced")
 
     async def ping(self) -> None:
-        """Raises Unavailable unless this is our store and every server that holds keys takes writes as they are due."""
+        """Raises unless this is our store, none of its servers may evict, and each takes writes as turns make them."""
         await self.check_marker(counts=False)
         async with self._bounded(counts=False):
             keys = await self._client.beats()
             await asyncio.gather(*(self._beat(key) for key in keys))
+        await self._check_settings(counts=False)
 
     async def close(self) -> None:
         await self._client.close()
 
+    async def _run(
+        self, script: RedisScript, keys: list[str], args: list[Any], *, durably: bool = False
+    ) -> list[Any]:
+        rest = (len(keys), *keys, *args)
+        try:
+            reply: list[Any] = await self._sent(keys[0], ("EVALSHA", script.sha, *rest), durably=durably)
+        except exceptions.NoScriptError:
+            reply = await self._sent(keys[0], ("EVAL", script.source, *rest), durably=durably)
+        return reply
+
+    async def _sent(self, key: str, words: Words, *, durably: bool) -> Any:
+        """``durably``: as far as replicas have to have it."""
+        return await (self._replicated(key, words) if durably and self.replicas else self._client.run(*words))
+
     async def _mark(self, field: str, value: str) -> None:
         words = ("HSETNX", MARKER, field, value)
         async with self._bounded():
-            await (self._replicated(MARKER, words) if self.replicas else self._client.run(*words))
+            await self._sent(MARKER, words, durably=True)
 
     async def _beat(self, key: str) -> None:
-        words = ("SET", key, "1")
-        await (self._replicated(key, words) if self.replicas else self._client.run(*words))
+        await self._run(self._trial, [f"pv1:trial:{{{key}}}:{name}" for name in "mql"], [], durably=True)
 
     async def _replicated(self, key: str, words: Words) -> Any:
         """The reply to a command on ``key`` once enough replicas have what it wrote."""
@@ -269,18 +275,21 @@ class RedisLink:
 
     async def _on_connect(self, connection: Any) -> None:
         """A new connection may be to a Redis that was restarted on nothing, or on something else."""
-        await connection.on_connect()
+        # Not ``on_connect``: it pings before it says who we are, and a ping that fails connects anew, without end.
+        await connection.on_connect_check_health(check_health=False)
         if not self.store_id:
             return
-        await connection.send_command("HGET", MARKER, "store_id")
+        await connection.send_command("HGET", MARKER, "store_id", check_health=False)
         found = await connection.read_response(disable_decoding=True)
         if found is None or found.decode() != self.store_id:
             raise StoreReplacedError(self.place)
 
-    async def _check_settings(self) -> None:
-        """Refuse a Redis that may evict; learn how durable an acknowledged write is."""
+    async def _check_settings(self, *, counts: bool = True) -> None:
+        """Refuse a Redis that may evict; learn how durable an acknowledged write is. ``counts``: see ``command``."""
+        if self._settings_are_secret:
+            return
         try:
-            async with self._bounded():
+            async with self._bounded(counts=counts):
                 raw = await self._client.everywhere(
                     "CONFIG GET", "maxmemory-policy", "appendonly", "appendfsync", "save"
                 )
@@ -290,11 +299,16 @@ class RedisLink:
             log.warning(
                 "Redis at %s: CONFIG GET is not allowed, durability is unknown: %s", self.place, error
             )
-            self.durability = f"replicated({self.replicas})" if self.replicas else "unknown"
-            return
-        weakest = weakest_of(raw, self.place)
-        if weakest == "local" and not await self._tells_of_its_buffer():
+            self._settings_are_secret = True
             weakest = "unknown"
+        else:
+            if raw == self._settings:
+                return
+            self._settings = None  # what may evict is told of each time
+            weakest = weakest_of(raw, self.place)
+            self._settings = raw
+            if weakest == "local" and not await self._tells_of_its_buffer():
+                weakest = "unknown"
         self.durability = f"replicated({self.replicas})" if self.replicas else weakest
 
     async def _tells_of_its_buffer(self) -> bool:

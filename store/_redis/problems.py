@@ -11,6 +11,7 @@ from pensieve.errors import DataLoss, FailedPrecondition, PensieveError
 from pensieve.store import _refusals
 
 _REFUSES_WRITES = ("MISCONF", "OOM")
+_FORBIDDEN = ("unknown command", "ACL failure in script", "can't run this command")
 _PASSING = (
     *("BUSY", "NOREPLICAS", "LOADING", "MASTERDOWN", "READONLY", "TRYAGAIN", "CLUSTERDOWN", "ASK"),
     "WAIT cannot be used with replica",
@@ -62,7 +63,7 @@ def _meaning(error: Exception, place: str) -> PensieveError | None:
         return _refusals.replaced(f"the Redis at {place} was emptied or replaced")
     if isinstance(error, exceptions.OutOfMemoryError) or text.startswith(_REFUSES_WRITES):
         return _refusals.full(problem)
-    if isinstance(error, exceptions.NoPermissionError) or "unknown command" in text:
+    if isinstance(error, exceptions.NoPermissionError) or any(words in text for words in _FORBIDDEN):
         return FailedPrecondition(f"history store: {problem}", reason="STORE_FORBIDDEN")
     if is_wrong_type(error):
         return DataLoss(f"a key of a session holds something else: {problem}", reason="HISTORY_CORRUPT")

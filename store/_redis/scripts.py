@@ -314,3 +314,18 @@ MARKED: Final = (
 return written(redis.call('HGET', KEYS[1], 'store_id') == ARGV[1], KEYS[2], '')
 """
 )
+
+# KEYS: three that belong to no session. Does to them what a turn does to its session's: what is refused there is here.
+TRIAL: Final = (
+    PRELUDE
+    + """
+absent()
+-- First what a full memory refuses: after its first write a script may do anything.
+redis.call('HSET', m, 'state', 'active', 'revision', '0', 'ttl_ms', '60000')
+redis.call('DEL', q, l)
+append({request_id = 'trial', fp = '', revision = '1', data = '', crc = '0', hash = '', head_item = '0',
+  item_count = '0', context_tokens = '0', config = '', labels = '', ttl_ms = ''})
+if broken() then error('what was just written is not there') end
+return ok()
+"""
+)

@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 from pensieve.errors import DataLoss, PensieveError, Unavailable
 from pensieve.store import _refusals
 from pensieve.store._clock import Moment
-from pensieve.store._sqlite.errors import is_damage, leaves_file_known, translated, translated_os
+from pensieve.store._sqlite.errors import is_damage, is_full, leaves_file_known, translated, translated_os
 from pensieve.store._sqlite.file import SqliteFile
 from pensieve.store._sqlite.reader import InterruptedRead, SqliteReader
 from pensieve.store._sqlite.rows import Rows
@@ -136,7 +136,10 @@ class SqliteDatabase:
         except sqlite3.DatabaseError as error:
             if is_damage(error):
                 self._damage = translated(error, self.file.path)
-            raise self._failed(error) from error
+            problem = self._failed(error)
+            if is_full(error):
+                self._tidy()  # what the log of changes takes may be all that is missing
+            raise problem from error
         self.file.check_in_place()
         if flush:
             self._proven_at = time.monotonic()
@@ -149,14 +152,21 @@ class SqliteDatabase:
         self.file.check_in_place()
         if self._damage is not None:
             raise DataLoss(self._damage.message, reason="HISTORY_CORRUPT")
-        try:
-            self.file.check_space()
-        except OSError as error:
-            raise translated_os(error, self.file.path) from error
+        self._check_space()
         if time.monotonic() - self._proven_at >= PROOF_S:
             self._change(lambda rows: rows.beat(self._now()), flush=True)
         if self._erasing:
             self._tidy()
+
+    def _check_space(self) -> None:
+        try:
+            try:
+                self.file.check_space()
+            except Unavailable:
+                self._tidy()
+                self.file.check_space()
+        except OSError as error:
+            raise translated_os(error, self.file.path) from error
 
     def _tidy(self, *, at_once: bool = False) -> None:
         try:

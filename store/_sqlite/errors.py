@@ -33,6 +33,11 @@ def is_damage(error: sqlite3.Error) -> bool:
     return primary_code(error) in _DAMAGE
 
 
+def is_full(error: sqlite3.Error) -> bool:
+    """Whether the disk has no room."""
+    return primary_code(error) == sqlite3.SQLITE_FULL
+
+
 def leaves_file_known(error: sqlite3.Error) -> bool:
     """Whether the transaction was rolled back and the file holds just what it held before: full, read-only, busy."""
     return primary_code(error) in _UNHARMED

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import fcntl
 import logging
+import math
 import os
 import sqlite3
 import time
@@ -17,11 +17,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from pensieve.errors import FailedPrecondition, PensieveError
+from pensieve.errors import PensieveError
 from pensieve.store import _refusals
 from pensieve.store._sqlite import schema
-from pensieve.store._sqlite.durable import content_digest, log_of_changes, make_durable, sync_folder
+from pensieve.store._sqlite.claim import Claim
+from pensieve.store._sqlite.durable import content_digest, log_of_changes, make_durable
 from pensieve.store._sqlite.errors import lenient_text, translated, translated_os
+from pensieve.store._sqlite.places import FilePlaces, Identity, Whereabouts, identity_of, size_of
 from pensieve.store._sqlite.reader import SqliteReader
 
 log = logging.getLogger(__name__)
@@ -31,13 +33,13 @@ REOPEN_PAUSE_S: Final = 0.25
 """After the file could not be opened it is left alone for so long: a sick disk is not asked at every call."""
 LOG_BYTES: Final = 4 << 20
 """Size of the log of changes from which on it is emptied, when no read is in hand."""
+SHORT_BYTES: Final = 16 << 20
+"""With less free space the log of changes is emptied while it is small: full of it, a disk has no room to empty it."""
+SHORT_LOG_BYTES: Final = 256 << 10
 MOST_LOG_BYTES: Final = 64 << 20
 """Size from which on reads are interrupted to empty it."""
 LEAST_FREE_BYTES: Final = 1 << 20
 """With less free space the disk counts as full, although small changes may still fit."""
-
-Identity = tuple[int, int]
-"""Device and inode."""
 
 
 class SqliteFile:
@@ -48,12 +50,13 @@ class SqliteFile:
         self.store_id = ""
         self.reads = SqliteReader(path, "pensieve-sqlite-reads", BUSY_TIMEOUT_MS)
         self.listings = SqliteReader(path, "pensieve-sqlite-lists", BUSY_TIMEOUT_MS)
-        self._log = log_of_changes(path)
+        self._real = path
+        """Where ``path`` leads to when it is a link: SQLite keeps what belongs to the file beside that."""
         self._connection: sqlite3.Connection | None = None
-        self._lock_fd: int | None = None
+        self._claim = Claim()
         self._home: Identity | None = None
         """The file that was opened first: after an error of the disk no other one is taken for it."""
-        self._places: tuple[Identity, Identity] | None = None
+        self._places: FilePlaces | None = None
         self._empty_at = LOG_BYTES
         self._refusal: PensieveError | None = None
         self._refuse_until = 0.0
@@ -61,8 +64,8 @@ class SqliteFile:
     def open(self) -> None:
         """Lock the file, create or check its schema. Raises FailedPrecondition or Unavailable."""
         try:
-            self._lock()
             self._refusal = self._home = None
+            self._take()
             self.connection()
         except BaseException:
             self.close()
@@ -76,13 +79,12 @@ class SqliteFile:
             connection, self._connection = self._connection, None
             with contextlib.suppress(sqlite3.Error):
                 connection.close()
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = None
+        self._part()
+        self._claim.give_up()
 
     def connection(self) -> sqlite3.Connection:
         """The writing connection; a new one after ``drop``. Raises the store's own errors."""
-        if self._lock_fd is None:
+        if not self._claim.held:
             raise _refusals.unavailable("the store is not open")
         if self._connection is None:
             if self._refusal is not None and time.monotonic() < self._refuse_until:
@@ -109,24 +111,34 @@ class SqliteFile:
     def check_in_place(self) -> None:
         """Raises Unavailable (STORE_REPLACED) when the paths no longer lead to the open files.
 
-        SQLite would go on writing to a file that was deleted or moved away, and acknowledge what nobody can find.
+        SQLite would go on writing to a file that was deleted or moved away, and acknowledge what nobody can find. When
+        only its log of changes was deleted, all that it holds is in the database file afterwards.
         """
-        if self._places is not None and self._found() != self._places:
+        found = Whereabouts.IN_PLACE if self._places is None else self._places.look()
+        if found is Whereabouts.LOG_DELETED:
+            self._regain()
+        elif found is Whereabouts.MOVED:
             raise self._moved()
 
     def check_space(self) -> None:
         """Raises Unavailable (STORE_FULL) when the file system is full or read-only. Raises OSError."""
-        found = os.statvfs(self.path.parent)
-        if found.f_flag & os.ST_RDONLY:
+        if os.statvfs(self._real.parent).f_flag & os.ST_RDONLY:
             raise _refusals.full(f"{self.path}: the file system is read-only")
-        free = found.f_frsize * (found.f_bavail if os.geteuid() else found.f_bfree)
-        if found.f_blocks and free < LEAST_FREE_BYTES:
-            raise _refusals.full(f"{self.path}: {free} bytes are left on its file system")
+        free = self._free_bytes()
+        if free < LEAST_FREE_BYTES:
+            raise _refusals.full(f"{self.path}: {free:.0f} bytes are left on its file system")
 
     @property
     def wants_emptying(self) -> bool:
         """Whether the log of changes has grown by enough since it was emptied, or since that was tried."""
-        return self._connection is not None and _size(self._log) >= self._empty_at
+        if self._connection is None or (grown := size_of(self._log)) < min(self._empty_at, SHORT_LOG_BYTES):
+            return False
+        if grown >= self._empty_at:
+            return True
+        try:
+            return self._free_bytes() < SHORT_BYTES
+        except OSError:  # the next ping tells of it
+            return True
 
     def empty_log(self, *, at_once: bool = False) -> bool:
         """Bring the log of changes into the database file and empty it. Raises sqlite3's errors.
@@ -135,52 +147,70 @@ class SqliteFile:
         ``at_once``. Returns whether it is empty; if not, it is another program that reads the file.
         """
         connection = self._connection
-        grown = _size(self._log)
+        grown = size_of(self._log)
         if connection is None or not grown:
             return True
-        with contextlib.ExitStack() as stack:
-            interrupt = at_once or grown >= MOST_LOG_BYTES
-            paused = [reader.paused(interrupt=interrupt) for reader in (self.reads, self.listings)]
-            empty = all([stack.enter_context(one) for one in paused])
-            mode = "TRUNCATE" if empty else "PASSIVE"
-            with self._unwaiting(connection):
-                ((busy, _, _),) = connection.execute(f"PRAGMA wal_checkpoint({mode})").fetchall()
-        done = empty and not busy
+        done = self._emptied(connection, interrupt=at_once or grown >= MOST_LOG_BYTES)
         self._empty_at = LOG_BYTES if done else grown + LOG_BYTES
         if not done and grown >= MOST_LOG_BYTES:
             log.warning("another program reads %s and keeps its log of changes at %d bytes", self.path, grown)
         return done
 
-    def _lock(self) -> None:
-        lock_path = self.path.with_name(self.path.name + ".lock")
-        try:
-            self._make_folder()
-            descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise _refusals.unavailable(f"cannot open {lock_path}: {error.strerror}") from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(descriptor)
-            raise FailedPrecondition(
-                f"{self.path} is in use by another Pensieve server; a SQLite history serves one server at a time "
-                "(stop the other one, or use redis:// for several)",
-                reason="STORE_LOCKED",
-            ) from error
-        self._lock_fd = descriptor
+    def _free_bytes(self) -> float:
+        """Infinite where the file system does not say. Raises OSError."""
+        found = os.statvfs(self._real.parent)
+        free = found.f_frsize * (found.f_bavail if os.geteuid() else found.f_bfree)
+        return free if found.f_blocks else math.inf
 
-    def _make_folder(self) -> None:
-        """The file's folder, and the names of what was made are durable. Raises OSError."""
-        missing = [folder for folder in (self.path.parent, *self.path.parent.parents) if not folder.exists()]
-        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for folder in missing:
-            sync_folder(folder.parent)
+    @property
+    def _log(self) -> Path:
+        return log_of_changes(self._real)
+
+    def _take(self) -> None:
+        """Raises FailedPrecondition (STORE_LOCKED), Unavailable."""
+        self._real = Path(os.path.realpath(self.path))
+        self._claim.take(self._real)
+        self._home = identity_of(self._real)
+
+    def _emptied(self, connection: sqlite3.Connection, *, interrupt: bool) -> bool:
+        """Whether no read in hand and no other program kept the log of changes from it. Raises sqlite3's errors."""
+        with contextlib.ExitStack() as stack:
+            paused = [reader.paused(interrupt=interrupt) for reader in (self.reads, self.listings)]
+            empty = all([stack.enter_context(one) for one in paused])
+            mode = "TRUNCATE" if empty else "PASSIVE"
+            with self._unwaiting(connection):
+                ((busy, _, _),) = connection.execute(f"PRAGMA wal_checkpoint({mode})").fetchall()
+        return empty and not busy
+
+    def _regain(self) -> None:
+        """Bring the deleted log of changes, which is still open, into the database file, and begin a new one."""
+        connection = self._connection
+        if connection is None:
+            return
+        log.error("the log of changes of %s was deleted while in use: what is in it is saved", self.path)
+        try:
+            saved = self._emptied(connection, interrupt=True)
+        except sqlite3.DatabaseError as error:
+            raise translated(error, self.path) from error
+        if not saved:
+            raise _refusals.unavailable(
+                f"{self.path}: another program reads the log of changes that was deleted"
+            )
+        self._connection = None
+        self._forget(connection)
+        self.connection()
+
+    def _part(self) -> None:
+        if self._places is not None:
+            places, self._places = self._places, None
+            places.close()
 
     def _connect(self) -> sqlite3.Connection:
         try:
-            self._make_file()
+            if identity_of(self.path) != self._home:
+                raise self._moved()
             seen = content_digest(self._log)
-            connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+            connection = sqlite3.connect(self._real, isolation_level=None, check_same_thread=False)
             connection.text_factory = lenient_text
             try:
                 connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
@@ -193,15 +223,6 @@ class SqliteFile:
         except sqlite3.DatabaseError as error:
             raise translated(error, self.path) from error
         return connection
-
-    def _make_file(self) -> None:
-        """The file exists and is the one that was opened first. Raises Unavailable (STORE_REPLACED), OSError."""
-        if self._home is None:
-            # SQLite gives its -wal and -shm files the mode of this one, so only this one must be made by hand.
-            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            self._home = _identity(self.path)
-        elif _identity(self.path) != self._home:
-            raise self._moved()
 
     def _moved(self) -> PensieveError:
         return _refusals.replaced(f"{self.path} was deleted or replaced while in use")
@@ -221,12 +242,13 @@ class SqliteFile:
         connection.execute("PRAGMA secure_delete = ON")
         self.reads.touch()
         self.listings.touch()
-        make_durable(connection, self.path, seen)
+        make_durable(connection, self._real, seen)
         store_id = schema.bring_up(connection, found)
         if self.store_id and store_id != self.store_id:
             raise _refusals.replaced(f"{self.path} was replaced by another history file")
         self.store_id = store_id
-        self._places = self._found()
+        self._part()
+        self._places = FilePlaces(self.path, self._real)
         with self._unwaiting(connection):
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         self._empty_at = LOG_BYTES
@@ -242,9 +264,6 @@ class SqliteFile:
         self.reads.close()
         self.listings.close()
 
-    def _found(self) -> tuple[Identity, Identity]:
-        return _identity(self.path), _identity(self._log)
-
     @contextlib.contextmanager
     def _unwaiting(self, connection: sqlite3.Connection) -> Iterator[None]:
         """A statement that finds the file in use gives up at once."""
@@ -253,20 +272,3 @@ class SqliteFile:
             yield
         finally:
             connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
-
-
-def _identity(path: Path) -> Identity:
-    """(-1, -1) where no file can be found."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return -1, -1
-    return found.st_dev, found.st_ino
-
-
-def _size(path: Path) -> int:
-    """0 where no file can be found."""
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return 0

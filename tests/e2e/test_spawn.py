@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from pensieve import spawn
-from pensieve.spawn import ServerProcess, SpawnError, serving
+from pensieve.spawn import ServerProcess, SpawnError, serving, wait_addresses
 
 DEMO = ("--model", "demo", "--store", "memory:")
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "it ended with signal 9$"),
+        ("raise SystemExit(3)", "it ended with status 3$"),
+        ("print('hello')", "it said 'hello'$"),
+        ("import time; time.sleep(60)", r"it was not ready in 0\.5 s$"),
+    ],
+)
+def test_why_a_server_did_not_start(program: str, why: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        with pytest.raises(SpawnError, match=why):
+            wait_addresses(process, 0.5 if "sleep" in program else 30.0)
+        process.kill()
 
 
 def test_a_server_that_is_not_ready_yet_is_killed() -> None:

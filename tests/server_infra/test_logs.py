@@ -1,12 +1,17 @@
-"""Both log formats."""
+"""Both log formats, and a stderr that takes nothing for a while."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 
-from pensieve.logs import JsonFormatter, TextFormatter
+import pytest
+
+from pensieve import logs
+from pensieve.logs import JsonFormatter, PatientHandler, PatientWriter, TextFormatter
+from support.faults.pipes import fill
 
 
 def record(**extra: object) -> logging.LogRecord:
@@ -42,3 +47,37 @@ def test_json_keeps_an_exception_on_the_line() -> None:
 def test_text_is_utc_and_ends_with_the_fields() -> None:
     line = TextFormatter().format(record(tokens=5))
     assert line == "2023-11-14T22:13:20.250Z INFO pensieve.x: turn t1 ended tokens=5"
+
+
+@pytest.mark.fault(61)
+def test_a_stderr_that_takes_nothing_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines wait, in order, up to a limit; how many were dropped is told behind them."""
+    monkeypatch.setattr(logs, "MOST_WAITING", 5)
+    reading, writing = os.pipe()
+    handler = PatientHandler(PatientWriter(writing))
+    handler.setFormatter(logging.Formatter("%(message)s"))
+
+    def say(text: str) -> None:
+        handler.handle(logging.LogRecord("x", logging.INFO, "", 0, text, None, None))
+
+    say("at once")
+    assert os.read(reading, 100) == b"at once\n"
+    filling = fill(writing)
+    for number in range(8):
+        say(f"line {number}")
+    got = b""
+    while len(got) < filling or not got.endswith(b"line 4\n"):
+        got += os.read(reading, 1 << 16)
+    assert got[filling:] == b"".join(b"line %d\n" % number for number in range(5))
+    assert handler._writer.wait_written(20)
+    say("and on")
+    assert os.read(reading, 100) == b"3 log lines were dropped: nothing took them\nand on\n"
+
+
+@pytest.mark.fault(61)
+def test_a_stderr_that_is_gone_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    handler = PatientHandler(PatientWriter(writing))
+    handler.handle(record())
+    assert handler._writer.wait_written(20)

@@ -11,6 +11,7 @@ GROUPS: Final = (
     ("History store", 37, 54),
     ("Security", 55, 58),
     ("HTTP door", 59, 60),
+    ("Operators and their machines", 61, 64),
 )
 """Title, first row, last row."""
 
@@ -194,6 +195,22 @@ ROWS: Final[dict[int, tuple[str, str]]] = {
     60: (
         "Callers of the HTTP door without keys: one floods, one says that it is somebody else",
         "Each address has limits of its own; only a proxy that is named may say for whom it calls",
+    ),
+    61: (
+        "Nobody reads a server's log: its collector stands still, its terminal is paused, its reader is gone",
+        "The server goes on; lines wait for a reader, and beyond ten thousand they are dropped and counted",
+    ),
+    62: (
+        "A history file is known by several names, or its lock file is deleted",
+        "One server at a time has it, and by a link it is kept as by its own name",
+    ),
+    63: (
+        "The log of changes of a SQLite file is deleted while it is in use",
+        "What was acknowledged is saved from it, and the server goes on",
+    ),
+    64: (
+        "Policy, password or rights of a Redis are changed while it serves, or a key of a listing is taken",
+        "What cannot be kept is refused with the reason, health says so, and it serves again when that is put right",
     ),
 }
 

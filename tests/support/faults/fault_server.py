@@ -41,8 +41,8 @@ class FaultServer:
         self._process: subprocess.Popen[str] | None = None
         self.grpc = self.admin = ""
 
-    def start(self, failpoints: str = "") -> None:
-        """Returns when calls are accepted."""
+    def start(self, failpoints: str = "", *, stderr: int | None = None) -> None:
+        """Returns when calls are accepted. ``stderr``: a file descriptor, in place of the file behind ``log``."""
         assert self._process is None or self._process.poll() is not None
         self.release()
         environment = child_environment(failpoints=False)
@@ -53,7 +53,7 @@ class FaultServer:
                 [sys.executable, "-P", "-m", "support.faults.fault_main", json.dumps(self._options)],
                 env=environment,
                 stdout=subprocess.PIPE,
-                stderr=errors,
+                stderr=errors if stderr is None else stderr,
                 text=True,
             )
         try:
