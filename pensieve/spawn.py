@@ -31,6 +31,10 @@ class SpawnError(RuntimeError):
     """The server did not come up; the message has its last words."""
 
 
+class ServerKilled(SpawnError):
+    """A signal ended it, which was not ours."""
+
+
 class ServerAddresses(NamedTuple):
     """Where a server is, each as HOST:PORT."""
 
@@ -64,20 +68,22 @@ def wait_addresses(process: subprocess.Popen[str], timeout_s: float) -> ServerAd
     match = READY.fullmatch(line)
     if match is None:
         if late.is_set():
-            why = f"it was not ready in {timeout_s:g} s"
-        else:
-            why = f"it said {line!r}" if line else _ending(process)
-        raise SpawnError(f"the server did not start: {why}")
+            raise SpawnError(f"the server did not start: it was not ready in {timeout_s:g} s")
+        if line:
+            raise SpawnError(f"the server did not start: it said {line!r}")
+        raise _ending(process)
     return ServerAddresses(match["grpc"], match["admin"], match["http"] or "")
 
 
-def _ending(process: subprocess.Popen[str]) -> str:
+def _ending(process: subprocess.Popen[str]) -> SpawnError:
     """Of a process that has closed its stdout."""
     try:
         status = process.wait(5)
     except subprocess.TimeoutExpired:
-        return "it closed its output"
-    return f"it ended with signal {-status}" if status < 0 else f"it ended with status {status}"
+        return SpawnError("the server did not start: it closed its output")
+    if status < 0:
+        return ServerKilled(f"the server did not start: it ended with signal {-status}")
+    return SpawnError(f"the server did not start: it ended with status {status}")
 
 
 def read_metrics(admin: str) -> list[Sample]:
@@ -143,7 +149,7 @@ class ServerProcess:
         except BaseException as error:
             self.kill()
             if isinstance(error, SpawnError):
-                raise SpawnError(f"{error}:\n{self.log}") from None
+                raise type(error)(f"{error}:\n{self.log}") from None
             raise
         self.ready = True
 

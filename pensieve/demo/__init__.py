@@ -3,7 +3,7 @@
 ``talk`` says what is spoken about, ``run`` is ``pensieve demo``, ``acts`` are its two parts, ``training`` made the
 model (and stays in the repository: it is no part of an installed package).
 
-May import: client, errors, extras, spawn.
+May import: client, errors, extras, own_server, spawn.
 """
 
 from __future__ import annotations

@@ -111,6 +111,7 @@ def first_act(context: int, seed: int, console: Console, stage: Console, verbose
     keeps, forgets = long_talk.serve_and_hold(long_talk.script(context, seed), stage)
     if verbose:
         print_transcript(keeps, stage)
+    say_interruptions(console, keeps, forgets)
     console.print(Text(long_talk.result(keeps, forgets), "bold"))
     problems = long_talk.problems(keeps, forgets)
     if not problems:
@@ -125,12 +126,13 @@ def second_act(
     tiers: list[str], sessions: int, turns: int, seed: int, console: Console, stage: Console, verbose: bool
 ) -> list[str]:
     """Many conversations on small tiers. What is wrong, line by line."""
-    options = ["--model", "demo", "--store", "memory:", "--max-wait", "0", *tiers]
+    options = ["--model", "demo", "--max-wait", "0", *tiers]
     stage.print(f"[bold]2. {sessions} conversations at once, on memory far too small for them[/]")
     stage.print(serve_line(options), style="dim")
     act = crowd.serve_and_hold(options, conversations(sessions, turns, seed), stage)
     if verbose:
         print_transcript(act.run, stage)
+    say_interruptions(console, act.run)
     console.print(crowd.result(act))
     if act.suspensions == 0:
         stage.print("no answer had to be suspended this time; a smaller --device-cache shows it", style="dim")
@@ -146,6 +148,13 @@ def third_act(seed: int, console: Console, stage: Console) -> list[str]:
     console.print(Text(killed.result(run), "bold"))
     stage.print()
     return killed.problems(run)
+
+
+def say_interruptions(console: Console, *runs: ServerRun) -> None:
+    """Who kills a demo's server wants to see what comes of it."""
+    for run in runs:
+        if run.interruptions:
+            console.print(Text(run.interruptions, "yellow"))
 
 
 def serve_line(options: Sequence[str], label: str = "") -> str:

@@ -15,14 +15,15 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from pensieve.cli.chat import command, own_server, sessions, views
+from pensieve import own_server
+from pensieve.cli.chat import command, sessions, views
 from pensieve.cli.chat.loop import ChatLoop
-from pensieve.cli.chat.own_server import OwnServer
 from pensieve.cli.chat.screen import clean
 from pensieve.cli.chat.unsent import Unsent, UnsentFolder
 from pensieve.cli.chat.views import MarkdownView, markdown, split_blocks
 from pensieve.client import Client
 from pensieve.errors import InvalidArgument
+from pensieve.own_server import OwnServer
 from pensieve.spawn import SpawnError
 from support.processes import until
 from support.service.fake_server import FakeServerThread

@@ -133,19 +133,22 @@ def test_a_server_of_its_own(server: FakeServerThread, monkeypatch: pytest.Monke
         target = server.target
         running = True
 
-        def __init__(self, *arguments: str, start_timeout_s: float) -> None:
+        def __init__(self, *arguments: str, start_timeout_s: float, listen: str, wait: bool) -> None:
             events.append(arguments)
+
+        def wait_ready(self) -> None:
+            events.append("ready")
 
         def __exit__(
             self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
         ) -> None:
             events.append("stopped")
 
-    monkeypatch.setattr("pensieve.cli.chat.own_server.ServerProcess", Own)
+    monkeypatch.setattr("pensieve.own_server.ServerProcess", Own)
     monkeypatch.setenv("PENSIEVE_API_KEY", "of another command")
     result = run(None, "--model", "demo", "--store", "memory:", lines="one\n")
     assert result.stdout == answer_to("one") + "\n"
-    assert events == [("--model", "demo", "--store", "memory:"), "stopped"]
+    assert events == [("--model", "demo", "--store", "memory:"), "ready", "stopped"]
 
 
 def test_as_a_program(server: FakeServerThread) -> None:

@@ -68,10 +68,10 @@ class OneAnswer:
 class NoOwner:
     kills = 0
 
-    def kill_and_start_again(self) -> None:
+    def kill(self) -> None:
         self.kills += 1
 
-    def wait(self) -> None:
+    def wait_ready(self) -> None:
         pass
 
 

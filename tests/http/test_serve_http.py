@@ -40,10 +40,8 @@ TOO_LONG = 4000
 
 
 def client_of(server: ServerProcess, key: str = "none", **options: Any) -> OpenAI:
-    url = f"http://{server.http}/v1"
-    return OpenAI(
-        base_url=url, api_key=key, max_retries=0, timeout=60, _strict_response_validation=True, **options
-    )
+    options = {"max_retries": 0, "timeout": 60, "_strict_response_validation": True} | options
+    return OpenAI(base_url=f"http://{server.http}/v1", api_key=key, **options)
 
 
 def door_of(server: ServerProcess) -> int:

@@ -17,7 +17,6 @@ from click.core import ParameterSource
 from pensieve.cli import completion
 from pensieve.cli.chat import sessions
 from pensieve.cli.chat.loop import ChatLoop
-from pensieve.cli.chat.own_server import OwnServer
 from pensieve.cli.chat.prompt import Prompt
 from pensieve.cli.chat.screen import Screen, clean
 from pensieve.cli.refusals import refusal
@@ -26,6 +25,7 @@ from pensieve.client import SamplingOptions as Sampling
 from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.options.completion import models
 from pensieve.options.serve import state_directory
+from pensieve.own_server import OwnServer
 from pensieve.spawn import SpawnError
 
 FIRST_ANSWER_S = 10.0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Self
 
@@ -16,8 +17,8 @@ from rich.table import Column, Table
 
 from pensieve.client import AsyncClient
 from pensieve.demo.acts.exchange import Exchange, ServerRun, busy, wrong_answers, wrong_receipts
+from pensieve.demo.acts.servers import own_servers
 from pensieve.demo.talk.scenario import Conversation
-from pensieve.spawn import ServerProcess
 
 _FOUND = {
     "device": "found on the device",
@@ -87,16 +88,17 @@ async def hold(target: str, scripts: list[Conversation], counter: Counter) -> li
 
 def serve_and_hold(options: list[str], scripts: list[Conversation], console: Console) -> CrowdRun:
     """The act: start the server, hold the conversations, read its counters, stop it."""
-    with busy(console, "starting the server …"):
-        server = ServerProcess(*options)
-    with server:
+    with ExitStack() as stack:
+        with busy(console, "starting the server …"):
+            (server,) = stack.enter_context(own_servers(options))
         started = time.perf_counter()
         with Counter(sum(map(len, scripts)), console) as counter:
             run = ServerRun("Pensieve", asyncio.run(hold(server.target, scripts, counter)))
         seconds = time.perf_counter() - started
         run.count(server)
-        suspensions = int(server.metric("pensieve_suspensions_total"))
-        dropped = int(server.metric("pensieve_dropped_tokens_total"))
+        alive = server.wait_ready()
+        suspensions = int(alive.metric("pensieve_suspensions_total"))
+        dropped = int(alive.metric("pensieve_dropped_tokens_total"))
     return CrowdRun(run, seconds, suspensions, dropped)
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from pensieve.client import Turn
 from pensieve.demo.talk.scenario import Utterance
-from pensieve.spawn import ServerProcess
+from pensieve.own_server import OwnServer
 
 SOURCES: Final[Mapping[str, str]] = {
     "device": "gpu_cached_tokens",
@@ -44,6 +44,8 @@ class ServerRun:
     conversations: list[list[Exchange]]
     counted: dict[str, int] = field(default_factory=dict)
     """Tokens of context by source, as ``SOURCES`` names them."""
+    deaths: int = 0
+    """How often the server was ended meanwhile, by somebody else; its counters begin anew with each of its lives."""
 
     @property
     def exchanges(self) -> list[Exchange]:
@@ -58,10 +60,21 @@ class ServerRun:
         """Tokens of context from one of ``SOURCES``, by the receipts."""
         return sum(getattr(exchange.turn.usage, SOURCES[source]) for exchange in self.exchanges)
 
-    def count(self, server: ServerProcess) -> None:
+    def count(self, server: OwnServer) -> None:
         """Read the server's own totals: the last thing to do before it stops."""
+        alive, self.deaths = server.wait_ready(), server.deaths
         for source in SOURCES:
-            self.counted[source] = int(server.metric("pensieve_context_tokens_total", source=source))
+            self.counted[source] = int(alive.metric("pensieve_context_tokens_total", source=source))
+
+    @property
+    def interruptions(self) -> str:
+        """What to say of them; "" without any."""
+        times = "once" if self.deaths == 1 else f"{self.deaths} times"
+        return (
+            f"{self.name}: the server was ended {times} from outside; each turn went on."
+            if self.deaths
+            else ""
+        )
 
 
 def wrong_answers(run: ServerRun) -> list[str]:
@@ -90,7 +103,7 @@ def wrong_receipts(run: ServerRun) -> list[str]:
                     f" but the turn before ended with {before} and {usage.new_tokens} are new"
                 )
             before = usage.context_tokens + usage.output_tokens
-    for source in SOURCES:
+    for source in () if run.deaths else SOURCES:
         if run.counted[source] != run.tokens(source):
             problems.append(
                 f"{run.name}: receipts say {run.tokens(source)} {source} tokens,"

@@ -6,13 +6,9 @@ same address and goes on where it was, because the turn has a request id and wha
 
 from __future__ import annotations
 
-import socket
-import tempfile
-import threading
 import time
-from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 from rich.console import Console
@@ -20,8 +16,9 @@ from rich.text import Text
 
 from pensieve.client import Client, Session, Turn
 from pensieve.demo.acts.exchange import Exchange, busy
+from pensieve.demo.acts.servers import own_servers
 from pensieve.demo.talk.scenario import Conversation, Utterance, conversations
-from pensieve.spawn import ServerProcess
+from pensieve.own_server import OwnServer
 
 OPTIONS: Final = [
     *("--model", "demo", "--device", "cpu"),
@@ -49,6 +46,9 @@ class KilledRun:
     """Turns after it, on the new process."""
     items: int = 0
     """Items that the history has in the end."""
+    kills: int = 0
+    deaths: int = 0
+    """Of the server: more than ``kills`` if somebody else ends it, too."""
 
     @property
     def after(self) -> Exchange | None:
@@ -65,60 +65,19 @@ def script(seed: int) -> Conversation:
 def serve_and_hold(conversation: Conversation, console: Console) -> KilledRun:
     """The act: start a server on a store of its own, talk, kill it in the middle of an answer, start it again."""
     run = KilledRun()
-    with tempfile.TemporaryDirectory(prefix="pensieve-demo-") as folder:
-        address, store = f"127.0.0.1:{free_port()}", f"sqlite:///{Path(folder) / 'history.sqlite3'}"
-
-        def start() -> ServerProcess:
-            return ServerProcess(*OPTIONS, "--store", store, listen=address)
-
+    with ExitStack() as stack:
         with busy(console, "starting a server with its history on disk …"):
-            owner = Owner(start)
-        with owner, Client(address) as client:
+            (owner,) = stack.enter_context(own_servers(OPTIONS))
+        with Client(owner.target) as client:
             session = client.create_session()
             talk(session, conversation, owner, run, console)
             run.items = session.refresh().item_count
+        run.deaths = owner.deaths
     return run
 
 
-class Owner:
-    """Who has the server: kills it, and starts another in its place."""
-
-    def __init__(self, start: Callable[[], ServerProcess]) -> None:
-        self._start = start
-        self._server = start()
-        self._starting: threading.Thread | None = None
-        self._failed: list[Exception] = []
-
-    def __enter__(self) -> Owner:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.wait()
-        self._server.__exit__(None, None, None)
-
-    def kill_and_start_again(self) -> None:
-        """SIGKILL, as when power fails; returns at once, the new server comes up meanwhile."""
-        self._server.kill()
-        self._starting = threading.Thread(target=self._start_again, daemon=True)
-        self._starting.start()
-
-    def wait(self) -> None:
-        """Return when the new server is up. Raises SpawnError when it is not."""
-        if self._starting is not None:
-            self._starting.join()
-            self._starting = None
-        if self._failed:
-            raise self._failed[0]
-
-    def _start_again(self) -> None:
-        try:
-            self._server = self._start()
-        except Exception as error:  # told by ``wait``, in the thread that asks
-            self._failed.append(error)
-
-
 def talk(
-    session: Session, conversation: Conversation, owner: Owner, run: KilledRun, console: Console
+    session: Session, conversation: Conversation, owner: OwnServer, run: KilledRun, console: Console
 ) -> None:
     """Hold the conversation; the server is killed in one of the last answers but one."""
     for number, said in enumerate(conversation):
@@ -139,7 +98,7 @@ def talk(
 
 
 def answer_with_a_kill(
-    session: Session, said: Utterance, owner: Owner, run: KilledRun, console: Console
+    session: Session, said: Utterance, owner: OwnServer, run: KilledRun, console: Console
 ) -> Exchange:
     """Ask, and kill the server as soon as something of the answer has arrived.
 
@@ -154,11 +113,12 @@ def answer_with_a_kill(
                 silence_s = time.perf_counter() - killed_at
             arrived += piece.text
             if arrived.strip() and not killed_at:
-                owner.kill_and_start_again()
+                owner.kill()
+                run.kills += 1
                 killed_at, owned = time.perf_counter(), arrived
         turn: Turn = stream.turn
     exchange = Exchange(said, turn)
-    owner.wait()
+    owner.wait_ready()
     if silence_s:
         run.cut, run.said, run.silence_s = exchange, owned, silence_s
         rest = turn.text[len(owned) :].strip()
@@ -167,14 +127,6 @@ def answer_with_a_kill(
         console.print(Text(f"       ✂ killed; started again, and {silence_s:.1f} s later it goes on:", "red"))
         console.print(Text(f"       {rest}"))
     return exchange
-
-
-def free_port() -> int:
-    """A port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def result(run: KilledRun) -> str:
@@ -205,7 +157,7 @@ def problems(run: KilledRun) -> list[str]:
             found.append(f"the receipt does not add up: {exchange.turn.usage}")
     if run.cut is not None and not run.cut.turn.text.startswith(run.said):
         found.append(f"the answer began {run.said!r} and became {run.cut.turn.text!r}")
-    if run.after is not None and run.after.turn.usage.recomputed_tokens:
+    if run.after is not None and run.deaths <= run.kills and run.after.turn.usage.recomputed_tokens:
         found.append(f"the turn after computed {run.after.turn.usage.recomputed_tokens} tokens again")
     if run.items != 2 * len(held):
         found.append(

@@ -19,12 +19,12 @@ from rich.text import Text
 from pensieve.client import Client, Session
 from pensieve.demo.acts.bars import bars, fitting_pitch
 from pensieve.demo.acts.exchange import Exchange, ServerRun, busy, wrong_answers, wrong_receipts
+from pensieve.demo.acts.servers import own_servers
 from pensieve.demo.talk.scenario import LONG_FACTS, Conversation, Utterance, long_conversation
-from pensieve.spawn import serving
 
 KEEPS, FORGETS = "Pensieve", "stateless"
 _AMPLE = [
-    *("--model", "demo", "--device", "cpu", "--store", "memory:"),
+    *("--model", "demo", "--device", "cpu"),
     *("--device-cache", "16384tokens", "--host-cache", "16384tokens"),
 ]
 SERVERS: Final = {KEEPS: _AMPLE, FORGETS: [*_AMPLE, "--stateless"]}
@@ -89,7 +89,7 @@ def serve_and_hold(conversation: Conversation, console: Console) -> tuple[Server
     """The act: start both servers, hold the conversation, read the servers' counters, stop them."""
     with ExitStack() as stack:
         with busy(console, "starting both servers …"):
-            started = stack.enter_context(serving(*SERVERS.values()))
+            started = stack.enter_context(own_servers(*SERVERS.values()))
         servers = dict(zip(SERVERS, started, strict=True))
         clients = {name: stack.enter_context(Client(server.target)) for name, server in servers.items()}
         sessions = [(name, client.create_session()) for name, client in clients.items()]
@@ -189,7 +189,7 @@ def problems(keeps: ServerRun, forgets: ServerRun) -> list[str]:
     for number, (one, other) in enumerate(zip(keeps.exchanges, forgets.exchanges, strict=True), 1):
         if one.turn.text != other.turn.text:
             found.append(f"turn {number}: {KEEPS} said {one.turn.text!r}, {FORGETS} {other.turn.text!r}")
-    if keeps.tokens("recomputed"):
+    if keeps.tokens("recomputed") and not keeps.deaths:
         found.append(f"{KEEPS} recomputed {keeps.tokens('recomputed'):,} tokens that it had room to keep")
     if kept := forgets.tokens("device") + forgets.tokens("host"):
         found.append(f"{FORGETS} found {kept:,} tokens that it should have forgotten")

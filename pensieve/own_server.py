@@ -1,0 +1,121 @@
+"""A server that a program has for itself. If it dies it is started again; clients go on as with any other server."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from types import TracebackType
+from typing import Final, Self
+
+from pensieve.spawn import ServerKilled, ServerProcess, SpawnError
+
+log = logging.getLogger(__name__)
+
+LOOK_S: Final = 0.1
+TRIES: Final = 3
+"""Starts in a row that may fail: a server that cannot start is not tried for ever."""
+START_S: Final = 600.0
+"""For a large model on a slow disk."""
+
+
+class OwnServer:
+    """A context manager; ``target`` is HOST:PORT in each of its lives. Raises SpawnError if it does not start.
+
+    What is to outlive its deaths needs a store on disk. Several of them start side by side when all are made before the
+    first is entered.
+    """
+
+    def __init__(self, *arguments: str) -> None:
+        """Begin to start a server with these options of ``pensieve serve``."""
+        self._arguments = arguments
+        self.target = ""
+        self._server = self._start()
+        self.deaths = 0
+        """How often it has died once it was ready."""
+        self.failure = ""
+        """Why it could not be started again."""
+        self._ready, self._leaving = threading.Event(), threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="own-server", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._wait_first()
+        self.target = self._server.target
+        self._ready.set()
+        self._watcher.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leaving.set()
+        self._watcher.join()
+        self._server.__exit__(kind, error, trace)
+
+    def close(self) -> None:
+        """End it if it was made and never entered."""
+        if not self.target:
+            self._server.kill()
+
+    def kill(self) -> None:
+        """SIGKILL, as when power fails; returns at once, the next life begins meanwhile."""
+        self._ready.clear()
+        self._server.kill()
+
+    def wait_ready(self) -> ServerProcess:
+        """The server of this life, once it is up. Raises SpawnError when there will be none."""
+        self._ready.wait()
+        if self.failure:
+            raise SpawnError(self.failure)
+        return self._server
+
+    def _start(self) -> ServerProcess:
+        listen = self.target or "127.0.0.1:0"
+        return ServerProcess(*self._arguments, start_timeout_s=START_S, listen=listen, wait=False)
+
+    def _wait_first(self) -> None:
+        for tries_left in reversed(range(TRIES)):
+            try:
+                return self._server.wait_ready()
+            except ServerKilled:  # by somebody else: what is wrong with its options it says itself
+                if not tries_left:
+                    raise
+                self._server = self._start()
+
+    def _watch(self) -> None:
+        failures = 0
+        while not self._leaving.wait(LOOK_S):
+            if self._server.running:
+                continue
+            self._ready.clear()
+            self.deaths += not failures
+            try:
+                self._server = self._start()
+                self._wait_ready()
+                failures, self.failure = 0, ""
+            except SpawnError as error:
+                failures += 1
+                log.debug("the server did not start again: %s", error)
+                if failures < TRIES:
+                    continue
+                self.failure = str(error)
+            self._ready.set()
+            if self.failure:
+                return
+
+    def _wait_ready(self) -> None:
+        """Whoever leaves meanwhile does not wait for it."""
+        done = threading.Event()
+
+        def leave() -> None:
+            while not done.wait(LOOK_S):
+                if self._leaving.is_set():
+                    self._server.kill()
+                    return
+
+        waiter = threading.Thread(target=leave, name="leave-own-server", daemon=True)
+        waiter.start()
+        try:
+            self._server.wait_ready()
+        finally:
+            done.set()
+            waiter.join()
