@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -151,28 +152,35 @@ async def test_tls_and_a_renewed_certificate(tmp_path: Path) -> None:
     await server.stop(None)
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """Room for the path of a socket in it, which that of a test's own folder may not have."""
+    with tempfile.TemporaryDirectory(prefix="p-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
 def test_sockets_of_a_killed_server_are_removed_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And no others: of servers that live, of other programs, and what only looks like one."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
     killed = subprocess.run(
         [sys.executable, "-P", "-c", "import os; from pensieve.server.ports import PrivateFolder as F; "
          "F(); os.kill(os.getpid(), 9)"],
-        env={**child_environment(), "TMPDIR": str(tmp_path)},
+        env={**child_environment(), "TMPDIR": str(short_path)},
         timeout=60,
     )  # fmt: skip
     assert killed.returncode == -9
-    (dead,) = tmp_path.iterdir()
-    precious = tmp_path / "precious"
+    (dead,) = short_path.iterdir()
+    precious = short_path / "precious"
     precious.mkdir()
     (precious / "lock").touch()
-    (tmp_path / "pensieve-link").symlink_to(precious)
-    (tmp_path / "pensieve-bench").mkdir()
+    (short_path / "pensieve-link").symlink_to(precious)
+    (short_path / "pensieve-bench").mkdir()
     first = PrivateFolder()
     assert not dead.exists() and stat.S_IMODE(first.path.stat().st_mode) == 0o700
     second = PrivateFolder()
-    assert first.path.exists() and (precious / "lock").exists() and (tmp_path / "pensieve-bench").exists()
+    assert first.path.exists() and (precious / "lock").exists() and (short_path / "pensieve-bench").exists()
     first.close()
     second.close()
     assert not first.path.exists() and not second.path.exists()
