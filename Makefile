@@ -8,7 +8,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # More arguments for pip, such as an index with CPU builds of torch.
 PIP_ARGS ?=
-WORKERS ?= 2
+# One more than cores: many tests wait for processes and clocks.
+WORKERS ?= $(shell echo $$(( $$(nproc) + 1 )))
 PYTEST_ARGS ?=
 DATASET ?=
 MODEL ?= pensieve/demo/model

@@ -1,8 +1,8 @@
 """``pensieve simulate`` against a server: the same recorded turns, the same counts.
 
-How close the counts are is asked on demand, with PENSIEVE_LONG_TESTS=1: a server that shares its cores with other tests
-runs late, evicts what it otherwise would not, and would be measured again and again. Each time: that the program runs,
-and that server and simulations have the same turns with the same contexts."""
+On demand, with PENSIEVE_LONG_TESTS=1: a server that shares its cores with other tests runs late, evicts what it
+otherwise would not, and would be measured again and again. How true simulations are to the engine, turn by turn and
+without a clock, is asked each time by ``test_fidelity``."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import pytest
 from pensieve.replay.load.schedule import Due, Script
 from pensieve.replay.load.workload import Conversation, TurnLengths
 from pensieve.replay.records import RunOptions
-from support.lengths import LONG, at_length
+from support.lengths import LONG
 from support.replay.benches import load_bench
 
-SECONDS = at_length(12, 50)
+SECONDS = 50.0
 TTFT_FACTOR = 2.5
 """Either way. Wider than the benchmark's limit: this server shares its cores with its client and with whatever else is
 tested, and what that adds to a first token is not the same from one second to the next."""
@@ -70,6 +70,7 @@ def is_close(bench: Any, report: dict[str, Any]) -> bool:
     )
 
 
+@pytest.mark.skipif(not LONG, reason="half a minute of real time: PENSIEVE_LONG_TESTS=1")
 @pytest.mark.timeout(480)
 def test_counts_of_a_server(bench: Any, tmp_path: Path) -> None:
     """Once in ``ATTEMPTS`` times: a simulation that is wrong is wrong each time."""
@@ -79,16 +80,15 @@ def test_counts_of_a_server(bench: Any, tmp_path: Path) -> None:
         folder.mkdir()
         report = measured(bench, folder)
         server = report["server"]
-        assert server["turns"] > at_length(40, 200)
-        if LONG:
-            assert min(server[name] for name in bench.SOURCES) > 0.05 * server["context"], (
-                f"no pressure: {server}"
-            )
+        assert server["turns"] > 200
+        assert min(server[name] for name in bench.SOURCES) > 0.05 * server["context"], (
+            f"no pressure: {server}"
+        )
         for engine in bench.ENGINES:
             assert (
                 report[engine]["turns"] == server["turns"] and report[engine]["context"] == server["context"]
             )
-        if not LONG or is_close(bench, report):
+        if is_close(bench, report):
             return
         seen.append(report["errors"])
     pytest.fail(f"off each time: {seen}")

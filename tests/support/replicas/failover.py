@@ -66,7 +66,7 @@ class Crowd:
                 await talker.say("go on")
             except PensieveError as error:
                 self.seen.failed += 1
-                self.errors.append(f"{self.seen.what}: {error!r}")
+                self.errors.append(f"{self.seen.what}: {error!r} {getattr(error, 'metadata', '')}")
                 talker = None
                 continue
             self.seen.turns += 1
