@@ -168,9 +168,11 @@ class SessionCore:
             self.running = None
         if machine.turn is not None and machine.turn.state is TurnState.COMMITTED:
             self.last_turn = machine.turn
+            # Its server may not know yet: another one may have told us, while this one cannot reach the store.
+            self.abandon(machine.request_id)
 
     def abandon(self, request_id: str) -> None:
-        """The user walked away from this turn; a new turn may meet it for a moment."""
+        """This turn is over, or the user walked away from it; a new turn may meet it for a moment."""
         self.abandoned.append(request_id)
         del self.abandoned[:-ABANDONED_KEPT]
 

@@ -173,6 +173,17 @@ def test_the_library_does_not_replay_what_carries_minus_one(client: Any, fake: F
     assert len(fake.stream_requests) == 1
 
 
+def test_a_server_that_still_holds_the_turn_before_is_waited_for(
+    client: Any, fake: FakeConversations
+) -> None:
+    """Another server told how it ended; this one has not heard."""
+    session = client.create_session()
+    before = session.send(TEXT)
+    fake.script.append(Fault(error=TurnInProgress("x", metadata={"active_request_id": before.request_id})))
+    assert session.send(TEXT).text == answer_to(TEXT)
+    assert len(fake.stream_requests) == 3
+
+
 def test_timeout_ends_a_silent_turn(client: Any, fake: FakeConversations) -> None:
     fake.script.append(Fault(after=2, silent=True))
     with pytest.raises(DeadlineExceeded) as caught:
