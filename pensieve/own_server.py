@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from types import TracebackType
 from typing import Final, Self
 
@@ -63,10 +64,14 @@ class OwnServer:
 
     def wait_ready(self) -> ServerProcess:
         """The server of this life, once it is up. Raises SpawnError when there will be none."""
-        self._ready.wait()
-        if self.failure:
-            raise SpawnError(self.failure)
-        return self._server
+        while True:
+            self._ready.wait()
+            if self.failure:
+                raise SpawnError(self.failure)
+            server = self._server
+            if server.running:
+                return server
+            time.sleep(LOOK_S)  # dead, and the watcher has not seen it yet
 
     def _start(self) -> ServerProcess:
         listen = self.target or "127.0.0.1:0"
@@ -88,6 +93,7 @@ class OwnServer:
                 continue
             self._ready.clear()
             self.deaths += not failures
+            self._server.kill()  # closes its pipes
             try:
                 self._server = self._start()
                 self._wait_ready()

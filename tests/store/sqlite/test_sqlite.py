@@ -10,7 +10,6 @@ import sqlite3
 import stat
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -18,22 +17,21 @@ import pytest
 from pensieve.errors import DataLoss, FailedPrecondition, Unavailable
 from pensieve.store import Began
 from pensieve.store.sqlite_store import SqliteStore
-from support.store.store_bench import counts, first_record, key, request, row, turn_record, whole_turn
+from support.store.store_bench import (
+    counts,
+    first_record,
+    key,
+    opened_sqlite,
+    request,
+    row,
+    turn_record,
+    whole_turn,
+)
 
 KEY = key()
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
 KILLS = 4
-
-
-@contextlib.asynccontextmanager
-async def opened(path: Path) -> AsyncIterator[SqliteStore]:
-    store = SqliteStore(path)
-    await store.open()
-    try:
-        yield store
-    finally:
-        await store.close()
 
 
 def commit_loop(path: Path) -> subprocess.Popen[bytes]:
@@ -55,21 +53,21 @@ def acknowledged(process: subprocess.Popen[bytes], at_least: int) -> int:
 
 
 async def test_content_survives_a_restart(tmp_path: Path) -> None:
-    async with opened(tmp_path / "h.db") as store:
+    async with opened_sqlite(tmp_path / "h.db") as store:
         await store.create(row(KEY), first_record(), "fp")
         await whole_turn(store, KEY, 1)
         before, store_id = await store.read(KEY), store.store_id
-    async with opened(tmp_path / "h.db") as store:
+    async with opened_sqlite(tmp_path / "h.db") as store:
         assert await store.read(KEY) == before
         assert store.store_id == store_id != ""
         assert store.durability == "fsync"
 
 
 async def test_a_restart_ends_the_dead_servers_leases_and_keeps_their_seeds(tmp_path: Path) -> None:
-    async with opened(tmp_path / "h.db") as store:
+    async with opened_sqlite(tmp_path / "h.db") as store:
         await store.create(row(KEY), first_record(), "fp")
         await store.begin(KEY, request("r1", "t1", seed=77))
-    async with opened(tmp_path / "h.db") as store:
+    async with opened_sqlite(tmp_path / "h.db") as store:
         assert (await store.load(KEY)).running is None
         again = await store.begin(KEY, request("r1", "t2", seed=78))
         assert isinstance(again, Began)
@@ -80,7 +78,7 @@ async def test_files_are_private(tmp_path: Path) -> None:
     path = tmp_path / "made" / "h.db"
     before = os.umask(0)
     try:
-        async with opened(path) as store:
+        async with opened_sqlite(path) as store:
             await store.create(row(KEY), first_record(), "fp")
             assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
             files = sorted(path.parent.iterdir())
@@ -91,14 +89,14 @@ async def test_files_are_private(tmp_path: Path) -> None:
 
 
 async def test_a_second_server_on_the_file_is_refused(tmp_path: Path) -> None:
-    async with opened(tmp_path / "h.db"):
+    async with opened_sqlite(tmp_path / "h.db"):
         second = SqliteStore(tmp_path / "h.db")
         with pytest.raises(FailedPrecondition, match="in use by another Pensieve server") as caught:
             await second.open()
         assert caught.value.reason == "STORE_LOCKED"
         with pytest.raises(Unavailable):
             await second.load(KEY)
-    async with opened(tmp_path / "h.db"):
+    async with opened_sqlite(tmp_path / "h.db"):
         pass
 
 
@@ -108,7 +106,7 @@ async def test_no_acknowledged_commit_is_lost_to_sigkill(tmp_path: Path) -> None
     for kill in range(KILLS):
         process = commit_loop(tmp_path / "h.db")
         last = await asyncio.to_thread(acknowledged, process, 20 + 15 * kill)
-        async with opened(tmp_path / "h.db") as store:
+        async with opened_sqlite(tmp_path / "h.db") as store:
             log = await store.read(KEY)  # checks every checksum and the chain
             assert len(log) in (last, last + 1), "one commit may have been made and not acknowledged"
             assert await store.find_request(KEY, f"r{last - 1}") == last
@@ -116,7 +114,7 @@ async def test_no_acknowledged_commit_is_lost_to_sigkill(tmp_path: Path) -> None
 
 @pytest.mark.fault(38)
 async def test_a_full_disk_refuses_writes_serves_reads_and_heals(tmp_path: Path) -> None:
-    async with opened(tmp_path / "h.db") as store:
+    async with opened_sqlite(tmp_path / "h.db") as store:
         await store.create(row(KEY), first_record(), "fp")
         await whole_turn(store, KEY, 1)
         before = await store.load(KEY)
@@ -139,7 +137,7 @@ async def test_a_full_disk_refuses_writes_serves_reads_and_heals(tmp_path: Path)
 IO_ERROR_SCRIPT = """
 import asyncio, resource, signal, sys
 from pathlib import Path
-from support.store.store_bench import counts, first_record, key, request, row, turn_record
+from support.store.store_bench import counts, first_record, key, opened_sqlite, request, row, turn_record
 from pensieve.errors import Unavailable
 from pensieve.store.sqlite_store import SqliteStore
 
@@ -187,7 +185,7 @@ def test_an_io_error_is_unavailable_and_the_file_is_opened_afresh(tmp_path: Path
 
 @pytest.mark.fault(40)
 async def test_the_event_loop_runs_while_the_disk_does_not(tmp_path: Path) -> None:
-    async with opened(tmp_path / "h.db") as store:
+    async with opened_sqlite(tmp_path / "h.db") as store:
         await store.create(row(KEY), first_record(), "fp")
         with contextlib.closing(sqlite3.connect(tmp_path / "h.db", isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
@@ -217,7 +215,7 @@ async def test_other_files_are_refused(tmp_path: Path) -> None:
 
 
 async def test_a_file_taken_away_is_noticed(tmp_path: Path) -> None:
-    async with opened(tmp_path / "h.db") as store:
+    async with opened_sqlite(tmp_path / "h.db") as store:
         await store.ping()
         (tmp_path / "h.db").rename(tmp_path / "moved.db")
         with pytest.raises(Unavailable) as caught:
@@ -229,7 +227,7 @@ async def test_deletion_erases_the_bytes(tmp_path: Path) -> None:
     def found() -> list[str]:
         return [file.name for file in tmp_path.iterdir() if b"CANARY" in file.read_bytes()]
 
-    async with opened(tmp_path / "h.db") as store:
+    async with opened_sqlite(tmp_path / "h.db") as store:
         await store.create(row(KEY), first_record(), "fp")
         for base in (1, 2):
             await whole_turn(store, KEY, base, "CANARY " * 2000)
@@ -241,7 +239,7 @@ async def test_deletion_erases_the_bytes(tmp_path: Path) -> None:
 @pytest.mark.fault(43)
 async def test_a_broken_database_page_is_data_loss(tmp_path: Path) -> None:
     path = tmp_path / "h.db"
-    async with opened(path) as store:
+    async with opened_sqlite(path) as store:
         await store.create(row(KEY), first_record(), "fp")
         for base in range(1, 6):
             await whole_turn(store, KEY, base, "x" * 5000)

@@ -14,19 +14,18 @@ from pensieve.errors import FailedPrecondition, Unavailable
 from pensieve.store._sqlite import durable
 from pensieve.store._sqlite import file as sqlite_file
 from pensieve.store.sqlite_store import SqliteStore
-from support.store.store_bench import counts, first_record, key, request, row, turn_record, whole_turn
+from support.store.store_bench import (
+    counts,
+    first_record,
+    key,
+    opened_sqlite,
+    request,
+    row,
+    turn_record,
+    whole_turn,
+)
 
 KEY = key()
-
-
-@contextlib.asynccontextmanager
-async def opened(path: Path) -> AsyncIterator[SqliteStore]:
-    store = SqliteStore(path)
-    await store.open()
-    try:
-        yield store
-    finally:
-        await store.close()
 
 
 @contextlib.asynccontextmanager
@@ -35,7 +34,7 @@ async def linked(folder: Path) -> AsyncIterator[SqliteStore]:
     (folder / "disk").mkdir()
     link = folder / "link.db"
     link.symlink_to(folder / "disk" / "h.db")
-    async with opened(link) as store:
+    async with opened_sqlite(link) as store:
         await store.create(row(KEY), first_record(), "fp")
         await whole_turn(store, KEY, 1)
         yield store
@@ -43,7 +42,7 @@ async def linked(folder: Path) -> AsyncIterator[SqliteStore]:
 
 async def refused(path: Path) -> None:
     with pytest.raises(FailedPrecondition, match="in use by another Pensieve server") as caught:
-        async with opened(path):
+        async with opened_sqlite(path):
             pass
     assert caught.value.reason == "STORE_LOCKED"
 
@@ -55,7 +54,7 @@ async def refused(path: Path) -> None:
 async def test_a_link_and_what_it_leads_to_are_one_file(tmp_path: Path) -> None:
     async with linked(tmp_path):
         await refused(tmp_path / "disk" / "h.db")
-    async with opened(tmp_path / "disk" / "h.db"):
+    async with opened_sqlite(tmp_path / "disk" / "h.db"):
         await refused(tmp_path / "link.db")
 
 
@@ -63,7 +62,7 @@ async def test_a_link_and_what_it_leads_to_are_one_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["hard link", "lock file deleted"])
 async def test_the_file_itself_is_locked(tmp_path: Path, how: str) -> None:
     path = other = tmp_path / "h.db"
-    async with opened(path) as store:
+    async with opened_sqlite(path) as store:
         await store.create(row(KEY), first_record(), "fp")
         if how == "hard link":
             other = tmp_path / "g.db"
@@ -72,7 +71,7 @@ async def test_the_file_itself_is_locked(tmp_path: Path, how: str) -> None:
             (tmp_path / "h.db.lock").unlink()
         await refused(other)
         await whole_turn(store, KEY, 1)
-    async with opened(other) as store:
+    async with opened_sqlite(other) as store:
         assert len(await store.read(KEY)) == 2
 
 
@@ -117,7 +116,7 @@ async def test_turns_outlive_the_log_of_changes_that_held_them(
 ) -> None:
     """What is deleted looks like rubbish and holds the newest turns, which a copy of what is left must have."""
     path = tmp_path / "h.db"
-    async with opened(path) as store:
+    async with opened_sqlite(path) as store:
         await store.create(row(KEY), first_record(), "fp")
         for base in (1, 2):
             await whole_turn(store, KEY, base)
@@ -131,7 +130,7 @@ async def test_turns_outlive_the_log_of_changes_that_held_them(
         after_a_crash.mkdir()
         for suffix in ("", "-wal"):
             shutil.copy(f"{path}{suffix}", after_a_crash / f"h.db{suffix}")
-        async with opened(after_a_crash / "h.db") as found:
+        async with opened_sqlite(after_a_crash / "h.db") as found:
             assert len(await found.read(KEY)) == (4 if noticed == "by a turn" else 3)
         await store.ping()
         revision = (await store.load(KEY)).revision
@@ -140,7 +139,7 @@ async def test_turns_outlive_the_log_of_changes_that_held_them(
 
 @pytest.mark.fault(38)
 async def test_a_full_disk_gets_back_what_the_log_of_changes_takes(tmp_path: Path) -> None:
-    async with opened(tmp_path / "h.db") as store:
+    async with opened_sqlite(tmp_path / "h.db") as store:
         await store.create(row(KEY), first_record(), "fp")
         await whole_turn(store, KEY, 1)
         connection = store._database.file.connection()
@@ -163,7 +162,7 @@ async def test_a_disk_that_is_nearly_full_is_not_filled_by_the_log_of_changes(
     """Full of it, the disk would have no room for the pages in it, and it could never be emptied."""
     monkeypatch.setattr(sqlite_file, "SHORT_BYTES", 1 << 60)
     monkeypatch.setattr(sqlite_file, "SHORT_LOG_BYTES", 30_000)
-    async with opened(tmp_path / "h.db") as store:
+    async with opened_sqlite(tmp_path / "h.db") as store:
         await store.create(row(KEY), first_record(), "fp")
         most = 0
         for base in range(1, 21):

@@ -244,6 +244,16 @@ async def opened(bench: Bench) -> AsyncIterator[Bench]:
 
 
 @contextlib.asynccontextmanager
+async def opened_sqlite(path: Path) -> AsyncIterator[SqliteStore]:
+    store = SqliteStore(path)
+    await store.open()
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@contextlib.asynccontextmanager
 async def opened_redis(url: str, on_error: Callable[[], None] = lambda: None) -> AsyncIterator[RedisStore]:
     store = RedisStore.from_url(url, on_error=on_error)
     await store.open()
