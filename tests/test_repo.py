@@ -114,6 +114,20 @@ def test_file_lengths() -> None:
     assert package[len(package) // 2] <= 150, "the median file has grown too long"
 
 
+def test_no_cancellation_can_be_forgotten() -> None:
+    """``asyncio.wait_for`` of Python 3.11 swallows one that comes as its waiting ends; ``asyncio.timeout`` does not."""
+    forgetful = [
+        f"{path}:{node.lineno}"
+        for path in python_files("pensieve", "store", "bench", "examples", "deploy")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute)
+        and node.attr == "wait_for"
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "asyncio"
+    ]
+    assert forgetful == []
+
+
 def test_function_lengths() -> None:
     too_long = {}
     for path in python_files():

@@ -158,13 +158,15 @@ async def _replay(
     try:
         while True:
             with contextlib.suppress(TimeoutError):
-                return await asyncio.wait_for(process.wait(), 1.0)
+                async with asyncio.timeout(1.0):
+                    return await process.wait()
             tick()
     finally:
         if process.returncode is None:
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), INTERRUPT_GRACE_S)
+                async with asyncio.timeout(INTERRUPT_GRACE_S):
+                    await process.wait()
         if process.returncode is None:
             process.kill()
             await process.wait()

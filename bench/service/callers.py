@@ -170,7 +170,8 @@ async def _connections(address: str) -> None:
     try:
         for reader, writer in opened:
             writer.write(HELLO)
-            await asyncio.wait_for(reader.read(9), 5)
+            async with asyncio.timeout(5):
+                await reader.read(9)
     finally:
         for _, writer in opened:
             writer.close()

@@ -40,7 +40,7 @@ from pensieve.server.conversations import Conversations
 from pensieve.server.gateway.keeper import GatewayError
 from pensieve.server.links.process_link import ProcessLink
 from pensieve.server.operations.health import HealthMonitor
-from pensieve.server.operations.housekeeping import end_task, purge_forever, watch_lag
+from pensieve.server.operations.housekeeping import purge_forever, watch_lag
 from pensieve.server.operations.manager import ManagerLink
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.operations.recording import TraceRecorder, header, open_recorder
@@ -56,6 +56,7 @@ from pensieve.server.ports import Ports
 from pensieve.server.rpc.door import Door
 from pensieve.server.rpc.grpc_server import BindError
 from pensieve.server.settings import TurnSettings
+from pensieve.server.tasks import end_task
 from pensieve.server.values import TurnEnd
 from pensieve.store import HistoryStore, open_store
 from pensieve.store.records import SamplingDefaults
@@ -298,9 +299,7 @@ async def _serve(options: ServeOptions, builder: str) -> None:
     starting = asyncio.create_task(app.start(), name="start")
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
-        starting.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await starting
+        await end_task(starting)
         return
     starting.result()
     # What is here now stays: without this every full collection walks through it and stops all streams meanwhile.

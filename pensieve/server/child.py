@@ -75,14 +75,16 @@ class ChildProcess:
     async def was_killed(self, patience_s: float) -> bool:
         """Whether somebody else killed the process. Waits up to ``patience_s`` for its status; False without one."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), patience_s)
+            async with asyncio.timeout(patience_s):
+                await self._process.wait()
         return self._process.returncode == -signal.SIGKILL and not self._killed_here
 
     async def wait(self, patience_s: float | None = None) -> int:
         """The exit status; what has not ended after ``patience_s`` (None: any time) is killed."""
         try:
             try:
-                await asyncio.wait_for(self._process.wait(), patience_s)
+                async with asyncio.timeout(patience_s):
+                    await self._process.wait()
             except TimeoutError:
                 self.kill()
             status = await self._process.wait()

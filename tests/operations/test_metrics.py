@@ -15,10 +15,11 @@ from prometheus_client import CollectorRegistry
 
 from pensieve import __version__
 from pensieve.client import AsyncClient
-from pensieve.server.operations.housekeeping import end_task, watch_lag
+from pensieve.server.operations.housekeeping import watch_lag
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.rpc.calls import counted
 from pensieve.server.rpc.door import Door
+from pensieve.server.tasks import end_task
 from pensieve.spawn import read_metric, read_metrics
 from pensieve.v1 import pensieve_pb2 as pb
 from pensieve.v1 import pensieve_pb2_grpc as stubs

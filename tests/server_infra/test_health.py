@@ -154,3 +154,14 @@ async def test_shutting_down_is_for_good(setup: Setup) -> None:
     await setup.monitor.refresh()
     assert await setup.statuses() == {NOT_SERVING} and setup.monitor.problem == "draining"
     await setup.monitor.stop()
+
+
+async def test_told_to_stop_while_it_is_woken_it_stops(setup: Setup) -> None:
+    # asyncio.wait_for of Python 3.11 forgets the one for the other, and whoever waits for the task waits for ever.
+    await setup.monitor.start()
+    await asyncio.sleep(0.001)
+    setup.monitor.wake()
+    await asyncio.sleep(0)  # the event's waiter has run, the task that waits for it has not
+    stopping = asyncio.create_task(setup.monitor.stop())
+    done, _ = await asyncio.wait({stopping}, timeout=5)
+    assert done

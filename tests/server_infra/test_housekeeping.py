@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from pensieve.errors import Unavailable
-from pensieve.server.operations.housekeeping import end_task, purge_forever
+from pensieve.server.operations.housekeeping import purge_forever
+from pensieve.server.tasks import end_task
 from pensieve.store.memory_store import MemoryStore
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
 import logging
 import os
@@ -18,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from pensieve.server.gateway.process import GatewayCommand, GatewayEnded, GatewayProcess
+from pensieve.server.tasks import end_task
 
 log = logging.getLogger(__name__)
 
@@ -126,9 +126,7 @@ class Gateway(Collector):
         """End it at once, if it has not ended."""
         self._become(ending=True)
         if self._keeping is not None:
-            self._keeping.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._keeping
+            await end_task(self._keeping)
         if self._first is not None and not self._first.cancel() and not self._first.cancelled():
             self._first.exception()  # seen now, if nobody has waited for it
         if self._listener is not None:

@@ -1,5 +1,5 @@
 """Links to an engine: in a process of its own, which is supervised, or in a thread for tests.
 
-May import: config, core, debug, engine.messages, engine.process, errors, frames, logs, server.child,
+May import: config, core, debug, engine.messages, engine.process, errors, frames, logs, server.child, server.tasks,
 server.unavailable.
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import contextlib
 import functools
 import logging
 from collections.abc import Callable
@@ -38,6 +37,7 @@ from pensieve.server.links.generations import CallAnswer, GenerationObserver, Ge
 from pensieve.server.links.quarantine import quarantined
 from pensieve.server.links.turnstile import Turnstile
 from pensieve.server.links.watchdog import Watchdog
+from pensieve.server.tasks import end_task
 from pensieve.server.unavailable import draining, restarting, starting
 
 log = logging.getLogger(__name__)
@@ -211,9 +211,7 @@ class BaseLink(abc.ABC):
         self._turnstile.reset()
         self._generations.fail_all(draining)
         if self._watch_task is not None:
-            self._watch_task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watch_task
+            await end_task(self._watch_task)
             self._watch_task = None
 
     def _check_serving(self) -> None:

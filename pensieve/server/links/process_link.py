@@ -8,7 +8,6 @@ Nothing needs to be told to the new engine: every ``Submit`` carries its whole c
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from typing import Final
 
@@ -21,6 +20,7 @@ from pensieve.server.links.base import DEFAULT_STALL_LIMIT_S, BaseLink
 from pensieve.server.links.engine_link import LinkState
 from pensieve.server.links.generations import GenerationObserver
 from pensieve.server.links.process import EngineProcess, HostCommand
+from pensieve.server.tasks import task_ended
 from pensieve.server.unavailable import restarting
 
 log = logging.getLogger(__name__)
@@ -81,8 +81,7 @@ class ProcessLink(BaseLink):
             if not supervisor.done():
                 log.error("the engine did not stop within %.0f s: killing it", STOP_PATIENCE_S)
                 self._kill()
-        with contextlib.suppress(asyncio.CancelledError):
-            await supervisor
+        await task_ended(supervisor)
 
     def _send(self, command: Command) -> None:
         if self._process is None:

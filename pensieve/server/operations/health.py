@@ -19,6 +19,7 @@ from grpc_health.v1.health import aio as health_aio
 
 from pensieve.errors import PensieveError
 from pensieve.server.links.engine_link import LinkState
+from pensieve.server.tasks import end_task
 
 log = logging.getLogger(__name__)
 
@@ -116,11 +117,10 @@ class HealthMonitor:
 
     async def stop(self) -> None:
         pings = [*self._given_up, *([self._ping] if self._ping is not None else [])]
-        for task in (*self._tasks, *pings):
-            task.cancel()
+        for ping in pings:
+            ping.cancel()
         for task in self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            await end_task(task)
         if pings:
             await asyncio.wait(pings, timeout=STORE_TIMEOUT_S)
         self._tasks, self._ping = [], None
@@ -128,7 +128,8 @@ class HealthMonitor:
     async def _watch_engine(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._look.wait(), CHECK_INTERVAL_S)
+                async with asyncio.timeout(CHECK_INTERVAL_S):
+                    await self._look.wait()
             self._look.clear()
             await self.refresh()
 

@@ -5,7 +5,6 @@ its event loop is.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 from typing import Final
@@ -41,10 +40,3 @@ async def watch_lag(observe: Callable[[float], None], interval_s: float = LAG_IN
         due = loop.time() + interval_s
         await asyncio.sleep(interval_s)
         observe(max(0.0, loop.time() - due))
-
-
-async def end_task(task: asyncio.Task[None]) -> None:
-    """Cancel a background task and wait for its end."""
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task

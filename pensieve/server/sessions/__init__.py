@@ -1,5 +1,5 @@
 """Sessions: they are made, read, changed, forked, rewound, warmed and erased here.
 
-May import: core, engine.messages, errors, server.clock, server.history, server.ids, server.links, server.quotas,
-server.settings, server.turns, server.unavailable, server.values, store.
+May import: core, engine.messages, errors, server.clock, server.history, server.ids, server.links, server.settings,
+server.tenants, server.turns, server.unavailable, server.values, store.
 """

@@ -15,9 +15,9 @@ from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.cache import Histories
 from pensieve.server.history.rendering import Renderer, too_long
 from pensieve.server.links.engine_link import EngineLink, context_limit
-from pensieve.server.quotas import StorageQuotas
 from pensieve.server.sessions import records as session_records
 from pensieve.server.sessions.paging import PageTokens
+from pensieve.server.sessions.quotas import StorageQuotas
 from pensieve.server.sessions.records import NewSession, SessionChange
 from pensieve.server.settings import TurnSettings
 from pensieve.server.turns import record as turn_record
