@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from pensieve.cli.untrusted import clean
+
 _DAY_S = 86_400.0
 
 
@@ -50,14 +52,6 @@ def bytes_of(number: float) -> str:
     return f"{number:.0f} B"
 
 
-def clean(text: str, *, lines: bool = False) -> str:
-    """``text`` without what would move the cursor or colour the terminal: it comes from whoever talks to the server.
-
-    ``lines``: line breaks and tabs stay.
-    """
-    return "".join(one if one.isprintable() or (lines and one in "\n\t") else "\ufffd" for one in text)
-
-
 def labels(some: Mapping[str, str]) -> str:
     """``k=v k2=v2``."""
-    return clean(" ".join(f"{key}={value}" for key, value in sorted(some.items())))
+    return clean(" ".join(f"{key}={value}" for key, value in sorted(some.items())), lines=False)

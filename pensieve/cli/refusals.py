@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pensieve.cli import figures
+from pensieve.cli.untrusted import clean
 from pensieve.errors import PensieveError
 
 
@@ -10,4 +10,4 @@ def refusal(error: PensieveError, target: str) -> str:
     """It names the option where a key is wanted, and has nothing in it that a terminal would obey."""
     if error.reason == "CREDENTIAL_MISSING":
         return f"{target} wants --api-key, or PENSIEVE_API_KEY ({error.reason})"
-    return figures.clean(str(error))
+    return clean(str(error), lines=False)

@@ -24,8 +24,9 @@ from pensieve.replay.presentation.table import show_curves
 from pensieve.simulate.run import Simulation
 from pensieve.simulate.scenario.load import Load
 
+_COMPARED: Final = "x clairvoyant"
 _HEADS: Final = (
-    "device %", "host %", "recomputed %", "recomputed s", "x clairvoyant", "TTFT ms mean / p90 warm",
+    "device %", "host %", "recomputed %", "recomputed s", _COMPARED, "TTFT ms mean / p90 warm",
     "norm. ms/token mean / p90", "turns", "wall s",
 )  # fmt: skip
 
@@ -158,7 +159,11 @@ def show(report: dict[str, Any], console: Console) -> None:
         f"{work['conversations']:,} sessions of {report['dataset']['name']}, {simulated['engine']} engine, "
         f"{simulated['settings']['replicas']} replica(s) of {simulated['machine']['name']}"
     )
-    print_grid(console, title, ["policy", "offered"], _HEADS, [_line(row) for row in report["targets"]])
+    compared = any(row["over_clairvoyant"] is not None for row in report["targets"])
+    heads = [head for head in _HEADS if compared or head != _COMPARED]
+    print_grid(
+        console, title, ["policy", "offered"], heads, [_line(row, compared) for row in report["targets"]]
+    )
     if len(report["runs"]) > 1:
         show_curves([report], [report["dataset"]["name"]], console)
     else:
@@ -188,7 +193,7 @@ def _spread(rows: Sequence[Mapping[str, Any]], simulated: Mapping[str, Any]) -> 
     return f"the busiest replica had {max(row['turns'] for row in rows) / mean:.2f} times the mean of the turns{late}"
 
 
-def _line(row: Mapping[str, Any]) -> list[str]:
+def _line(row: Mapping[str, Any], compared: bool) -> list[str]:
     tokens, warm, each = row["tokens"], row["ttft_s"]["warm"], row["normalised_latency_s"]
     history = tokens["context"] - tokens["new"]
     shares = [
@@ -200,7 +205,7 @@ def _line(row: Mapping[str, Any]) -> list[str]:
         _offered(row),
         *(number(share, ".2f") for share in shares),
         f"{row['recomputed_cost_s']:.1f}",
-        number(row["over_clairvoyant"], ".3f"),
+        *([number(row["over_clairvoyant"], ".3f")] if compared else []),
         *(
             f"{number(times['mean'], '.1f', 1e3)} / {number(times['p90'], '.1f', 1e3)}"
             for times in (warm, each)

@@ -18,9 +18,9 @@ from rich.console import Console
 from pensieve import own_server
 from pensieve.cli.chat import command, sessions, views
 from pensieve.cli.chat.loop import ChatLoop
-from pensieve.cli.chat.screen import clean
 from pensieve.cli.chat.unsent import Unsent, UnsentFolder
 from pensieve.cli.chat.views import MarkdownView, markdown, split_blocks
+from pensieve.cli.untrusted import clean
 from pensieve.client import Client
 from pensieve.errors import InvalidArgument
 from pensieve.own_server import OwnServer
@@ -46,10 +46,15 @@ def run(server: FakeServerThread, *arguments: str, lines: str = "") -> Result:
         ("\x1b[2J\x00\x07\r", "␛[2J␀␇␍"),
         ("\x7f\x85\x9b1m", "␡<U+0085><U+009B>1m"),
         ("a\u202eb\u2066", "a<U+202E>b<U+2066>"),
+        ("क्\u200dष 👨\u200d👧 全角\u3000空白\xa0%", "क्\u200dष 👨\u200d👧 全角\u3000空白\xa0%"),
     ],
 )
 def test_clean(text: str, shown: str) -> None:
     assert clean(text) == shown
+
+
+def test_clean_of_one_line() -> None:
+    assert clean("a\tb\nc\u2028d", lines=False) == "a␉b␊c<U+2028>d"
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_what_is_refused_and_what_cannot_be_shown(
             Unauthenticated("who?"),
             f"{server.target} wants --api-key, or PENSIEVE_API_KEY (CREDENTIAL_MISSING)",
         ),
-        (PermissionDenied("no \x1b[2J\x07"), f"{server.target}: no \ufffd[2J\ufffd [PERMISSION_DENIED/"),
+        (PermissionDenied("no \x1b[2J\x07"), f"{server.target}: no ␛[2J␇ [PERMISSION_DENIED/"),
     ):
         server.fake.unary_script.append(error)
         code, out, err = pensieve(capsys, "sessions", *target)
@@ -275,8 +275,8 @@ def test_a_real_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert document["sessions"]["rows"][0]["id"] == "ada-lovelace"
         for _ in range(100):  # a step may end a little after its last token has come
             code, out, _ = pensieve(capsys, "top", "--admin", server.admin)
-            assert code == 0 and "serving" in out and "1 sessions, " in out
-            if "1 sessions, 0 running" in out:
+            assert code == 0 and "serving" in out and "1 session, " in out
+            if "1 session, 0 running" in out:
                 break
             time.sleep(0.1)
         else:

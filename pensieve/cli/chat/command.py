@@ -18,8 +18,9 @@ from pensieve.cli import completion
 from pensieve.cli.chat import sessions
 from pensieve.cli.chat.loop import ChatLoop
 from pensieve.cli.chat.prompt import Prompt
-from pensieve.cli.chat.screen import Screen, clean
+from pensieve.cli.chat.screen import Screen
 from pensieve.cli.refusals import refusal
+from pensieve.cli.untrusted import clean
 from pensieve.client import Client, RetryPolicy, Session
 from pensieve.client import SamplingOptions as Sampling
 from pensieve.errors import InvalidArgument, PensieveError

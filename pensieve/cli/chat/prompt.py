@@ -15,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from pensieve.cli.chat.screen import Screen, can_edit, clean
+from pensieve.cli.chat.screen import Screen, can_edit
 from pensieve.cli.chat.unsent import write_private
+from pensieve.cli.untrusted import clean
 
 PROMPT = "you> "
 MORE = "...> "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import threading
 import time
@@ -11,29 +10,13 @@ from typing import TypeVar
 
 from rich.console import Console
 
+from pensieve.cli.untrusted import clean
+
 T = TypeVar("T")
 
 TICK_S = 0.25
 PATIENCE_S = 1.0
 """A call that takes no longer is not worth a word."""
-
-_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-
-
-def clean(text: str) -> str:
-    """``text`` with control characters made visible, so that none reaches a terminal.
-
-    What a model or a server says could otherwise move the cursor, set the title, write to the clipboard or, with marks
-    of writing direction, show another text than it is. Line ends and tabs stay.
-    """
-    return _UNSAFE.sub(_visible, text.replace("\r\n", "\n"))
-
-
-def _visible(match: re.Match[str]) -> str:
-    code = ord(match[0])
-    if code < 0x20:
-        return chr(0x2400 + code)
-    return "\u2421" if code == 0x7F else f"<U+{code:04X}>"
 
 
 class Screen:

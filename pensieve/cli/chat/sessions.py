@@ -9,8 +9,9 @@ from datetime import UTC, datetime
 
 from rich.cells import set_cell_size
 
-from pensieve.cli.chat.screen import Screen, clean
+from pensieve.cli.chat.screen import Screen
 from pensieve.cli.chat.talk import first_words
+from pensieve.cli.untrusted import clean
 from pensieve.client import Client, Item, Role, Session, SessionInfo
 from pensieve.errors import InvalidArgument, NotFound
 

@@ -11,7 +11,8 @@ from rich.live import Live
 from rich.markdown import Markdown
 from rich.segment import Segment, Segments
 
-from pensieve.cli.chat.screen import Screen, clean
+from pensieve.cli.chat.screen import Screen
+from pensieve.cli.untrusted import clean
 
 REDRAW_S = 0.08
 _KEPT = {"html_inline": "text", "softbreak": "hardbreak"}

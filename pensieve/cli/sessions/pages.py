@@ -10,6 +10,7 @@ from rich.text import Text
 
 from pensieve.cli import figures
 from pensieve.cli.sessions.found import name_of, place
+from pensieve.cli.untrusted import clean
 from pensieve.client import Item, SessionInfo, Turn
 
 MIDDLE = 80
@@ -39,10 +40,10 @@ def facts(info: SessionInfo, now: datetime) -> Iterator[tuple[str, str]]:
     yield "session", info.id
     yield "state", state(info)
     if info.model:
-        yield "model", figures.clean(info.model)
+        yield "model", clean(info.model, lines=False)
     yield "context", f"{info.context_tokens:,} of {info.context_limit:,} tokens, {info.item_count:,} items"
     if info.residency is not None:
-        yield "lies", f"{places(place(info.residency))} at {figures.clean(info.residency.replica)}"
+        yield "lies", f"{places(place(info.residency))} at {clean(info.residency.replica, lines=False)}"
     yield "created", f"{_ago(info.create_time, now)} ago, used {_ago(info.update_time, now)} ago"
     if info.expire_time is not None:
         yield "expires", f"in {figures.age((info.expire_time - now).total_seconds())}"
@@ -75,9 +76,7 @@ def receipts(turns: Sequence[Turn], width: int) -> Iterator[Text]:
 def said(items: Sequence[Item]) -> Iterator[Text]:
     """The history as text."""
     for item in items:
-        yield Text.assemble(
-            (f"{item.item} {name_of(item.role)}: ", "bold"), figures.clean(item.text, lines=True)
-        )
+        yield Text.assemble((f"{item.item} {name_of(item.role)}: ", "bold"), clean(item.text))
 
 
 def state(info: SessionInfo) -> str:

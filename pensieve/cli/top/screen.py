@@ -13,6 +13,7 @@ from pensieve.cli import figures
 from pensieve.cli.top import strips
 from pensieve.cli.top.feed import FeedLatency, FeedSession, FeedState, FeedTier
 from pensieve.cli.top.view import View
+from pensieve.cli.untrusted import clean
 
 GAP = "   "
 LABELS_FROM = 110
@@ -64,10 +65,10 @@ def _header(look: TopLook) -> Iterator[Text]:
     machine = " ".join(part for part in (server.device, server.dtype) if part)
     yield from _flow(
         [
-            Text(figures.clean(f"pensieve {server.version}"), "bold"),
-            Text(figures.clean(server.model)),
-            Text(figures.clean(machine)),
-            Text(figures.clean(f"replica {server.replica}")),
+            Text(clean(f"pensieve {server.version}", lines=False), "bold"),
+            Text(clean(server.model, lines=False)),
+            Text(clean(machine, lines=False)),
+            Text(clean(f"replica {server.replica}", lines=False)),
             _health(look),
             _door(look),
             Text(time.strftime("%H:%M:%S", time.localtime(look.state.time_s)), "dim"),
@@ -81,7 +82,7 @@ def _header(look: TopLook) -> Iterator[Text]:
 def _health(look: TopLook) -> Text:
     problem = look.state.server.problem
     if problem:
-        return Text(f"not serving: {figures.clean(problem)}", "bold red")
+        return Text(f"not serving: {clean(problem, lines=False)}", "bold red")
     return Text("serving", "green")
 
 
@@ -91,10 +92,10 @@ def _door(look: TopLook) -> Text:
     if door is None:
         return Text()
     if door.state == "serving":
-        line = Text(figures.clean(f"http {door.address}"), "green")
+        line = Text(clean(f"http {door.address}", lines=False), "green")
     else:
         since = figures.age(max(look.state.time_s - door.since_s, 0.0))
-        line = Text(figures.clean(f"http {door.address} {door.state} for {since}"), "bold red")
+        line = Text(clean(f"http {door.address} {door.state} for {since}", lines=False), "bold red")
     if door.restarts:
         line.append(f" ({door.restarts} restart{'s' if door.restarts > 1 else ''})", "red")
     return line
@@ -178,9 +179,9 @@ def _tier(look: TopLook, name: str, tier: FeedTier, style: str) -> Iterator[Text
 
 def _list(look: TopLook, view: View, rows: Sequence[FeedSession]) -> Iterator[Text]:
     sessions = look.state.sessions
-    told = f"{sessions.total:,} sessions, {sessions.running:,} running, by {view.order}"
+    told = f"{sessions.total:,} session{'s' * (sessions.total != 1)}, {sessions.running:,} running, by {view.order}"
     if view.filter:
-        told += f", with “{figures.clean(view.filter)}”"
+        told += f", with “{clean(view.filter, lines=False)}”"
     if view.first:
         told += f", from {view.first + 1:,}"
     yield Text(told, "bold")
@@ -200,7 +201,7 @@ def _list(look: TopLook, view: View, rows: Sequence[FeedSession]) -> Iterator[Te
     )
     yield Text(f"{heading}  LABELS" if wide else heading.rstrip(), "dim")
     for row, name in zip(rows, names, strict=True):
-        told = figures.clean(row.state) if row.state != "idle" else figures.age(row.idle_s)
+        told = clean(row.state, lines=False) if row.state != "idle" else figures.age(row.idle_s)
         line = Text(_cut(name, name_width))
         line.append(f"  {told:<7.7}", "" if row.state == "idle" else "green")
         line.append(f"{figures.count(row.tokens):>7}  ")
@@ -214,7 +215,7 @@ def _list(look: TopLook, view: View, rows: Sequence[FeedSession]) -> Iterator[Te
 
 def _name(row: FeedSession, one_tenant: bool) -> str:
     name = row.session.removeprefix(f"{row.tenant}/") if one_tenant else row.session
-    return figures.clean(name)
+    return clean(name, lines=False)
 
 
 def _cut(name: str, width: int) -> str:
