@@ -7,7 +7,6 @@ when the log has another head. Time is the Redis server's.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -37,6 +36,7 @@ from pensieve.store._redis.rows import (
     session_keys,
 )
 from pensieve.store._redis.safe_heads import SafeHeads
+from pensieve.store._redis.several import all_ended
 from pensieve.store._rules import TOMBSTONE_MS, check_first
 from pensieve.store.contract import (
     Began,
@@ -232,7 +232,7 @@ class RedisStore:
     async def commit(
         self, key: Key, token: str, fingerprint: str, record: Record, counts: Counts
     ) -> SessionRow:
-        args, _ = await asyncio.gather(
+        args, _ = await all_ended(
             self._record_args(key, record, fingerprint, counts), self._index.mark(key, markings(record))
         )
         reply = await self._append(self._commit, key, [token, *args])
@@ -309,7 +309,7 @@ class RedisStore:
             await self._refuse(key, outcome, values, request_id, expected, offered)
         fields = as_fields(values[1])
         row = parse_row(key, fields, int(values[0]))
-        await asyncio.gather(self._safe.made(row), self._list(row, fields))
+        await all_ended(self._safe.made(row), self._list(row, fields))
         return row
 
     async def _list(self, row: SessionRow, fields: Fields) -> None:

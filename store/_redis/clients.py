@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ from redis.asyncio.sentinel import Sentinel
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 
 from pensieve.store._redis.places import RedisPlace
+from pensieve.store._redis.several import all_ended
 
 Words = tuple[Any, ...]
 """One command."""
@@ -222,10 +222,8 @@ class ClusterClient:
     async def everywhere(self, *words: Any) -> list[Any]:
         await self._client.initialize()
         primaries = self._client.get_primaries()
-        return list(
-            await asyncio.gather(
-                *(self._client.execute_command(*words, target_nodes=node) for node in primaries)
-            )
+        return await all_ended(
+            *(self._client.execute_command(*words, target_nodes=node) for node in primaries)
         )
 
     async def look_again(self) -> None:

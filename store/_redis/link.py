@@ -19,6 +19,7 @@ from pensieve.store._redis.clients import Words, make_client
 from pensieve.store._redis.places import parse_place
 from pensieve.store._redis.problems import StoreReplacedError, is_wrong_type, meant, translated
 from pensieve.store._redis.settings import weakest_of
+from pensieve.store._redis.several import all_ended
 
 log = logging.getLogger(__name__)
 
@@ -232,7 +233,7 @@ class RedisLink:
         await self.check_marker(counts=False)
         async with self._bounded(counts=False):
             keys = await self._client.beats()
-            await asyncio.gather(*(self._beat(key) for key in keys))
+            await all_ended(*(self._beat(key) for key in keys))
         await self._check_settings(counts=False)
 
     async def close(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Final
@@ -11,6 +10,7 @@ from pensieve.errors import NotFound, PensieveError, Unavailable
 from pensieve.store._redis.link import RedisLink, RedisScript
 from pensieve.store._redis.outcomes import refusal
 from pensieve.store._redis.rows import parse_order, session_keys
+from pensieve.store._redis.several import all_ended
 from pensieve.store.contract import HeldLease, RenewalAnswer, Renewed
 
 AT_ONCE: Final = 500
@@ -43,7 +43,7 @@ async def renew_all(
             for number, reply in zip(some, replies, strict=True):
                 answers[number] = _answer(leases[number], reply)
 
-    await asyncio.gather(*map(renew_at_one, by_server.values()))
+    await all_ended(*map(renew_at_one, by_server.values()))
     if any(isinstance(answer, NotFound) for answer in answers.values()):
         await link.check_marker()  # Of a store that was emptied nothing is known.
     return [answers[number] for number in range(len(leases))]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
+from redis import exceptions
 
 from pensieve.errors import FailedPrecondition, Unavailable
 from pensieve.store import Began, Renewed
@@ -144,6 +146,26 @@ async def test_a_cluster_without_replicas_has_none(
             await store.create(row(key("alone", TENANT)), first_record(), "fp")
         with pytest.raises(Unavailable):
             await store.ping()
+
+
+async def test_nothing_of_a_ping_goes_on_behind_its_answer(
+    group: ClusterGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the store is closed it would open connections that nobody closes."""
+    async with opened_redis(group.url) as store:
+        asked = list[str]()
+
+        async def beat(key: str) -> None:
+            asked.append(key)
+            if len(asked) == 1:
+                raise exceptions.ConnectionError("away")
+            await asyncio.sleep(0.1)
+
+        monkeypatch.setattr(store._link, "_beat", beat)
+        with pytest.raises(Unavailable):
+            await store.ping()
+        assert len(asked) == len(group.servers)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_one_server_of_a_cluster_is_no_store(group: ClusterGroup) -> None:
