@@ -57,8 +57,15 @@ class Caller:
 
     async def services(self) -> set[str]:
         request = reflection_pb2.ServerReflectionRequest(list_services="")
-        call = self._reflection.ServerReflectionInfo(iter([request]), metadata=self.metadata, timeout=10)
-        answer = await call.read()
+        while True:
+            call = self._reflection.ServerReflectionInfo(iter([request]), metadata=self.metadata, timeout=10)
+            try:
+                answer = await call.read()
+                break
+            except aio.AioRpcError as error:
+                # grpc.aio's own: a refusal had come when it was about to send the request, and it forgot which.
+                if "Internal error from Core" not in (error.details() or ""):
+                    raise
         call.cancel()
         return {service.name for service in answer.list_services_response.service}
 
