@@ -78,7 +78,8 @@ class ChatStandIn:
         text = self._template.render(messages=body["messages"], add_generation_prompt=True)
         prompt = list(self.tokenizer.encode(text, add_special_tokens=False).ids)
         cached = self._cache.take_in(prompt)
-        drawn = random.choices([int(token) for token in body["logit_bias"]], k=body["max_completion_tokens"])
+        draw = random.Random(text)  # the same history has the same answer, whatever else is asked meanwhile
+        drawn = draw.choices([int(token) for token in body["logit_bias"]], k=body["max_completion_tokens"])
         for token in drawn:
             choice = {"index": 0, "delta": {"content": self.tokenizer.decode([token])}}
             yield _event({"choices": [choice]})

@@ -66,7 +66,8 @@ def test_answers_that_read_back_the_same_are_found_again(bench: Any, stand_in: s
 def test_answers_that_read_back_otherwise_are_not(bench: Any, stand_in: str) -> None:
     same, other = (played(bench, stand_in, load, answer=60) for load in bench.LOADS)
     assert other["failed"] == 0 and other["other_tokens_share"] > 0
-    assert other["computed_tokens_mean"] > same["computed_tokens_mean"] + 60 / 2
+    # From where the two ways part, which is somewhere in the answer: computed anew is its rest.
+    assert other["computed_tokens_mean"] > same["computed_tokens_mean"] + 60 / 4
 
 
 def test_conversations_that_fail_are_counted_and_reported(bench: Any, stand_in: str) -> None:
