@@ -118,6 +118,29 @@ def test_a_turn_of_which_nobody_heard_is_no_rewind() -> None:
     assert script.kinds() == set()
 
 
+def test_of_two_rewinds_the_one_that_explains_the_answers_was_done() -> None:
+    """Nobody heard how either ended, and nobody read before the deletion."""
+    script = Script()
+    script.turn("a")
+    for item, name in ((1, "first"), (3, "second")):
+        script.operations.append(
+            Operation(
+                client=1,
+                op="rewind",
+                session=NAME,
+                request_id=name,
+                start=45,
+                end=50,
+                item=item,
+                error="TRANSPORT",
+            )
+        )
+    script.revision += 1  # the second was, and changed nothing
+    script.turn("b")
+    script.operation("delete")
+    assert script.kinds() == set()
+
+
 def test_an_acknowledged_turn_is_missing() -> None:
     script = Script()
     script.turn("a")

@@ -97,7 +97,12 @@ class SessionCheck:
             return all(_same(state, seen) for seen in reads.get(revision, ()))
 
         start = tuple(self._whole(item) for item in base.items)
-        folded = fold(start, self.committed, list(self._rewinds.values()), last, fits, self.known_from)
+        rewinds = list(self._rewinds.values())
+        # Where several of them may stand in one place, the answers behind tell which did; a history in which no choice
+        # explains the answers is put together without them, so that it can be said what is wrong.
+        folded = fold(start, self.committed, rewinds, last, fits, self.known_from, self._explained)
+        if folded.problem:
+            folded = fold(start, self.committed, rewinds, last, fits, self.known_from)
         self.folded = folded
         if folded.problem and not self._deletes:
             self._found("lost" if "nothing that" in folded.problem else "order", folded.problem)
@@ -197,24 +202,33 @@ class SessionCheck:
             return
         if turn.base_revision != revision - 1:
             self._found("order", f"{name} says that it was based on revision {turn.base_revision}")
-        self._answer(name, change, turn, before)
+        complaint = self._complaint(change, before)
+        self.answers += complaint is not None
+        if complaint:
+            self._found("answer", f"{name} {complaint}")
 
-    def _answer(self, name: str, change: Change, turn: TurnSeen, before: tuple[ItemSeen, ...]) -> None:
-        assert turn.output is not None
+    def _explained(self, change: Change, before: tuple[ItemSeen, ...]) -> bool:
+        return not self._complaint(change, before)
+
+    def _complaint(self, change: Change, before: tuple[ItemSeen, ...]) -> str | None:
+        """What is wrong with an answer behind these items, "" if nothing is; None: nobody saw all of the tokens."""
+        turn = change.turn
+        if turn is None or turn.output is None:
+            return None
         kept = [
             item for item in before if change.item is None or item[0] <= change.item or item[1] == "system"
         ]
         parts = [*kept, *turn.input, turn.output]
         if not all(item[3] or not item[2] for item in parts) or not turn.output[3]:
-            return  # Nobody saw the tokens.
+            return None
         count = turn.output_tokens
         ids = turn.output[3]
         context = [token for item in parts[:-1] for token in item[3]] + list(ids[: len(ids) - count])
-        self.answers += 1
         if list(ids[len(ids) - count :]) != self._oracle(context, count):
-            self._found("answer", f"{name} does not answer the history that it stands behind")
-        elif turn.context_tokens != len(context):
-            self._found("answer", f"{name} had {turn.context_tokens} tokens of context, not {len(context)}")
+            return "does not answer the history that it stands behind"
+        if turn.context_tokens != len(context):
+            return f"had {turn.context_tokens} tokens of context, not {len(context)}"
+        return ""
 
     def _real_time(self, folded: Folded) -> None:
         starts = [0, 0, *(change.start for change in folded.changes)]  # by revision

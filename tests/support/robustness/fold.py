@@ -76,11 +76,12 @@ def fold(
     last: int,
     fits: Fits,
     known_from: Sequence[int],
+    explained: Callable[[Change, tuple[ItemSeen, ...]], bool] = lambda change, before: True,
 ) -> Folded:
     """From revision 1 to ``last``, as far as it goes. Each rewind is used once at most, each known one in the end.
 
     ``fits`` says whether a state agrees with what was read at that revision; ``known_from[r]`` is when somebody first
-    knew of a revision of at least r.
+    knew of a revision of at least r; ``explained`` whether a turn can be what was answered behind a state.
     """
     best = Folded([base])
     stack: list[tuple[Folded, frozenset[int]]] = [(best, frozenset())]
@@ -104,6 +105,8 @@ def fold(
                 here.problem = f"revision {following} replaces what is behind an item that is not there"
             elif not fits(following, state):
                 here.problem = f"revision {following} was read as something else"
+            elif not explained(turn, here.states[-1]):
+                here.problem = f"revision {following} does not answer what is behind it"
             else:
                 stack.append((Folded([*here.states, state], [*here.changes, turn]), used))
             continue
