@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+from pensieve.cli.chat.interrupts import heard
 from pensieve.cli.chat.screen import Screen, can_edit
 from pensieve.cli.chat.unsent import write_private
 from pensieve.cli.untrusted import clean
@@ -78,7 +79,8 @@ class Prompt:
             insert = self._readline.insert_text
             self._readline.set_startup_hook(lambda: insert(clean(prefill)))
         try:
-            return input(shown)
+            with heard() if self._readline is not None else contextlib.nullcontext():
+                return input(shown)
         finally:
             if self._readline is not None:
                 self._readline.set_startup_hook(None)
