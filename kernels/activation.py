@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from pensieve.kernels.arguments import Activation
 from pensieve.kernels.checks import FLOAT_DTYPES
@@ -22,18 +21,15 @@ MANY = 1 << 20
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _activate(  # type: ignore[no-untyped-def]
-    up, out, up_stride, out_stride, INNER: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
-    EARLY: tl.constexpr,
+    up, out, up_stride, out_stride, INNER: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """One program activates BLOCK of the INNER values of a row. EARLY: see ``pensieve.kernels.norm``."""
+    """One program activates BLOCK of the INNER values of a row."""
     BLOCKS: tl.constexpr = (INNER + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     row = (program // BLOCKS).to(tl.int64)
     columns = program % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     inside = columns < INNER
     at = up + row * up_stride + columns
-    if EARLY:
-        gdc_wait()
     raw = tl.load(at, mask=inside, other=0.0)
     if GATED:
         factor = tl.load(at + INNER, mask=inside, other=0.0).to(tl.float32)
@@ -50,11 +46,10 @@ def _activate(  # type: ignore[no-untyped-def]
     tl.store(out + row * out_stride + columns, x.to(raw.dtype), mask=inside)
 
 
-def activate(up: torch.Tensor, gated: bool, activation: Activation, *, early: bool = False) -> torch.Tensor:
+def activate(up: torch.Tensor, gated: bool, activation: Activation) -> torch.Tensor:
     """``act(up)`` [T, I]; gated, with ``up`` [T, 2 * I]: ``act`` of its first half times its second half.
 
-    Float16, bfloat16 or float32. Can be captured in a graph. ``early`` is as in ``norm``. Raises ValueError when ``up``
-    is not such a tensor.
+    Float16, bfloat16 or float32. Can be captured in a graph. Raises ValueError when ``up`` is not such a tensor.
     """
     if up.dim() != 2 or up.shape[1] == 0 or (gated and up.shape[1] % 2):
         raise ValueError(f"up is {tuple(up.shape)}, not {'[T, 2 * I]' if gated else '[T, I]'}")
@@ -73,18 +68,15 @@ def activate(up: torch.Tensor, gated: bool, activation: Activation, *, early: bo
             out,
             up.stride(0),
             out.stride(0),
-            **constants(inner, block, gated, activation, early=early),
+            **constants(inner, block, gated, activation),
             **options(block),
-            launch_pdl=early,
         )
     return out
 
 
-def constants(
-    inner: int, block: int, gated: bool, activation: Activation, *, early: bool = False
-) -> dict[str, int | bool | str]:
+def constants(inner: int, block: int, gated: bool, activation: Activation) -> dict[str, int | bool | str]:
     """What ``_activate`` is compiled for."""
-    return {"INNER": inner, "BLOCK": block, "GATED": gated, "KIND": activation, "EARLY": early}
+    return {"INNER": inner, "BLOCK": block, "GATED": gated, "KIND": activation}
 
 
 def options(block: int) -> dict[str, int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from pensieve.kernels.checks import FLOAT_DTYPES, check_device, check_given, check_layout
 
@@ -36,61 +35,44 @@ def normed(  # type: ignore[no-untyped-def]
 def _norm_rows(  # type: ignore[no-untyped-def]
     x, delta, out, weight, bias, eps, x_stride, delta_stride, out_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, LAYER: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program norms one row. ADD: ``x += delta`` first; LAYER: LayerNorm with ``bias``, else RMS norm. EARLY: the
-    launch may begin before the one before it has ended."""
+    """One program norms one row. ADD: ``x += delta`` first; LAYER: LayerNorm with ``bias``, else RMS norm."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     at = x + row * x_stride + columns
-    if EARLY:
-        scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-        gdc_wait()
     raw = tl.load(at, mask=inside, other=0.0)
     if ADD:
         change = tl.load(delta + row * delta_stride + columns, mask=inside, other=0.0)
-        if not EARLY:
-            scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
         raw = (raw.to(tl.float32) + change.to(tl.float32)).to(raw.dtype)
         tl.store(at, raw, mask=inside)
-    elif not EARLY:
+    else:
         scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     result = normed(raw, columns, inside, scale, bias, eps, WIDTH, LAYER)
     tl.store(out + row * out_stride + columns, result, mask=inside)
 
 
-def norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, *, early: bool = False
-) -> torch.Tensor:
+def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
     """RMS norm of the rows of ``x`` [T, W], W ≤ 16384, or LayerNorm when there is a bias; ``weight``, ``bias`` [W].
 
-    Float16, bfloat16 or float32. Can be captured in a graph. ``early``, for GPUs from Hopper on: the launch begins when
-    the programs of the one before end, not when all of that has ended; off until it is measured. Raises ValueError
-    when the tensors do not fit.
+    Float16, bfloat16 or float32. Can be captured in a graph. Raises ValueError when the tensors do not fit.
     """
     _check(x, None, weight, bias)
-    return _launch(x, None, weight, bias, eps, early)
+    return _launch(x, None, weight, bias, eps)
 
 
 def add_norm(
-    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, *,
-    early: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """``x += delta`` [T, W] in place, and the ``norm`` of the sum; returns ``x`` and that. Raises as ``norm`` does."""
     _check(x, delta, weight, bias)
-    return x, _launch(x, delta, weight, bias, eps, early)
+    return x, _launch(x, delta, weight, bias, eps)
 
 
-def constants(width: int, *, add: bool, layer: bool, early: bool = False) -> dict[str, int | bool]:
+def constants(width: int, *, add: bool, layer: bool) -> dict[str, int | bool]:
     """What ``_norm_rows`` is compiled for."""
-    return {
-        "WIDTH": width,
-        "BLOCK": triton.next_power_of_2(width),
-        "ADD": add,
-        "LAYER": layer,
-        "EARLY": early,
-    }
+    return {"WIDTH": width, "BLOCK": triton.next_power_of_2(width), "ADD": add, "LAYER": layer}
 
 
 def options(width: int) -> dict[str, int]:
@@ -105,7 +87,6 @@ def _launch(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     eps: float,
-    early: bool,
 ) -> torch.Tensor:
     rows, width = x.shape
     out = x.new_empty((rows, width))
@@ -115,8 +96,7 @@ def _launch(
         _norm_rows[(rows,)](
             x, change, out, weight, weight if bias is None else bias, eps,
             x.stride(0), change.stride(0), out.stride(0),
-            **constants(width, add=delta is not None, layer=bias is not None, early=early), **options(width),
-            launch_pdl=early,
+            **constants(width, add=delta is not None, layer=bias is not None), **options(width),
         )  # fmt: skip
     return out
 

@@ -17,15 +17,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pensieve.kernels.attention import work_lists
 from pensieve.kernels.attention.check import check_attention
 from pensieve.kernels.attention.hopper import launch as hopper
-from pensieve.kernels.attention.items import attend_item
-from pensieve.kernels.attention.kinds import Geometry, merged_rows
-from pensieve.kernels.attention.merging import merge_if_last, merge_rows
+from pensieve.kernels.attention.items import LOWEST, attend_item
+from pensieve.kernels.attention.kinds import Geometry
 from pensieve.kernels.attention.plan import HEADER, AttentionPlan, geometry_of, plan_key
 from pensieve.kernels.attention.tiles import Tile, width_of
 from pensieve.kernels.span_table import SpanTable
 
-ITEM, MERGE, JOIN = (tl.constexpr(words) for words in (work_lists.ITEM, work_lists.MERGE, work_lists.JOIN))
-LISTS_AT, MERGES_AT, JOINS_AT = tl.constexpr(3), tl.constexpr(5), tl.constexpr(7)
+ITEM, MERGE = tl.constexpr(work_lists.ITEM), tl.constexpr(work_lists.MERGE)
+LISTS_AT = tl.constexpr(3)
 NARROW, WIDE, MERGES = 0, 1, 2
 """The lists of a plan. Word ``LIST`` of the header is a list's length, word ``LISTS_AT + LIST`` is its place."""
 PLAIN, ALONE, AFTER, BESIDE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -72,52 +71,51 @@ def _attend(  # type: ignore[no-untyped-def]
             gdc_wait()
 
 
-@triton.jit(do_not_specialize=["partial_rows", "table_stride"])  # type: ignore[untyped-decorator]
-def _attend_joining(  # type: ignore[no-untyped-def]
-    q, pool, tables, out, lse, words, partial, partial_lse, finished, partial_rows,
-    q_token, q_head, page_stride, value_stride, head_stride, slot_stride, table_stride, out_token, out_head, factor,
-    LIST: tl.constexpr, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, SPLIT_MASK: tl.constexpr,
-    LSE: tl.constexpr, MERGED: tl.constexpr, PIECES: tl.constexpr,
-):  # fmt: skip
-    """As ``_attend``, alone on the device; whoever finishes the last piece of an item merges them (``merging``)."""
-    programs = tl.num_programs(0)
-    works = tl.load(words + LIST) * KV_HEADS
-    items = words + tl.load(words + LISTS_AT + LIST)
-    place = tl.program_id(0)
-    for dealt in tl.range(0, works, programs, disable_licm=True):
-        work = dealt + place
-        place = programs - 1 - place
-        if work < works:
-            item = items + work // KV_HEADS * ITEM
-            attend_item(
-                item, work % KV_HEADS, q, pool, tables, out, lse, partial, partial_lse,
-                partial_rows, q_token, q_head, page_stride, value_stride, head_stride, slot_stride, table_stride,
-                out_token, out_head, factor, KV_HEADS, GROUPS, DIM, WIDTH, PAGE, ROWS, KEYS, STAGES, SPLIT_MASK, LSE,
-            )  # fmt: skip
-            if tl.load(item + 7) >= 0:
-                merge_if_last(
-                    words + tl.load(words + JOINS_AT) + work // KV_HEADS * JOIN,
-                    words + tl.load(words + MERGES_AT), work % KV_HEADS, out, lse, partial, partial_lse,
-                    finished, partial_rows, out_token, out_head,
-                    KV_HEADS, GROUPS, DIM, WIDTH, MERGED, PIECES, LSE,
-                )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["partial_rows"])  # type: ignore[untyped-decorator]
 def _merge(  # type: ignore[no-untyped-def]
     out, lse, words, partial, partial_lse, partial_rows, out_token, out_head,
     LIST: tl.constexpr, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, PIECES: tl.constexpr, LSE: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
-    """All merges of a plan, for one KV head at a time."""
+    """Add up the results of an item's pieces by their softmax denominators, ROWS rows of one KV head at a time."""
+    dims = tl.arange(0, WIDTH)
     merges = words + tl.load(words + LISTS_AT + LIST)
     for work in tl.range(tl.program_id(0), tl.load(words + LIST) * KV_HEADS, tl.num_programs(0)):
         head = work % KV_HEADS
-        merge_rows(
-            merges + work // KV_HEADS * MERGE, head, out, lse, partial, partial_lse, partial_rows,
-            out_token, out_head, KV_HEADS, GROUPS, DIM, WIDTH, ROWS, PIECES, LSE, ORDER == AFTER, "",
-        )  # fmt: skip
+        merge = merges + work // KV_HEADS * MERGE
+        row = tl.load(merge + 1) + tl.arange(0, ROWS)
+        valid = row < tl.load(merge + 2)
+        token = (tl.load(merge) + row // GROUPS).to(tl.int64)
+        query_head = head * GROUPS + row % GROUPS
+        base = head.to(tl.int64) * partial_rows + tl.load(merge + 3) + tl.arange(0, ROWS)
+        pieces = tl.load(merge + 4)
+        apart = tl.load(merge + 5)
+        if ORDER == AFTER:  # all of the above was there before the launch that makes the pieces
+            gdc_wait()
+        acc = tl.zeros([ROWS, WIDTH], tl.float32)
+        top = tl.zeros([ROWS], tl.float32) + LOWEST
+        total = tl.zeros([ROWS], tl.float32)
+        for first in tl.range(0, pieces, PIECES):
+            piece = first + tl.arange(0, PIECES)
+            at = base[:, None] + piece[None, :] * apart
+            there = valid[:, None] & (piece < pieces)[None, :]
+            part = tl.load(partial_lse + at, mask=there, other=float("-inf"))
+            values = tl.load(
+                partial + at[:, :, None] * WIDTH + dims[None, None, :], mask=there[:, :, None], other=0.0
+            )
+            new_top = tl.maximum(top, tl.max(part, 1))
+            weights = tl.math.exp2(part - new_top[:, None])
+            shrink = tl.math.exp2(top - new_top)
+            acc = acc * shrink[:, None] + tl.sum(values * weights[:, :, None], 1)
+            total = total * shrink + tl.sum(weights, 1)
+            top = new_top
+        divisor = tl.where(total > 0, total, 1.0)
+        result = (acc / divisor[:, None]).to(out.dtype.element_ty)
+        pointers = out + (token * out_token + query_head * out_head)[:, None] + dims[None, :]
+        tl.store(pointers, result, mask=valid[:, None] & (dims < DIM)[None, :])
+        if LSE:
+            value = (top + tl.math.log2(divisor)) * 0.6931471805599453
+            tl.store(lse + token * (KV_HEADS * GROUPS) + query_head, value, mask=valid)
     if ORDER == AFTER:
         gdc_wait()
 
@@ -154,17 +152,13 @@ def ragged_paged_attention(
 
 
 def constants(
-    tile: Tile, which: int, geometry: Geometry, page_tokens: int, *, order: tl.constexpr = PLAIN,
-    joins: int = 0,
-) -> dict[str, int | bool]:  # fmt: skip
-    """What ``_attend`` is compiled for, or, to merge ``joins`` rows at a time, ``_attend_joining``; ``LSE`` aside."""
-    more: dict[str, int | bool] = {"ORDER": order.value}
-    if joins:
-        more = {"MERGED": joins, "PIECES": MERGED_AT_ONCE // joins}
+    tile: Tile, which: int, geometry: Geometry, page_tokens: int, *, order: tl.constexpr = PLAIN
+) -> dict[str, int | bool]:
+    """What ``_attend`` is compiled for, ``LSE`` aside."""
     return {
         "LIST": which, "KV_HEADS": geometry.kv_heads, "GROUPS": geometry.groups, "DIM": geometry.head_dim,
         "WIDTH": width_of(geometry.head_dim), "PAGE": page_tokens, "ROWS": tile.rows, "KEYS": tile.keys,
-        "STAGES": tile.stages, "SPLIT_MASK": tile.split_mask, **more,
+        "STAGES": tile.stages, "SPLIT_MASK": tile.split_mask, "ORDER": order.value,
     }  # fmt: skip
 
 
@@ -185,27 +179,18 @@ def _launch(
     scale: float,
     return_lse: bool,
 ) -> None:
-    """Queue both launches of a plan, the wide one first, and the merge of cut items; or the one that does all."""
+    """Queue both launches of a plan, the wide one first, and the merge of cut items."""
     kv_heads, scratch, capacity = plan.geometry.kv_heads, plan.scratch, plan.capacity
-    strides = (q.stride(0), q.stride(1), *pool.stride()[:4], tables.stride(0), out.stride(0), out.stride(1))
-    factor, at_once = scale * math.log2(math.e), merged_rows(plan.kind, plan.geometry, plan.tiles)
-    if capacity.joins:
-        which, tile = (WIDE, plan.wide) if capacity.wide else (NARROW, plan.narrow)
-        programs = capacity.wide or capacity.narrow_programs or capacity.narrow
-        _attend_joining[(programs * kv_heads,)](
-            q, pool, tables, out, lse, plan.words, scratch.partial, scratch.partial_lse, scratch.finished,
-            scratch.rows, *strides, factor, **constants(tile, which, plan.geometry, pool.shape[3], joins=at_once),
-            LSE=return_lse, **options(tile),
-        )  # fmt: skip
-        return
     overlaps = q.is_cuda and _may_overlap(q.device)
     beside = overlaps and capacity.narrow > 0 and capacity.wide > 0
     first = ALONE if overlaps else PLAIN
 
     def attend(tile: Tile, which: int, programs: int, order: tl.constexpr) -> None:
         _attend[(programs,)](
-            q, pool, tables, out, lse, plan.words, scratch.partial, scratch.partial_lse, scratch.rows, *strides,
-            factor, **constants(tile, which, plan.geometry, pool.shape[3], order=order), LSE=return_lse,
+            q, pool, tables, out, lse, plan.words, scratch.partial, scratch.partial_lse, scratch.rows,
+            q.stride(0), q.stride(1), pool.stride(0), pool.stride(1), pool.stride(2),
+            pool.stride(3), tables.stride(0), out.stride(0), out.stride(1), scale * math.log2(math.e),
+            **constants(tile, which, plan.geometry, pool.shape[3], order=order), LSE=return_lse,
             **options(tile, order),
         )  # fmt: skip
 
@@ -227,11 +212,11 @@ def _launch(
         programs = (capacity.narrow_programs or capacity.narrow) * kv_heads
         attend(plan.narrow, NARROW, programs, BESIDE if beside else first)
     if capacity.merges:
-        order = AFTER if overlaps else PLAIN
+        rows, order = plan.kind.merged_rows, AFTER if overlaps else PLAIN
         _merge[(min(capacity.merges * kv_heads, MERGING * plan.geometry.multiprocessors),)](
             out, lse, plan.words, scratch.partial, scratch.partial_lse, scratch.rows, out.stride(0), out.stride(1),
             LIST=MERGES, KV_HEADS=kv_heads, GROUPS=plan.geometry.groups, DIM=q.shape[2], WIDTH=width_of(q.shape[2]),
-            ROWS=at_once, PIECES=MERGED_AT_ONCE // at_once, LSE=return_lse, ORDER=order.value, enable_fp_fusion=True,
+            ROWS=rows, PIECES=MERGED_AT_ONCE // rows, LSE=return_lse, ORDER=order.value, enable_fp_fusion=True,
             launch_pdl=overlaps,
         )  # fmt: skip
 

@@ -27,8 +27,6 @@ AGREEMENT = 6e-3
 """Two bf16 results may differ by at most this share of their norm."""
 LONG_US, FEW_CALLS, MANY_CALLS = 400, (8, 9), (20, 15)
 """From this floor on, a graph has few calls and few replays; (calls, replays) either way."""
-JOININGS = {"apart": 0, "joined": 1, "joined by 4": 4}
-"""``Geometry.joining``."""
 Spans = list[tuple[int, int]]
 """(query tokens, tokens of context including them)"""
 Row = dict[str, Any]
@@ -84,11 +82,9 @@ def make_data(spans: Spans, heads: int, kv_heads: int, device: str = "cuda") -> 
     return Data(q, pools, tables, table, 4 * heads * DIM * pairs, kv + 2 * q.nbytes)
 
 
-def ours(data: Data, out: torch.Tensor, *, joining: int | None = None) -> Contender:
-    """Our kernel with a plan as for a graph; ``joining``: that of its geometry, None: as it is."""
+def ours(data: Data, out: torch.Tensor) -> Contender:
+    """Our kernel with a plan as for a graph."""
     geometry, host = geometry_for(data.q.shape[1], data.pools[0]), data.spans.host
-    if joining is not None:
-        geometry = replace(geometry, joining=joining)
     kind = classify(host, geometry)
     capacity = capacity_for(kind, len(data.q), len(host), data.spans.max_context, geometry)
     plan = AttentionPlan(len(data.q), geometry, data.q.device, kind=kind, capacity=capacity)
@@ -142,32 +138,6 @@ def rows(ceilings: Ceilings, peer: Peer | None, only: str) -> list[Row]:
         for shape, spans in shapes().items()
         if only in shape
     ]
-
-
-def joined_rows(heads: int = 40, kv_heads: int = 10, device: str = "cuda") -> list[Row]:
-    """Microseconds of steps of few query tokens, merged by a launch of its own and in place, and whether the results
-    have the same bits."""
-    report = []
-    for shape, spans in shapes().items():
-        if not shape.startswith(("decode", "q8")):
-            continue
-        data = make_data(spans, heads, kv_heads, device)
-        outs = [torch.empty_like(data.q) for _ in JOININGS]
-        contenders = {
-            way: ours(data, out, joining=joining)
-            for (way, joining), out in zip(JOININGS.items(), outs, strict=True)
-        }
-        taken = times(contenders, len(data.pools), *MANY_CALLS)
-        for contender in contenders.values():
-            contender(0)
-        same, (apart, _, by_four) = torch.equal(outs[0], outs[1]), (out.float() for out in outs)
-        report.append({
-            "shape": shape, "kind": classify(data.spans.host, geometry_for(heads, data.pools[0])).value,
-            **{way: round(us, 1) for way, us in taken.items()},
-            "÷ apart": round(taken["joined"] / taken["apart"], 3), "same bits": same,
-            "as it must be": same and float((apart - by_four).norm() / apart.norm()) <= AGREEMENT,
-        })  # fmt: skip
-    return report
 
 
 def as_markdown(report: list[Row]) -> str:

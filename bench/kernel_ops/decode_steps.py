@@ -1,8 +1,8 @@
 """One decode step of a model with dummy weights, in several ways that take turns.
 
-A way is a plan's option, a setting of torch's products, or another end of a block. Each gets a program of its own, as
-the worker makes them, captured in a CUDA graph; all share weights, pages and scratch. Without a GPU a program just
-runs, under Triton's interpreter: for a smoke test.
+A way is a setting of torch's products or another end of a block. Each gets a program of its own, as the worker makes
+them, captured in a CUDA graph; all share weights, pages and scratch. Without a GPU a program just runs, under Triton's
+interpreter: for a smoke test.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import ClassVar
@@ -26,15 +25,13 @@ from pensieve.engine.plan import Plan, SampleSpec, Span
 from pensieve.engine.worker.cuda_batch import CudaBatch, make_cuda_batch
 from pensieve.engine.worker.program import Shared, Size, StepProgram
 from pensieve.kernels import ragged_paged_attention as attention_kernels
-from pensieve.kernels.activation import activate
-from pensieve.kernels.attention.kinds import Capacity, Geometry, StepKind, capacity_for
+from pensieve.kernels.attention.kinds import Capacity, StepKind, capacity_for
 from pensieve.kernels.attention.plan import Scratch, geometry_of
 from pensieve.kernels.attention.work_lists import make_work_lists
-from pensieve.kernels.norm import add_norm, norm
 from pensieve.kernels.sum_norm import sum_add_norm
 from pensieve.model.collective import Slot
 from pensieve.model.folder import load_arch
-from pensieve.model.ops import DecoderOps, triton_ops
+from pensieve.model.ops import triton_ops
 from pensieve.model.transformer import Transformer
 from pensieve.model.weights import Linear, NormWeights, load_weights
 
@@ -106,10 +103,6 @@ def reductions(*, low: bool, split: bool) -> Iterator[None]:
         MATMUL.allow_bf16_reduced_precision_reduction = before
 
 
-def early_ops() -> DecoderOps:
-    return DecoderOps(partial(norm, early=True), partial(add_norm, early=True), partial(activate, early=True))
-
-
 def without_merge() -> AbstractContextManager[object]:
     """No launch that merges: wrong results, and the most that can be gained."""
     nothing = mock.MagicMock()
@@ -122,10 +115,6 @@ class Way:
 
     setting: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
     """In force while the graph is captured."""
-    joining: int = 0
-    """``Geometry.joining``."""
-    early: bool = False
-    """Norms and activations begin before the launch before them has ended."""
     model: type[Transformer] = Transformer
     right: bool = True
     """Whether results are those of ``NOW``, up to rounding."""
@@ -135,21 +124,21 @@ NOW = "now"
 PRODUCTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "cuBLASLt": lambda: library("cublaslt"),
     "float32 split-K": lambda: reductions(low=False, split=True),
-    "no split-K": lambda: reductions(low=False, split=False),
 }
-"""Settings of torch's products. The last is there from torch 2.10 on."""
+"""Settings of torch's products."""
 WAYS = {
     NOW: Way(),
-    "joined": Way(joining=1),
-    "joined by 4": Way(joining=4),
     "no merge (wrong)": Way(without_merge, right=False),
-    "early launches": Way(early=True),
-    "joined, early launches": Way(joining=1, early=True),
     **{name: Way(setting) for name, setting in PRODUCTS.items()},
     "residual in product": Way(model=AddedByProduct),
     "2 parts, sum in norm": Way(model=InParts),
     "4 parts, sum in norm": Way(model=InFourParts),
 }
+
+
+def other_size(batch: int) -> int:
+    """A batch of another size, for whose rows products are done another way."""
+    return max(batch // 2, 1) if batch > 1 else 2
 
 
 class Steps:
@@ -164,7 +153,7 @@ class Steps:
         weights = load_weights(folder, self.arch, dtype=dtype, device=device, load_format="dummy")
         self.layers = weights.layers
         self._weights = weights
-        arch, most = self.arch, max(batches)
+        arch, most = self.arch, max(*batches, 2)
         pages = most * -(-context // CHUNK)
         shape = (arch.num_layers, pages, 2, arch.num_kv_heads, CHUNK, arch.head_dim)
         self._pool = torch.empty(shape, dtype=dtype, device=device)
@@ -172,11 +161,9 @@ class Steps:
             layer.normal_()
         heads = arch.num_heads + 2 * arch.num_kv_heads
         qkv = torch.empty(1, heads, arch.head_dim, dtype=dtype, device=device)
-        geometry = replace(geometry_of(qkv[:, : arch.num_heads], self._pool[0]), joining=1)
-        self._geometry = geometry
-        self.scratch = Scratch(
-            max(self._capacity(size, geometry).partial_rows for size in batches), geometry, self.device
-        )
+        self._geometry = geometry_of(qkv[:, : arch.num_heads], self._pool[0])
+        rows = max(self._capacity(size).partial_rows for size in (*batches, *map(other_size, batches)))
+        self.scratch = Scratch(rows, self._geometry, self.device)
         self._stream = torch.cuda.Stream() if self.on_gpu else None
         self._memory = torch.cuda.graph_pool_handle() if self.on_gpu else None
         self._kept = (
@@ -205,16 +192,15 @@ class Steps:
 
     def made(self, way: Way, size: int) -> Callable[[], None]:
         """What runs the step of ``size`` decodes that way."""
-        geometry = replace(self._geometry, joining=way.joining)
         sampled, logits, finite = self._kept
-        ops = early_ops() if way.early else triton_ops()
         shared = Shared(
-            model=way.model(self.arch, self._weights, ops), pool=self._pool, wait=lambda layer: None, sampled=sampled,
-            logits=logits, finite=finite, scratch=self.scratch, geometry=geometry,
+            model=way.model(self.arch, self._weights, triton_ops()), pool=self._pool, wait=lambda layer: None,
+            sampled=sampled, logits=logits, finite=finite, scratch=self.scratch, geometry=self._geometry,
         )  # fmt: skip
         batch = self.batch(size)
-        capacity = self._capacity(size, geometry)
-        program = StepProgram(shared, Size(size, size, len(batch.pages), StepKind.NARROW, capacity))
+        program = StepProgram(
+            shared, Size(size, size, len(batch.pages), StepKind.NARROW, self._capacity(size))
+        )
         staging = torch.zeros(program.words, dtype=torch.int32, pin_memory=self.on_gpu)
         words = program.pack(batch, staging.numpy())
         with way.setting():
@@ -233,9 +219,9 @@ class Steps:
 
         return run
 
-    def _capacity(self, size: int, geometry: Geometry) -> Capacity:
+    def _capacity(self, size: int) -> Capacity:
         """As the worker's graphs have it: for contexts of any length."""
-        return capacity_for(StepKind.NARROW, size, size, self.arch.context_limit, geometry)
+        return capacity_for(StepKind.NARROW, size, size, self.arch.context_limit, self._geometry)
 
     def merges(self, size: int) -> int:
         """Rows that the pieces of a step are merged for, for each KV head."""
@@ -248,10 +234,9 @@ class Steps:
             torch.cuda.synchronize()
 
     def answers(self, run: Callable[[], None], size: int) -> torch.Tensor:
-        """Logits of a step, float32 [size, vocab]; the counts of a merge must be back at 0 after it."""
+        """Logits of a step, float32 [size, vocab]."""
         run()
         self.finish()
-        assert not self.scratch.finished.any(), "pieces are left that nobody merged"
         return self._kept[1][:size].clone()
 
     def timed(self, ways: dict[str, Callable[[], None]], rounds: int, steps: int) -> dict[str, float]:

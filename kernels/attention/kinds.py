@@ -50,8 +50,6 @@ class Geometry:
     multiprocessors: int
     hopper: bool = False
     """Wide items go to the kernel for Hopper devices."""
-    joining: int = 0
-    """Where one launch makes all pieces, it merges them, too, at least so many rows at a time; 0: it does not."""
 
     @property
     def tiles(self) -> TileSet:
@@ -94,8 +92,7 @@ class StepKind(Enum):
 
     @property
     def merged_rows(self) -> int:
-        """Rows of a cut item that a launch of its own merges together: one where few items are cut and every
-        microsecond counts."""
+        """Rows of a cut item that are merged together: one where few items are cut and every microsecond counts."""
         return 1 if self is StepKind.NARROW else 4
 
     def narrow_tile(self, tiles: TileSet) -> Tile:
@@ -114,19 +111,6 @@ class Capacity:
     narrow_programs: int = 0
     """Programs of the narrow launch per KV head; 0: one for each item. With more programs than items, the device would
     not spread those that have an item evenly over its multiprocessors."""
-    joins: int = 0
-    """Items of a launch that merges their pieces by itself; 0: a launch of its own does that."""
-
-
-def joins_pieces(kind: StepKind, geometry: Geometry, tiles: TileSet) -> bool:
-    """Whether steps of a kind have one launch that merges its pieces by itself."""
-    return geometry.joining > 0 and not kind.is_mixed and not (kind.has_wide and tiles.wide.hopper)
-
-
-def merged_rows(kind: StepKind, geometry: Geometry, tiles: TileSet) -> int:
-    """Rows of a cut item that are merged together, in steps of a kind."""
-    joined = joins_pieces(kind, geometry, tiles)
-    return max(kind.merged_rows, geometry.joining) if joined else kind.merged_rows
 
 
 def is_wide(host: HostSpans, geometry: Geometry, narrow: Tile) -> npt.NDArray[np.bool_]:
@@ -204,8 +188,7 @@ def capacity_for(
     ``max_spans`` spans that are not empty, and with no query that sees more than ``max_context`` tokens."""
     tiles = tiles or geometry.tiles
     groups, rows = geometry.groups, max_tokens * geometry.groups
-    narrow_tile, wide_tile = kind.narrow_tile(tiles), tiles.wide
-    at_once = merged_rows(kind, geometry, tiles)
+    narrow_tile, wide_tile, at_once = kind.narrow_tile(tiles), tiles.wide, kind.merged_rows
     narrow = wide = _Most()
     if kind.has_narrow:
         spans = blocks = min(max_spans, max_tokens)
@@ -226,8 +209,7 @@ def capacity_for(
     if kind.is_mixed:  # spans that read a beginning together, see ``prefixes``
         merges += max_spans * -(-narrow_tile.rows // at_once)
         held += PARTY_LAYERS * min(max_spans, max_tokens) * groups
-    joins = narrow.items + wide.items if joins_pieces(kind, geometry, tiles) else 0
-    return Capacity(narrow.items, wide.items, min(rows, merges), held, narrow.usual, joins)
+    return Capacity(narrow.items, wide.items, min(rows, merges), held, narrow.usual)
 
 
 @dataclass(frozen=True, slots=True)

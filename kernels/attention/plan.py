@@ -9,23 +9,18 @@ import numpy.typing as npt
 import torch
 
 from pensieve.kernels.attention.hopper import launch as hopper
-from pensieve.kernels.attention.kinds import Capacity, Geometry, StepKind, classify, joins_pieces
+from pensieve.kernels.attention.kinds import Capacity, Geometry, StepKind, classify
 from pensieve.kernels.attention.party_lists import KIND, UNLIMITED, make_party_lists
 from pensieve.kernels.attention.tiles import TileSet, width_of
-from pensieve.kernels.attention.work_lists import ITEM, JOIN, MERGE, WorkLists, joins_of, make_work_lists
+from pensieve.kernels.attention.work_lists import ITEM, MERGE, WorkLists, make_work_lists
 from pensieve.kernels.span_table import HostSpans, Ints
 
 PARTY_KIND = KIND
 """The kind of every step in which spans read a beginning together."""
 HEADER = 8
 """Words of the header: how many narrow items, wide items and merges there are; where each of these lists begins; how
-many programs take wide items; where the joins begin. Behind it come the wide items, then the narrow ones, then the
-merges, then the joins, if the plan has any."""
-
-
-JOINING = 0
-"""``Geometry.joining`` of all plans. Off until it is measured on a GPU, by ``bench/kernel_ops/step_parts.py``; with 1
-results have the same bits as without."""
+many programs take wide items; the last is unused. Behind it come the wide items, then the narrow ones, then the
+merges."""
 
 
 class Scratch:
@@ -37,8 +32,6 @@ class Scratch:
         held = max(1, rows) * geometry.kv_heads
         self.partial = torch.empty(held, width_of(geometry.head_dim), dtype=torch.float32, device=device)
         self.partial_lse = torch.empty(held, dtype=torch.float32, device=device)
-        self.finished = torch.zeros(held if geometry.joining else 1, dtype=torch.int32, device=device)
-        """Pieces of an item that are written; 0 between launches. See ``merging``."""
 
 
 class DoesNotFit(ValueError):
@@ -83,10 +76,6 @@ class AttentionPlan:
         self.scratch = scratch or Scratch(capacity.partial_rows, geometry, device)
         if self.scratch.rows < capacity.partial_rows:
             raise ValueError(f"a scratch of {self.scratch.rows} rows, {capacity.partial_rows} are needed")
-        if capacity.joins and not joins_pieces(kind, geometry, self.tiles):
-            raise ValueError(f"no launch of {kind.value} steps merges pieces by itself for this geometry")
-        if capacity.joins and len(self.scratch.finished) < len(self.scratch.partial_lse):
-            raise ValueError("the scratch was made for a geometry without joins")
 
     @classmethod
     def of(
@@ -104,11 +93,7 @@ class AttentionPlan:
         ``parties``: see ``pack``."""
         kind = classify(host, geometry, tiles) if parties is None else PARTY_KIND
         work = _work(host, parties, num_rows, geometry, tiles or geometry.tiles, kind, capacity)
-        if capacity is None:
-            capacity = _need(work)
-            if joins_pieces(kind, geometry, tiles or geometry.tiles):
-                capacity = replace(capacity, joins=capacity.narrow + capacity.wide)
-        plan = cls(num_rows, geometry, device, kind=kind, capacity=capacity, tiles=tiles)
+        plan = cls(num_rows, geometry, device, kind=kind, capacity=capacity or _need(work), tiles=tiles)
         plan._upload(plan._packed(work))
         return plan
 
@@ -134,23 +119,13 @@ class AttentionPlan:
                 )
         narrow_at = HEADER + ITEM * need.wide
         merges_at = narrow_at + ITEM * need.narrow
-        joins_at = merges_at + MERGE * need.merges
-        joins = self._joins(work)
-        words = np.empty(joins_at + joins.size, dtype=np.int32)
+        words = np.empty(merges_at + MERGE * need.merges, dtype=np.int32)
         counts = need.narrow, need.wide, need.merges
-        words[:HEADER] = *counts, narrow_at, HEADER, merges_at, work.wide_programs, joins_at
+        words[:HEADER] = *counts, narrow_at, HEADER, merges_at, work.wide_programs, 0
         words[HEADER:narrow_at] = work.wide.reshape(-1)
         words[narrow_at:merges_at] = work.narrow.reshape(-1)
-        words[merges_at:joins_at] = work.merges.reshape(-1)
-        words[joins_at:] = joins.reshape(-1)
+        words[merges_at:] = work.merges.reshape(-1)
         return words
-
-    def _joins(self, work: WorkLists) -> Ints:
-        if not self.capacity.joins:
-            return np.empty((0, JOIN), np.int64)
-        # One launch, so one of the lists is empty.
-        items, tile = (work.wide, self.wide) if len(work.wide) else (work.narrow, self.narrow)
-        return joins_of(items, work.merges, tile)
 
     def _upload(self, packed: npt.NDArray[np.int32]) -> None:
         # Pageable memory: the driver has read it when the call returns, so the array may go.
@@ -175,7 +150,7 @@ def _work(
 
 def words_of(capacity: Capacity) -> int:
     """Words that a plan of this capacity needs at most."""
-    return HEADER + ITEM * (capacity.narrow + capacity.wide) + MERGE * capacity.merges + JOIN * capacity.joins
+    return HEADER + ITEM * (capacity.narrow + capacity.wide) + MERGE * capacity.merges
 
 
 def plan_key(q: torch.Tensor, pool: torch.Tensor) -> str:
@@ -187,7 +162,7 @@ def geometry_of(q: torch.Tensor, pool: torch.Tensor) -> Geometry:
     """The geometry of a call. A CPU, where only the interpreter runs, counts as 4 multiprocessors."""
     geometry = Geometry(q.shape[1], pool.shape[2], q.shape[2], q.element_size(), multiprocessors_of(q.device))
     fits = hopper.supports(geometry, q.dtype, pool.shape[3], q.device)
-    return replace(geometry, hopper=fits and hopper.addressable(q, pool), joining=JOINING)
+    return replace(geometry, hopper=fits and hopper.addressable(q, pool))
 
 
 def geometry_for(heads: int, pool: torch.Tensor) -> Geometry:

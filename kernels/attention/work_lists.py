@@ -22,7 +22,6 @@ from pensieve.kernels.attention.kinds import (
     cut_evenly,
     guided,
     is_wide,
-    merged_rows,
 )
 from pensieve.kernels.attention.tiles import Tile, TileSet
 from pensieve.kernels.span_table import HostSpans, Ints
@@ -33,9 +32,6 @@ key, end of keys, first partial row (-1: the item is whole and writes its result
 MERGE = 6
 """A merge of some rows of a cut item has these words: first row of q of the span, first row of these in the span, their
 end, partial row of the first in the first piece, pieces, partial rows from piece to piece."""
-JOIN = 2
-"""A join, of which each item of a launch that merges by itself has one, has these words: the first of the merges that
-the item is a piece for, and the one after the last of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +55,7 @@ def make_work_lists(
     ``kind`` says which tiles are used, not which items there may be: a step with spans that it has no launch for gets
     items for them all the same.
     """
-    narrow, wide, at_once = kind.narrow_tile(tiles), tiles.wide, merged_rows(kind, geometry, tiles)
+    narrow, wide = kind.narrow_tile(tiles), tiles.wide
     covered = 0
     if len(host):
         lengths = host[:, 1]
@@ -68,9 +64,9 @@ def make_work_lists(
             host = host[lengths > 0]
     small, big = parted(host, narrow, geometry, kind)
     items = blocks(small, narrow, geometry)
-    first, first_merges, used = cut(items, pieces_of(items, narrow, geometry), narrow, 0, at_once)
+    first, first_merges, used = cut(items, pieces_of(items, narrow, geometry), narrow, 0, kind.merged_rows)
     items = blocks(big, wide, geometry)
-    second, second_merges, used = cut(items, pieces_of(items, wide, geometry), wide, used, at_once)
+    second, second_merges, used = cut(items, pieces_of(items, wide, geometry), wide, used, kind.merged_rows)
     programs = geometry.multiprocessors
     if len(second) and (kind.is_mixed or wide.hopper):
         second = longest_first(second)
@@ -145,7 +141,7 @@ def blocks(host: HostSpans, tile: Tile, geometry: Geometry) -> Ints:
     return items
 
 
-def cut(items: Ints, pieces: Ints, tile: Tile, used: int, at_once: int) -> tuple[Ints, Ints, int]:
+def cut(items: Ints, pieces: Ints, tile: Tile, used: int, merged_rows: int) -> tuple[Ints, Ints, int]:
     """Items cut into so many pieces each, the merges that this takes, and the partial rows in use after ``used``."""
     # Items that are cut, whole until here: each piece gets a tile's rows of the scratch for itself.
     whole = np.flatnonzero(pieces > 1)
@@ -159,26 +155,14 @@ def cut(items: Ints, pieces: Ints, tile: Tile, used: int, at_once: int) -> tuple
     parts[:, 7] = np.where(scratch >= 0, scratch + piece * tile.rows, -1)
     # The last block of a span has fewer rows than its tile, and only rows that exist are merged.
     rows = np.minimum(tile.rows, items[whole, 1] - items[whole, 4])
-    owner, group = ranges(-(-rows // at_once))
-    offset, owner = group * at_once, whole[owner]
+    owner, group = ranges(-(-rows // merged_rows))
+    offset, owner = group * merged_rows, whole[owner]
     first = items[owner, 4] + offset
     merges = np.empty((len(owner), MERGE), np.int64)
     merges[:, 0], merges[:, 1] = items[owner, 0], first
-    merges[:, 2] = np.minimum(np.minimum(first + at_once, items[owner, 1]), items[owner, 4] + tile.rows)
+    merges[:, 2] = np.minimum(np.minimum(first + merged_rows, items[owner, 1]), items[owner, 4] + tile.rows)
     merges[:, 3], merges[:, 4], merges[:, 5] = first_partial[owner] + offset, pieces[owner], tile.rows
     return parts, merges, used + int(held.sum())
-
-
-def joins_of(items: Ints, merges: Ints, tile: Tile) -> Ints:
-    """The joins of items [n, 8] that are all there is in a step, with its ``merges`` [m, 6]; those of whole items have
-    no meaning."""
-    if not len(merges):
-        return np.zeros((len(items), JOIN), np.int64)
-    # Each piece has a tile's rows of the scratch for itself, the pieces of an item lie one after the other, and its
-    # merges name rows of the first.
-    first_piece = merges[:, 3] // tile.rows
-    end = np.searchsorted(first_piece, items[:, 7] // tile.rows, side="right")
-    return np.stack([np.searchsorted(first_piece, first_piece[end - 1]), end], axis=1)
 
 
 def parts_of(items: Ints, pieces: Ints, tile: Tile) -> tuple[Ints, Ints, Ints]:

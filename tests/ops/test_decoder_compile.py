@@ -72,23 +72,3 @@ def test_activations(block: int, kind: Activation) -> None:
         binary = build(activation._activate, TYPES, fixed, activation.options(block))
         fits(binary, activation._activate)
         assert accesses(binary) == {"ld.global.v4.b32": 2, "st.global.v4.b32": 1}
-
-
-def test_early_launches_wait_before_they_read() -> None:
-    width = 5120
-    fixed = norm.constants(width, add=True, layer=False, early=True)
-    options = norm.options(width) | {"launch_pdl": True}
-    binary = build(norm._norm_rows, TYPES, fixed, options)
-    fits(binary, norm._norm_rows)
-    before, waits, after = binary.ptx.partition("griddepcontrol.wait")
-    pieces = triton.next_power_of_2(width) // (8 * 32 * options["num_warps"])
-    # The weight was there all along, and is on its way meanwhile.
-    assert waits and before.count("ld.global.v4") == pieces and after.count("ld.global.v4") == 2 * pieces
-    assert "st.global" not in before
-    fixed = activation.constants(13824, activation.FEW_COLUMNS, True, "silu", early=True)
-    build_options = activation.options(activation.FEW_COLUMNS) | {"launch_pdl": True}
-    ptx = build(activation._activate, TYPES, fixed, build_options).ptx
-    before, waits, _ = ptx.partition("griddepcontrol.wait")
-    assert waits and ".global" not in before.partition("{")[2], (
-        "nothing is read before what makes it has ended"
-    )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import triton
 
-from pensieve.kernels.attention.kinds import Geometry, StepKind
+from pensieve.kernels.attention.kinds import Geometry
 from pensieve.kernels.attention.tiles import Tile, choose_tiles
 from pensieve.kernels.ragged_paged_attention import (
     AFTER,
@@ -17,7 +17,6 @@ from pensieve.kernels.ragged_paged_attention import (
     NARROW,
     WIDE,
     _attend,
-    _attend_joining,
     _merge,
     constants,
     options,
@@ -31,7 +30,7 @@ STACK, STACK_OF_LARGE = 16, 320
 """At most so many bytes a thread spill, over the versions of Triton from 3.6 on."""
 TYPES = {
     "q": "*bf16", "pool": "*bf16", "tables": "*i32", "out": "*bf16", "lse": "*fp32", "words": "*i32",
-    "partial": "*fp32", "partial_lse": "*fp32", "finished": "*i32", "factor": "fp32",
+    "partial": "*fp32", "partial_lse": "*fp32", "factor": "fp32",
 }  # fmt: skip
 ANY_VALUE = ("table_stride", "partial_rows")
 
@@ -99,17 +98,3 @@ def test_merge_builds_without_spills(rows: int) -> None:
         "ROWS": rows, "PIECES": MERGED_AT_ONCE // rows, "ORDER": AFTER.value,
     }  # fmt: skip
     assert build(_merge, fixed, {"num_warps": 4, "enable_fp_fusion": True}).stack == 0
-
-
-@pytest.mark.parametrize(("kind", "rows"), [(StepKind.NARROW, 1), (StepKind.NARROW, 4)])
-def test_programs_that_merge_fit_as_well(kind: StepKind, rows: int) -> None:
-    tile = kind.narrow_tile(choose_tiles(128, 2))
-    fixed = constants(tile, NARROW, Geometry(40, 10, 128, 2, 132), 32, joins=rows)
-    binary = build(_attend_joining, {**fixed, "LSE": False}, options(tile))
-    assert binary.registers * 32 * tile.warps * tile.resident <= REGISTERS
-    assert (binary.shared + 1024) * tile.resident <= SHARED_BYTES and binary.stack <= STACK
-    # All threads' pieces are written before one thread counts them; those of others are read around the first cache.
-    before, counted, after = binary.ptx.partition("atom.global.gpu.acq_rel.add")
-    written = before.rindex("st.global")
-    assert counted and "bar.sync" in before[written:] and "bar.sync" in after[: after.index("ld.global.cg")]
-    assert "ld.global.cg.v4" in after and "ld.global.cg" not in before

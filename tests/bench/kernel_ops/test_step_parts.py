@@ -52,7 +52,7 @@ def test_waiting_for_the_launch_before_is_nobodys_time_alone(kernel_times: Any) 
 @pytest.mark.parametrize(
     ("name", "part"),
     [
-        ("_attend_joining", "attention"), ("attend_hopper", "attention"), ("_sum_norm_rows", "norm"),
+        ("_attend", "attention"), ("attend_hopper", "attention"), ("_sum_norm_rows", "norm"),
         ("_prepare_and_store", "KV write"), ("_activate", "activation"), ("elementwise_kernel", "rest"),
     ],
 )  # fmt: skip
@@ -76,12 +76,12 @@ def test_the_profiler_is_asked_for_kernels(kernel_times: Any, monkeypatch: pytes
 
 
 class StandIn:
-    """Steps that take no time; ``joined`` answers a little differently."""
+    """Steps that take no time; one way answers a little differently."""
 
     on_gpu = True
 
-    def __init__(self, off: float, impossible: Any) -> None:
-        self.off, self.impossible = off, impossible
+    def __init__(self, off: float, other: Any, impossible: Any) -> None:
+        self.off, self.other, self.impossible = off, other, impossible
 
     def made(self, way: Any, size: int) -> Any:
         if way is self.impossible:
@@ -89,7 +89,7 @@ class StandIn:
         return way
 
     def answers(self, way: Any, size: int) -> torch.Tensor:
-        return torch.ones(size, 4) + (self.off if way.joining else 0.0)
+        return torch.ones(size, 4) + (self.off if way is self.other else 0.0)
 
     def merges(self, size: int) -> int:
         return 3
@@ -101,50 +101,35 @@ class StandIn:
         return {name: 2.0 if name == "now" else 1.0 for name in made}
 
 
-@pytest.mark.parametrize("off", [0.0, 1e-6])
+@pytest.mark.parametrize("off", [0.0, 0.3])
 def test_ways_that_differ_end_the_program(
     bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, off: float
 ) -> None:
     monkeypatch.setattr(bench, "profiled", lambda run, steps: [])
-    sections = bench.step_sections(StandIn(off, bench.WAYS["cuBLASLt"]), 64, tuple(bench.WAYS), 1)
+    steps = StandIn(off, bench.WAYS["residual in product"], bench.WAYS["cuBLASLt"])
+    sections = bench.step_sections(steps, 64, tuple(bench.WAYS), 1, 0.1)
     assert [row["way"] for row in sections["not possible"]] == ["cuBLASLt"]
     assert "and more" not in sections["not possible"][0]["error"]
-    assert {row["way"]: row["÷ now"] for row in sections["step"]}["joined"] == 0.5
+    assert {row["way"]: row["÷ now"] for row in sections["step"]}["float32 split-K"] == 0.5
     monkeypatch.setattr(bench, "run_child", lambda name, *rest: sections if not name else {"failed": "gone"})
     done = CliRunner().invoke(bench.main, ["--out", str(tmp_path)])
     assert done.exit_code == 1, "a process failed"
     monkeypatch.setattr(bench, "run_child", lambda *rest: sections)
     done = CliRunner().invoke(bench.main, ["--out", str(tmp_path)])
     assert done.exit_code == (1 if off else 0), done.output
-    wrong = sections | {"attention": [{"shape": "decode", "as it must be": False}]}
-    monkeypatch.setattr(bench, "run_child", lambda *rest: wrong)
-    assert CliRunner().invoke(bench.main, ["--out", str(tmp_path / "wrong")]).exit_code == 1
     report = json.loads((tmp_path / "step_parts.json").read_text())
     assert set(report["processes"]) == set(bench.PROCESSES)
-    assert "| 64 | joined | 1.0 | 0.5 |" in (tmp_path / "step_parts.md").read_text()
+    assert "| 64 | float32 split-K | 1.0 | 0.5 |" in (tmp_path / "step_parts.md").read_text()
 
 
-def test_attention_is_timed_both_ways(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU nothing is timed, and attention is a stand-in that a plan with joins puts off by one."""
-    attention = bench.attention
+def test_the_noise_is_what_two_sizes_differ_by(bench: Any) -> None:
+    class OfTwoSizes(StandIn):
+        def answers(self, way: Any, size: int) -> torch.Tensor:
+            return torch.ones(size, 4) + (0.25 if size == 64 else 0.0)
 
-    def attend(
-        q: torch.Tensor, pool: Any, spans: Any, tables: Any, *, scale: float, out: torch.Tensor
-    ) -> None:
-        (plan,) = spans.plans.values()
-        assert plan.words[0], "a plan without work"
-        out.fill_(1.0 + (plan.capacity.joins > 0 and len(q) > 1))
-
-    monkeypatch.setattr(attention, "ragged_paged_attention", attend)
-    monkeypatch.setattr(attention, "times", lambda ways, *rest: dict(zip(ways, (4.0, 3.0, 2.0), strict=True)))
-    monkeypatch.setattr(
-        attention, "shapes", lambda: {"decode_B1": [(1, 300)], "q8": [(8, 64)] * 3, "mixed": []}
-    )
-    rows = attention.joined_rows(4, 2, "cpu")
-    assert [(row["shape"], row["kind"], row["as it must be"]) for row in rows] == [
-        ("decode_B1", "narrow", True), ("q8", "narrow", False),
-    ]  # fmt: skip
-    assert rows[0]["÷ apart"] == 0.75
+    steps = OfTwoSizes(0.0, None, None)
+    assert bench.noise_of(steps, (8, 1)) == bench.LEAST_NOISE
+    assert bench.noise_of(steps, (8, 64)) == pytest.approx(0.25)
 
 
 def test_a_process_that_fails_keeps_what_it_found(
@@ -216,7 +201,6 @@ def test_the_whole_program_without_a_gpu(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "step_parts.json").read_text())["processes"][""]
-    joined = [row for row in report["agreement"] if row["way"] == "joined"]
-    assert len(joined) == 1 and all(row["same bits"] for row in joined)
-    assert any(row["merges"] for row in joined)
+    assert {row["way"] for row in report["agreement"]} >= {"residual in product", "2 parts, sum in norm"}
+    assert all(row["as it must be"] and row["merges"] for row in report["agreement"])
     assert len(report["products"]) == 4
