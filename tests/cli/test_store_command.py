@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -152,3 +154,26 @@ def test_a_served_file_is_read_and_not_written(path: Path, tmp_path: Path) -> No
         assert run("restore", str(tmp_path / "b.jsonl"), "--to", url).exit_code == 1
 
     asyncio.run(served())
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_words_that_find_no_room_are_one_line_and_code_1(path: Path, options: list[str]) -> None:
+    """As when stdout is a file on a full disk. What was to be done is done."""
+    file = path.with_name("b.jsonl")
+    command = [
+        Path(sys.executable).with_name("pensieve"),
+        "store",
+        "backup",
+        file,
+        "--store",
+        f"sqlite:///{path}",
+    ]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*command, *options], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert (done.returncode, done.stderr) == (
+        1,
+        "pensieve: what was to be said could not be written: No space left on device\n",
+    )
+    assert file.exists()
