@@ -20,7 +20,16 @@ from pensieve.store.redis_store import RedisStore
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service.service_rig import refusal, serving, spec
 from support.store.redis_server import RedisServer, redis_server
-from support.store.store_bench import counts, first_record, key, opened_redis, request, row, whole_turn
+from support.store.store_bench import (
+    counts,
+    first_record,
+    key,
+    opened_redis,
+    request,
+    row,
+    turn_record,
+    whole_turn,
+)
 
 pytestmark = pytest.mark.redis
 
@@ -188,6 +197,18 @@ async def test_a_mark_whose_time_is_over_proves_nothing(past: Past, monkeypatch:
         await create(store, NEW)
         past.return_to()
         assert await reason(store.load(NEW)) == "HISTORY_REGRESSED", "the next mark counts"
+
+
+async def test_a_full_redis_still_answers_what_it_has(past: Past) -> None:
+    """The mark takes no room then, and what is repeated is acknowledged without it."""
+    async with opened(past.redis) as (store, told):
+        await create(store, OLD)
+        done = await whole_turn(store, OLD, 1)
+        with contextlib.closing(past.redis.client()) as plain:
+            plain.config_set("maxmemory", 1)
+        record = turn_record(1, "r1")
+        assert await store.commit(OLD, "t1", "fp-r1", record, counts(2)) == done
+        assert not told.times
 
 
 async def test_what_is_remembered_is_bounded(past: Past, monkeypatch: pytest.MonkeyPatch) -> None:
