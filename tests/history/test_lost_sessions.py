@@ -199,6 +199,28 @@ async def test_a_mark_whose_time_is_over_proves_nothing(past: Past, monkeypatch:
         assert await reason(store.load(NEW)) == "HISTORY_REGRESSED", "the next mark counts"
 
 
+async def test_a_primary_that_was_replaced_is_not_believed(
+    past: Past, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers over connections of before, and has not what its successor has."""
+    async with opened(past.redis) as (store, told):
+        await create(store, OLD)
+        asked: list[object] = []
+
+        async def command(*words: object, counts: bool = True) -> object:
+            asked.append(words)
+            return b"0" if len(asked) == 1 else await ask(*words, counts=counts)
+
+        async def look_again() -> bool:
+            return True
+
+        ask = store._link.command
+        monkeypatch.setattr(store._link, "command", command)
+        monkeypatch.setattr(store._link, "look_again", look_again)
+        await store._acknowledged.look()
+        assert len(asked) == 2 and not told.times
+
+
 async def test_a_full_redis_still_answers_what_it_has(past: Past) -> None:
     """The mark takes no room then, and what is repeated is acknowledged without it."""
     async with opened(past.redis) as (store, told):
