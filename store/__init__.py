@@ -67,12 +67,18 @@ __all__ = [
 ]
 
 
-def open_store(url: str, *, on_error: Callable[[], None] = lambda: None) -> HistoryStore:
+def open_store(
+    url: str,
+    *,
+    on_error: Callable[[], None] = lambda: None,
+    on_went_back: Callable[[], None] = lambda: None,
+) -> HistoryStore:
     """The store that ``memory:``, ``sqlite:///PATH`` or ``redis://HOST:PORT/DB`` names; not yet opened.
 
     ``redis+sentinel://`` and ``redis+cluster://`` too. ``on_error``: called for each call but ``ping`` that the store
-    could not serve, from any of its threads; with Redis, for each call to Redis. Raises ValueError with the accepted
-    forms on anything else.
+    could not serve, from any of its threads; with Redis, for each call to Redis. ``on_went_back``: called when Redis is
+    found to have lost changes that this store had acknowledged; a session that it has lost is refused
+    (HISTORY_REGRESSED). Raises ValueError with the accepted forms on anything else.
     """
     scheme = url.split(":", 1)[0].partition("+")[0]
     if scheme == "memory":
@@ -86,5 +92,5 @@ def open_store(url: str, *, on_error: Callable[[], None] = lambda: None) -> Hist
     if scheme in ("redis", "rediss"):
         from pensieve.store.redis_store import RedisStore
 
-        return RedisStore.from_url(url, on_error=on_error)
+        return RedisStore.from_url(url, on_error=on_error, on_went_back=on_went_back)
     raise ValueError(f"unknown store {url!r}: use memory:, sqlite:///PATH or redis://HOST:PORT/DB")

@@ -83,6 +83,15 @@ def diverged(revision: int) -> DataLoss:
     )
 
 
+def lost() -> DataLoss:
+    """Of a session that was acknowledged here, neither erased nor expired, and is not there."""
+    return DataLoss(
+        "the store no longer has the session, which was acknowledged: history went back in time",
+        reason="HISTORY_REGRESSED",
+        metadata={"current_revision": "0"},
+    )
+
+
 def fenced() -> TurnFenced:
     return TurnFenced("the turn no longer holds the session's lease; nothing was appended")
 

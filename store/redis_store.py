@@ -14,14 +14,16 @@ from typing import Any, NoReturn
 from redis.exceptions import ResponseError
 
 from pensieve.errors import DataLoss, Unavailable
+from pensieve.store import _refusals
 from pensieve.store._codec import marking_damage, read_log, store_record
 from pensieve.store._leases import only
 from pensieve.store._marks import found_by, markings
 from pensieve.store._redis import scripts
+from pensieve.store._redis.acknowledged import Acknowledged
 from pensieve.store._redis.dump import RedisDump
 from pensieve.store._redis.index import RedisIndex
 from pensieve.store._redis.link import RedisLink
-from pensieve.store._redis.outcomes import refusal
+from pensieve.store._redis.problems import refusal
 from pensieve.store._redis.renewals import renew_all
 from pensieve.store._redis.rows import (
     Fields,
@@ -64,8 +66,9 @@ log = logging.getLogger(__name__)
 class RedisStore:
     """``HistoryStore`` over one Redis database."""
 
-    def __init__(self, link: RedisLink) -> None:
+    def __init__(self, link: RedisLink, on_went_back: Callable[[], None] = lambda: None) -> None:
         self._link = link
+        self._acknowledged = Acknowledged(link, on_went_back)
         self._index = RedisIndex(link)
         self._safe = SafeHeads(link)
         self._create = link.script(scripts.CREATE)
@@ -82,9 +85,15 @@ class RedisStore:
         self._damage = link.script(scripts.DAMAGE)
 
     @classmethod
-    def from_url(cls, url: str, *, on_error: Callable[[], None] = lambda: None) -> RedisStore:
+    def from_url(
+        cls,
+        url: str,
+        *,
+        on_error: Callable[[], None] = lambda: None,
+        on_went_back: Callable[[], None] = lambda: None,
+    ) -> RedisStore:
         """The forms are those of ``_redis.places.parse_place``. Raises ValueError on others."""
-        return cls(RedisLink(url, on_error=on_error))
+        return cls(RedisLink(url, on_error=on_error), on_went_back)
 
     def dump(self) -> RedisDump:
         """Access to all that is stored, for maintenance; in place of ``open``, not beside it."""
@@ -112,8 +121,9 @@ class RedisStore:
         await self._link.close()
 
     async def ping(self) -> None:
-        """Writes, so that a Redis that only reads is noticed."""
+        """Writes, so that a Redis that only reads is noticed. Notices one that went back, too."""
         await self._link.ping()
+        await self._acknowledged.look(counts=False)
 
     async def create(self, row: SessionRow, record: Record, fingerprint: str) -> SessionRow:
         check_first(record)
@@ -122,7 +132,7 @@ class RedisStore:
         await self._index.announce(key)
         stored = store_record(record, "")
         args = [fingerprint, stored.data, stored.crc, stored.head_hash, *create_fields(row)]
-        reply = await self._link.call_durably(self._create, session_keys(key), args)
+        reply = await self._acknowledged.change(self._create, key, args)
         return await self._entered(key, reply)
 
     async def load(self, key: Key) -> SessionRow:
@@ -261,13 +271,14 @@ class RedisStore:
         self, key: Key, *, expected_revision: int | None = None, allow_missing: bool = False
     ) -> None:
         args = ["" if expected_revision is None else expected_revision, TOMBSTONE_MS]
-        outcome, *values = await self._link.call_durably(self._delete, session_keys(key), args)
+        outcome, *values = await self._acknowledged.change(self._delete, key, args)
         if outcome == b"NOT_FOUND" and allow_missing:
             await self._link.check_marker()
         elif outcome not in (b"OK", b"DELETED"):
             await self._refuse(key, outcome, values, expected=expected_revision)
         else:
             await self._link.confirm(session_keys(key), 0, "")
+        self._acknowledged.erased(key, *(values if outcome == b"OK" else ()))
         await self._index.remove(key)
 
     async def mark_damaged(self, key: Key) -> None:
@@ -287,7 +298,7 @@ class RedisStore:
 
     async def _append(self, script: Any, key: Key, args: list[Any]) -> list[Any]:
         try:
-            return await self._link.call_durably(script, session_keys(key), args)
+            return await self._acknowledged.change(script, key, args)
         except ResponseError as error:
             if "equal or smaller" not in str(error):
                 raise
@@ -310,6 +321,7 @@ class RedisStore:
         fields = as_fields(values[1])
         row = parse_row(key, fields, int(values[0]))
         await all_ended(self._safe.made(row), self._list(row, fields))
+        self._acknowledged.made(row, *values[::2])
         return row
 
     async def _list(self, row: SessionRow, fields: Fields) -> None:
@@ -333,4 +345,6 @@ class RedisStore:
         """Raise the error that a script's outcome stands for."""
         if outcome == b"NOT_FOUND":
             await self._link.check_marker()
+            if await self._acknowledged.is_lost(key, values[0]):
+                raise _refusals.lost()
         raise refusal(key, outcome, values, request_id, expected, offered)

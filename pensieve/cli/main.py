@@ -5,8 +5,10 @@ Exit codes: 0 done, 1 failed, 2 a bad option (one line on stderr), 130 interrupt
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +22,8 @@ from pensieve.lifeline import end_with
 from pensieve.options import serve as options
 from pensieve.options.groups import GROUPS, GroupedCommand
 
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""What writing to stdout fails with when that is a file on a full or failing disk."""
 LAZY: Final[dict[str, tuple[str, str, str]]] = {
     "chat": (
         "pensieve.cli.chat.command",
@@ -204,4 +208,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(error.exit_code)
     except click.Abort:
         sys.exit(130)
+    except OSError as error:
+        if error.errno not in _NO_ROOM or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still to be written fails no more
+        click.echo(f"pensieve: what was to be said could not be written: {error.strerror}", err=True)
+        sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)

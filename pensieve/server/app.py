@@ -223,7 +223,11 @@ class App:
 
     async def _open_store(self) -> HistoryStore:
         try:
-            store = open_store(self._options.store, on_error=self._metrics.store_error)
+            store = open_store(
+                self._options.store,
+                on_error=self._metrics.store_error,
+                on_went_back=lambda: self._metrics.store_regression("server"),
+            )
         except ValueError as error:
             raise StartError(f"--store: {error}", status=2) from error
         await store.open()

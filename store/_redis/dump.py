@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Final
 from urllib.parse import unquote
+from uuid import uuid4
 
 import msgspec
 
@@ -158,13 +159,12 @@ class RedisDump:
         assert session.meta is not None, "only a session with a row can be written"
         row = session.meta.row
         present = session_keys(session.key)
-        staged = [f"{name[:-1]}t{name[-1]}" for name in present]
+        own = uuid4().hex  # another program may write the same session
+        staged = [f"{name[:-1]}{own}:{name[-1]}" for name in present]
         if row.state is not State.DELETED:  # before it is there, so that it is never hidden
             await self._link.command("ZADD", index_key(row.tenant), "GT", row.update_ms, row.session_id)
-        await self._link.commands([("DEL", *staged)])
         for batch in _batches(_writes(session, staged)):
-            await self._link.commands(batch)
-        await self._link.commands([("EXPIRE", name, STAGED_S) for name in staged])
+            await self._link.commands([*batch, *(("EXPIRE", name, STAGED_S) for name in staged)])
         replaced = (NOTHING if over is None else over).encode(errors="surrogateescape")
         args = [replaced, row.expire_ms]
         outcome, *values = await self._link.call_durably(self._place, [*present, *staged], args)

@@ -68,6 +68,8 @@ class RedisLink:
         self.place = str(self._place)
         self.replicas = self._place.replicas
         """How many replicas must have a change before it is acknowledged."""
+        self.is_one_log = self._place.kind != "cluster"
+        """Whether all keys lie on one server, which keeps their changes in one order."""
         self.store_id = ""
         self.durability = "unknown"
         self._calls = asyncio.Semaphore(CALLS_AT_ONCE)

@@ -13,8 +13,10 @@ SEALED: Final = (
     *("create_ms", "forked_from", "forked_from_item", "create_fp", "bytes"),
 )
 """The fields of a row that only a record changes."""
+MARK_MS: Final = 30 * 24 * 3600 * 1000
+"""How long a server's mark outlives the last change that it numbered."""
 
-PRELUDE: Final = """
+_PRELUDE: Final = """
 local m, q, l = KEYS[1], KEYS[2], KEYS[3]
 local clock = redis.call('TIME')
 local now = tonumber(clock[1]) * 1000 + math.floor(tonumber(clock[2]) / 1000)
@@ -27,10 +29,24 @@ local function digits(number) return string.format('%.0f', number) end
 local function get(name) return redis.call('HGET', m, name) or '' end
 local function num(name) return tonumber(get(name)) or 0 end
 local function ok() return {'OK', digits(now), redis.call('HGETALL', m)} end
+-- Number a change, in the same breath, on the mark KEYS[4] if there is one. The last two of ARGV: its number, and the
+-- largest that was acknowledged. Replies the number, or "" where the mark is behind the latter: it is left so then.
+-- Nor where Redis takes no writes: it may have been asked for what it has.
+local function numbered()
+  if not KEYS[4] then return '' end
+  local number, kept = int(ARGV[#ARGV - 1]), int(ARGV[#ARGV])
+  local mark = tonumber(redis.call('HGET', KEYS[4], 'number') or '0')
+  if mark < kept then return '' end
+  local written = redis.pcall('HSET', KEYS[4], 'number', digits(math.max(mark, number)))
+  if type(written) == 'table' then return '' end
+  redis.call('PEXPIREAT', KEYS[4], digits(now + @LIFE@))
+  return digits(number)
+end
+local function changed() return {'OK', digits(now), redis.call('HGETALL', m), numbered()} end
 
 local function expire_at(ms)
   redis.call('HSET', m, 'expire_ms', digits(ms))
-  for _, key in ipairs(KEYS) do
+  for _, key in ipairs({m, q, l}) do
     if ms > 0 then redis.call('PEXPIREAT', key, digits(ms)) else redis.call('PERSIST', key) end
   end
 end
@@ -46,7 +62,7 @@ local function absent()
   if state == 'deleted' then return {'DELETED'} end
   if state ~= '' then return end
   if redis.call('EXISTS', l) == 1 then return {'CORRUPT', '0', 'has no row'} end
-  return {'NOT_FOUND'}
+  return {'NOT_FOUND', digits(now)}
 end
 -- A field of a stream's entry, or nil.
 local function field(entry, name)
@@ -152,4 +168,6 @@ local function append(a)
   local ttl = num('ttl_ms')
   expire_at(ttl > 0 and now + ttl or 0)
 end
-""".replace("@SEALED@", ", ".join(f"'{name}'" for name in SEALED))
+"""
+_NAMES: Final = ", ".join(f"'{name}'" for name in SEALED)
+PRELUDE: Final = _PRELUDE.replace("@SEALED@", _NAMES).replace("@LIFE@", str(MARK_MS))

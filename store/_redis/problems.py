@@ -1,14 +1,16 @@
-"""What Redis' errors mean for the store."""
+"""What Redis' errors, and what the scripts answer instead of "OK", mean for the store."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from redis import exceptions
 
 from pensieve.errors import DataLoss, FailedPrecondition, PensieveError
 from pensieve.store import _refusals
+from pensieve.store.contract import Key
 
 _REFUSES_WRITES = ("MISCONF", "OOM")
 _FORBIDDEN = ("unknown command", "ACL failure in script", "can't run this command")
@@ -54,6 +56,36 @@ def meant(error: Exception, place: str) -> PensieveError:
     if meaning is None:
         raise error
     return meaning
+
+
+def refusal(
+    key: Key, outcome: bytes, values: list[Any], request_id: str, expected: int | None, offered: int
+) -> PensieveError:
+    """The error that an outcome of a script stands for. ``offered``: the revision of what was to be appended."""
+    match outcome:
+        case b"NOT_FOUND":
+            return _refusals.not_found()
+        case b"DELETED":
+            return _refusals.deleted()
+        case b"EXISTS":
+            return _refusals.session_exists(key)
+        case b"DAMAGED":
+            return _refusals.damaged()
+        case b"REUSED":
+            return _refusals.request_reused(request_id)
+        case b"BUSY":
+            return _refusals.busy(values[0].decode(), int(values[1]))
+        case b"REVISION":
+            return _refusals.wrong_revision(int(values[0]), expected or 0)
+        case b"CORRUPT":
+            return _refusals.corrupt(key, int(values[0]), values[1].decode())
+        case b"DIVERGED":
+            return _refusals.diverged(int(values[0]))
+        case b"NOT_NEXT":
+            return _refusals.not_next(int(values[0]), offered)
+        case b"FENCED":
+            return _refusals.fenced()
+    raise AssertionError(f"unknown script outcome {outcome!r}")
 
 
 def _meaning(error: Exception, place: str) -> PensieveError | None:

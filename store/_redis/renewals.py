@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from pensieve.errors import NotFound, PensieveError, Unavailable
 from pensieve.store._redis.link import RedisLink, RedisScript
-from pensieve.store._redis.outcomes import refusal
+from pensieve.store._redis.problems import refusal
 from pensieve.store._redis.rows import parse_order, session_keys
 from pensieve.store._redis.several import all_ended
 from pensieve.store.contract import HeldLease, RenewalAnswer, Renewed

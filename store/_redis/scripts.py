@@ -12,7 +12,8 @@ KEYS of every script, all in one hash slot (``k`` = ``pv1:{<tenant>/<session id>
 
 A tombstone is k:m alone, with state "deleted". ``sure`` is the largest revision that replicas are known to have, if
 they are asked. Replies are lists: an outcome name, then its values; "OK" carries the server's time in ms and all of
-k:m. Times come from the server (``TIME``) only.
+k:m. CREATE, COMMIT, APPLY and DELETE take a fourth key and two more arguments, and reply a number: see ``numbered``.
+Times come from the server (``TIME``) only.
 
 The three keys answer for each other. k:l must end with the row's revision and hash; ``seal`` is "<revision>|<number of
 request ids>|<sha1>", where the hash covers that number and every field that only a record changes. A seal of an earlier
@@ -37,7 +38,7 @@ CREATE: Final = (
 local fp, data, crc, hash = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 int(crc)
 local ttl
-for i = 5, #ARGV, 2 do
+for i = 5, #ARGV - 2, 2 do
   if ARGV[i + 1] == nil then error('odd number of fields') end
   if ARGV[i] == 'ttl_ms' then ttl = int(ARGV[i + 1]) end
 end
@@ -47,16 +48,16 @@ if missing and missing[1] ~= 'NOT_FOUND' then return missing end
 if not missing then
   if get('create_fp') ~= fp then return {'EXISTS'} end
   again()
-  return ok()
+  return changed()
 end
 redis.call('DEL', q, l)
 redis.call('XADD', l, '1-0', 'd', data, 'c', crc, 'h', hash)
-redis.call('HSET', m, unpack(ARGV, 5))
+redis.call('HSET', m, unpack(ARGV, 5, #ARGV - 2))
 redis.call('HSET', m, 'state', 'active', 'revision', '1', 'head_hash', hash, 'create_fp', fp,
   'bytes', digits(#data), 'create_ms', digits(now), 'update_ms', digits(now))
 seal()
 expire_at(ttl > 0 and now + ttl or 0)
-return ok()
+return changed()
 """
 )
 
@@ -196,7 +197,7 @@ local revision, known_fp = known(a.request_id)
 if revision then
   if reused(known_fp, a.fp) then return {'REUSED'} end
   again()
-  return ok()
+  return changed()
 end
 refused = damaged() or broken(true)
 if refused then return refused end
@@ -205,7 +206,7 @@ if token == '' or get('run_token') ~= token or num('revision') + 1 ~= int(a.revi
   return {'FENCED'}
 end
 append(a)
-return ok()
+return changed()
 """
 )
 
@@ -220,7 +221,7 @@ local revision, known_fp = known(a.request_id)
 if revision then
   if reused(known_fp, a.fp) then return {'REUSED'} end
   again()
-  return ok()
+  return changed()
 end
 local left = lease_left()
 if left > 0 then return {'BUSY', get('run_req'), digits(left)} end
@@ -230,7 +231,7 @@ if num('revision') + 1 ~= int(a.revision) or get('head_hash') ~= a.base_hash the
   return {'NOT_NEXT', get('revision')}
 end
 append(a)
-return ok()
+return changed()
 """
 )
 
@@ -263,7 +264,7 @@ local revision = digits(num('revision'))
 redis.call('DEL', m, q, l)
 redis.call('HSET', m, 'state', 'deleted', 'revision', revision, 'update_ms', digits(now))
 expire_at(now + life)
-return {'OK'}
+return {'OK', digits(now), numbered()}
 """
 )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,15 +17,17 @@ from urllib.parse import quote
 
 import msgspec
 
-from pensieve.errors import FailedPrecondition
+from pensieve.errors import FailedPrecondition, PensieveError
 from pensieve.store import _refusals
 from pensieve.store._clock import wall_clock_ms
 from pensieve.store._codec import StoredRecord
 from pensieve.store._marks import markings_of_log
 from pensieve.store._raw import Finding, Mode, Problem, RawSession, Remedy, finding, in_order
 from pensieve.store._rules import Known, Meta
-from pensieve.store._sqlite.errors import lenient_text, translated
+from pensieve.store._sqlite.durable import log_of_changes
+from pensieve.store._sqlite.errors import lenient_text, primary_code, translated
 from pensieve.store._sqlite.file import BUSY_TIMEOUT_MS, SqliteFile
+from pensieve.store._sqlite.places import size_of
 from pensieve.store._sqlite.rows import Rows
 from pensieve.store._sqlite.schema import SCHEMA, found_schema
 from pensieve.store.contract import Key
@@ -67,7 +70,12 @@ class SqliteDump:
                 self._derives = True
                 return
             self._connection = _read_only(self._path)
-            self.store_id = _known_store(self._connection, self._path)
+            try:
+                self.store_id = _known_store(self._connection, self._path)
+            except sqlite3.OperationalError as error:
+                if primary_code(error) not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
+                    raise
+                raise _unreadable(self._path) from error
             self._derives = found_schema(self._connection, self._path) == SCHEMA
             if mode is Mode.SNAPSHOT:
                 self._connection.execute("BEGIN")
@@ -231,15 +239,26 @@ class SqliteDump:
 
 
 def _read_only(path: Path) -> sqlite3.Connection:
+    real = Path(os.path.realpath(path))
+    # Where nobody can write, nobody needs the lock that readers take in a file of their own, NAME-shm.
+    is_frozen = os.statvfs(real).f_flag & os.ST_RDONLY and not size_of(log_of_changes(real))
+    options = "mode=ro&immutable=1" if is_frozen else "mode=ro"
     try:
         connection = sqlite3.connect(
-            f"file:{quote(str(path.absolute()))}?mode=ro", uri=True, isolation_level=None
+            f"file:{quote(str(path.absolute()))}?{options}", uri=True, isolation_level=None
         )
     except sqlite3.OperationalError as error:
-        raise _refusals.unavailable(f"cannot open {path}: {error}") from error
+        raise _unreadable(path) from error
     connection.text_factory = lenient_text
     connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
     return connection
+
+
+def _unreadable(path: Path) -> PensieveError:
+    return _refusals.unavailable(
+        f"cannot read {path}, or write {path.name}-shm beside it: run this as the user that the server runs as; "
+        f"a read-only snapshot is to be copied, {path.name} and {path.name}-wal, to where you may write"
+    )
 
 
 def _known_store(connection: sqlite3.Connection, path: Path) -> str:

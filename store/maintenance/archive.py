@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import fcntl
+import glob
 import gzip
 import hashlib
 import os
@@ -120,21 +122,24 @@ class ArchiveWriter:
     def __enter__(self) -> ArchiveWriter:
         """Raises OSError; FileExistsError before any work is done."""
         if not self._replace and self._path.exists():
-            raise FileExistsError(f"{self._path} is there already")
-        descriptor = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._file = os.fdopen(descriptor, "wb")
+            raise self._taken()
+        self._file = self._created()
+        self._remove_left()
         self._out = self._file
         if self._path.suffix == ".gz":
             packed = gzip.GzipFile("", "wb", compresslevel=6, fileobj=self._file, mtime=0)
             self._out = cast("IO[bytes]", packed)
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         """Without ``finish`` nothing is left."""
+        if isinstance(error, OSError) and error.filename is None and error.errno:
+            error.filename = str(self._path)
         if self._file is not None:
-            self._file.close()
             with contextlib.suppress(FileNotFoundError):
                 self._partial.unlink()
+            with contextlib.suppress(OSError):  # what no disk has room for is thrown away
+                self._file.close()
 
     def begin(self, kind: str, store_id: str, made_ms: int) -> None:
         self._write(ArchiveHead(FORMAT, kind, store_id, made_ms))
@@ -169,7 +174,10 @@ class ArchiveWriter:
         if self._replace:
             self._partial.replace(self._path)
         else:
-            os.link(self._partial, self._path)  # fails where a file of that name has come meanwhile
+            try:
+                os.link(self._partial, self._path)
+            except FileExistsError:  # it has come meanwhile
+                raise self._taken() from None
             self._partial.unlink()
         folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -177,6 +185,27 @@ class ArchiveWriter:
         finally:
             os.close(folder)
         return self.total
+
+    def _taken(self) -> FileExistsError:
+        return FileExistsError(f"{self._path} is there already: move it away, or take another name")
+
+    def _created(self) -> IO[bytes]:
+        """The partial file, locked: as long as it is, its program runs."""
+        while True:
+            descriptor = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.fstat(descriptor).st_nlink:
+                return os.fdopen(descriptor, "wb")
+            os.close(descriptor)  # another program took it for one that was left, before it was locked
+
+    def _remove_left(self) -> None:
+        """Partial files of this name whose programs were killed."""
+        for left in self._path.parent.glob(f".{glob.escape(self._path.name)}.????????.part"):
+            with contextlib.suppress(OSError), left.open("rb") as file:
+                if left != self._partial:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    left.unlink()
 
     def _write(self, line: Line) -> None:
         assert self._out is not None
@@ -254,8 +283,8 @@ class _Lines:
         try:
             line: Line = _decoder.decode(data)
         except (msgspec.MsgspecError, ValueError) as error:
-            what = "is not a backup" if self.number == 1 else f"line {self.number} cannot be read"
-            raise BadBackup(f"{self._path}: {what}") from error
+            what = " is not a backup" if self.number == 1 else f": line {self.number} cannot be read"
+            raise BadBackup(f"{self._path}{what}") from error
         return line
 
     def more(self) -> bool:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -152,3 +155,53 @@ def test_a_served_file_is_read_and_not_written(path: Path, tmp_path: Path) -> No
         assert run("restore", str(tmp_path / "b.jsonl"), "--to", url).exit_code == 1
 
     asyncio.run(served())
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_words_that_find_no_room_are_one_line_and_code_1(path: Path, options: list[str]) -> None:
+    """As when stdout is a file on a full disk. What was to be done is done."""
+    file = path.with_name("b.jsonl")
+    command = [
+        Path(sys.executable).with_name("pensieve"),
+        "store",
+        "backup",
+        file,
+        "--store",
+        f"sqlite:///{path}",
+    ]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*command, *options], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert (done.returncode, done.stderr) == (
+        1,
+        "pensieve: what was to be said could not be written: No space left on device\n",
+    )
+    assert file.exists()
+
+
+def lead_nowhere(path: Path) -> None:
+    """Nobody can open or make it, whoever that is."""
+    path.unlink(missing_ok=True)
+    path.symlink_to(path.parent / "nowhere" / "at all")
+
+
+def test_a_file_on_a_medium_that_is_read_only_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written beside it, as SQLite does where it can."""
+    found = os.statvfs(path)
+    flags = os.statvfs_result([*found[:8], found.f_flag | os.ST_RDONLY, *found[9:]])
+    monkeypatch.setattr(os, "statvfs", lambda _: flags)
+    lead_nowhere(path.with_name("h.db-shm"))
+    for command in (["check"], ["usage"], ["backup", str(path.with_name("b.jsonl"))]):
+        result = run(*command, "--store", f"sqlite:///{path}")
+        assert result.exit_code == 0, result.output
+    path.with_name("h.db-wal").write_bytes(b"what is newest")
+    assert run("check", "--store", f"sqlite:///{path}").exit_code == 1, "what is newest is not passed over"
+
+
+def test_where_nothing_can_be_written_beside_the_file_it_is_said_what_to_do(path: Path) -> None:
+    lead_nowhere(path.with_name("h.db-shm"))
+    for command in (["check"], ["backup", str(path.with_name("b.jsonl"))]):
+        result = run(*command, "--store", f"sqlite:///{path}")
+        assert result.exit_code == 1
+        assert "h.db-shm beside it: run this as the user that the server runs as" in result.stderr

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from typing import Any
 
 import pytest
 from openai import APIStatusError, BadRequestError
 
+from pensieve.store.memory_store import MemoryStore
 from pensieve.v1 import pensieve_pb2 as pb
 from support.http.http_rig import HttpRig, door
 from support.service.service_rig import ANSWER
@@ -44,6 +46,29 @@ async def test_a_resent_history_is_gone_on_with() -> None:
         assert third.choices[0].message.content == ANSWER
         items = await rig.service.items(f"sessions/{third.session}")
         assert [item.text for item in items] == ["Be brief.", "hi", ANSWER, "or else", ANSWER]
+
+
+@pytest.mark.fault(42)
+async def test_a_resent_history_that_the_store_has_lost_is_gone_on_with_in_a_new_session() -> None:
+    async with door() as rig:
+        store = rig.service.store
+        assert isinstance(store, MemoryStore)
+        first = await say(rig, asks("hi"))
+        earlier = copy.deepcopy(store._sessions)
+        await say(rig, asks("hi", "again"))
+        store._sessions = earlier
+        third = await say(rig, asks("hi", "again", "and again"))
+        assert third.session != first.session
+        items = await rig.service.items(f"sessions/{third.session}")
+        assert [item.text for item in items] == [
+            "Be brief.",
+            "hi",
+            ANSWER,
+            "again",
+            ANSWER,
+            "and again",
+            ANSWER,
+        ]
 
 
 async def test_what_another_says_is_not_found() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import redis
 
 from pensieve.errors import DataLoss, FailedPrecondition
+from pensieve.store._redis import dump
 from pensieve.store._redis.rows import index_key, session_keys
 from pensieve.store._sqlite.dump import SqliteDump
 from pensieve.store.maintenance import Mode, open_raw
@@ -77,3 +80,35 @@ async def test_what_is_repaired_is_sealed_again(patient: Patient, client: redis.
     async with patient.served() as store:
         with pytest.raises(DataLoss):
             await store.begin(KEY, request("q0", "t"))
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("patient", ["redis"], indirect=True)
+async def test_two_programs_that_write_one_session_write_it_once(
+    patient: Patient, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each in the middle of what the other writes. What one that is killed there has written does not stay."""
+    monkeypatch.setattr(dump, "BATCH", 1)
+    first, second = open_raw(patient.url), open_raw(patient.url)
+    await first.open(Mode.WRITE)
+    await second.open(Mode.WRITE)
+    session = await first.session(KEY)
+    assert session is not None
+    client.delete(*session_keys(KEY))
+    assert sorted(await asyncio.gather(*(store.put(session, over=None) for store in (first, second)))) == [
+        False,
+        True,
+    ]
+    assert await patient.problems() == set()
+    assert {name for name in client.keys("pv1:{*") if KEY.session_id.encode() in name} == {
+        name.encode() for name in session_keys(KEY)
+    }
+    writing = asyncio.create_task(second.put(session, over=session.stamp))
+    async with asyncio.timeout(30):
+        while not (begun := [name for name in client.keys("pv1:{*") if name.count(b":") > 2]):
+            await asyncio.sleep(0)
+    writing.cancel()
+    await asyncio.gather(writing, return_exceptions=True)
+    assert all(client.ttl(name) > 0 for name in client.keys("pv1:{*") if name in begun)
+    await first.close()
+    await second.close()

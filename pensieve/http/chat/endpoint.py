@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pensieve.client import AsyncSession, AsyncTurnStream, Turn, TurnOptions
-from pensieve.errors import NotFound
+from pensieve.errors import DataLoss, NotFound
 from pensieve.http.chat.completions import ChatCompletion
 from pensieve.http.chat.requests import ChatRequest
 from pensieve.http.common.callers import Caller
@@ -70,8 +70,9 @@ async def _named(
     try:
         stream = session.stream(items=new, **options)
         await stream.accepted()
-    except NotFound as error:
-        if error.reason != NotFound.default_reason:
+    except (NotFound, DataLoss) as error:
+        is_lost = error.reason == "HISTORY_REGRESSED" and error.metadata.get("current_revision") == "0"
+        if error.reason != NotFound.default_reason and not is_lost:
             raise
         session = await caller.client.create_session(
             session_id=name,

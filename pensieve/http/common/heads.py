@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from pensieve.client import AsyncSession, AsyncTurnStream, FoundTurn, Role, Turn, TurnOptions
-from pensieve.errors import Aborted, FailedPrecondition, NotFound
+from pensieve.errors import Aborted, DataLoss, FailedPrecondition, NotFound
 from pensieve.http.common.callers import Caller
 from pensieve.http.common.contents import Said, Talk
 from pensieve.http.common.failures import HttpFailure
@@ -109,8 +109,8 @@ async def begin(
         try:
             await _check_holds(session, talk)
             return session, await _accepted(session, talk, options)
-        except NotFound:
-            pass  # This is the first try, or that one went on in a session that was there.
+        except (NotFound, DataLoss) as error:
+            pass_unless_gone(error)  # This is the first try, or that one went on in a session that was there.
     if heads is not None and talk.history:
         key = talk.before(caller.scope)
         # What is remembered may have become another session since a first try.
@@ -118,14 +118,15 @@ async def begin(
         if head is not None:
             try:
                 return await _go_on(caller, head, talk, turn_id, own, options)
-            except NotFound:
+            except (NotFound, DataLoss) as error:
+                pass_unless_gone(error)
                 heads.forget(key)
         head = await _looked_up(caller, talk, turn_id)
         if head is not None:
             try:
                 return await _go_on(caller, head, talk, turn_id, own, options)
-            except NotFound:
-                pass  # It has gone since.
+            except (NotFound, DataLoss) as error:
+                pass_unless_gone(error)  # It has gone since.
     session = await caller.client.create_session(
         session_id=own,
         system_prompt=talk.system or None,
@@ -136,6 +137,15 @@ async def begin(
         request_id=str(uuid.uuid5(turn_id, "session")),
     )
     return session, await _accepted(session, talk, options)
+
+
+def pass_unless_gone(error: NotFound | DataLoss) -> None:
+    """Raises ``error`` unless the session, or what was said last in it, is not there.
+
+    A store that has lost it says so to its operator. Who resends all of the conversation goes on from that.
+    """
+    if isinstance(error, DataLoss) and error.reason != "HISTORY_REGRESSED":
+        raise error
 
 
 async def _check_holds(session: AsyncSession, talk: Talk) -> None:
