@@ -183,7 +183,13 @@ def serve(
         raise cannot_load("the server", error) from error
     if resolved.sources["store"] == "default":
         # Histories are private: nobody else on the machine may list or read them.
-        options.state_directory().mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = options.state_directory()
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise click.UsageError(
+                f"--store: cannot make the folder {folder}: {error.strerror}; give a store, or set XDG_STATE_HOME"
+            ) from error
     ctx.exit(app.run(resolved.options))
 
 

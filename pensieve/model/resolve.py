@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pensieve.machine import user_path
 from pensieve.model.arch import ModelError
 
 DEMO_FOLDER = Path(__file__).parent.parent / "demo" / "model"
@@ -22,7 +23,7 @@ def resolve_model(name: str) -> Path:
         return DEMO_FOLDER
     if not name.strip():
         raise ModelError("no model named: give a folder, a hub id or demo")
-    folder = Path(name).expanduser()
+    folder = user_path(name)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ModelError(f"{folder}: no config.json; not a model folder")
@@ -39,7 +40,7 @@ def is_path(name: str) -> bool:
 
 def display_name(name: str) -> str:
     """What others are told of the model that a user calls ``name``: a folder is told by its own name, not its path."""
-    folder = Path(name).expanduser()
+    folder = user_path(name)
     return folder.resolve().name if folder.is_dir() else name
 
 

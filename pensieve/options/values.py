@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from pensieve.config import parse_cache_size
+from pensieve.machine import user_path
 
 Parser = Callable[[object], object]
 
@@ -192,7 +193,7 @@ def _is_node(text: str) -> bool:
 
 def existing_file(value: object) -> Path:
     """A readable file; returned absolute, so that a later change of directory does not matter."""
-    path = Path(text(value)).expanduser()
+    path = user_path(text(value))
     try:
         with path.open("rb"):
             return path.resolve()
@@ -202,12 +203,15 @@ def existing_file(value: object) -> Path:
 
 def file_to_write(value: object) -> Path:
     """A file that is there or can be made: its folder exists. Returned absolute, as by ``existing_file``."""
-    path = Path(text(value)).expanduser()
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder")
-    if not path.parent.is_dir():
-        raise ValueError(f"there is no folder {path.parent}")
-    return path.resolve()
+    path = user_path(text(value))
+    try:
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder")
+        if not path.parent.is_dir():
+            raise ValueError(f"there is no folder {path.parent}")
+        return path.resolve()
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}") from None
 
 
 def word_or_file(*words: str) -> Parser:
