@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -175,6 +176,10 @@ def serve(
         click.echo(resolved.render())
         return
     extras.require("server")
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise click.UsageError("the working folder is gone: change to another one") from None
     if until_stdin_ends:
         end_with(0)
     try:
@@ -193,8 +198,18 @@ def serve(
     ctx.exit(app.run(resolved.options))
 
 
+def _open_standard_files() -> None:
+    """Open what is closed of stdin, stdout and stderr: a connection or a database would get the number, and the log."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+
+
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Entry point of the console script."""
+    _open_standard_files()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character gets "?"
     try:

@@ -14,6 +14,7 @@ _PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 
 def resolve_model(name: str) -> Path:
     """The folder of ``name``: a local folder, ``demo``, or a hub id, which is downloaded when it is not here yet.
+    Absolute: an engine has another working folder.
 
     Raises ModelError when there is no such model or the hub cannot be reached.
     """
@@ -27,7 +28,7 @@ def resolve_model(name: str) -> Path:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ModelError(f"{folder}: no config.json; not a model folder")
-        return folder
+        return folder.absolute()
     if is_path(name):
         raise ModelError(f"{name}: no such folder")
     return _download(name)

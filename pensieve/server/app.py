@@ -64,6 +64,7 @@ from pensieve.tokenizer import ChatTokenizer
 
 log = logging.getLogger(__name__)
 
+STDOUT: Final = 1
 SWITCH_INTERVAL_S: Final = 0.0005
 """How long the event loop may keep the interpreter from the threads of store and tokenizer. They ask for it after every
 statement: with Python's default of 5 ms, a turn's begin waited for much of its time on a front end near its limit; on
@@ -288,6 +289,14 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
+def _say_ready(line: str) -> None:
+    """Tell whoever has started the server, if anybody still listens."""
+    try:
+        os.write(STDOUT, f"{line}\n".encode())
+    except OSError as error:
+        log.warning("stdout does not take the ready line: %s", error.strerror)
+
+
 async def _serve(options: ServeOptions, builder: str) -> None:
     loop = asyncio.get_running_loop()
     asked = asyncio.Queue[signal.Signals]()
@@ -305,7 +314,7 @@ async def _serve(options: ServeOptions, builder: str) -> None:
     # What is here now stays: without this every full collection walks through it and stops all streams meanwhile.
     gc.collect()
     gc.freeze()
-    print(app.ready_line, flush=True)
+    _say_ready(app.ready_line)
     link = ManagerLink(manager())
     link.serving()
     turning = asyncio.create_task(link.turn(), name="watchdog")

@@ -35,6 +35,7 @@ class ChildProcess:
     ) -> Self:
         """Start one. ``arguments``: its command, given its end of the socket. ``inherited``: its other files.
 
+        Its working folder is the root folder: ours may be gone by now, and Python does not start in such a one.
         Raises OSError when the system cannot start a process.
         """
         ours, theirs = socket.socketpair()
@@ -47,6 +48,7 @@ class ChildProcess:
                     stderr=asyncio.subprocess.PIPE,
                     pass_fds=(theirs.fileno(), *inherited),
                     env=environment,
+                    cwd="/",
                 )
             reader, writer = await asyncio.open_connection(sock=ours)
         except BaseException:
