@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 from urllib.parse import urlsplit
 
 from pensieve.config import parse_cache_size
@@ -19,6 +20,8 @@ Parser = Callable[[object], object]
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
+LARGEST: Final = 2**31 - 1
+"""Of whole numbers: what a C library that they are handed to can take."""
 STORE_FORMS = "memory:, sqlite:///PATH or redis://HOST:PORT/DB"
 REDIS_SCHEMES = tuple(
     f"{protocol}{kind}" for protocol in ("redis", "rediss") for kind in ("", "+sentinel", "+cluster")
@@ -47,16 +50,16 @@ def boolean(value: object) -> bool:
     return value
 
 
-def integer(low: int, high: int | None = None) -> Parser:
+def integer(low: int, high: int = LARGEST) -> Parser:
     """A whole number of at least ``low`` and at most ``high``."""
-    wanted = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
+    wanted = f"a whole number from {low} to {high}"
 
     def parse(value: object) -> int:
         if isinstance(value, str) and re.fullmatch(r"-?\d+", value):
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError(f"expected {wanted}, got {value!r}")
-        if value < low or (high is not None and value > high):
+        if not low <= value <= high:
             raise ValueError(f"expected {wanted}, got {value}")
         return value
 
