@@ -47,6 +47,13 @@ def leave_signals_to_parent() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def ended_how(status: int) -> str:
+    """An exit status as people read it; negative ones are signals."""
+    if status == -signal.SIGKILL:
+        return "signal 9 (killed by somebody, or by the kernel for want of memory)"
+    return f"signal {-status}" if status < 0 else f"status {status}"
+
+
 def end_with(fd: int, patience_s: float = END_PATIENCE_S) -> None:
     """End this process when ``fd`` does: SIGTERM, and SIGKILL after ``patience_s``. What comes from ``fd`` is ignored.
 

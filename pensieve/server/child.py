@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, Self
 
+from pensieve.lifeline import ended_how
 from pensieve.logs import stderr_writer
 
 _LAST_LINE_BYTES: Final = 4096
@@ -107,7 +108,7 @@ class ChildProcess:
 
     def ending(self, status: int) -> str:
         """How it ended, and, where that was no success, what it wrote last."""
-        how = f"signal {-status}" if status < 0 else f"status {status}"
+        how = "signal 9 from here" if self._killed_here and status < 0 else ended_how(status)
         line = self.last_line()
         return f"ended with {how}" + (f" after: {line}" if line and status != 0 else "")
 
