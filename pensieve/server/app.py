@@ -29,7 +29,7 @@ from pensieve import __version__
 from pensieve.debug import debug_enabled
 from pensieve.engine.process.host import DEFAULT_BUILDER
 from pensieve.errors import PensieveError
-from pensieve.logs import configure_logging
+from pensieve.logs import QuietAccepts, configure_logging
 from pensieve.machine import manager
 from pensieve.model.arch import ModelError
 from pensieve.model.fingerprint import model_fingerprint
@@ -64,7 +64,6 @@ from pensieve.tokenizer import ChatTokenizer
 
 log = logging.getLogger(__name__)
 
-STDOUT: Final = 1
 SWITCH_INTERVAL_S: Final = 0.0005
 """How long the event loop may keep the interpreter from the threads of store and tokenizer. They ask for it after every
 statement: with Python's default of 5 ms, a turn's begin waited for much of its time on a front end near its limit; on
@@ -114,11 +113,10 @@ class App:
     async def close(self) -> None:
         await self._stack.aclose()
 
-    @property
-    def ready_line(self) -> str:
-        """What a program that starts a server waits for."""
+    def say_ready(self) -> None:
+        """Print what a program that starts a server waits for."""
         assert self._ports is not None, "not started"
-        return self._ports.ready_line
+        self._ports.say_ready()
 
     def reload_keys(self) -> None:
         """Read the key file now, changed or not."""
@@ -289,16 +287,9 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
-def _say_ready(line: str) -> None:
-    """Tell whoever has started the server, if anybody still listens."""
-    try:
-        os.write(STDOUT, f"{line}\n".encode())
-    except OSError as error:
-        log.warning("stdout does not take the ready line: %s", error.strerror)
-
-
 async def _serve(options: ServeOptions, builder: str) -> None:
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(QuietAccepts())
     asked = asyncio.Queue[signal.Signals]()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked.put_nowait, number)
@@ -314,7 +305,7 @@ async def _serve(options: ServeOptions, builder: str) -> None:
     # What is here now stays: without this every full collection walks through it and stops all streams meanwhile.
     gc.collect()
     gc.freeze()
-    _say_ready(app.ready_line)
+    app.say_ready()
     link = ManagerLink(manager())
     link.serving()
     turning = asyncio.create_task(link.turn(), name="watchdog")

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 
 import pytest
 
 from pensieve import Client
-from support.processes import until
+from support.processes import children, until
 from support.service.server_process import launched, model_folder
 
 PENSIEVE = Path(sys.executable).parent / "pensieve"
@@ -66,4 +70,31 @@ def test_a_stdout_that_takes_nothing_ends_no_server(tmp_path: Path) -> None:
         until(lambda: "stdout does not take the ready line" in server.stderr, "it says nothing of stdout")
         server.terminate()
         assert server.process.wait(40) == 0
+        assert "Traceback" not in server.stderr
+
+
+@pytest.mark.fault(34)
+def test_connections_that_find_no_files_are_logged_now_and_then(tmp_path: Path) -> None:
+    """asyncio tells of each place in its backlog, with a traceback, every second."""
+    with launched(tmp_path, http="127.0.0.1:0") as server:
+        _, door = children(server.process.pid)
+        for pid, address in ((server.process.pid, server.admin), (door, server.http)):
+            _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+            most = len(os.listdir(f"/proc/{pid}/fd")) + 8
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (most, hard))
+            host, port = address.split(":")
+            crowd = [socket.create_connection((host, int(port))) for _ in range(40)]
+            until(
+                lambda: "no more files" in server.stderr or "Too many" in server.stderr,
+                "it says nothing of files",
+            )
+            time.sleep(1.2)  # asyncio tries again every second
+            for one in crowd:
+                one.close()
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (hard, hard))
+        for url in (f"http://{server.admin}/readyz", f"http://{server.http}/ready"):
+            urllib.request.urlopen(url, timeout=20).close()
+        assert server.stderr.count("no more files") == 2
+        server.terminate()
+        assert server.finish() == (0, "")
         assert "Traceback" not in server.stderr
