@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Final
 
 _PR_SET_PDEATHSIG: Final = 1
+_SENT_TO_ALL: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 END_PATIENCE_S: Final = 1.0
 """How long a process without its parent may take to end: less than another one takes to start, which would find the
 store in use. Nobody reads the answers that it still makes."""
@@ -38,6 +39,19 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> boo
     if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     return os.getppid() == parent
+
+
+def leave_signals_to_parent() -> None:
+    """Ignore what a terminal and a service manager send to a whole group of processes: the parent acts on it."""
+    for number in _SENT_TO_ALL:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def ended_how(status: int) -> str:
+    """An exit status as people read it; negative ones are signals."""
+    if status == -signal.SIGKILL:
+        return "signal 9 (killed by somebody, or by the kernel for want of memory)"
+    return f"signal {-status}" if status < 0 else f"status {status}"
 
 
 def end_with(fd: int, patience_s: float = END_PATIENCE_S) -> None:

@@ -8,9 +8,12 @@ reconfiguration). Log ids, counts and durations; never prompts, outputs or crede
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import contextvars
+import errno
 import logging
+import math
 import os
 import threading
 import time
@@ -22,6 +25,8 @@ from typing import Any, Final
 
 import msgspec
 
+log = logging.getLogger(__name__)
+
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _encoder = msgspec.json.Encoder(enc_hook=str)
 _NOTHING: Final[Mapping[str, object]] = MappingProxyType({})
@@ -30,6 +35,9 @@ PATIENCE_S: Final = 0.05
 """How long whoever logs waits for a line to be written. No more lines are waited for then until all are written."""
 MOST_WAITING: Final = 10_000
 """Lines that wait to be written; further ones are dropped, and counted."""
+TELL_AGAIN_S: Final = 60.0
+"""Between two lines about connections that cannot be accepted."""
+_LACKS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _bound: Final = contextvars.ContextVar("pensieve_log", default=_NOTHING)
 
 
@@ -178,3 +186,20 @@ def configure_logging(*, level: str = "INFO", json_lines: bool = False) -> None:
 def writes_json() -> bool:
     """Whether this process was configured to write JSON lines."""
     return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
+
+
+class QuietAccepts:
+    """An event loop's exception handler. When no file is left for a connection, asyncio reports that for each place in
+    the backlog, with a traceback, and again every second; here it is a line a minute. The rest is as by default."""
+
+    def __init__(self) -> None:
+        self._told_at = -math.inf
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error, message = context.get("exception"), context["message"]
+        if isinstance(error, OSError) and error.errno in _LACKS and "accept" in message:
+            if loop.time() - self._told_at >= TELL_AGAIN_S:
+                self._told_at = loop.time()
+                log.error("connections wait, no more files can be opened: %s", error.strerror)
+        elif not (isinstance(error, ValueError) and "_start_serving" in message):  # it has closed since
+            loop.default_exception_handler(context)

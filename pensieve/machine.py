@@ -57,7 +57,18 @@ def user_directory(variable: str, below_home: str) -> Path:
     """The ``pensieve`` folder below the one that an ``XDG_…_HOME`` variable names, or below ``below_home``."""
     base = os.environ.get(variable, "")
     # The XDG rules say that a relative path there is to be ignored.
-    return (Path(base) if Path(base).is_absolute() else Path.home() / below_home) / "pensieve"
+    return (Path(base) if Path(base).is_absolute() else _home() / below_home) / "pensieve"
+
+
+def user_path(name: str) -> Path:
+    """A path that a user typed, with ``~`` and ``~NAME`` read as a shell does: left as they are when unknown."""
+    return Path(os.path.expanduser(name))
+
+
+def _home() -> Path:
+    """The user's home; the root folder, as container runtimes have it, for a user that the system does not know."""
+    home = user_path("~")
+    return home if home != Path("~") else Path("/")
 
 
 def manager() -> Manager | None:

@@ -179,6 +179,10 @@ def serve(
         click.echo(resolved.render())
         return
     extras.require("server")
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise click.UsageError("the working folder is gone: change to another one") from None
     if until_stdin_ends:
         end_with(0)
     try:
@@ -187,12 +191,28 @@ def serve(
         raise cannot_load("the server", error) from error
     if resolved.sources["store"] == "default":
         # Histories are private: nobody else on the machine may list or read them.
-        options.state_directory().mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = options.state_directory()
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise click.UsageError(
+                f"--store: cannot make the folder {folder}: {error.strerror}; give a store, or set XDG_STATE_HOME"
+            ) from error
     ctx.exit(app.run(resolved.options))
+
+
+def _open_standard_files() -> None:
+    """Open what is closed of stdin, stdout and stderr: a connection or a database would get the number, and the log."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Entry point of the console script."""
+    _open_standard_files()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character gets "?"
     try:

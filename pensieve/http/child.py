@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
 import sys
 from pathlib import Path
@@ -27,7 +26,7 @@ from pensieve.http.common.settings import DoorSettings
 from pensieve.http.metrics import HttpMetrics
 from pensieve.http.run import ManagedServer, loop_factory, running
 from pensieve.http.tls import TlsFiles
-from pensieve.lifeline import die_with_parent
+from pensieve.lifeline import die_with_parent, leave_signals_to_parent
 from pensieve.logs import configure_logging
 
 log = logging.getLogger("pensieve.http.child")  # Also when this module is __main__.
@@ -110,8 +109,7 @@ def main(
 ) -> None:
     """Run the door of a server."""
     configure_logging(level=log_level, json_lines=log_json)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    leave_signals_to_parent()
     if not die_with_parent(parent):
         return
     files = TlsFiles(*tls, tls_client_ca) if tls else None

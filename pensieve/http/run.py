@@ -16,6 +16,7 @@ from pensieve.http.app import make_app
 from pensieve.http.common.settings import DoorSettings
 from pensieve.http.tls import TlsFiles, naming, renewing
 from pensieve.http.wire import guarded
+from pensieve.logs import QuietAccepts
 
 __all__ = ["DoorSettings", "TlsFiles", "loop_factory", "running", "serve"]
 
@@ -29,6 +30,7 @@ async def serve(settings: DoorSettings, listener: socket.socket, tls: TlsFiles |
         # uvicorn takes both over, and when it has ended it raises them again: to the program that was asked to end and
         # did, that is no failure.
         signal.signal(number, _ended)
+    asyncio.get_running_loop().set_exception_handler(QuietAccepts())
     _without_delay(listener)
     await uvicorn.Server(_config(make_app(settings), tls, DRAIN_S, settings.proxies)).serve(
         sockets=[listener]
@@ -53,6 +55,7 @@ async def running(
     app: Starlette, listener: socket.socket, tls: TlsFiles | None, proxies: tuple[str, ...] = ()
 ) -> AsyncIterator[ManagedServer]:
     """``app`` on a socket, taking calls. Leaving the block waits for those that run, once ``should_exit`` is set."""
+    asyncio.get_running_loop().set_exception_handler(QuietAccepts())
     _without_delay(listener)
     server = ManagedServer(_config(app, tls, None, proxies))
     task = asyncio.create_task(server.serve(sockets=[listener]), name="http")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pensieve.machine import user_path
 from pensieve.model.arch import ModelError
 
 DEMO_FOLDER = Path(__file__).parent.parent / "demo" / "model"
@@ -13,6 +14,7 @@ _PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 
 def resolve_model(name: str) -> Path:
     """The folder of ``name``: a local folder, ``demo``, or a hub id, which is downloaded when it is not here yet.
+    Absolute: an engine has another working folder.
 
     Raises ModelError when there is no such model or the hub cannot be reached.
     """
@@ -22,11 +24,11 @@ def resolve_model(name: str) -> Path:
         return DEMO_FOLDER
     if not name.strip():
         raise ModelError("no model named: give a folder, a hub id or demo")
-    folder = Path(name).expanduser()
+    folder = user_path(name)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ModelError(f"{folder}: no config.json; not a model folder")
-        return folder
+        return folder.absolute()
     if is_path(name):
         raise ModelError(f"{name}: no such folder")
     return _download(name)
@@ -39,7 +41,7 @@ def is_path(name: str) -> bool:
 
 def display_name(name: str) -> str:
     """What others are told of the model that a user calls ``name``: a folder is told by its own name, not its path."""
-    folder = Path(name).expanduser()
+    folder = user_path(name)
     return folder.resolve().name if folder.is_dir() else name
 
 

@@ -28,7 +28,7 @@ from pensieve.config import (
     EngineOptions,
     EngineTuning,
 )
-from pensieve.machine import user_directory
+from pensieve.machine import user_directory, user_path
 from pensieve.options import completion
 from pensieve.options.option import Option
 from pensieve.options.table import OPTIONS
@@ -200,7 +200,7 @@ def _read_file(path: Path) -> dict[str, object]:
         if key not in known:
             raise click.UsageError(f"{path}: unknown key {key!r}{_nearest(key, known)}")
         if known[key].is_file and isinstance(value, str) and value and value not in known[key].words:
-            data[key] = str(path.parent / Path(value).expanduser())
+            data[key] = str(path.parent / user_path(value))
     return data
 
 

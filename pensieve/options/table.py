@@ -243,7 +243,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "threads",
-        values.integer(0),
+        values.integer(0, 1024),
         "CPU threads of the model; 0: one per core.",
         "0 is one per core",
         "N",

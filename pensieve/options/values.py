@@ -10,14 +10,18 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 from urllib.parse import urlsplit
 
 from pensieve.config import parse_cache_size
+from pensieve.machine import user_path
 
 Parser = Callable[[object], object]
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
+LARGEST: Final = 2**31 - 1
+"""Of whole numbers: what a C library that they are handed to can take."""
 STORE_FORMS = "memory:, sqlite:///PATH or redis://HOST:PORT/DB"
 REDIS_SCHEMES = tuple(
     f"{protocol}{kind}" for protocol in ("redis", "rediss") for kind in ("", "+sentinel", "+cluster")
@@ -46,16 +50,16 @@ def boolean(value: object) -> bool:
     return value
 
 
-def integer(low: int, high: int | None = None) -> Parser:
+def integer(low: int, high: int = LARGEST) -> Parser:
     """A whole number of at least ``low`` and at most ``high``."""
-    wanted = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
+    wanted = f"a whole number from {low} to {high}"
 
     def parse(value: object) -> int:
         if isinstance(value, str) and re.fullmatch(r"-?\d+", value):
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError(f"expected {wanted}, got {value!r}")
-        if value < low or (high is not None and value > high):
+        if not low <= value <= high:
             raise ValueError(f"expected {wanted}, got {value}")
         return value
 
@@ -192,7 +196,7 @@ def _is_node(text: str) -> bool:
 
 def existing_file(value: object) -> Path:
     """A readable file; returned absolute, so that a later change of directory does not matter."""
-    path = Path(text(value)).expanduser()
+    path = user_path(text(value))
     try:
         with path.open("rb"):
             return path.resolve()
@@ -202,12 +206,15 @@ def existing_file(value: object) -> Path:
 
 def file_to_write(value: object) -> Path:
     """A file that is there or can be made: its folder exists. Returned absolute, as by ``existing_file``."""
-    path = Path(text(value)).expanduser()
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder")
-    if not path.parent.is_dir():
-        raise ValueError(f"there is no folder {path.parent}")
-    return path.resolve()
+    path = user_path(text(value))
+    try:
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder")
+        if not path.parent.is_dir():
+            raise ValueError(f"there is no folder {path.parent}")
+        return path.resolve()
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}") from None
 
 
 def word_or_file(*words: str) -> Parser:

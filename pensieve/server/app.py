@@ -29,7 +29,7 @@ from pensieve import __version__
 from pensieve.debug import debug_enabled
 from pensieve.engine.process.host import DEFAULT_BUILDER
 from pensieve.errors import PensieveError
-from pensieve.logs import configure_logging
+from pensieve.logs import QuietAccepts, configure_logging
 from pensieve.machine import manager
 from pensieve.model.arch import ModelError
 from pensieve.model.fingerprint import model_fingerprint
@@ -113,11 +113,10 @@ class App:
     async def close(self) -> None:
         await self._stack.aclose()
 
-    @property
-    def ready_line(self) -> str:
-        """What a program that starts a server waits for."""
+    def say_ready(self) -> None:
+        """Print what a program that starts a server waits for."""
         assert self._ports is not None, "not started"
-        return self._ports.ready_line
+        self._ports.say_ready()
 
     def reload_keys(self) -> None:
         """Read the key file now, changed or not."""
@@ -294,6 +293,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 async def _serve(options: ServeOptions, builder: str) -> None:
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(QuietAccepts())
     asked = asyncio.Queue[signal.Signals]()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked.put_nowait, number)
@@ -309,7 +309,7 @@ async def _serve(options: ServeOptions, builder: str) -> None:
     # What is here now stays: without this every full collection walks through it and stops all streams meanwhile.
     gc.collect()
     gc.freeze()
-    print(app.ready_line, flush=True)
+    app.say_ready()
     link = ManagerLink(manager())
     link.serving()
     turning = asyncio.create_task(link.turn(), name="watchdog")

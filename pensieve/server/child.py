@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, Self
 
+from pensieve.lifeline import ended_how
 from pensieve.logs import stderr_writer
 
 _LAST_LINE_BYTES: Final = 4096
@@ -35,6 +36,7 @@ class ChildProcess:
     ) -> Self:
         """Start one. ``arguments``: its command, given its end of the socket. ``inherited``: its other files.
 
+        Its working folder is the root folder: ours may be gone by now, and Python does not start in such a one.
         Raises OSError when the system cannot start a process.
         """
         ours, theirs = socket.socketpair()
@@ -47,6 +49,7 @@ class ChildProcess:
                     stderr=asyncio.subprocess.PIPE,
                     pass_fds=(theirs.fileno(), *inherited),
                     env=environment,
+                    cwd="/",
                 )
             reader, writer = await asyncio.open_connection(sock=ours)
         except BaseException:
@@ -105,7 +108,7 @@ class ChildProcess:
 
     def ending(self, status: int) -> str:
         """How it ended, and, where that was no success, what it wrote last."""
-        how = f"signal {-status}" if status < 0 else f"status {status}"
+        how = "signal 9 from here" if self._killed_here and status < 0 else ended_how(status)
         line = self.last_line()
         return f"ended with {how}" + (f" after: {line}" if line and status != 0 else "")
 

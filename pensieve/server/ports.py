@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import stat
@@ -43,6 +44,9 @@ from pensieve.server.rpc.interceptor import DEFAULT_IN_FLIGHT
 from pensieve.server.rpc.service import ConversationService
 from pensieve.v1 import pensieve_pb2_grpc
 
+log = logging.getLogger(__name__)
+
+_STDOUT: Final = 1
 DATA_SERVICE: Final = "pensieve.v1.ConversationService"
 ADMIN_SERVICE: Final = "pensieve.v1.AdminService"
 LAST_CALLS_S: Final = 2.0
@@ -67,11 +71,14 @@ class Ports:
         self._folder = private.path
         self.grpc_address = self.admin_address = self.http_address = ""
 
-    @property
-    def ready_line(self) -> str:
-        """What a program that starts a server waits for."""
+    def say_ready(self) -> None:
+        """Print what a program that starts a server waits for; it may have gone since."""
         line = f"ready grpc={self.grpc_address} admin={self.admin_address}"
-        return f"{line} http={self.http_address}" if self.http_address else line
+        line += f" http={self.http_address}" if self.http_address else ""
+        try:
+            os.write(_STDOUT, f"{line}\n".encode())
+        except OSError as error:
+            log.warning("stdout does not take the ready line: %s", error.strerror)
 
     def bind(self, conversations: Conversations, monitor: HealthMonitor) -> None:
         """Bind the gRPC port and the HTTP door's. Raises BindError, GatewayError or OSError."""

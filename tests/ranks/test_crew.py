@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 
@@ -63,3 +66,39 @@ def test_a_rank_that_leaves_first_is_waited_for_only_if_it_was_told_to(told: str
     assert done.returncode == status, done.stderr
     assert ("all have left" in done.stdout) == (told == "told")
     assert ("unasked" in done.stderr) == (told != "told")
+
+
+STRUCK = """
+import signal, subprocess, sys, time
+from pensieve.config import EngineOptions
+from pensieve.engine.ranks import crew
+
+start, crew.LOOK_S, crew.STOPPED_LOOKS = subprocess.Popen, 0.05, 1
+none = subprocess.DEVNULL
+crew.subprocess.Popen = lambda command, stdin, **_: start(["sleep", "60"], stdin=stdin, stdout=none, stderr=none)
+others = crew.Crew(EngineOptions(model="/nowhere", tensor_parallel=2), "cpu", ring=0, meeting=0)
+print(others._processes[1].pid, flush=True)
+others._processes[1].send_signal(int(sys.argv[1]))
+time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (signal.SIGKILL, "has ended with signal 9 (killed by somebody, or by the kernel for want of memory)"),
+        (signal.SIGSTOP, "was stopped (SIGSTOP, a debugger)"),
+    ],
+)
+def test_what_was_done_to_a_rank_is_said(number: signal.Signals, said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", STRUCK, str(int(number))],
+        env=child_environment(failpoints=False),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(done.stdout), signal.SIGKILL)
+    assert (done.returncode, done.stderr) == (-signal.SIGKILL, f"engine: rank 1 {said}\n")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.config import EngineOptions
+from pensieve.engine.ranks import collectives
 from pensieve.engine.ranks.build import build_workers, check_gpus
 from pensieve.errors import Internal
 from pensieve.model.arch import ModelError
@@ -25,7 +26,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.fault(27)
-async def test_ranks_live_and_die_together(model: Path) -> None:
+async def test_ranks_live_and_die_together(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the environment says how the ranks of another program are to meet."""
+    outside = {
+        "MASTER_ADDR": "192.0.2.1",
+        "MASTER_PORT": "1",
+        "RANK": "7",
+        "WORLD_SIZE": "8",
+        "GLOO_SOCKET_IFNAME": "none0",
+        "GLOO_DEVICE_TRANSPORT": "TCP_TLS",
+    }
+    for name, value in outside.items():
+        monkeypatch.setenv(name, value)
     await live_and_die_together(model, "cpu")
 
 
@@ -35,6 +47,16 @@ async def test_a_start_that_fails_says_why_and_leaves_nothing(model: Path) -> No
     with pytest.raises(Internal, match=r"device cache 4000TiB: .* do not fit .*: give at most \d+MiB"):
         await link.start()
     await nothing_is_left()
+
+
+def test_a_loopback_interface_that_is_down_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "SETTINGS", collectives.SETTINGS | {"GLOO_SOCKET_IFNAME": "none0"})
+    for name in collectives.SETTINGS:
+        monkeypatch.setenv(name, "")
+    meeting = os.memfd_create("meeting")
+    with pytest.raises(ValueError, match="the ranks cannot meet on the loopback interface, is it up"):
+        collectives.join("cpu", 0, 1, meeting, symmetric=False)
+    os.close(meeting)
 
 
 def test_what_cannot_be_divided_starts_nothing(model: Path) -> None:

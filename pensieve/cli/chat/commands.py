@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -18,6 +17,7 @@ from pensieve.cli.chat.prompt import Prompt
 from pensieve.cli.chat.screen import can_edit
 from pensieve.cli.chat.talk import Dialogue, reason
 from pensieve.client import Item, Role, SamplingOptions
+from pensieve.machine import user_path
 
 NUMBERS: Final[dict[str, type[int] | type[float]]] = {
     "temperature": float,
@@ -225,7 +225,7 @@ class Commands:
         if not name:
             self._screen.note("/save takes a file's name")
             return
-        path = Path(name).expanduser()
+        path = user_path(name)
         items = self._items()
         if path.suffix == ".json":
             messages = [{"role": _who(item), "content": item.text} for item in items]

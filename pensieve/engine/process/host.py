@@ -3,8 +3,8 @@
 The process inherits one end of a socket pair. The first frame is its ``EngineOptions``, then come ``Command``s; it
 answers with ``Report``s. Whatever goes wrong is written to stderr, its last line saying why, and ends the process with
 status 1: the front end starts a new one. It lives no longer than the front end: it leaves when the other end of the
-pair closes, and the kernel kills it should it be stuck in a step at that time. SIGINT and SIGTERM, which a terminal and
-a service manager send to both, are for the front end to act on: it drains and says ``Stop``.
+pair closes, and the kernel kills it should it be stuck in a step at that time. SIGINT, SIGTERM and SIGHUP, which a
+terminal and a service manager send to both, are for the front end to act on: it drains and says ``Stop``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import importlib
 import logging
-import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from pensieve.engine.process.loop import HostedEngine, run_engine
 from pensieve.engine.process.names import RequestNames
 from pensieve.errors import PensieveError
 from pensieve.frames import FrameSocket, PeerClosed, decoder_for
-from pensieve.lifeline import die_with_parent
+from pensieve.lifeline import die_with_parent, leave_signals_to_parent
 from pensieve.logs import configure_logging
 
 log = logging.getLogger("pensieve.engine.process.host")  # Also when this module is __main__.
@@ -133,8 +132,7 @@ def _failed(why: str) -> int:
 @click.option("--log-json", is_flag=True)
 def main(fd: int, parent: int, builder: str, log_level: str, log_json: bool) -> None:
     """Engine process of a Pensieve server; started by ``pensieve serve``, not by hand."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    leave_signals_to_parent()
     configure_logging(level=log_level, json_lines=log_json)
     sys.exit(serve(fd, parent, builder))
 

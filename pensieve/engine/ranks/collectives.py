@@ -23,6 +23,7 @@ dist: Any = torch.distributed  # its types leave out the half of what is used he
 
 SETTINGS: Final = {
     "GLOO_SOCKET_IFNAME": "lo",
+    "GLOO_DEVICE_TRANSPORT": "TCP",
     "NCCL_SOCKET_IFNAME": "lo",
     # NVLink multicast needs a fabric manager that many hosts and containers do not have; a start fails without.
     "NCCL_NVLS_ENABLE": "0",
@@ -118,11 +119,14 @@ RankCollective = GlooCollective | NcclCollective
 
 def join(device: str, rank: int, ranks: int, fd: int, *, symmetric: bool) -> RankCollective:
     """Meet the other ranks, who have the same empty memory file ``fd``. On GPUs, rank r takes the r-th, and
-    ``symmetric`` has the fastest way chosen for each size of sum."""
+    ``symmetric`` has the fastest way chosen for each size of sum. Raises ValueError when gloo finds no way."""
     for name, value in SETTINGS.items():
         os.environ[name] = value
     store = dist.FileStore(f"/proc/self/fd/{fd}", ranks)
     if device == "cuda":
         torch.cuda.set_device(rank)
         return NcclCollective(store, rank, ranks, symmetric=symmetric)
-    return GlooCollective(store, rank, ranks)
+    try:
+        return GlooCollective(store, rank, ranks)
+    except RuntimeError as error:
+        raise ValueError(f"the ranks cannot meet on the loopback interface, is it up? {error}") from error

@@ -23,6 +23,7 @@ import msgspec
 from pensieve.config import EngineOptions
 from pensieve.debug import child_environment
 from pensieve.engine.process.host import LAST_WORDS
+from pensieve.lifeline import ended_how
 from pensieve.logs import writes_json
 
 LEAVE_PATIENCE_S: Final = 3.0
@@ -112,16 +113,16 @@ class Crew:
             for rank, process in self._processes.items():
                 stopped[rank] = stopped[rank] + 1 if _is_stopped(process.pid) else 0
                 if stopped[rank] >= STOPPED_LOOKS:
-                    self._end(rank, -signal.SIGKILL)
+                    self._end(rank, -signal.SIGKILL, "was stopped (SIGSTOP, a debugger)")
         for handle in handles:
             os.close(handle)
 
-    def _end(self, rank: int, status: int) -> NoReturn:
-        """End this process as that rank has ended."""
+    def _end(self, rank: int, status: int, how: str = "") -> NoReturn:
+        """End this process as that rank has ended; ``how``: in words, where the status does not say it."""
         if status > 0:
             os._exit(status)  # It has said why, in the last line on stderr.
-        how = f"signal {-status}" if status else "status 0, unasked"
-        print(f"{LAST_WORDS}rank {rank} has ended with {how}", file=sys.stderr, flush=True)
+        how = how or f"has ended with {ended_how(status) if status else 'status 0, unasked'}"
+        print(f"{LAST_WORDS}rank {rank} {how}", file=sys.stderr, flush=True)
         if status == -signal.SIGKILL:
             # Somebody killed it: nothing that the engine was asked to do is to blame, and so it is told.
             os.kill(os.getpid(), signal.SIGKILL)

@@ -11,7 +11,6 @@ import contextlib
 import gc
 import logging
 import os
-import signal
 import sys
 
 import click
@@ -24,7 +23,7 @@ from pensieve.engine.ranks.collectives import join
 from pensieve.engine.ranks.follower import follow
 from pensieve.engine.ranks.ring import RingReader, SharedRing
 from pensieve.engine.worker.torch_worker import build_worker
-from pensieve.lifeline import die_with_parent
+from pensieve.lifeline import die_with_parent, leave_signals_to_parent
 from pensieve.logs import configure_logging
 from pensieve.model.arch import ModelError
 
@@ -56,8 +55,7 @@ def main(
     rank: int, parent: int, device: str, ring: int, meeting: int, log_level: str, log_json: bool
 ) -> None:
     """Process of one rank of an engine; started by the engine, not by hand."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    leave_signals_to_parent()
     configure_logging(level=log_level, json_lines=log_json)
     if not die_with_parent(parent):
         sys.exit(0)

@@ -186,6 +186,7 @@ async def _ask(order: bytes) -> bytes:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=child_environment(failpoints=False),
+        cwd="/",  # see ``pensieve.server.child``
     )
     try:
         async with asyncio.timeout(LIMIT_S):

@@ -94,12 +94,17 @@ async def until_gone(*pids: int) -> None:
 
 
 async def live_and_die_together(model: Path, device: str) -> None:
-    """A rank is killed in the middle of a generation, and stopped while there is nothing to do."""
+    """What a terminal sends to all ends nothing. A rank is killed in a generation, and stopped between two."""
     async with running(model, device) as link:
         lead, other = ranks_of(link)
         oracle = HfOracle(model)
         first = await answer(link)
         oracle.verify(PROMPT, first)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(other, number)
+            os.kill(lead, number)
+        assert await answer(link) == first
+        assert ranks_of(link) == (lead, other)
 
         # Killed in the middle of a generation: by a signal, so nobody's request is to blame.
         turn = started(link, 400)

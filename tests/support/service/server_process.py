@@ -79,7 +79,7 @@ class ServerProcess:
 @contextmanager
 def launched(
     folder: Path, script: Script | None = None, *, ready: bool = True, environment: dict[str, str] | None = None,
-    builder: str = BUILDER, **options: object,
+    builder: str = BUILDER, cwd: Path | None = None, **options: object,
 ) -> Iterator[ServerProcess]:  # fmt: skip
     """Start one whose files lie in ``folder``; it is killed in the end if it still runs. ``builder``: of its engine."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -96,6 +96,7 @@ def launched(
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", _PROGRAM, json.dumps(values), builder],
             env={**child_environment(), **(environment or {})},
+            cwd=cwd,
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
