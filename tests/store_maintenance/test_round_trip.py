@@ -109,7 +109,9 @@ def test_whatever_is_stored_comes_back(
         asyncio.run(_there_and_back(Path(folder), shared_redis.url, made))
 
 
-def test_turns_that_were_not_committed(shared_redis: RedisServer, client: redis.Redis, tmp_path: Path) -> None:
+def test_turns_that_were_not_committed(
+    shared_redis: RedisServer, client: redis.Redis, tmp_path: Path
+) -> None:
     """What is known of them is known elsewhere: begun, told how to end, called off."""
     ends = ("pending", "ordered", "called off")
     asyncio.run(
