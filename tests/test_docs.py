@@ -15,6 +15,7 @@ from pensieve.cli.store.command import store
 from pensieve.cli.top.command import top
 from pensieve.demo.run import demo
 from pensieve.options.table import OPTIONS
+from pensieve.v1 import pensieve_pb2
 from support import structure
 from support.sources import LINKS, ROOT, files, python_files, tree
 
@@ -135,6 +136,11 @@ def test_every_page_can_be_found() -> None:
         assert page.name == "README.md" or f"]({page.name})" in index, (
             f"docs/README.md does not name {page.name}"
         )
+
+
+def test_the_readme_counts_the_calls() -> None:
+    calls = pensieve_pb2.DESCRIPTOR.services_by_name["ConversationService"].methods
+    assert f"{len(calls)} RPCs" in (ROOT / "README.md").read_text()
 
 
 def test_the_table_of_packages_is_made_of_their_docstrings() -> None:

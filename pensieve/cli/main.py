@@ -182,8 +182,13 @@ def serve(
     except ImportError as error:
         raise cannot_load("the server", error) from error
     if resolved.sources["store"] == "default":
-        # Histories are private: nobody else on the machine may list or read them.
-        options.state_directory().mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = options.state_directory()
+        try:  # Histories are private: nobody else on the machine may list or read them.
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise click.UsageError(
+                f"cannot make {folder}: {error.strerror}; --store names another place for the history"
+            ) from error
     ctx.exit(app.run(resolved.options))
 
 
