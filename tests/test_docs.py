@@ -138,6 +138,33 @@ def test_every_page_can_be_found() -> None:
         )
 
 
+def modules_named(path: Path) -> set[str]:
+    """What a source file has in double backticks as a module of ours, or as a word of one."""
+    folders = {one.parent.name for one in (ROOT / "pensieve").glob("*/__init__.py")}
+    packages = "|".join(folders - {"options"})  # a common name of a value, too
+    return set(re.findall(rf"``((?:{packages}|kernels|store)(?:\.[a-z_]+)+)``", (ROOT / path).read_text()))
+
+
+def is_there(name: str) -> bool:
+    """Whether that is a module, a package, or a word that one has."""
+    *folders, last = name.split(".")
+    parent = ROOT.joinpath("pensieve", *folders)
+    if parent.is_dir():
+        source = parent / "__init__.py"
+        inside = any((parent / f"{last}{end}").exists() for end in ("", ".py"))
+        return inside or (source.exists() and last in source.read_text())
+    module = parent.with_suffix(".py")
+    return module.exists() and last in module.read_text()
+
+
+def test_docstrings_name_modules_that_are_there() -> None:
+    named = {
+        (path, name) for path in python_files("pensieve", *LINKS.values()) for name in modules_named(path)
+    }
+    assert len(named) > 10
+    assert [f"{path}: {name}" for path, name in sorted(named) if not is_there(name)] == []
+
+
 def test_the_readme_counts_the_calls() -> None:
     calls = pensieve_pb2.DESCRIPTOR.services_by_name["ConversationService"].methods
     assert f"{len(calls)} RPCs" in (ROOT / "README.md").read_text()
