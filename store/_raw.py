@@ -159,12 +159,15 @@ class RawStore(Protocol):
 
 
 def at_rest(meta: Meta) -> Meta:
-    """``meta`` as it is copied: a pending turn keeps its seed for a retry, and nobody holds its lease any more."""
+    """``meta`` as it is copied: a pending turn keeps its seed for a retry, and nobody holds its lease any more.
+
+    What was left for the holder goes with it; that the turn was called off stays, for those who follow it.
+    """
     lease = meta.lease
     row = msgspec.structs.replace(meta.row, running=None)
     if lease is None:
         return Meta(row, meta.create_fingerprint)
-    rest: Lease = msgspec.structs.replace(lease, token="", until_ms=0)
+    rest: Lease = msgspec.structs.replace(lease, token="", until_ms=0, order=None, followed=False)
     return Meta(row, meta.create_fingerprint, rest)
 
 

@@ -327,10 +327,8 @@ class RedisStore:
     async def _list(self, row: SessionRow, fields: Fields) -> None:
         try:
             await self._index.enter(row, fields)
-        except (
-            Unavailable,
-            DataLoss,
-        ) as error:  # the change is made; the listing is corrected when it is read
+        except (Unavailable, DataLoss) as error:
+            # The change is made; the listing is corrected when it is read.
             log.warning("the listing of sessions was not updated: %s", error)
 
     async def _refuse(

@@ -15,6 +15,7 @@ from pensieve.cli.store.command import store
 from pensieve.cli.top.command import top
 from pensieve.demo.run import demo
 from pensieve.options.table import OPTIONS
+from pensieve.v1 import pensieve_pb2
 from support import structure
 from support.sources import LINKS, ROOT, files, python_files, tree
 
@@ -135,6 +136,38 @@ def test_every_page_can_be_found() -> None:
         assert page.name == "README.md" or f"]({page.name})" in index, (
             f"docs/README.md does not name {page.name}"
         )
+
+
+def modules_named(path: Path) -> set[str]:
+    """What a source file has in double backticks as a module of ours, or as a word of one."""
+    folders = {one.parent.name for one in (ROOT / "pensieve").glob("*/__init__.py")}
+    packages = "|".join(folders - {"options"})  # a common name of a value, too
+    return set(re.findall(rf"``((?:{packages}|kernels|store)(?:\.[a-z_]+)+)``", (ROOT / path).read_text()))
+
+
+def is_there(name: str) -> bool:
+    """Whether that is a module, a package, or a word that one has."""
+    *folders, last = name.split(".")
+    parent = ROOT.joinpath("pensieve", *folders)
+    if parent.is_dir():
+        source = parent / "__init__.py"
+        inside = any((parent / f"{last}{end}").exists() for end in ("", ".py"))
+        return inside or (source.exists() and last in source.read_text())
+    module = parent.with_suffix(".py")
+    return module.exists() and last in module.read_text()
+
+
+def test_docstrings_name_modules_that_are_there() -> None:
+    named = {
+        (path, name) for path in python_files("pensieve", *LINKS.values()) for name in modules_named(path)
+    }
+    assert len(named) > 10
+    assert [f"{path}: {name}" for path, name in sorted(named) if not is_there(name)] == []
+
+
+def test_the_readme_counts_the_calls() -> None:
+    calls = pensieve_pb2.DESCRIPTOR.services_by_name["ConversationService"].methods
+    assert f"{len(calls)} RPCs" in (ROOT / "README.md").read_text()
 
 
 def test_the_table_of_packages_is_made_of_their_docstrings() -> None:

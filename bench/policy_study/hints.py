@@ -4,7 +4,7 @@
 
 FOLDER as for ``policies.py``. Three loads, each at two sizes of memory: Mooncake, whose sessions are drawn from the
 trace with their recorded gaps; the ShareGPT sample with the gaps of Mooncake; and agents, whose lengths and pauses are
-drawn here (``AGENTS``). Clients say nothing, or how long until their next turn and which one is the last: as it is, or
+drawn here (``Agents``). Clients say nothing, or how long until their next turn and which one is the last: as it is, or
 with a lognormal error; or only one of both; or all sessions that end promise another turn instead. Writes
 ``results/hints.json`` and ``.md``.
 """

@@ -160,9 +160,8 @@ class _Beginnings:
             works = int((count * cuts).sum()) + len(lengths)
             longest = max(int((-(-self.steps // cuts)).max()), int(lengths.max(initial=0)))
             merging_us = int((self.rows * cuts).sum()) * heads * LAYERS_STEP / everything
-            for share in range(
-                SHARES, 0, -1
-            ):  # as good as another, the larger one: too small a share costs more
+            # Of two that are as good, the larger one: too small a share costs more.
+            for share in range(SHARES, 0, -1):
                 programs = max(1, everything * share // SHARES)
                 turns = -(-works * heads // programs)
                 wide_us = step_us * max(longest, turns * total / works)

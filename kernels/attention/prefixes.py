@@ -23,8 +23,6 @@ from pensieve.kernels.attention.kinds import (
 from pensieve.kernels.attention.tiles import TileSet
 from pensieve.kernels.span_table import HostSpans, Ints
 
-PARTY = 3
-"""A party has these columns: first span, spans, tokens of the beginning that is read for all of them."""
 LEAST_SAVED_US = 20.0
 """Microseconds per layer that parties must save. Measured on an H200 at 64 to 256 sessions, a step with parties takes
 10 to 30 µs more than the memory's rate says: pieces are written, and merged by a launch of its own."""

@@ -190,9 +190,8 @@ def serve(
     except ImportError as error:
         raise cannot_load("the server", error) from error
     if resolved.sources["store"] == "default":
-        # Histories are private: nobody else on the machine may list or read them.
         folder = options.state_directory()
-        try:
+        try:  # Histories are private: nobody else on the machine may list or read them.
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise click.UsageError(

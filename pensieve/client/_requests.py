@@ -131,12 +131,20 @@ def input_item(value: InputLike) -> pb.InputItem:
     if isinstance(value, Item):
         content: Content = value.token_ids or value.text
         return input_item((Role(value.role), content))
+    if isinstance(value, Mapping):
+        raise TypeError('an item is ("user", "Hi"), a role and its content, not a dict')
     who, content = value
     if isinstance(content, RawText):
         return pb.InputItem(role=role(who), raw_text=content)
     if isinstance(content, str):
         return pb.InputItem(role=role(who), text=content)
-    return pb.InputItem(role=role(who), tokens=pb.TokenIds(ids=content))
+    if isinstance(content, bytes | bytearray):
+        raise TypeError("content must be a text or token ids, not bytes: decode them")
+    try:
+        ids = pb.TokenIds(ids=content)
+    except TypeError as error:
+        raise TypeError("content must be a text or token ids; several items go into items=") from error
+    return pb.InputItem(role=role(who), tokens=ids)
 
 
 def turn_input(

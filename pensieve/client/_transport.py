@@ -10,6 +10,7 @@ import grpc
 
 from pensieve import tracing
 from pensieve.client._retry import RetryPolicy
+from pensieve.errors import InvalidArgument
 from pensieve.v1 import pensieve_pb2_grpc
 
 ROUTE_KEY = "x-session-route"
@@ -48,6 +49,17 @@ class ClientSettings:
     more_metadata: Sequence[tuple[str, str | bytes]] = ()
     """Sent with every call."""
 
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument for what gRPC would refuse at each try, as if the server were away."""
+        if self.target.startswith(("http://", "https://")):
+            tls = ", with tls=True" if self.target.startswith("https") else ""
+            raise InvalidArgument.field("target", f"must be HOST:PORT{tls}, got {self.target!r}")
+        key = "" if self.api_key is None else self.api_key.strip()
+        if not (key.isascii() and key.isprintable()):
+            raise InvalidArgument.field(
+                "api_key", "must be of printable ASCII characters, such as ck_ID_SECRET"
+            )
+
     @property
     def address(self) -> str:
         return self.target.removeprefix("pensieve://")
@@ -71,7 +83,8 @@ class ClientSettings:
         if not given and (header := traceparent or tracing.outgoing()):
             pairs.append((tracing.HEADER, header))
         if self.api_key is not None:
-            pairs.append(("authorization", f"Bearer {self.api_key}"))
+            # A key that was read from a file comes with the end of its line.
+            pairs.append(("authorization", f"Bearer {self.api_key.strip()}"))
         return pairs
 
 

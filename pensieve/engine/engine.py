@@ -7,7 +7,7 @@
 4. ``scheduler.launched`` and, with the step's result, ``scheduler.commit``: tokens are appended; requests go on, or
    finish and leave their chunks behind.
 
-``handle(Warm)`` makes a request, too, one that computes no answer: see ``engine.warming``.
+``handle(Warm)`` makes a request, too, one that computes no answer: see ``engine.warm_ups``.
 What comes of it leaves as events: ``Started`` with the receipt, ``RequestProgress``, ``Output``, ``Finished``.
 
 Overlapped, a step is planned and launched while the one before it runs, and only then is that one's result awaited:

@@ -53,7 +53,7 @@ class Request:
     """What its turn says of the next one."""
     standing: Standing = ALONE
     warm: bool = False
-    """It is no turn, but warms its session: see ``engine.warming``."""
+    """It is no turn, but warms its session: see ``engine.warm_ups``."""
     path: Path | None = None
     """The addresses of its context, once asked for and until it is suspended."""
     candidate: int = 0

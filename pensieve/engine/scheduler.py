@@ -256,9 +256,8 @@ class Scheduler:
         """
         left = budget
         busy = set[str]()
-        if (
-            not self.batch.waiting.is_for_one
-        ):  # one alone has nothing under way that the budget would not have ended
+        # One alone has nothing under way that the budget would not have ended.
+        if not self.batch.waiting.is_for_one:
             busy = {one.tenant for one in self.batch.running if self._is_begun(one)}
         while left > 0 and self.batch.waiting:
             request = self._next(busy)

@@ -39,7 +39,9 @@ async def serve(settings: DoorSettings, listener: socket.socket, tls: TlsFiles |
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """uvloop's event loop where that package is installed, else asyncio's own."""
-    return uvicorn.Config("").get_loop_factory()
+    return uvicorn.Config(
+        "", log_config=None
+    ).get_loop_factory()  # else it sets up logging, in a form of its own
 
 
 class ManagedServer(uvicorn.Server):

@@ -190,7 +190,7 @@ def serve_flags(command: Command) -> Command:
 def _read_file(path: Path) -> dict[str, object]:
     """Keys and values of a TOML file, relative paths made absolute against the file's folder."""
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise click.UsageError(f"--config: cannot read {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -146,6 +146,8 @@ def split_address(value: str) -> tuple[str, int]:
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not colon or not bare or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"expected HOST:PORT with a port from 0 to 65535, got {value!r}")
+    if "//" in bare:
+        raise ValueError(f"expected HOST:PORT without a scheme, got {value!r}")
     if ":" in bare and bare == host:
         raise ValueError(f"an IPv6 address goes in brackets, as in [::1]:50051, got {value!r}")
     return bare, int(port)

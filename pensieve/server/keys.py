@@ -102,7 +102,7 @@ NO_KEYS: Final = KeyFile({}, {}, {}, NO_LIMITS)
 def load_keys(path: Path) -> KeyFile:
     """Raises ValueError (the line, the entry and the field, and what is wrong there) or OSError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # with the mark that editors of Windows put first
         data = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}") from error

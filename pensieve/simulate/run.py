@@ -5,10 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import resource
+import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -79,18 +81,38 @@ class Simulation:
 
 
 def run_all(work: Sequence[Simulation], jobs: int, progress: Callable[[int], None]) -> list[dict[str, Any]]:
-    """All, ``jobs`` at a time, each in a process of its own. ``progress``: sessions begun, of all together."""
+    """All, ``jobs`` at a time, each in a process of its own. ``progress``: sessions begun, of all together.
+
+    Interrupted, it ends at once.
+    """
     context = multiprocessing.get_context("spawn")
     counters = context.Array("q", len(work), lock=False)
+    others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(jobs, context, _share, (counters, os.getpid())) as pool:
-        pending: list[Future[dict[str, Any]]] = [
-            pool.submit(_one, one, index) for index, one in enumerate(work)
-        ]
-        for future in pending:
-            while not future.done():
-                time.sleep(0.1)
-                progress(sum(counters))
-        return [future.result() for future in pending]
+        try:
+            with _deaf():
+                pending: list[Future[dict[str, Any]]] = [
+                    pool.submit(_one, one, index) for index, one in enumerate(work)
+                ]
+            for future in pending:
+                while not future.done():
+                    time.sleep(0.1)
+                    progress(sum(counters))
+            return [future.result() for future in pending]
+        except BaseException:  # leaving the pool would wait for all that was given to it, begun or not
+            for worker in set(multiprocessing.active_children()) - others:
+                worker.kill()
+            raise
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Processes that are started in the block hear no Ctrl-C: whoever started them does, and ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _share(counters: Any, parent: int) -> None:

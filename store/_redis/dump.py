@@ -250,6 +250,7 @@ def _lease(fields: Fields) -> Lease | None:
         seed=int(fields[b"run_seed"]),
         start_ms=int(fields[b"run_start_ms"]),
         until_ms=int(fields[b"run_until_ms"]),
+        called_off=b"run_off" in fields,
     )
 
 
@@ -266,6 +267,7 @@ def _row_fields(meta: Meta, size: int) -> list[Any]:
         fields += ["run_req", lease.request_id, "run_fp", lease.fingerprint, "run_token", lease.token]
         fields += ["run_owner", lease.owner, "run_attempt", lease.attempt, "run_seed", lease.seed]
         fields += ["run_start_ms", lease.start_ms, "run_until_ms", lease.until_ms]
+        fields += ["run_off", 1] if lease.called_off else []
     return fields
 
 

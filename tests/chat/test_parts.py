@@ -20,6 +20,7 @@ from pensieve.cli.chat import command, sessions, views
 from pensieve.cli.chat.loop import ChatLoop
 from pensieve.cli.chat.unsent import Unsent, UnsentFolder
 from pensieve.cli.chat.views import MarkdownView, markdown, split_blocks
+from pensieve.cli.sessions.command import sessions as listing
 from pensieve.cli.untrusted import clean
 from pensieve.client import Client
 from pensieve.errors import InvalidArgument
@@ -185,6 +186,8 @@ def test_a_wrong_address_is_told_soon_and_in_one_line(monkeypatch: pytest.Monkey
     for target, said in ((address, "is no gRPC port of pensieve"), ("127.0.0.1:9", "no server answers")):
         result = CliRunner().invoke(command.chat, ["--target", target], input="one\n")
         assert result.exit_code == 1 and said in result.stderr and result.stderr.count("\n") == 1
+    result = CliRunner().invoke(listing, ["--target", address])
+    assert result.exit_code == 1 and "is no gRPC port of pensieve" in result.stderr
     other.stop(None).wait()
 
 

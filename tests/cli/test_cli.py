@@ -173,6 +173,16 @@ def test_serve_makes_no_folder_for_a_store_that_was_named(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_state_folder_that_cannot_be_made_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As in a container whose user has no home."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    done = run("serve")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "--store" in done.stderr
+
+
 def test_a_command_that_cannot_be_loaded_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cli.LAZY, "chat", ("pensieve.no_such_module", "chat", ""))
     result = CliRunner().invoke(cli.cli, ["chat"])

@@ -138,6 +138,7 @@ def test_the_admin_port_is_one_that_nothing_else_takes() -> None:
         ("listen", "localhost", "HOST:PORT"),
         ("listen", "127.0.0.1:70000", "65535"),
         ("listen", "::1:50051", "brackets"),
+        ("listen", "http://127.0.0.1:50051", "without a scheme"),
         ("store", "postgres://x", "sqlite:///PATH"),
         ("store", "sqlite:history.db", "sqlite:///PATH"),
         ("store", "redis://:abc/0", "redis://HOST:PORT/DB"),

@@ -18,6 +18,7 @@ import pytest
 import pensieve.client as sdk
 from pensieve import core
 from pensieve.client import FinishReason, Phase, Role, decode
+from pensieve.client import _requests as requests
 from pensieve.client._flows import SessionCore, create_session
 from pensieve.client._transport import ClientSettings
 from pensieve.client._view import StreamView
@@ -260,3 +261,29 @@ def test_every_call_takes_names() -> None:
     for session_id, scope in (("a", "sessions/a"), (None, "")):
         step: Any = next(create_session(settings, session_id=session_id, **make))
         assert step.request.request_id == request_id(scope, "n")
+
+
+# -- where to, and as whom
+
+
+@pytest.mark.parametrize("target", ["http://127.0.0.1:50051", "https://pensieve.example"])
+def test_an_address_of_the_web_is_no_target(target: str) -> None:
+    with pytest.raises(InvalidArgument, match="HOST:PORT"):
+        sdk.Client(target)
+
+
+def test_a_key_from_a_file_comes_without_its_line_end() -> None:
+    assert ("authorization", "Bearer ck_a_b") in ClientSettings("x", api_key="ck_a_b\r\n").metadata("")
+    for key in ("ck_a\nb", "ck_\u00e9", "\x00"):
+        with pytest.raises(InvalidArgument, match="api_key"):
+            sdk.Client("127.0.0.1:1", api_key=key)
+
+
+@pytest.mark.parametrize(
+    "content", [b"hi", [{"role": "user", "content": "hi"}], {"role": "user", "content": "hi"}]
+)
+def test_what_is_neither_text_nor_token_ids(content: Any) -> None:
+    with pytest.raises(TypeError, match="text or token ids"):
+        requests.turn_input(content, None, None)
+    with pytest.raises(TypeError, match=r"a role and its content|text or token ids"):
+        requests.turn_input(None, None, content if isinstance(content, list) else [("user", content)])

@@ -122,11 +122,13 @@ def test_a_server_that_is_killed(
 def test_users_with_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with launched(tmp_path, api_keys=str(EXAMPLES / "users.toml")) as server:
         printed = run("users.py", server.grpc, capsys=capsys)
+        again = run("users.py", server.grpc, capsys=capsys)
     assert "ada: 2 items, the first says 'My name is Ada.'" in printed
     assert "grace: 2 items, the first says 'My name is Grace.'" in printed
     assert "grace asks for ada's: SESSION_NOT_FOUND" in printed
     assert "reader sees: My name is Ada." in printed and "reader writes: SCOPE_MISSING" in printed
     assert "a wrong key: CREDENTIAL_INVALID" in printed
+    assert "ada: 4 items, the first says 'My name is Ada.'" in again
 
 
 def _ask(url: str, body: str | None = None) -> str:
@@ -211,6 +213,16 @@ def test_by_hand(server: ServerProcess) -> None:
         check=True,
     )
     assert "Your name is Ada." in done.stdout
+    environment["OPENAI_BASE_URL"] += "/elsewhere"
+    wrong = subprocess.run(
+        ["sh", str(EXAMPLES / "curl.sh")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert wrong.returncode == 1 and wrong.stdout.count("no such path") == 1, "the first answer is the last"
 
 
 def test_the_page_names_all_of_them_and_all_are_run() -> None:

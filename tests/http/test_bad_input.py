@@ -10,6 +10,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from pensieve.http.common.requests import Drawing
 from pensieve.v1 import pensieve_pb2 as pb
 from support.http.http_rig import HttpRig, door
 
@@ -139,6 +140,9 @@ BAD: tuple[tuple[str, dict[str, Any] | bytes, int, str | None, str | None], ...]
     (CHAT, says("x", n=0), 400, "n", TYPE),
     (CHAT, says("x", n=10**6), 400, "n", FIELD),
     (CHAT, says("x", max_tokens=0), 400, "max_tokens", TYPE),
+    (CHAT, says("x", min_tokens=-1), 400, "min_tokens", TYPE),
+    (CHAT, says("x", min_tokens=10**30), 400, "min_tokens", FIELD),
+    (CHAT, says("x", top_k=-2), 400, "top_k", TYPE),
     (CHAT, says("x", stop=[""]), 400, "stop", FIELD),
     (CHAT, says("x", logit_bias={"1": 1000}), 400, "logit_bias", FIELD),
     (CHAT, says("x", frequency_penalty=9), 400, "frequency_penalty", FIELD),
@@ -163,6 +167,7 @@ async def test_every_one_has_its_status_and_leaves_nothing_behind() -> None:
             error = answer.json()["error"]
             assert (error["param"], error["code"]) == (param, code), case
             assert error["message"] and error["type"], case
+            assert "sampling." not in error["message"], "a path of the service's own"
             assert await left_behind(rig) == 0, case
 
 
@@ -286,3 +291,7 @@ async def test_another_tenants_key_finds_none_of_it() -> None:
             assert "secret" not in answer.text
         assert (await ours.get(f"{RESPONSES}/{response}")).status_code == 200
         assert (await ours.get(f"{CONVERSATIONS}/{conversation}/items/{item}")).status_code == 200
+
+
+def test_minus_one_is_off_as_in_vllm() -> None:
+    assert Drawing(top_k=-1).options() == {"top_k": 0}

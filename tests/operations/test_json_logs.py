@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 import urllib.request
 from pathlib import Path
 
@@ -34,6 +35,13 @@ def ask_by_http(address: str) -> None:
         assert answer.status == 200
 
 
+def say_what_is_no_http(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=30) as caller:
+        caller.sendall(b"\x16\x03\x01 as of TLS\r\n\r\n")
+        assert caller.recv(100).startswith(b"HTTP/1.1 400")
+
+
 @pytest.mark.timeout(120)
 async def test_lines_say_whose_turn_it_is(tmp_path: Path) -> None:
     """Each line of all processes is an object; those of a turn name it, its tenant and its trace, and no text."""
@@ -43,13 +51,14 @@ async def test_lines_say_whose_turn_it_is(tmp_path: Path) -> None:
             chat = await client.create_session()
             turn = await chat.send(SECRET, max_output_tokens=4)
         await asyncio.to_thread(ask_by_http, server.http)
+        await asyncio.to_thread(say_what_is_no_http, server.http)
         server.terminate()
         assert (await asyncio.to_thread(server.finish))[0] == 0
     lines = [json.loads(line) for line in server.stderr.splitlines()]
     for line in lines:
         assert {"time", "level", "logger", "event", "message"} <= set(line), line
         assert line["time"].endswith("Z") and "T" in line["time"]
-    assert "pensieve.engine.process.host" in {line["logger"] for line in lines}
+    assert {"pensieve.engine.process.host", "uvicorn.error"} <= {line["logger"] for line in lines}
     ending, by_http = (line for line in lines if line["event"] == "turn ended")
     assert by_http["trace_id"] == tracing.trace_id(OTHER), "the door passes on what its caller sent"
     assert ending["session"] == chat.id and ending["request_id"] == turn.request_id

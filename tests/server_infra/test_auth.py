@@ -98,6 +98,12 @@ def test_an_unknown_method_is_refused_to_everybody(keys: Path, with_file: bool) 
         auth.check("/pensieve.v1.ConversationService/DropTables", bearer("root"))
 
 
+def test_a_key_file_as_windows_writes_it(keys: Path) -> None:
+    before = load_keys(keys)
+    keys.write_bytes(b"\xef\xbb\xbf" + keys.read_bytes().replace(b"\n", b"\r\n"))
+    assert load_keys(keys) == before
+
+
 def test_health_is_open(keys: Path) -> None:
     assert Authenticator(keys).check("/grpc.health.v1.Health/Check", []).scopes == frozenset()
 

@@ -184,3 +184,10 @@ def test_sockets_of_a_killed_server_are_removed_by_the_next(
     first.close()
     second.close()
     assert not first.path.exists() and not second.path.exists()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl")
+def test_files_that_are_no_pair_are_told_as_that(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path, "own")
+    with pytest.raises(BindError, match="--tls-cert"):
+        tls_credentials(key, cert)

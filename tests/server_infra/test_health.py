@@ -75,13 +75,20 @@ def test_the_intervals_keep_the_promise_of_five_seconds() -> None:
     assert health.CHECK_INTERVAL_S + health.STORE_INTERVAL_S + health.STORE_TIMEOUT_S < 5
 
 
-async def test_not_serving_before_the_engine_is_up_then_serving(setup: Setup) -> None:
+async def test_not_serving_before_the_engine_is_up_then_serving(
+    setup: Setup, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A start is nothing to warn of; what comes later is."""
+    caplog.set_level("INFO")
     setup.engine.state = LinkState.STARTING
     await setup.monitor.start()
     assert await setup.statuses() == {NOT_SERVING}
     setup.engine.state = LinkState.SERVING
     await setup.monitor.refresh()
     assert await setup.statuses() == {SERVING}
+    setup.engine.state = LinkState.RESTARTING
+    await setup.monitor.refresh()
+    assert [record.levelname for record in caplog.records] == ["INFO", "INFO", "WARNING"]
     await setup.monitor.stop()
 
 

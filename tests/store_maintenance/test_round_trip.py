@@ -13,7 +13,7 @@ import redis
 from hypothesis import HealthCheck, given, settings
 
 from pensieve.errors import PensieveError
-from pensieve.store import Began, HistoryStore, Key, Replay, open_store
+from pensieve.store import Began, CalledOff, HistoryStore, Key, Replay, open_store
 from pensieve.store.maintenance import Mode, RawStore, backup, check, move, open_backup, open_raw, restore
 from pensieve.store.maintenance.copying import content
 from pensieve.store.memory_store import MemoryStore
@@ -86,7 +86,10 @@ async def replays(store: HistoryStore, made: list[Made]) -> None:
         for request_id, revision in one.request_ids().items():
             outcome = await store.begin(one.key, request(request_id, "late"))
             assert isinstance(outcome, Replay) and outcome.revision == revision
-        if one.end == "pending":
+        if one.end == "called off":
+            met = await store.begin(one.key, request("waiting", "follower", follows=True))
+            assert isinstance(met, CalledOff)
+        if one.end in ("pending", "ordered", "called off"):
             began = await store.begin(one.key, request("waiting", "again", seed=1))
             assert isinstance(began, Began) and began.seed == 41
 
@@ -104,6 +107,16 @@ def test_whatever_is_stored_comes_back(
     with tempfile.TemporaryDirectory() as folder:
         client.flushall()
         asyncio.run(_there_and_back(Path(folder), shared_redis.url, made))
+
+
+def test_turns_that_were_not_committed(
+    shared_redis: RedisServer, client: redis.Redis, tmp_path: Path
+) -> None:
+    """What is known of them is known elsewhere: begun, told how to end, called off."""
+    ends = ("pending", "ordered", "called off")
+    asyncio.run(
+        _there_and_back(tmp_path, shared_redis.url, [Made(Key("acme", end), ("turn",), end) for end in ends])
+    )
 
 
 async def _there_and_back(folder: Path, middle: str, made: list[Made]) -> None:

@@ -172,12 +172,6 @@ def _check_address(target: str, api_key: str | None, tls: bool, *, interactive: 
         with Client(target, api_key=api_key, tls=tls, retry=policy, timeout=FIRST_ANSWER_S) as client:
             Screen(interactive=interactive).patiently(client.server_info)
     except PensieveError as error:
-        if error.reason == "TRANSPORT" and error.code in (
-            "UNKNOWN",
-            "UNIMPLEMENTED",
-        ):  # such as the admin port
-            said = f"what answers at {target} is no gRPC port of pensieve; a server's ready line names its own: grpc=…"
-            raise click.ClickException(said) from error
         if error.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
             raise click.ClickException(f"no server answers at {target}: {clean(error.message)}") from error
         raise

@@ -216,4 +216,4 @@ def _client(target: str, api_key: str | None, tls: bool) -> Iterator[Client]:
             yield client
     except PensieveError as error:
         said = refusal(error, target)
-        raise click.ClickException(said if said.startswith(target) else f"{target}: {said}") from error
+        raise click.ClickException(said if target in said else f"{target}: {said}") from error

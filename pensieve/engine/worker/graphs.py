@@ -40,10 +40,8 @@ def buckets(kind: StepKind, max_tokens: int, max_running: int, ranks: int = 1) -
     """Tokens of the graphs of a kind, ascending."""
     if kind is StepKind.NARROW:
         return _rising(min(max_running, max_tokens), ((1, 2), (2, 4), (4, 8), (8, 256), (16, 1 << 30)))
-    if kind in (
-        StepKind.SHORT,
-        StepKind.FEW,
-    ):  # decodes beside turns of a few tokens: common on a busy server
+    # Decodes beside turns of a few tokens: common on a busy server.
+    if kind in (StepKind.SHORT, StepKind.FEW):
         return _rising(min(max(2 * max_running, 512), max_tokens), ((8, 64), (16, 256), (32, 1 << 30)))
     if kind.is_mixed:
         return _rising(max_tokens, ((32, 512), (64, 1024), (128, 2048), (512, 1 << 30)))

@@ -61,6 +61,7 @@ _CODES: Final = {"CONTEXT_LIMIT_EXCEEDED": "context_length_exceeded", "CREDENTIA
 """Reasons that OpenAI has a word for; the others stay as they are, in small letters."""
 _PARAMS: Final = {
     "candidates": "n",
+    "min_output_tokens": "min_tokens",
     "request_id": "Idempotency-Key",
     "text": "input",
     "tools_json": "tools",
@@ -78,18 +79,24 @@ def failure_of(error: PensieveError) -> HttpFailure:
             503, "the server is shutting down", kind="server_error", code="draining", retry_after_s=1.0
         )
     status, kind = _STATUS.get(error.code, (500, "server_error"))
-    param = "Idempotency-Key" if error.reason == "REQUEST_ID_REUSED" else None
+    message, param = error.message, "Idempotency-Key" if error.reason == "REQUEST_ID_REUSED" else None
     if isinstance(error, InvalidArgument) and error.violations:
-        name = error.violations[0][0].rpartition(".")[2]
-        param = _PARAMS.get(name, name)
+        named = [(_field(path), problem) for path, problem in error.violations]
+        message, param = "; ".join(f"{name}: {problem}" for name, problem in named), named[0][0]
     return HttpFailure(
         status,
-        error.message,
+        message,
         kind=kind,
         param=param,
         code=_CODES.get(error.reason, error.reason.lower()),
         retry_after_s=error.retry_after_s if status in (429, 503) else None,
     )
+
+
+def _field(path: str) -> str:
+    """The field of the request that ended up at ``path`` in the service's."""
+    name = path.rpartition(".")[2]
+    return _PARAMS.get(name, name)
 
 
 def bad(param: str, problem: str, code: str | None = None) -> HttpFailure:

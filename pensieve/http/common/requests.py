@@ -15,6 +15,7 @@ _KEYS: Final = uuid.UUID("6c0cbb0c-6c43-4b0e-9f5c-2a4a52c0a3d1")
 """Namespace of request ids made of ``Idempotency-Key``s."""
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 LONG_CACHED: Final = 4.0
@@ -45,11 +46,12 @@ class Drawing(msgspec.Struct, kw_only=True, omit_defaults=True):
     seed: int | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     prompt_cache_options: CacheOptions | None = None
-    top_k: int | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    """0 is off, and so is -1, as in vLLM."""
     min_p: float | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = None
+    min_tokens: Natural | None = None
 
     def options(self) -> TurnOptions:
         """Those that are set, for the SDK."""
@@ -65,7 +67,7 @@ class Drawing(msgspec.Struct, kw_only=True, omit_defaults=True):
         if self.seed is not None:
             given["seed"] = self.seed % (1 << 64)
         if self.top_k is not None:
-            given["top_k"] = self.top_k
+            given["top_k"] = max(0, self.top_k)
         if self.min_p is not None:
             given["min_p"] = self.min_p
         if self.repetition_penalty is not None:

@@ -116,9 +116,8 @@ class GatewayProcess(ChildProcess):
 
     async def _hear(self) -> None:
         """Take in what it says, until it has ended."""
-        with contextlib.suppress(
-            ConnectionError, asyncio.IncompleteReadError
-        ):  # ``wait`` says that it has ended
+        # ``wait`` says that it has ended.
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while words := (await self._reader.readline()).split():
                 self.heard_at = time.monotonic()
                 match words:

@@ -206,7 +206,7 @@ class AdminPort:
             if problem:
                 return HTTPStatus.SERVICE_UNAVAILABLE, plain, f"{problem}\n".encode()
             return HTTPStatus.OK, plain, b"ok\n"
-        return HTTPStatus.NOT_FOUND, plain, b"there is /metrics, /healthz and /readyz\n"
+        return HTTPStatus.NOT_FOUND, plain, b"there is / for a browser, /metrics, /healthz and /readyz\n"
 
     async def _forward(
         self,

@@ -104,7 +104,11 @@ class HealthMonitor:
         problem = self.problem
         if problem == self._told:
             return
-        log.warning("not serving: %s", problem) if problem else log.info("serving")
+        starts = self._told is None and self._engine.state is LinkState.STARTING
+        if problem:
+            log.log(logging.INFO if starts else logging.WARNING, "not serving: %s", problem)
+        else:
+            log.info("serving")
         self._told = problem
         response = health_pb2.HealthCheckResponse
         for service in SERVICES:

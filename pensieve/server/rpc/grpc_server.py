@@ -27,6 +27,7 @@ from __future__ import annotations
 import logging
 import resource
 import socket
+import ssl
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -130,7 +131,8 @@ def check_free(address: str) -> None:
 
 
 def tls_credentials(cert: Path, key: Path, client_ca: Path | None = None) -> grpc.ServerCredentials:
-    """TLS with these PEM files; renewed ones are used from the next connection on. Raises OSError.
+    """TLS with these PEM files; renewed ones are used from the next connection on. Raises OSError, and BindError for
+    files that are none.
 
     With ``client_ca`` every client has to show a certificate that one of these authorities signed.
     """
@@ -143,6 +145,12 @@ def tls_credentials(cert: Path, key: Path, client_ca: Path | None = None) -> grp
         roots = None if client_ca is None else client_ca.read_bytes()
         return grpc.ssl_server_certificate_configuration(pairs, root_certificates=roots)
 
+    try:  # gRPC would say no more than that the port cannot be bound
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
+    except ssl.SSLError as error:
+        raise BindError(
+            f"--tls-cert, --tls-key: {cert} and {key} are not a certificate in PEM and its key"
+        ) from error
     known = stamp()
 
     def renewed() -> grpc.ServerCertificateConfiguration | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 
 from pensieve.core import Role, pack_tokens
-from pensieve.store import Counts, HistoryStore, Key
+from pensieve.store import Counts, EndOrder, HistoryStore, Key
 from pensieve.store.records import (
     History,
     Item,
@@ -28,7 +28,8 @@ class Made:
     steps: tuple[str, ...] = ()
     """``turn``, ``rewind`` or ``update``, each a committed change."""
     end: str = "idle"
-    """``idle``, ``pending`` (a turn was begun), ``damaged`` or ``deleted``."""
+    """``idle``, ``pending`` (a turn was begun), ``ordered`` (and told how to end), ``called off``, ``damaged`` or
+    ``deleted``."""
     ttl_s: float = 0.0
     labels: dict[str, str] = field(default_factory=dict)
     text: str = "hello"
@@ -45,7 +46,7 @@ SESSIONS = st.lists(
         Made,
         key=st.builds(Key, st.sampled_from(["acme", "b/{ü}%", "c"]), NAMES),
         steps=st.lists(st.sampled_from(["turn", "turn", "rewind", "update"]), max_size=5).map(tuple),
-        end=st.sampled_from(["idle", "idle", "pending", "damaged", "deleted"]),
+        end=st.sampled_from(["idle", "idle", "pending", "ordered", "called off", "damaged", "deleted"]),
         ttl_s=st.sampled_from([0.0, 3600.5]),
         labels=st.dictionaries(st.sampled_from(["a", "b"]), NAMES, max_size=2),
         text=st.text(st.characters(codec="utf-8"), max_size=20),
@@ -126,8 +127,15 @@ async def _make(store: HistoryStore, made: Made) -> None:
             await store.commit(key, f"t{at}", f"fp-q{at}", record, numbers)
         else:
             await store.apply(key, f"fp-q{at}", record, numbers)
-    if made.end == "pending":
-        await store.begin(key, request("waiting", "t", seed=41, lease_ms=1))
+    if made.end in ("pending", "ordered", "called off"):
+        lease_ms = 1 if made.end == "pending" else 60_000
+        await store.begin(key, request("waiting", "t", seed=41, lease_ms=lease_ms))
+    if made.end == "ordered":
+        await store.begin(key, request("waiting", "other", follows=True))
+        await store.ask_to_end(key, "waiting", EndOrder(keep=True))
+        await store.renew(key, "t", 1)
+    elif made.end == "called off":
+        await store.abort(key, "t", called_off=True)
     elif made.end == "damaged":
         await store.mark_damaged(key)
     elif made.end == "deleted":

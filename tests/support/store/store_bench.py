@@ -75,6 +75,7 @@ def request(
     expected_revision: int | None = None,
     lease_ms: int = LEASE_MS,
     known: SessionRow | None = None,
+    follows: bool = False,
 ) -> BeginRequest:
     return BeginRequest(
         request_id=request_id,
@@ -89,6 +90,7 @@ def request(
         known_revision=0 if known is None else known.revision,
         known_head="" if known is None else known.head_hash,
         known_create_ms=0 if known is None else known.create_ms,
+        follows=follows,
     )
 
 
