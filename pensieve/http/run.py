@@ -39,9 +39,8 @@ async def serve(settings: DoorSettings, listener: socket.socket, tls: TlsFiles |
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """uvloop's event loop where that package is installed, else asyncio's own."""
-    return uvicorn.Config(
-        "", log_config=None
-    ).get_loop_factory()  # else it sets up logging, in a form of its own
+    # With its own ``log_config`` it would set up logging, in a form of its own.
+    return uvicorn.Config("", log_config=None).get_loop_factory()
 
 
 class ManagedServer(uvicorn.Server):
