@@ -176,7 +176,8 @@ def test_the_command(server: tuple[Hinted, str], dataset: str, tmp_path: Path, p
     result = invoke(
         *(dataset, "--target", f"pensieve://{address}", "--json", str(out), "--rate", "1000"),
         # With this seed both pauses are long enough for a busy machine: nobody warms for a turn that is due.
-        *("--think-time", "0.5", "--seed", "3", "--hints", "0", "--warm-ahead", "30", "--processes", processes),
+        *("--think-time", "0.5", "--seed", "3", "--hints", "0", "--warm-ahead", "30"),
+        *("--processes", processes),
     )
     assert result.exit_code == 0, result.output
     first, second, last = service.hints
