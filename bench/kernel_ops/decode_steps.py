@@ -90,13 +90,10 @@ def library(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reductions(*, low: bool, split: bool) -> Iterator[None]:
-    """Whether products may add up parts in bfloat16, and whether they may be split at all."""
-    before = (
-        MATMUL.allow_bf16_reduced_precision_reduction,
-        MATMUL.allow_bf16_reduced_precision_reduction_split_k,
-    )
-    MATMUL.allow_bf16_reduced_precision_reduction = (low, split)
+def exact_reductions() -> Iterator[None]:
+    """Products that are split add up their parts in float32."""
+    before = MATMUL.allow_bf16_reduced_precision_reduction
+    MATMUL.allow_bf16_reduced_precision_reduction = False
     try:
         yield
     finally:
@@ -123,7 +120,7 @@ class Way:
 NOW = "now"
 PRODUCTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "cuBLASLt": lambda: library("cublaslt"),
-    "float32 split-K": lambda: reductions(low=False, split=True),
+    "float32 split-K": exact_reductions,
 }
 """Settings of torch's products."""
 WAYS = {

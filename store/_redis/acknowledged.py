@@ -1,10 +1,10 @@
 """What this server has acknowledged, and whether Redis still has it: so a lost session is told from an erased one.
 
 A Redis that fails over to a copy that lagged, or is started on older files, no longer has the last changes. A session
-that was among them is simply not there, like one that another server has erased or whose time is over. So a server
-numbers its changes: the script that makes one writes its number to the server's own mark as well. Redis keeps changes
-in one order, and a store that goes back loses the last of them. A mark that is behind what was acknowledged proves
-that it did, and says which are lost: those with larger numbers.
+that was among them is simply not there, like one that another server has erased or whose time is over. So the changes
+that a server makes are numbered, by the scripts that make them, on a mark of the server's own. Redis keeps changes in
+one order, and a store that goes back loses the last of them. A mark that is behind what was acknowledged proves that it
+did, and says which are lost: those with larger numbers.
 
 Nobody else writes this mark, and a script that finds it behind leaves it so. In a Cluster a session and a mark lie on
 different servers: nothing is numbered there, and a lost session is NOT_FOUND.
@@ -45,7 +45,6 @@ class Acknowledged:
         """Of a session's newest change that was made here: its number, and when the session expires (ms; 0: never)."""
         self._lost: OrderedDict[Key, int] = OrderedDict()
         """When each would have expired."""
-        self._last = 0
         self._kept = 0
         """The largest number that was acknowledged, and that Redis has not been seen to have lost since."""
         self._kept_ms = 0
@@ -54,11 +53,8 @@ class Acknowledged:
 
     async def change(self, script: RedisScript, key: Key, args: list[Any]) -> list[Any]:
         """``RedisLink.call_durably`` for a script that numbers what it does."""
-        self._last += 1
         marks = [self._mark] if self._link.is_one_log else []
-        return await self._link.call_durably(
-            script, [*session_keys(key), *marks], [*args, self._last, self._kept]
-        )
+        return await self._link.call_durably(script, [*session_keys(key), *marks], [*args, self._kept])
 
     def made(self, row: SessionRow, now: bytes, number: bytes) -> None:
         """``row`` is about to be acknowledged. ``now`` and ``number``: from the script's reply."""

@@ -29,18 +29,17 @@ local function digits(number) return string.format('%.0f', number) end
 local function get(name) return redis.call('HGET', m, name) or '' end
 local function num(name) return tonumber(get(name)) or 0 end
 local function ok() return {'OK', digits(now), redis.call('HGETALL', m)} end
--- Number a change, in the same breath, on the mark KEYS[4] if there is one. The last two of ARGV: its number, and the
--- largest that was acknowledged. Replies the number, or "" where the mark is behind the latter: it is left so then.
--- Nor where Redis takes no writes: it may have been asked for what it has.
+-- Number a change, in the same breath, on the mark KEYS[4] if there is one. The last of ARGV: the largest number that
+-- was acknowledged. Replies the number, or "" where the mark is behind that: it is left so then. Nor where Redis takes
+-- no writes: it may have been asked for what it has.
 local function numbered()
   if not KEYS[4] then return '' end
-  local number, kept = int(ARGV[#ARGV - 1]), int(ARGV[#ARGV])
   local mark = tonumber(redis.call('HGET', KEYS[4], 'number') or '0')
-  if mark < kept then return '' end
-  local written = redis.pcall('HSET', KEYS[4], 'number', digits(math.max(mark, number)))
+  if mark < int(ARGV[#ARGV]) then return '' end
+  local written = redis.pcall('HSET', KEYS[4], 'number', digits(mark + 1))
   if type(written) == 'table' then return '' end
   redis.call('PEXPIREAT', KEYS[4], digits(now + @LIFE@))
-  return digits(number)
+  return digits(mark + 1)
 end
 local function changed() return {'OK', digits(now), redis.call('HGETALL', m), numbered()} end
 

@@ -12,7 +12,7 @@ KEYS of every script, all in one hash slot (``k`` = ``pv1:{<tenant>/<session id>
 
 A tombstone is k:m alone, with state "deleted". ``sure`` is the largest revision that replicas are known to have, if
 they are asked. Replies are lists: an outcome name, then its values; "OK" carries the server's time in ms and all of
-k:m. CREATE, COMMIT, APPLY and DELETE take a fourth key and two more arguments, and reply a number: see ``numbered``.
+k:m. CREATE, COMMIT, APPLY and DELETE take a fourth key and one more argument, and reply a number: see ``numbered``.
 Times come from the server (``TIME``) only.
 
 The three keys answer for each other. k:l must end with the row's revision and hash; ``seal`` is "<revision>|<number of
@@ -38,7 +38,7 @@ CREATE: Final = (
 local fp, data, crc, hash = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 int(crc)
 local ttl
-for i = 5, #ARGV - 2, 2 do
+for i = 5, #ARGV - 1, 2 do
   if ARGV[i + 1] == nil then error('odd number of fields') end
   if ARGV[i] == 'ttl_ms' then ttl = int(ARGV[i + 1]) end
 end
@@ -52,7 +52,7 @@ if not missing then
 end
 redis.call('DEL', q, l)
 redis.call('XADD', l, '1-0', 'd', data, 'c', crc, 'h', hash)
-redis.call('HSET', m, unpack(ARGV, 5, #ARGV - 2))
+redis.call('HSET', m, unpack(ARGV, 5, #ARGV - 1))
 redis.call('HSET', m, 'state', 'active', 'revision', '1', 'head_hash', hash, 'create_fp', fp,
   'bytes', digits(#data), 'create_ms', digits(now), 'update_ms', digits(now))
 seal()

@@ -14,6 +14,7 @@ import pytest
 from pensieve.errors import DataLoss, NotFound
 from pensieve.store import Key
 from pensieve.store._redis import acknowledged
+from pensieve.store._redis.link import RedisScript
 from pensieve.store._redis.rows import session_keys
 from pensieve.store.records import Record, RecordKind, SessionConfig
 from pensieve.store.redis_store import RedisStore
@@ -132,6 +133,29 @@ async def test_a_lost_session_is_told_from_others_that_are_not_there(
     assert told.times == 1
     (line,) = [one.getMessage() for one in caplog.records if one.levelno == logging.ERROR]
     assert line.endswith("4 changes that this server had acknowledged are gone, of 4 sessions")
+
+
+async def test_a_change_that_another_overtakes_counts_from_when_it_is_made(
+    past: Past, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(past.redis) as (store, told):
+        overtaken, call = asyncio.Event(), store._link.call_durably
+
+        async def late(script: RedisScript, keys: list[str], args: list[object]) -> list[object]:
+            await overtaken.wait()
+            return await call(script, keys, args)
+
+        monkeypatch.setattr(store._link, "call_durably", late)
+        slow = asyncio.create_task(create(store, NEW))
+        await asyncio.sleep(0.1)
+        monkeypatch.setattr(store._link, "call_durably", call)
+        await create(store, OLD)
+        past.keep()
+        overtaken.set()
+        await slow
+        past.return_to()
+        assert await reason(store.load(NEW)) == "HISTORY_REGRESSED" and told.times == 1
+        await store.load(OLD)
 
 
 @pytest.mark.fault(42)
