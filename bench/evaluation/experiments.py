@@ -170,7 +170,7 @@ def _systems(scale: Scale) -> Iterable[Experiment]:
         (peer("vLLM prefix caching", "--enable-prefix-caching"), lambda rates: rates.device),
         (
             peer("vLLM CPU offload", "--enable-prefix-caching", host_gib=scale.host_bytes / GIB),
-            lambda rates: rates.both,
+            lambda rates: rates.offload or rates.both,
         ),
     )
     models = {"13b": ("gqa", scale.shape(scale.gqa_heads)), "opt13b": ("opt", scale.opt)}

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pensieve.replay.load.generators import CHATS
 from pensieve.replay.load.run_in import ENDED_SHARE
 
-HISTORY_S, ANSWER_S = 0.055, 3.0
-"""Guesses: to compute the history of a conversation; and for an answer."""
+HISTORY_S, ANSWER_S = 0.03, 3.0
+"""Guesses, rather too long: to compute the history of a conversation; and for an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,8 @@ class Rates:
     none: tuple[float, ...]
     """Rates for systems that keep it nowhere: two are enough, since how much has to be computed does not depend on the
     rate."""
+    offload: tuple[float, ...] = ()
+    """Rates for a peer with host memory, where it carries less than what ``both`` has."""
 
 
 @dataclass(frozen=True, slots=True)

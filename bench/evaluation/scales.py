@@ -46,8 +46,8 @@ FULL = Scale(
     serve=("--device", "cuda", "--dtype", "bfloat16", "--max-running", "512", "--max-batch-tokens", "8192"),
     device_tier="40GiB", host_tier="32GiB", device_bytes=40 * GIB, host_bytes=32 * GIB,
     rates={
-        ("gqa", "sharegpt"): Rates((26, 20, 23), (18, 13, 15), (10, 7)),
-        ("gqa", "ultrachat"): Rates((33, 25, 29), (26, 19, 23), (19, 13)),
+        ("gqa", "sharegpt"): Rates((26, 20, 23), (17, 15, 13), (7, 10), (20, 17, 23)),
+        ("gqa", "ultrachat"): Rates((33, 25, 29), (26, 22, 19), (13, 19), (24, 27, 21)),
         ("opt", "sharegpt"): Rates((13, 9, 16), (13, 9, 16), (12, 8)),
         ("opt", "ultrachat"): Rates((12, 8, 15), (12, 8, 14), (11, 7)),
     },
