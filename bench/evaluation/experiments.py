@@ -49,8 +49,8 @@ PRESSED_THINK_S = 150.0
 limit, whatever the policy; with this a fifth to a third (in simulation, steady)."""
 CHUNK_TOKENS = (8, 16, 32, 64, 128, 256)
 KV_HEADS = {40: (9, 6), 20: (16, 12), 10: (26, 20, 23), 8: (26, 23)}
-"""KV heads → turns/s; with as many KV heads as queries have, the tiers hold a quarter of the tokens. The lines of 10 are
-lines of ``systems-13b-sharegpt``."""
+"""KV heads → turns/s; with as many KV heads as queries have, the tiers hold a quarter of the tokens. The lines of 10
+are lines of ``systems-13b-sharegpt``."""
 DEFAULTS = EngineTuning()
 NO_HOST_TIER = ("--host-cache", "0")
 STATELESS = ("--stateless", *NO_HOST_TIER)

@@ -139,7 +139,11 @@ def test_the_default_is_measured_once() -> None:
     ablations = [name for name in found if name.startswith("ablate-")]
     jobs = planning().jobs_for([(name, line) for name in ablations for line in found[name].lines])
     *others, default = sorted((job.uses for job in jobs), key=len)
-    assert {name for name, _ in default} == set(ablations) - {"ablate-tiers", "ablate-policy", "ablate-kv-heads"}
+    assert {name for name, _ in default} == set(ablations) - {
+        "ablate-tiers",
+        "ablate-policy",
+        "ablate-kv-heads",
+    }
     shared = {tuple(sorted(name for name, _ in uses)) for uses in others if len(uses) > 1}
     assert shared == {
         ("ablate-kv-heads", "ablate-tiers"),
