@@ -142,25 +142,30 @@ class Steps:
     """A model, its pages, and the steps of one context length that are timed on it."""
 
     def __init__(
-        self, folder: Path, device: str, dtype: torch.dtype, context: int, batches: tuple[int, ...]
-    ) -> None:
-        """``batches``: of the steps that there will be."""
+        self, folder: Path, device: str, dtype: torch.dtype, context: int, batches: tuple[int, ...],
+        kinds: tuple[StepKind, ...] = (StepKind.NARROW,),
+    ) -> None:  # fmt: skip
+        """``batches``: tokens of the steps that there will be, and ``kinds``: of what kinds."""
         self.arch = load_arch(folder)
         self.device, self.context = torch.device(device), context
         weights = load_weights(folder, self.arch, dtype=dtype, device=device, load_format="dummy")
         self.layers = weights.layers
         self._weights = weights
         arch, most = self.arch, max(*batches, 2)
-        pages = most * -(-context // CHUNK)
-        shape = (arch.num_layers, pages, 2, arch.num_kv_heads, CHUNK, arch.head_dim)
+        self.pages = most * -(-context // CHUNK)
+        shape = (arch.num_layers, self.pages, 2, arch.num_kv_heads, CHUNK, arch.head_dim)
         self._pool = torch.empty(shape, dtype=dtype, device=device)
         for layer in self._pool:
             layer.normal_()
         heads = arch.num_heads + 2 * arch.num_kv_heads
         qkv = torch.empty(1, heads, arch.head_dim, dtype=dtype, device=device)
-        self._geometry = geometry_of(qkv[:, : arch.num_heads], self._pool[0])
-        rows = max(self._capacity(size).partial_rows for size in (*batches, *map(other_size, batches)))
-        self.scratch = Scratch(rows, self._geometry, self.device)
+        self.geometry = geometry_of(qkv[:, : arch.num_heads], self._pool[0])
+        rows = max(
+            self.capacity(size, kind).partial_rows
+            for size in (*batches, *map(other_size, batches))
+            for kind in kinds
+        )
+        self.scratch = Scratch(rows, self.geometry, self.device)
         self._stream = torch.cuda.Stream() if self.on_gpu else None
         self._memory = torch.cuda.graph_pool_handle() if self.on_gpu else None
         self._kept = (
@@ -189,14 +194,18 @@ class Steps:
 
     def made(self, way: Way, size: int) -> Callable[[], None]:
         """What runs the step of ``size`` decodes that way."""
+        return self.program(way, self.batch(size), size, StepKind.NARROW)
+
+    def program(self, way: Way, batch: CudaBatch, tokens: int, kind: StepKind) -> Callable[[], None]:
+        """What runs a step that way, in a program for so many tokens."""
         sampled, logits, finite = self._kept
         shared = Shared(
             model=way.model(self.arch, self._weights, triton_ops()), pool=self._pool, wait=lambda layer: None,
-            sampled=sampled, logits=logits, finite=finite, scratch=self.scratch, geometry=self._geometry,
+            sampled=sampled, logits=logits, finite=finite, scratch=self.scratch, geometry=self.geometry,
         )  # fmt: skip
-        batch = self.batch(size)
+        samples = min(tokens, len(sampled))
         program = StepProgram(
-            shared, Size(size, size, len(batch.pages), StepKind.NARROW, self._capacity(size))
+            shared, Size(tokens, samples, len(batch.pages), kind, self.capacity(tokens, kind))
         )
         staging = torch.zeros(program.words, dtype=torch.int32, pin_memory=self.on_gpu)
         words = program.pack(batch, staging.numpy())
@@ -216,13 +225,13 @@ class Steps:
 
         return run
 
-    def _capacity(self, size: int) -> Capacity:
+    def capacity(self, tokens: int, kind: StepKind) -> Capacity:
         """As the worker's graphs have it: for contexts of any length."""
-        return capacity_for(StepKind.NARROW, size, size, self.arch.context_limit, self._geometry)
+        return capacity_for(kind, tokens, tokens, self.arch.context_limit, self.geometry)
 
     def merges(self, size: int) -> int:
         """Rows that the pieces of a step are merged for, for each KV head."""
-        geometry = self._geometry
+        geometry = self.geometry
         work = make_work_lists(self.batch(size).spans, size, geometry, geometry.tiles, StepKind.NARROW)
         return len(work.merges)
 
