@@ -27,6 +27,7 @@ are compared at equal latency.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -129,14 +130,16 @@ def pensieve(scale: Scale, name: str, *arguments: str) -> System:
     return System(name, command, scale.start_up_s[0], host_bytes=host_bytes)
 
 
-def vllm(scale: Scale, name: str, *arguments: str, host_gib: float = 0.0) -> System:
+def vllm(scale: Scale, name: str, *arguments: str, host_gib: float = 0.0, lazy: bool = False) -> System:
     """``vllm serve`` with as much KV memory as Pensieve, the same limits of a batch, and tokens in and out as ids.
 
-    The development mode lets the replay empty the prefix cache between two rates.
+    The development mode lets the replay empty the prefix cache between two rates. ``lazy``: see ``_lazy_offload``.
     """
-    offload = (
-        ("--kv-offloading-size", f"{host_gib:g}", "--kv-offloading-backend", "native") if host_gib else ()
-    )
+    offload: tuple[str, ...] = ()
+    if host_gib:
+        offload = ("--kv-offloading-size", f"{host_gib:g}", "--kv-offloading-backend", "native")
+    if lazy:
+        offload = _lazy_offload(round(host_gib * GIB))
     command = (
         "vllm", "serve", "{model}", "--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "{context}",
         "--max-num-seqs", "512", "--max-num-batched-tokens", "8192", "--kv-cache-memory-bytes",
@@ -146,6 +149,19 @@ def vllm(scale: Scale, name: str, *arguments: str, host_gib: float = 0.0) -> Sys
     start_up_s = scale.start_up_s[1] + (OFFLOAD_COMPILE_S + OFFLOAD_PIN_S * host_gib if host_gib else 0.0)
     environment = (("VLLM_SERVER_DEV_MODE", "1"),)
     return System(name, command, start_up_s, "http://127.0.0.1:{port}", environment, round(host_gib * GIB))
+
+
+def _lazy_offload(host_bytes: int) -> tuple[str, ...]:
+    """vLLM's other connector, which copies out what is about to be evicted.
+
+    The one that ``--kv-offloading-size`` takes copies all that is computed at once, and evicts from both tiers by the
+    same order: a host tier that is smaller than the device's then has little that the device has not.
+    """
+    extra = {"cpu_bytes_to_use": host_bytes, "lazy_offload": True}
+    config = {
+        "kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra,
+    }  # fmt: skip
+    return ("--kv-transfer-config", json.dumps(config).replace("{", "{{").replace("}", "}}"))
 
 
 def _workload(
@@ -172,6 +188,10 @@ def _systems(scale: Scale) -> Iterable[Experiment]:
         (
             peer("vLLM CPU offload", "--enable-prefix-caching", host_gib=scale.host_bytes / GIB),
             lambda rates: rates.offload or rates.both,
+        ),
+        (
+            peer("vLLM lazy offload", "--enable-prefix-caching", host_gib=scale.host_bytes / GIB, lazy=True),
+            lambda rates: rates.both,
         ),
     )
     models = {"13b": ("gqa", scale.shape(scale.gqa_heads)), "opt13b": ("opt", scale.opt)}

@@ -229,7 +229,11 @@ def without_folders(text: str) -> str:
 
 def _shown(system: System) -> str:
     """The system's command line as the table has it: names stand for folders and ports."""
-    return " ".join([*(f"{name}={value}" for name, value in system.environment), *system.command])
+    words = [
+        *(f"{name}={value}" for name, value in system.environment),
+        *(shlex.quote(word) if " " in word else word for word in system.command),
+    ]
+    return " ".join(words).replace("{{", "{").replace("}}", "}")
 
 
 def _portable(command: Sequence[str]) -> str:
