@@ -6,15 +6,27 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, Self
 
 from pensieve.lifeline import ended_how
 from pensieve.logs import stderr_writer
 
+CHILDREN: Final[set[int]] = set()
+"""The ids of the processes that this one started and for which somebody here waits: nobody else takes their status."""
 _LAST_LINE_BYTES: Final = 4096
 _STDERR_PATIENCE_S: Final = 1.0
+
+
+@contextlib.contextmanager
+def waited_for(pid: int) -> Iterator[None]:
+    """The block starts right after the process, and waits for its end."""
+    CHILDREN.add(pid)
+    try:
+        yield
+    finally:
+        CHILDREN.discard(pid)
 
 
 class ChildProcess:
@@ -23,6 +35,7 @@ class ChildProcess:
     def __init__(
         self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
+        CHILDREN.add(process.pid)  # as long as nobody has got its status
         self._process = process
         self._reader = reader
         self._writer = writer
@@ -91,6 +104,7 @@ class ChildProcess:
             except TimeoutError:
                 self.kill()
             status = await self._process.wait()
+            CHILDREN.discard(self.pid)
             # A grandchild may keep the pipe open; what the process itself wrote has been read by then.
             await asyncio.wait({self._stderr_task}, timeout=_STDERR_PATIENCE_S)
         finally:
