@@ -1,4 +1,4 @@
-"""The fake engine with a process of its own beside it, as ranks and compilers are. That one ends when its engine has."""
+"""The fake engine with a process of its own beside it, as ranks and compilers are. It ends when its engine has."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 from pensieve.config import EngineOptions
 from support.engine import fake_engine
 
-BUILDER = "support.engine.with_helper:build"
+BUILDER = "support.faults.with_helper:build"
 _helpers: list[subprocess.Popen[bytes]] = []
 
 

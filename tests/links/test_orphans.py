@@ -12,8 +12,8 @@ from pathlib import Path
 
 from pensieve.server.child import CHILDREN
 from pensieve.server.links.process_link import ProcessLink
-from support.engine import with_helper
 from support.engine.fake_engine import BUILDER, Script, options
+from support.faults import with_helper
 from support.processes import alive, children, until
 from support.service.server_process import launched
 
