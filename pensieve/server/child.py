@@ -7,10 +7,9 @@ import contextlib
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Final, Self
 
-from pensieve.lifeline import ended_how
+from pensieve.lifeline import ended_how, is_stopped
 from pensieve.logs import stderr_writer
 
 CHILDREN: Final[set[int]] = set()
@@ -81,12 +80,7 @@ class ChildProcess:
 
     def is_stopped(self) -> bool:
         """Whether somebody has stopped the process, as SIGSTOP and debuggers do."""
-        try:
-            # The name in parentheses may hold anything; the state follows it.
-            status = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2]
-        except OSError:
-            return False
-        return status.split()[0] in ("T", "t")
+        return is_stopped(self.pid)
 
     async def was_killed(self, patience_s: float) -> bool:
         """Whether somebody else killed the process. Waits up to ``patience_s`` for its status; False without one."""

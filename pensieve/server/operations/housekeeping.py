@@ -10,10 +10,10 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Final
 
 from pensieve.errors import PensieveError
+from pensieve.lifeline import process_fields
 from pensieve.store import HistoryStore
 
 log = logging.getLogger(__name__)
@@ -77,11 +77,6 @@ def _zombies() -> set[tuple[int, str]]:
             return set()
     except ChildProcessError:  # no children at all
         return set()
-    found = set()
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it is gone by now
-            # The name in parentheses may hold anything; state and parent follow it.
-            fields = file.read_text().rpartition(")")[2].split()
-            if fields[0] == "Z" and int(fields[1]) == os.getpid():
-                found.add((int(file.parent.name), fields[19]))
-    return found
+    processes = ((pid, process_fields(pid)) for pid in map(int, filter(str.isdigit, os.listdir("/proc"))))
+    ended = ["Z", str(os.getpid())]  # state and parent
+    return {(pid, fields[19]) for pid, fields in processes if fields[:2] == ended}
