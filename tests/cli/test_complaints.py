@@ -156,3 +156,16 @@ def test_errors_of_run_time_are_told_behind_the_name_of_the_command(
         )  # fmt: skip
     assert done.returncode == code
     assert done.stderr.startswith(line), done.stderr
+
+
+def test_a_report_that_cannot_be_written_is_told_behind_the_name_of_the_command(files: Path) -> None:
+    trace, report, wrong = files / "trace.jsonl", files / "report.json", files / "file" / "x"
+    simulate = ["simulate", trace, "--rate", "1", "--think-time", "1", "--policy", "lru", "--json", report]
+    subprocess.run([PENSIEVE, *simulate], capture_output=True, timeout=60, check=True)
+    for option in ("--json", "--html", "--plots"):
+        done = subprocess.run(
+            [PENSIEVE, "replay", "compare", report, option, wrong],
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        line = f"pensieve replay compare: cannot write {wrong}: Not a directory\n"
+        assert (done.returncode, done.stderr) == (1, line)
