@@ -4,6 +4,8 @@ Two ways. ``die_with_parent``: the kernel kills the child when the *thread* that
 child is in. ``end_with``: the child reads a pipe whose other end only its parent holds, so that any thread may start
 it, and ends as it does at SIGTERM.
 
+Beside them: what can be told of a process from outside (``ended_how``, ``is_stopped``).
+
 Run as a script, this file becomes another program, which gets SIGTERM when its parent ends::
 
     python -I -S lifeline.py PARENT PROGRAM ARGUMENT...
@@ -18,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -52,6 +55,23 @@ def ended_how(status: int) -> str:
     if status == -signal.SIGKILL:
         return "signal 9 (killed by somebody, or by the kernel for want of memory)"
     return f"signal {-status}" if status < 0 else f"status {status}"
+
+
+def process_fields(pid: int) -> list[str]:
+    """What /proc says of a process, from its state on: ``man 5 proc_pid_stat``, the third field and those behind it.
+
+    Empty when the process is gone, or where there is no /proc.
+    """
+    try:
+        # The name in parentheses may hold anything; the state follows it.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether somebody has stopped the process, as SIGSTOP and debuggers do."""
+    return process_fields(pid)[:1] in (["T"], ["t"])
 
 
 def end_with(fd: int, patience_s: float = END_PATIENCE_S) -> None:

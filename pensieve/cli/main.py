@@ -1,6 +1,6 @@
 """The ``pensieve`` command. Each subcommand's module is imported when it is asked for: ``--help`` costs no torch.
 
-Exit codes: 0 done, 1 failed, 2 a bad option (one line on stderr), 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 a bad option, 130 interrupted. stderr has what is wrong, behind the command's name.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import click
 
 from pensieve import __version__, extras
 from pensieve.cli import environment
+from pensieve.cli.blame import Blame, BlamedContext, blamed
 from pensieve.lifeline import end_with
 from pensieve.options import serve as options
+from pensieve.options.complaints import complain
 from pensieve.options.groups import GROUPS, GroupedCommand
 
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -70,20 +72,25 @@ LAZY: Final[dict[str, tuple[str, str, str]]] = {
 class LazyGroup(click.Group):
     """A group that imports a subcommand's module only to run it or to show its own help."""
 
+    context_class = BlamedContext
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted([*super().list_commands(ctx), *LAZY])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        command = self._load(cmd_name) if cmd_name in LAZY else super().get_command(ctx, cmd_name)
+        command = self._load(ctx, cmd_name) if cmd_name in LAZY else super().get_command(ctx, cmd_name)
         if command is not None:
             environment.name_variables(command, cmd_name)
+            blamed(command)
         return command
 
-    def _load(self, cmd_name: str) -> click.Command:
+    def _load(self, ctx: click.Context, cmd_name: str) -> click.Command:
         module, attribute, _ = LAZY[cmd_name]
         try:
             command = getattr(importlib.import_module(module), attribute)
         except ImportError as error:
+            if isinstance(ctx.obj, Blame):
+                ctx.obj.take(error, f"{ctx.command_path} {cmd_name}")
             raise cannot_load(f"`pensieve {cmd_name}`", error) from error
         assert isinstance(command, click.Command), f"{module}.{attribute} is no click command"
         return command
@@ -94,17 +101,8 @@ class LazyGroup(click.Group):
         name, command, rest = super().resolve_command(ctx, args)
         if name is not None and command is not None:
             for line in environment.misspelt(command, name):
-                click.echo(f"pensieve {name}: {line}", err=True)
+                complain(line, f"{ctx.command_path} {name}")
         return name, command, rest
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except ImportError as error:  # some commands find out late what they need
-            line = extras.missing_extra(error)
-            if line is None:
-                raise
-            raise click.UsageError(line, _named(ctx)) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         rows = [
@@ -122,12 +120,6 @@ def cannot_load(what: str, error: ImportError) -> ImportError | click.ClickExcep
     if extras.missing_extra(error) is not None:
         return error
     return click.ClickException(f"cannot load {what}: {error}; `pensieve doctor` shows what is missing")
-
-
-def _named(ctx: click.Context) -> click.Context:
-    """A context that prints as the subcommand."""
-    name = ctx.invoked_subcommand or ""
-    return click.Context(click.Command(name), parent=ctx, info_name=name)
 
 
 @click.group(
@@ -214,23 +206,29 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     _open_standard_files()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character gets "?"
+    blame = Blame()
     try:
-        code = cli.main(args=arguments, prog_name="pensieve", standalone_mode=False)
+        code = cli.main(args=arguments, prog_name="pensieve", standalone_mode=False, obj=blame)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(error.exit_code)
     except click.ClickException as error:
-        context = getattr(error, "ctx", None)
         variable = environment.variable_at_fault(error)
         message = f"{variable}: {error.message}" if variable else error.format_message()
-        click.echo(f"{context.command_path if context else 'pensieve'}: {message}", err=True)
+        complain(message, blame.command(error))
         sys.exit(error.exit_code)
+    except ImportError as error:  # some commands find out late what they need
+        line = extras.missing_extra(error)
+        if line is None:
+            raise
+        complain(line, blame.command(error))
+        sys.exit(2)
     except click.Abort:
         sys.exit(130)
     except OSError as error:
         if error.errno not in _NO_ROOM or error.filename is not None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still to be written fails no more
-        click.echo(f"pensieve: what was to be said could not be written: {error.strerror}", err=True)
+        complain(f"what was to be said could not be written: {error.strerror}", blame.command(error))
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)

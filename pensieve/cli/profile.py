@@ -30,7 +30,8 @@ def _measure_with_progress(running: Prober, longest: int, chunk_tokens: int, rep
     steps = (longest // chunk_tokens).bit_length()
     points: list[CostPoint] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("context", total=steps)
         for point in running.measure(longest, repeats):
             points.append(point)

@@ -14,6 +14,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from pensieve.options.complaints import complain
 from pensieve.options.groups import GroupedCommand
 from pensieve.replay.groups import GROUPS
 from pensieve.replay.load.generators import generate
@@ -274,12 +275,12 @@ def _plans(
 def _say_what_is_wrong(report: dict[str, Any]) -> None:
     for entry in report["unreached"]:
         trouble = "cannot be reached" if entry["run"] is None else f"was lost in run {entry['run']}"
-        click.echo(f"{entry['target']} {trouble}: {entry['error']}", err=True)
+        complain(f"{entry['target']} {trouble}: {entry['error']}")
     for summary in report["targets"]:
         if summary["window"]["steady"] is False:
-            click.echo(f"{summary['target']}, run {summary['run']}: the load was not steady", err=True)
+            complain(f"{summary['target']}, run {summary['run']}: the load was not steady")
     if not report["valid"]:
-        click.echo("No results: the client was too late, so what it saw is not the servers' doing.", err=True)
+        complain("no results: the client was too late, so what it saw is not the servers' doing")
         for reason in report["invalid_reasons"]:
             click.echo(f"  {reason}", err=True)
         click.echo(

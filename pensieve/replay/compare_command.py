@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from pensieve.replay.parameters import FILE, OUTPUT, OUTPUT_FOLDER, wide_console
+from pensieve.replay.parameters import FILE, OUTPUT, OUTPUT_FOLDER, wide_console, writing
 from pensieve.replay.presentation.compare import NotAReport, comparison, names_of, read_report
 from pensieve.replay.presentation.html import write_html
 from pensieve.replay.presentation.plots import write_plots
@@ -41,8 +41,11 @@ def compare(
     show_curves(reports, names, wide_console(), latency_s)
     if json_file is not None:
         text = json.dumps(comparison(reports, names, latency_s), indent=1, allow_nan=False)
-        json_file.write_text(text + "\n", encoding="utf-8")
+        with writing(json_file):
+            json_file.write_text(text + "\n", encoding="utf-8")
     if html_file is not None:
-        write_html(reports, html_file, names, latency_s)
+        with writing(html_file):
+            write_html(reports, html_file, names, latency_s)
     if plots_folder is not None:
-        write_plots(reports, plots_folder, names, latency_s)
+        with writing(plots_folder):
+            write_plots(reports, plots_folder, names, latency_s)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -49,6 +50,15 @@ def numbers(
     return convert
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """While ``path`` is written. Raises ClickException, which names it, when it cannot be."""
+    try:
+        yield
+    except OSError as error:
+        raise click.ClickException(f"cannot write {error.filename or path}: {error.strerror}") from error
+
+
 @dataclass(frozen=True, slots=True)
 class Outputs:
     """The files that a report is written to."""
@@ -65,17 +75,20 @@ class Outputs:
             plots.require()
 
     def write(self, report: Mapping[str, Any], *, draw: bool = True) -> None:
-        """Write what was asked for; without ``draw`` only the numbers. Raises OSError."""
+        """Write what was asked for; without ``draw`` only the numbers. Raises ClickException."""
         if self.json_file is not None:
-            self.json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            with writing(self.json_file):
+                self.json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         if not (draw and self._drawn):
             return
         from pensieve.replay.presentation import html, plots  # matplotlib takes a second to import
 
         if self.html_file is not None:
-            html.write_html([report], self.html_file)
+            with writing(self.html_file):
+                html.write_html([report], self.html_file)
         if self.plots_folder is not None:
-            plots.write_plots([report], self.plots_folder)
+            with writing(self.plots_folder):
+                plots.write_plots([report], self.plots_folder)
 
     @property
     def _drawn(self) -> bool:

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import gc
 import hashlib
-import importlib.util
 import logging
 import os
 import resource
@@ -19,7 +18,6 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -35,12 +33,14 @@ from pensieve.model.arch import ModelError
 from pensieve.model.fingerprint import model_fingerprint
 from pensieve.model.folder import load_generation
 from pensieve.model.resolve import display_name, resolve_model
+from pensieve.options.complaints import complain
 from pensieve.options.serve import ServeOptions
+from pensieve.server.child import CHILDREN
 from pensieve.server.conversations import Conversations
 from pensieve.server.gateway.keeper import GatewayError
 from pensieve.server.links.process_link import ProcessLink
 from pensieve.server.operations.health import HealthMonitor
-from pensieve.server.operations.housekeeping import purge_forever, watch_lag
+from pensieve.server.operations.housekeeping import purge_forever, reap_orphans, watch_lag
 from pensieve.server.operations.manager import ManagerLink
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.operations.recording import TraceRecorder, header, open_recorder
@@ -56,7 +56,7 @@ from pensieve.server.ports import Ports
 from pensieve.server.rpc.door import Door
 from pensieve.server.rpc.grpc_server import BindError
 from pensieve.server.settings import TurnSettings
-from pensieve.server.tasks import end_task
+from pensieve.server.tasks import end_task, loop_factory
 from pensieve.server.values import TurnEnd
 from pensieve.store import HistoryStore, open_store
 from pensieve.store.records import SamplingDefaults
@@ -180,7 +180,11 @@ class App:
         ports.bind(self._conversations, self._monitor)
         await self._monitor.start()
         self._stack.push_async_callback(self._monitor.stop)
-        for name, work in (("purge", purge_forever(store)), ("lag", watch_lag(self._metrics.processes.lag))):
+        for name, work in (
+            ("purge", purge_forever(store)),
+            ("lag", watch_lag(self._metrics.processes.lag)),
+            ("orphans", reap_orphans(CHILDREN)),
+        ):
             self._stack.push_async_callback(end_task, asyncio.create_task(work, name=name))
         page = self._page(store, door, ports)
         self._stack.push_async_callback(page.close)
@@ -283,14 +287,6 @@ def _explained(error: BaseException) -> BaseException:
     return error
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's event loop where that package is installed, else asyncio's own: the same, at about a fifth more cost."""
-    if importlib.util.find_spec("uvloop") is None:
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = importlib.import_module("uvloop").new_event_loop
-    return factory
-
-
 async def _serve(options: ServeOptions, builder: str) -> None:
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(QuietAccepts())
@@ -342,9 +338,9 @@ def run(options: ServeOptions, *, builder: str = DEFAULT_BUILDER) -> int:
     configure_logging(level=options.log_level, json_lines=options.log_json)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(_serve(options, builder))
     except StartError as error:
-        print(f"pensieve serve: {error}", file=sys.stderr)
+        complain(str(error), "pensieve serve")
         return error.status
     return 0

@@ -6,15 +6,26 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final, Self
 
-from pensieve.lifeline import ended_how
+from pensieve.lifeline import ended_how, is_stopped
 from pensieve.logs import stderr_writer
 
+CHILDREN: Final[set[int]] = set()
+"""The ids of the processes that this one started and for which somebody here waits: nobody else takes their status."""
 _LAST_LINE_BYTES: Final = 4096
 _STDERR_PATIENCE_S: Final = 1.0
+
+
+@contextlib.contextmanager
+def waited_for(pid: int) -> Iterator[None]:
+    """The block starts right after the process, and waits for its end."""
+    CHILDREN.add(pid)
+    try:
+        yield
+    finally:
+        CHILDREN.discard(pid)
 
 
 class ChildProcess:
@@ -23,6 +34,7 @@ class ChildProcess:
     def __init__(
         self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
+        CHILDREN.add(process.pid)  # as long as nobody has got its status
         self._process = process
         self._reader = reader
         self._writer = writer
@@ -68,12 +80,7 @@ class ChildProcess:
 
     def is_stopped(self) -> bool:
         """Whether somebody has stopped the process, as SIGSTOP and debuggers do."""
-        try:
-            # The name in parentheses may hold anything; the state follows it.
-            status = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2]
-        except OSError:
-            return False
-        return status.split()[0] in ("T", "t")
+        return is_stopped(self.pid)
 
     async def was_killed(self, patience_s: float) -> bool:
         """Whether somebody else killed the process. Waits up to ``patience_s`` for its status; False without one."""
@@ -91,6 +98,7 @@ class ChildProcess:
             except TimeoutError:
                 self.kill()
             status = await self._process.wait()
+            CHILDREN.discard(self.pid)
             # A grandchild may keep the pipe open; what the process itself wrote has been read by then.
             await asyncio.wait({self._stderr_task}, timeout=_STDERR_PATIENCE_S)
         finally:

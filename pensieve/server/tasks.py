@@ -1,8 +1,18 @@
-"""The end of background tasks."""
+"""The event loop of a server, and the end of its background tasks."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+from collections.abc import Callable
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's event loop where that package is installed, else asyncio's own: the same, at about a fifth more cost."""
+    if importlib.util.find_spec("uvloop") is None:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = importlib.import_module("uvloop").new_event_loop
+    return factory
 
 
 async def end_task(task: asyncio.Task[None]) -> None:

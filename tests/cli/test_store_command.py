@@ -175,7 +175,7 @@ def test_words_that_find_no_room_are_one_line_and_code_1(path: Path, options: li
         )
     assert (done.returncode, done.stderr) == (
         1,
-        "pensieve: what was to be said could not be written: No space left on device\n",
+        "pensieve store backup: what was to be said could not be written: No space left on device\n",
     )
     assert file.exists()
 

@@ -21,7 +21,6 @@ from grpc import aio
 from pensieve.config import EngineOptions
 from pensieve.engine.engine import Engine
 from pensieve.server.conversations import Conversations
-from pensieve.server.links.inprocess_link import InProcessLink
 from pensieve.server.operations.health import HealthMonitor
 from pensieve.server.rpc.admin_service import AdminService
 from pensieve.server.rpc.auth import Authenticator
@@ -43,6 +42,7 @@ from support.faults.fault_client import (
     may_try_again,
 )
 from support.faults.fault_engine import build
+from support.service.inprocess_link import InProcessLink
 from support.service.server_process import model_folder
 
 LANES = 5

@@ -170,7 +170,7 @@ def test_a_server_that_dies_at_work_is_recorded_and_the_others_go_on(
     assert (lost["target"], lost["run"]) == ("dying", 0)
     assert "DIED" in lost["error"] and "ended with status 7" in lost["error"]
     assert lost["error"].splitlines()[-1] == "CUDA error: gone"
-    assert "was lost in run 0" in result.output and "CUDA error: gone" in result.output
+    assert "replay: dying was lost in run 0" in result.output and "CUDA error: gone" in result.output
     (summary,) = report["targets"]
     assert summary["target"] == "living" and summary["turns"] == {"completed": 3, "failed": 0, "skipped": 0}
 

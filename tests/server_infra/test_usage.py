@@ -17,13 +17,13 @@ from pensieve.engine.cache.chunk import NOWHERE, Chunk
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import Report, Stats
 from pensieve.errors import Unavailable
-from pensieve.server.links.inprocess_link import InProcessLink
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.tenants import TenantLimits, TenantTable
 from pensieve.store import TenantUsage
 from pensieve.store.memory_store import MemoryStore
 from pensieve.v1 import pensieve_pb2 as pb
 from support.engine.hash_engine import build
+from support.service.inprocess_link import InProcessLink
 from support.service.service_rig import Rig, refusal, serving, spec, uid
 
 SIZE = 8

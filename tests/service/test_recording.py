@@ -26,7 +26,6 @@ from pensieve.replay.records import RunOptions, TurnRecord
 from pensieve.replay.targets.base import AskedTurn, OnTokens
 from pensieve.replay.targets.grpc_target import PensieveTarget
 from pensieve.server.conversations import Conversations
-from pensieve.server.links.inprocess_link import InProcessLink
 from pensieve.server.operations.recording import SCHEMA, header, open_recorder
 from pensieve.server.rpc.grpc_server import make_server
 from pensieve.server.rpc.interceptor import Interceptor
@@ -36,6 +35,7 @@ from pensieve.store.memory_store import MemoryStore
 from pensieve.tokenizer import ChatTokenizer
 from pensieve.v1 import pensieve_pb2_grpc
 from support.engine.hash_engine import build
+from support.service.inprocess_link import InProcessLink
 from support.service.server_process import model_folder
 from support.service.service_rig import TenantHeader
 

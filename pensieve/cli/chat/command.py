@@ -24,6 +24,7 @@ from pensieve.cli.untrusted import clean
 from pensieve.client import Client, RetryPolicy, Session
 from pensieve.client import SamplingOptions as Sampling
 from pensieve.errors import InvalidArgument, PensieveError
+from pensieve.options.complaints import complain
 from pensieve.options.completion import models
 from pensieve.options.serve import state_directory
 from pensieve.own_server import OwnServer
@@ -142,7 +143,7 @@ def _talk(loop: ChatLoop, again: list[str]) -> None:
 
 def _say_why(own: OwnServer) -> None:
     if own.failure:
-        click.echo(f"the server could not be started again: {own.failure}", err=True)
+        complain(f"the server could not be started again: {own.failure}")
 
 
 def _resume_line(

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Final, NoReturn
 
 import msgspec
@@ -23,7 +22,7 @@ import msgspec
 from pensieve.config import EngineOptions
 from pensieve.debug import child_environment
 from pensieve.engine.process.host import LAST_WORDS
-from pensieve.lifeline import ended_how
+from pensieve.lifeline import ended_how, is_stopped
 from pensieve.logs import writes_json
 
 LEAVE_PATIENCE_S: Final = 3.0
@@ -111,7 +110,7 @@ class Crew:
                     self._end(rank, status)
                 looker.unregister(handle)
             for rank, process in self._processes.items():
-                stopped[rank] = stopped[rank] + 1 if _is_stopped(process.pid) else 0
+                stopped[rank] = stopped[rank] + 1 if is_stopped(process.pid) else 0
                 if stopped[rank] >= STOPPED_LOOKS:
                     self._end(rank, -signal.SIGKILL, "was stopped (SIGSTOP, a debugger)")
         for handle in handles:
@@ -127,12 +126,3 @@ class Crew:
             # Somebody killed it: nothing that the engine was asked to do is to blame, and so it is told.
             os.kill(os.getpid(), signal.SIGKILL)
         os._exit(1)
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether somebody has stopped the process, as SIGSTOP and debuggers do."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
-    except OSError:
-        return False
-    return status.split()[0] in ("T", "t")

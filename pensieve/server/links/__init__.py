@@ -1,4 +1,4 @@
-"""Links to an engine: in a process of its own, which is supervised, or in a thread for tests.
+"""Links to an engine: in a process of its own, which is supervised.
 
 May import: config, core, debug, engine.messages, engine.process, errors, frames, logs, server.child, server.tasks,
 server.unavailable.

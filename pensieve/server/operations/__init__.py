@@ -1,5 +1,5 @@
 """What a server does besides answering: metrics, traces, health, the admin port, recording, housekeeping.
 
-May import: config, core, engine.messages, errors, machine, pensieve, server.links, server.tasks,
+May import: config, core, engine.messages, errors, lifeline, machine, pensieve, server.links, server.tasks,
 server.values, store, tracing.
 """

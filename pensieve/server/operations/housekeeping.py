@@ -1,15 +1,19 @@
-"""Work that a server does in the background, unasked: it erases sessions whose time to live is over, and looks how late
-its event loop is.
+"""Work that a server does in the background, unasked: it erases sessions whose time to live is over, looks how late
+its event loop is, and waits for the processes that were left to it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Collection
 from typing import Final
 
 from pensieve.errors import PensieveError
+from pensieve.lifeline import process_fields
 from pensieve.store import HistoryStore
 
 log = logging.getLogger(__name__)
@@ -18,6 +22,9 @@ PURGE_INTERVAL_S: Final = 60.0
 """An expired session is unreachable at once; this is how long its content may still lie on the disk."""
 
 LAG_INTERVAL_S: Final = 0.25
+
+ORPHAN_INTERVAL_S: Final = 5.0
+"""Far longer than anybody here takes to wait for a process of its own that has ended."""
 
 
 async def purge_forever(store: HistoryStore, interval_s: float = PURGE_INTERVAL_S) -> None:
@@ -40,3 +47,36 @@ async def watch_lag(observe: Callable[[float], None], interval_s: float = LAG_IN
         due = loop.time() + interval_s
         await asyncio.sleep(interval_s)
         observe(max(0.0, loop.time() - due))
+
+
+async def reap_orphans(own: Collection[int], interval_s: float = ORPHAN_INTERVAL_S) -> None:
+    """Wait for processes that ended, are children of this one and were not started by it, until cancelled.
+
+    As process 1 of a container, a server inherits what an engine that was killed has left behind: ranks, compilers.
+    Each would stay a zombie. ``own``: the ids of children for which somebody waits, whose exit status is not taken.
+    Nor is that of a process that a library has started and is about to wait for: only what was a zombie an interval
+    ago, and still is one, counts.
+    """
+    before: set[tuple[int, str]] = set()
+    while True:
+        await asyncio.sleep(interval_s)
+        found = {zombie for zombie in _zombies() if zombie[0] not in own}
+        for pid, _ in found & before:
+            with contextlib.suppress(ChildProcessError):  # somebody has waited for it after all
+                os.waitpid(pid, os.WNOHANG)
+                log.debug("a process that was left to this one has ended", extra={"pid": pid})
+        before = found - before
+
+
+def _zombies() -> set[tuple[int, str]]:
+    """Children of this process that have ended and were not waited for: id, and when it started. Linux."""
+    if sys.platform != "linux":
+        return set()
+    try:  # Nearly always there is none, and then nobody reads /proc. WNOWAIT: this only looks.
+        if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return set()
+    except ChildProcessError:  # no children at all
+        return set()
+    processes = ((pid, process_fields(pid)) for pid in map(int, filter(str.isdigit, os.listdir("/proc"))))
+    ended = ["Z", str(os.getpid())]  # state and parent
+    return {(pid, fields[19]) for pid, fields in processes if fields[:2] == ended}

@@ -18,6 +18,7 @@ import msgspec
 
 from pensieve.debug import child_environment
 from pensieve.errors import PensieveError
+from pensieve.server.child import waited_for
 from pensieve.server.ids import session_key
 from pensieve.server.links.engine_link import EngineLink
 from pensieve.server.page.recent import KEPT_S, RecentTurns
@@ -188,13 +189,14 @@ async def _ask(order: bytes) -> bytes:
         env=child_environment(failpoints=False),
         cwd="/",  # see ``pensieve.server.child``
     )
-    try:
-        async with asyncio.timeout(LIMIT_S):
-            answer, _ = await process.communicate(order)
-        if process.returncode:
-            raise OSError("the process failed")
-        return answer
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+    with waited_for(process.pid):
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                answer, _ = await process.communicate(order)
+            if process.returncode:
+                raise OSError("the process failed")
+            return answer
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()

@@ -7,12 +7,12 @@
                  to be one: ``simulate.scenario.bound`` has the proven limit.
 
 The engine's ``Policy`` is told of past turns and how long ago a session was last active. What these know beyond that
-travels in the time that a session is released with (``stamp``). Of a chunk's several owners the one that keeps it
-longest counts for ``ttl-lru`` and ``arc``.
+travels in the time that a session is released with (``stamp``).
 """
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from typing import Final
 
@@ -31,17 +31,12 @@ Stamp = Callable[[float, float, int], float]
 """(now, time of the next turn, turns so far) → the time to release a session with."""
 
 
-class TtlLru(Policy):
-    """Recency within the time to live; what has outlived it goes before, cheapest first, of equals the longest idle."""
+class OneCounts(Policy):
+    """Of a chunk's several owners the one that keeps it longest counts: claims do not add up."""
 
-    def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:
-        recency = 1.0 / np.maximum(idle, SHORTEST_IDLE_S)
-        finite = np.where(np.isfinite(first_cost), first_cost, 0.0)
-        return np.where(idle > TTL_S, finite / (1.0 + finite) + _NO_COST_S * recency, 1.0 + recency)
-
+    @abc.abstractmethod
     def claims(self, idle: Floats, kinds: Ints) -> Floats:
         """What each session alone would count for, cost aside."""
-        return self.values(np.zeros_like(idle), np.ones_like(idle), idle, kinds)
 
     def values_and_claims(
         self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints
@@ -51,6 +46,18 @@ class TtlLru(Policy):
     @property
     def adds_up(self) -> bool:
         return False
+
+
+class TtlLru(OneCounts):
+    """Recency within the time to live; what has outlived it goes before, cheapest first, of equals the longest idle."""
+
+    def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:
+        recency = 1.0 / np.maximum(idle, SHORTEST_IDLE_S)
+        finite = np.where(np.isfinite(first_cost), first_cost, 0.0)
+        return np.where(idle > TTL_S, finite / (1.0 + finite) + _NO_COST_S * recency, 1.0 + recency)
+
+    def claims(self, idle: Floats, kinds: Ints) -> Floats:
+        return self.values(np.zeros_like(idle), np.ones_like(idle), idle, kinds)
 
     def shared_values(self, first_cost: Floats, candidates: Floats, claims: Floats) -> Floats:
         finite = np.where(np.isfinite(first_cost), first_cost, 0.0)
@@ -67,7 +74,7 @@ class Clairvoyant(Policy):
         )
 
 
-class Arc(Policy):
+class Arc(OneCounts):
     """T1: sessions with one turn, T2: those that came back. ``share`` is how much of what can be evicted T1 may be.
 
     A returning session that lost chunks is a hit in a ghost list: of T1 if it had had one turn, else of T2; ``share``
@@ -88,20 +95,10 @@ class Arc(Policy):
         return self.claims(idle, kinds)
 
     def claims(self, idle: Floats, kinds: Ints) -> Floats:
-        """What each session alone would count for, cost aside."""
         frequent = idle < -_FREQUENT / 2
         age = np.where(frequent, idle + _FREQUENT, idle)
         first = ~frequent if self._prefer_recent else frequent
         return np.where(first, 0.0, 1e6) + 1.0 / np.maximum(age, SHORTEST_IDLE_S)
-
-    def values_and_claims(
-        self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints
-    ) -> tuple[Floats, Floats]:
-        return self.values(first_cost, candidates, idle, kinds), self.claims(idle, kinds)
-
-    @property
-    def adds_up(self) -> bool:
-        return False
 
     def shared_values(self, first_cost: Floats, candidates: Floats, claims: Floats) -> Floats:
         return claims

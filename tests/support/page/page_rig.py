@@ -16,7 +16,6 @@ from pensieve.config import EngineOptions
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import SessionStrip
 from pensieve.server.conversations import Conversations
-from pensieve.server.links.inprocess_link import InProcessLink
 from pensieve.server.operations.admin_port import AdminPort
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.page.gap import GapFinder
@@ -34,6 +33,7 @@ from pensieve.store.memory_store import MemoryStore
 from pensieve.tokenizer import ChatTokenizer
 from pensieve.v1 import pensieve_pb2_grpc
 from support.engine.hash_engine import build
+from support.service.inprocess_link import InProcessLink
 from support.service.server_process import model_folder
 from support.service.service_rig import TenantHeader
 

@@ -13,10 +13,10 @@ from pensieve.config import EngineOptions
 from pensieve.engine.build import build_engine
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import Event
-from pensieve.server.links.inprocess_link import InProcessLink
 from pensieve.tokenizer import ChatTokenizer
 from support.engine.checkpoints import tiny_checkpoint
 from support.engine.hf_oracle import HfOracle
+from support.service.inprocess_link import InProcessLink
 from support.service.service_rig import Rig, serving
 from support.tokenizers_ import CHATML, byte_level, write_folder
 

@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,9 +79,12 @@ class ServerProcess:
 @contextmanager
 def launched(
     folder: Path, script: Script | None = None, *, ready: bool = True, environment: dict[str, str] | None = None,
-    builder: str = BUILDER, cwd: Path | None = None, **options: object,
+    builder: str = BUILDER, cwd: Path | None = None, begin: Callable[[], None] | None = None, **options: object,
 ) -> Iterator[ServerProcess]:  # fmt: skip
-    """Start one whose files lie in ``folder``; it is killed in the end if it still runs. ``builder``: of its engine."""
+    """Start one whose files lie in ``folder``; it is killed in the end if it still runs. ``builder``: of its engine.
+
+    ``begin``: what its process calls before it is a server.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     values: dict[str, object] = {
         "listen": "127.0.0.1:0",
@@ -97,6 +100,7 @@ def launched(
             [sys.executable, "-P", "-c", _PROGRAM, json.dumps(values), builder],
             env={**child_environment(), **(environment or {})},
             cwd=cwd,
+            preexec_fn=begin,
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,

@@ -1,7 +1,7 @@
 """The link to an engine in a thread of this process, without the isolation that a process gives.
 
-``pensieve serve`` never uses it. It is kept for tests, and for programs that embed an engine of their own. A failed
-engine is replaced as in ``process_link``. A stalled one is only reported: a thread cannot be killed.
+Tests hold the engine in their hands this way, and are quick. A failed engine is replaced as in ``process_link``. A
+stalled one is only reported: a thread cannot be killed.
 """
 
 from __future__ import annotations

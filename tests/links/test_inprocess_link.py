@@ -12,8 +12,8 @@ from pensieve.core import Hints, Sampling, SessionKey, pack_tokens
 from pensieve.engine.messages import CandidateFinished, Choose, Finished, Output
 from pensieve.errors import Internal, Unavailable
 from pensieve.server.links.engine_link import LinkState
-from pensieve.server.links.inprocess_link import InProcessLink
 from support.engine.fake_engine import FakeEngine, Script, build, options
+from support.service.inprocess_link import InProcessLink
 from support.service.listener import Listened, Listener
 
 SESSION = SessionKey("default/abc")
