@@ -37,6 +37,7 @@ def make_app(settings: DoorSettings) -> Starlette:
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
         await door.close()
+        door.bodies.close()
 
     cors = Middleware(
         CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]

@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 class Unslashed:
     """ASGI middleware: a path is served as the one without slashes at its end.
 
-    A redirect instead would lead wherever the caller's ``Host`` says, and behind a proxy that is not where it came from.
+    A redirect instead would lead wherever the caller's ``Host`` says, and behind a proxy not where it came from.
     """
 
     def __init__(self, app: ASGIApp) -> None:
