@@ -23,6 +23,7 @@ from pensieve.http.common.settings import DoorSettings
 from pensieve.http.completions import endpoint as completions
 from pensieve.http.conversations import endpoint as conversations
 from pensieve.http.metrics import HttpMetrics, Measured
+from pensieve.http.paths import Unslashed
 from pensieve.http.responses import endpoint as responses
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ def make_app(settings: DoorSettings) -> Starlette:
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
         await door.close()
+        door.bodies.close()
 
     cors = Middleware(
         CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
@@ -63,7 +65,11 @@ def make_app(settings: DoorSettings) -> Starlette:
             Route("/v1/conversations/{conversation}/items/{item}", conversations.item, methods=["GET"]),
             Route("/v1/conversations/{conversation}/items/{item}", conversations.remove, methods=["DELETE"]),
         ],
-        middleware=[Middleware(Measured, metrics), *([cors] if settings.cors_origins else [])],
+        middleware=[
+            Middleware(Measured, metrics),
+            *([cors] if settings.cors_origins else []),
+            Middleware(Unslashed),
+        ],
         exception_handlers={
             HttpFailure: _failed,
             PensieveError: _refused,
@@ -72,6 +78,7 @@ def make_app(settings: DoorSettings) -> Starlette:
         },
         lifespan=lifespan,
     )
+    app.router.redirect_slashes = False  # Also for a path that would be one with a slash: see ``Unslashed``.
     app.state.door = door
     app.state.metrics = metrics
     return app
@@ -89,7 +96,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = {404: f"no such path: {request.url.path}", 405: f"{request.method} is not for this path"}
+    message = {404: f"no such path: {request.scope['path']}", 405: f"{request.method} is not for this path"}
     failure = HttpFailure(
         error.status_code, message.get(error.status_code, error.detail), code="unknown_route"
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 
 from pensieve.client import TokenLogprob
@@ -52,6 +54,21 @@ async def test_chat_has_one_entry_for_each_token() -> None:
             {-1.0},
             {-0.5},
         ]
+
+
+async def test_the_first_chunk_of_an_answer_has_its_role_and_no_scores() -> None:
+    """OpenAI's client for Node takes it as the beginning of its own answer, and adds its scores to themselves."""
+    asked = {"model": "tiny", "messages": HI, "n": 2, "logprobs": True, "top_logprobs": 1, "stream": True}
+    node = {"user-agent": "OpenAI/JS 6.0.0", "x-stainless-lang": "js", "x-stainless-retry-count": "0"}
+    async with door() as rig, httpx.AsyncClient(base_url=rig.url, headers=node, timeout=60) as http:
+        told = (await http.post("/v1/chat/completions", json=asked)).text
+        lines = [line.removeprefix("data: ") for line in told.splitlines() if line]
+        assert lines.pop() == "[DONE]"
+        for answer in range(2):
+            choices = [one for line in lines for one in json.loads(line)["choices"] if one["index"] == answer]
+            assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+            assert choices[0]["logprobs"] is None and choices[1]["logprobs"] is not None
+            assert not any("role" in one["delta"] for one in choices[1:])
 
 
 async def test_a_token_without_text_is_an_entry_too() -> None:

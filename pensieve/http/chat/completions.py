@@ -63,6 +63,9 @@ class ChatCompletion:
                 if text is None and not scores:
                     continue
                 teller = self._teller(tellers, piece.candidate)
+                if scores and not teller.begun:
+                    # As OpenAI does: its client for Node tells scores twice that come with an answer's first chunk.
+                    yield self._chunk(piece.candidate, teller.nothing())
                 # Tokens whose text is held back, or is nobody's, are told with nothing.
                 deltas = [*teller.push(text or "")] or ([teller.nothing()] if scores else [])
                 for delta in deltas:

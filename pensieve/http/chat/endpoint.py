@@ -14,7 +14,7 @@ from pensieve.errors import DataLoss, NotFound
 from pensieve.http.chat.completions import ChatCompletion
 from pensieve.http.chat.requests import ChatRequest
 from pensieve.http.common.callers import Caller
-from pensieve.http.common.contents import Talk
+from pensieve.http.common.contents import NamedTalk, Talk
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.heads import begin, noting
 from pensieve.http.common.presence import while_there
@@ -27,28 +27,30 @@ from pensieve.http.tools.definitions import tool_use
 async def create(request: Request) -> Response:
     """Answer the last messages; the history before them is found, not computed."""
     door = HttpDoor.of(request)
-    body = await door.bodies.read(request, ChatRequest)
-    body.check()
-    talk, options, turn_id = body.talk, body.turn_options, request_id_of(request)
+    body, talk, options = await door.bodies.read(request, ChatRequest, ChatRequest.asked)
+    turn_id = request_id_of(request)
     async with AsyncExitStack() as held:
         caller = await held.enter_async_context(door.callers.of(request))
         model = await door.model_of(caller, body.model)
-        use = tool_use(await door.info_of(caller), body.tools or (), body.tool_choice)
+        info = await door.info_of(caller)
+        use = await door.bodies.aside(request, tool_use, info, body.tools or (), body.tool_choice)
         talk = replace(talk, tools=use.text, form=use.form)
+        named: NamedTalk | None = None
         if body.session:
+            # What it holds is not what was resent: nobody is led there by it.
             session, stream = await _named(caller, body.session, talk, turn_id, options)
         else:
+            named = await door.bodies.aside(request, NamedTalk, talk, caller.scope)
             async with leaving_nothing(caller.client, turn_id):
                 session, stream = await begin(
-                    caller, door.heads, talk, turn_id, options, door.settings.chat_ttl_s
+                    caller, door.heads, named, turn_id, options, door.settings.chat_ttl_s
                 )
         held.callback(stream.close)
         completion = ChatCompletion.of(stream, model, session.id, use.form)
 
         def note(turn: Turn) -> None:
-            # What a named session holds is not what was resent: nobody is led there by it.
-            if not body.session:
-                door.heads.ended(caller.scope, talk, session.id, turn)
+            if named is not None:
+                door.heads.ended(named, session.id, turn)
 
         if not body.stream:
             turn = await while_there(request, stream.finish())

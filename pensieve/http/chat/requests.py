@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from pensieve.client import Role, TurnOptions
-from pensieve.http.common.contents import Content, Said, Talk, called, check_number, said, talk_of, text_of
+from pensieve.http.common.contents import Content, Said, Talk, called, said, talk_of, text_of
 from pensieve.http.common.failures import bad, unsupported
 from pensieve.http.common.logprobs import MAX_TOP
-from pensieve.http.common.requests import ChunkOptions, Drawing, Positive, by_token
+from pensieve.http.common.requests import ChunkOptions, Drawing, Positive, by_token, check_number
 from pensieve.http.tools.definitions import OfferedTool, call_options, check_tools
 
 
@@ -46,6 +46,15 @@ class ResponseFormat(msgspec.Struct, frozen=True):
     type: str = "text"
 
 
+class AskedChat(NamedTuple):
+    """A checked request, and what is made of it."""
+
+    body: ChatRequest
+    talk: Talk
+    options: TurnOptions
+    """For the SDK."""
+
+
 class ChatRequest(Drawing, kw_only=True):
     """The request; ``session`` is not OpenAI's. Fields that are not here are ignored."""
 
@@ -69,6 +78,11 @@ class ChatRequest(Drawing, kw_only=True):
     audio: Any = None
     web_search_options: Any = None
     session: str | None = None
+
+    def asked(self) -> AskedChat:
+        """Raises HttpFailure as ``check``, and for messages that cannot be."""
+        self.check()
+        return AskedChat(self, self.talk, self.turn_options)
 
     def check(self) -> None:
         """Raises HttpFailure for what is asked for and not done."""
@@ -106,6 +120,7 @@ class ChatRequest(Drawing, kw_only=True):
         if longest is not None:
             options["max_output_tokens"] = longest
         if self.stop:
+            check_number([self.stop] if isinstance(self.stop, str) else self.stop, "stop")
             options["stop"] = self.stop
         if self.n is not None and self.n > 1:
             options["candidates"] = self.n

@@ -1,22 +1,29 @@
-"""Reads a request's body: bounded, then decoded into a checked struct."""
+"""Reads a request's body: bounded, then decoded into a checked struct, and a large one beside the event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
-from typing import Final, TypeVar
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Final, ParamSpec, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from pensieve.http.common.failures import HttpFailure
 
+P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T", bound=msgspec.Struct)
 
 BODY_S: Final = 30.0
 """How long a body may take."""
 SMALL_BYTES: Final = 64 * 1024
-"""Bodies up to here need no room: no number of others keeps them out."""
+"""Bodies up to here need no room: no number of others keeps them out. They are read on the event loop: the way to a
+thread and back takes as long as they do."""
 ROOM: Final = 64
 """How many of the largest bodies may be on their way at once; many clients that send slowly would fill the memory."""
 _PATH: Final = re.compile(r" - at `\$\.?(.*)`$")
@@ -32,20 +39,36 @@ class Bodies:
         self._max_bytes = max_bytes
         self.room = ROOM * max_bytes
         """Bytes that have come of no large body yet."""
+        # One: each thread that computes lets the event loop wait for its turn as long again.
+        self._thread = ThreadPoolExecutor(1, "large bodies")
 
-    async def read(self, request: Request, kind: type[T]) -> T:
-        """The body as ``kind``. Raises HttpFailure: 413 before more than ``max_bytes`` are read, 415 for a compressed
-        one, 429 when too many others are on their way, 400 for what is wrong."""
+    async def read(self, request: Request, kind: type[T], made: Callable[[T], R]) -> R:
+        """What is ``made`` of the body, which is a ``kind``. Raises HttpFailure: 413 before more than ``max_bytes`` are
+        read, 415 for a compressed one, 429 when too many others are on their way, 400 for what is wrong."""
+        taken: list[int] = []
         try:
-            return msgspec.json.decode(await self._whole(request), type=kind)
-        except msgspec.ValidationError as error:
-            raise _wrong(str(error)) from error
-        except RecursionError as error:
-            raise HttpFailure(400, "the body is nested too deep", code="invalid_json") from error
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise HttpFailure(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+            data = await self._whole(request, taken)
+            request.state.body_bytes = len(data)
+            return await self.aside(request, _decoded, data, kind, made)
+        finally:
+            self.room += sum(taken)
 
-    async def _whole(self, request: Request) -> bytes:
+    async def aside(self, request: Request, work: Callable[P, R], *args: P.args, **named: P.kwargs) -> R:
+        """The outcome of ``work``, which computes with what has been read of the request and touches nothing else.
+
+        Of a large body it is done in a thread, of one request at a time, so that the streams of others go on.
+        """
+        if request.state.body_bytes <= SMALL_BYTES:
+            return work(*args, **named)
+        job = partial(work, *args, **named)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, job)
+
+    def close(self) -> None:
+        """End the thread. Nothing large is read from then on."""
+        self._thread.shutdown(wait=False)
+
+    async def _whole(self, request: Request, taken: list[int]) -> bytes:
+        """The body's bytes; ``taken`` is told what room it needs."""
         coding = request.headers.get("content-encoding", "identity")
         if coding.lower() != "identity":
             raise HttpFailure(
@@ -54,9 +77,8 @@ class Bodies:
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced) > self._max_bytes:
             raise self._too_large()
-        taken = 0
         parts: list[bytes] = []
-        size = 0
+        size = held = 0
         try:
             async with asyncio.timeout(BODY_S):
                 async for part in request.stream():
@@ -64,7 +86,8 @@ class Bodies:
                     if size > self._max_bytes:
                         raise self._too_large()
                     if size > SMALL_BYTES:
-                        taken += self._take(size - taken)
+                        taken.append(self._take(size - held))
+                        held = size
                     parts.append(part)
         except ClientDisconnect:
             raise HttpFailure(
@@ -74,8 +97,6 @@ class Bodies:
             raise HttpFailure(
                 408, f"the body did not come within {BODY_S:g} s", code="request_timeout"
             ) from None
-        finally:
-            self.room += taken
         return b"".join(parts)
 
     def _take(self, size: int) -> int:
@@ -92,6 +113,30 @@ class Bodies:
 
     def _too_large(self) -> HttpFailure:
         return HttpFailure(413, f"the body is larger than {self._max_bytes} bytes", code="request_too_large")
+
+
+def _decoded(data: bytes, kind: type[T], made: Callable[[T], R]) -> R:
+    try:
+        body = _uncollected(data, kind) if len(data) > SMALL_BYTES else msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise _wrong(str(error)) from error
+    except RecursionError as error:
+        raise HttpFailure(400, "the body is nested too deep", code="invalid_json") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise HttpFailure(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+    return made(body)
+
+
+def _uncollected(data: bytes, kind: type[T]) -> T:
+    """The decoded body. Nothing of it is garbage yet, and to look for some as it grows would take most of the time, in
+    which no thread runs."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        return msgspec.json.decode(data, type=kind)
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _wrong(message: str) -> HttpFailure:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,8 +15,7 @@ from pensieve.http.common.failures import bad, unsupported
 from pensieve.speech import PLAIN, SpeechForm, is_object, read
 
 ROLES = {"system": Role.SYSTEM, "developer": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}
-MAX_MESSAGES: Final = 16384
-"""As many fields as the service reads in one request."""
+_NUMBERS: Final = {role: role.number for role in Role}
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
 
 
@@ -89,29 +88,44 @@ class Talk:
         """Whether the history's text of an answer is what a client tells as ``told``."""
         return (text == told.text and not told.calls) or _alike(self.answered(text), told)
 
-    @property
-    def mark(self) -> str:
-        """Names all that is said before the answer, for the service to find the turn by."""
-        return self._named(b"", self.history, self.new)
 
-    @property
-    def end(self) -> tuple[str, Said] | None:
+class NamedTalk:
+    """A talk and its names, digests of what is said. All of it is read once, when this is made.
+
+    They are blake2b over lengths and bytes, so that no two talks run together, and stand in histories: what was said
+    has the same names in every release.
+    """
+
+    def __init__(self, talk: Talk, scope: bytes) -> None:
+        """``scope``: names the caller, for whom alone ``before`` and ``after`` are."""
+        kind = b"drops" if talk.drops_oldest else b""
+        for_all, own = (hashlib.blake2b(start + kind, digest_size=16) for start in (b"", scope))
+
+        def add(data: bytes) -> None:
+            for_all.update(data)
+            own.update(data)
+
+        self.talk = talk
+        self.end: tuple[str, Said] | None = None
         """Mark of the last answer of the history, and the answer; None: there is none."""
-        if not self.history:
-            return None
-        return self._named(b"", self.history[:-1]), self.history[-1]
-
-    def before(self, scope: bytes) -> bytes:
+        add(_framed(Said(Role.SYSTEM, talk.beginning)))
+        for number, one in enumerate(talk.history, 1):
+            if number == len(talk.history):
+                self.end = for_all.hexdigest(), one
+            add(_framed(one))
+        self.before = own.digest()
         """Names the history, for one caller."""
-        return bytes.fromhex(self._named(scope, self.history))
+        for one in talk.new:
+            add(_framed(one))
+        self.mark = for_all.hexdigest()
+        """Names all that is said before the answer, for the service to find the turn by."""
+        self._own = own
 
-    def after(self, scope: bytes, answer: str) -> bytes:
+    def after(self, answer: str) -> bytes:
         """Names what will be the history once ``answer`` is in it, for one caller."""
-        return bytes.fromhex(self._named(scope, self.history, self.new, (self.answered(answer),)))
-
-    def _named(self, scope: bytes, *parts: tuple[Said, ...]) -> str:
-        kind = b"drops" if self.drops_oldest else b""
-        return digest(scope + kind, self.beginning, (one for part in parts for one in part)).hex()
+        found = self._own.copy()
+        found.update(_framed(self.talk.answered(answer)))
+        return found.digest()
 
 
 def text_of(content: Content, param: str) -> str:
@@ -147,12 +161,6 @@ def called(name: str, arguments: str, call_id: str, param: str) -> FunctionCall:
     return FunctionCall(name, arguments or "{}", call_id)
 
 
-def check_number(messages: Sequence[object], param: str) -> None:
-    """Raises HttpFailure when there are more than anybody says: before time is spent on each of them."""
-    if len(messages) > MAX_MESSAGES:
-        raise bad(param, f"has more than {MAX_MESSAGES} elements")
-
-
 def talk_of(messages: Sequence[Said], param: str) -> Talk:
     """System prompt, history and new messages. Raises HttpFailure when there is nothing to answer."""
     first = next((n for n, one in enumerate(messages) if one.role is not Role.SYSTEM), len(messages))
@@ -164,22 +172,15 @@ def talk_of(messages: Sequence[Said], param: str) -> Talk:
     return Talk(system, tuple(messages[first : last + 1]), new)
 
 
-def digest(scope: bytes, system: str, messages: Iterable[Said]) -> bytes:
-    """Names what was said, for one caller: blake2b over lengths and bytes, so that no two talks run together."""
-    found = hashlib.blake2b(scope, digest_size=16)
-    for role, text, calls in (
-        (Role.SYSTEM, system, ()),
-        *((one.role, one.text, one.calls) for one in messages),
-    ):
-        data = text.encode("utf-8", "surrogatepass")
-        found.update(b"%d:%d:" % (role.number, len(data)))
-        found.update(data)
-        for call in calls:
-            # Not the ids, which clients may change, nor the arguments' white space.
-            data = f"{call.name} {_canonical(call.arguments)}".encode("utf-8", "surrogatepass")
-            found.update(b"call:%d:" % len(data))
-            found.update(data)
-    return found.digest()
+def _framed(said: Said) -> bytes:
+    """What is said, and how long it is."""
+    data = said.text.encode("utf-8", "surrogatepass")
+    parts = [b"%d:%d:" % (_NUMBERS[said.role], len(data)), data]
+    for call in said.calls:
+        # Not the ids, which clients may change, nor the arguments' white space.
+        data = f"{call.name} {_canonical(call.arguments)}".encode("utf-8", "surrogatepass")
+        parts += [b"call:%d:" % len(data), data]
+    return b"".join(parts)
 
 
 def _alike(one: Said, other: Said) -> bool:

@@ -18,7 +18,7 @@ from typing import Final
 from pensieve.client import AsyncSession, AsyncTurnStream, FoundTurn, Role, Turn, TurnOptions
 from pensieve.errors import Aborted, DataLoss, FailedPrecondition, NotFound
 from pensieve.http.common.callers import Caller
-from pensieve.http.common.contents import Said, Talk
+from pensieve.http.common.contents import NamedTalk, Said, Talk
 from pensieve.http.common.failures import HttpFailure
 from pensieve.http.common.requests import may_be_a_retry
 
@@ -56,18 +56,18 @@ class Heads:
     def forget(self, key: bytes) -> None:
         self._heads.pop(key, None)
 
-    def ended(self, scope: bytes, talk: Talk, session_id: str, turn: Turn) -> None:
+    def ended(self, talk: NamedTalk, session_id: str, turn: Turn) -> None:
         """A turn was committed: whoever resends its conversation, with any of its answers, goes on from there."""
         if turn.output is None:
             return
         head = Head(session_id, turn.revision, turn.output.item, turn.request_id)
-        self._put(scope, talk, turn.text, head)
+        self._put(talk, turn.text, head)
         for one in turn.candidates:
             if one.candidate != turn.chosen:
-                self._put(scope, talk, one.text, replace(head, candidate=one.candidate))
+                self._put(talk, one.text, replace(head, candidate=one.candidate))
 
-    def _put(self, scope: bytes, talk: Talk, answer: str, head: Head) -> None:
-        self._heads[talk.after(scope, answer)] = head
+    def _put(self, talk: NamedTalk, answer: str, head: Head) -> None:
+        self._heads[talk.after(answer)] = head
         while len(self._heads) > self._limit:
             self._heads.popitem(last=False)
 
@@ -87,7 +87,7 @@ async def noting(
 async def begin(
     caller: Caller,
     heads: Heads | None,
-    talk: Talk,
+    named: NamedTalk,
     turn_id: uuid.UUID,
     options: TurnOptions,
     ttl_s: float | None,
@@ -101,8 +101,9 @@ async def begin(
     finds it.
     """
     options["request_id"] = str(turn_id)
+    talk = named.talk
     if heads is not None and is_found:
-        options["mark"] = talk.mark
+        options["mark"] = named.mark
     own = f"{family}{turn_id.hex}"
     if may_be_a_retry(turn_id):
         session = caller.client.session(own)
@@ -112,16 +113,15 @@ async def begin(
         except (NotFound, DataLoss) as error:
             pass_unless_gone(error)  # This is the first try, or that one went on in a session that was there.
     if heads is not None and talk.history:
-        key = talk.before(caller.scope)
         # What is remembered may have become another session since a first try.
-        head = None if may_be_a_retry(turn_id) else heads.find(key)
+        head = None if may_be_a_retry(turn_id) else heads.find(named.before)
         if head is not None:
             try:
                 return await _go_on(caller, head, talk, turn_id, own, options)
             except (NotFound, DataLoss) as error:
                 pass_unless_gone(error)
-                heads.forget(key)
-        head = await _looked_up(caller, talk, turn_id)
+                heads.forget(named.before)
+        head = await _looked_up(caller, named, turn_id)
         if head is not None:
             try:
                 return await _go_on(caller, head, talk, turn_id, own, options)
@@ -163,11 +163,11 @@ async def _check_holds(session: AsyncSession, talk: Talk) -> None:
         )
 
 
-async def _looked_up(caller: Caller, talk: Talk, turn_id: uuid.UUID) -> Head | None:
+async def _looked_up(caller: Caller, named: NamedTalk, turn_id: uuid.UUID) -> Head | None:
     """The end that the service knows; of several the newest, or the one where an earlier try of this turn went."""
-    if talk.end is None:
+    if named.end is None:
         return None
-    mark, told = talk.end
+    talk, (mark, told) = named.talk, named.end
     find = functools.partial(caller.client.find_turn, mark, request_id=str(turn_id))
     found = None if told.calls else await find(told.text)
     if found is None and not talk.form.plain:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sized
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -18,6 +19,8 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
+MAX_ELEMENTS: Final = 16384
+"""As many fields as the service reads in one request."""
 LONG_CACHED: Final = 4.0
 """Worth of cached state that is wanted for long, against 1 for any other: a wish, which the service may clip."""
 
@@ -83,7 +86,8 @@ class Drawing(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def by_token(biases: dict[str, float]) -> dict[int, float]:
-    """Logit biases by token id. Raises HttpFailure for a key that is none."""
+    """Logit biases by token id. Raises HttpFailure for a key that is none, and for more than anybody gives."""
+    check_number(biases, "logit_bias")
     found: dict[int, float] = {}
     for name, bias in biases.items():
         token = whole_number(name)
@@ -91,6 +95,12 @@ def by_token(biases: dict[str, float]) -> dict[int, float]:
             raise bad("logit_bias", f"{name!r} is no token id")
         found[token] = bias
     return found
+
+
+def check_number(values: Sized, param: str) -> None:
+    """Raises HttpFailure when there are more than the service reads: before time is spent on each of them."""
+    if len(values) > MAX_ELEMENTS:
+        raise bad(param, f"has more than {MAX_ELEMENTS} elements")
 
 
 def whole_number(text: str) -> int | None:

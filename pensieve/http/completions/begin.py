@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Final
@@ -16,7 +15,7 @@ from pensieve.client import AsyncTurnStream, RawText, Role, TurnOptions
 from pensieve.errors import InvalidArgument
 from pensieve.http.common.callers import Caller
 from pensieve.http.common.failures import failure_of
-from pensieve.http.completions.requests import CompletionRequest, Prompt
+from pensieve.http.completions.requests import AskedCompletion, Prompt
 
 _OF_PROMPTS: Final = ("initial_items", "turn.input")
 """How the paths of fields begin that a prompt went into."""
@@ -35,16 +34,15 @@ class BegunPrompt:
 
 async def begin_all(
     caller: Caller,
-    body: CompletionRequest,
-    prompts: Iterable[Prompt],
+    asked: AskedCompletion,
     turn_id: uuid.UUID,
     ttl_s: float,
     held: AsyncExitStack,
 ) -> list[BegunPrompt]:
     """One turn for each prompt, all accepted; ``held`` closes them. Raises what the first refused one does."""
     begun = [
-        _begin(caller, body, prompt, uuid.uuid5(turn_id, f"prompt {number}"), ttl_s, held)
-        for number, prompt in enumerate(prompts)
+        _begin(caller, asked, prompt, uuid.uuid5(turn_id, f"prompt {number}"), ttl_s, held)
+        for number, prompt in enumerate(asked.prompts)
     ]
     # All have ended before an error is told: what begins later would not be closed.
     outcomes = await asyncio.gather(*begun, return_exceptions=True)
@@ -56,7 +54,7 @@ async def begin_all(
 
 async def _begin(
     caller: Caller,
-    body: CompletionRequest,
+    asked: AskedCompletion,
     prompt: Prompt,
     turn_id: uuid.UUID,
     ttl_s: float,
@@ -70,12 +68,12 @@ async def _begin(
             request_id=str(uuid.uuid5(turn_id, "session")),
         )
         text, ids = (prompt, ()) if isinstance(prompt, RawText) else ("", tuple(prompt))
-        if (body.echo and not text) or (body.return_token_ids and not ids):
+        if (asked.body.echo and not text) or (asked.body.return_token_ids and not ids):
             item = (await session.items(include_tokens=True))[0]
             text, ids = item.text, item.token_ids
         # The prompt is there already: the turn answers it.
         options: TurnOptions = {
-            **body.turn_options,
+            **asked.options,
             "replace_after_item": 1,
             "request_id": str(turn_id),
         }

@@ -19,13 +19,12 @@ from pensieve.http.completions.requests import CompletionRequest
 async def create(request: Request) -> Response:
     """Go on with the prompts."""
     door = HttpDoor.of(request)
-    body = await door.bodies.read(request, CompletionRequest)
-    body.check()
-    prompts, turn_id = body.prompts, request_id_of(request)
+    asked = await door.bodies.read(request, CompletionRequest, CompletionRequest.asked)
+    body, turn_id = asked.body, request_id_of(request)
     async with AsyncExitStack() as held:
         caller = await held.enter_async_context(door.callers.of(request))
         model = await door.model_of(caller, body.model)
-        begun = await begin_all(caller, body, prompts, turn_id, door.settings.completion_ttl_s, held)
+        begun = await begin_all(caller, asked, turn_id, door.settings.completion_ttl_s, held)
         completion = TextCompletion(f"cmpl-{turn_id.hex}", model, body, begun)
         if body.stream:
             return EventStream(completion.chunks(), held.pop_all(), door.headers(request))

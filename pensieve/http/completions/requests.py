@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, Final, NamedTuple, cast
 
 import msgspec
 
 from pensieve.client import RawText, TurnOptions
 from pensieve.http.common.failures import bad, unsupported
-from pensieve.http.common.requests import ChunkOptions, Drawing, Positive, by_token
+from pensieve.http.common.requests import ChunkOptions, Drawing, Positive, by_token, check_number
 
 MAX_PROMPTS: Final = 128
 """Of one request: each is a turn."""
@@ -18,6 +18,15 @@ MAX_TOP: Final = 5
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Prompt = RawText | list[int]
+
+
+class AskedCompletion(NamedTuple):
+    """A checked request, and what is made of it."""
+
+    body: CompletionRequest
+    prompts: list[Prompt]
+    options: TurnOptions
+    """For the SDK."""
 
 
 class CompletionRequest(Drawing, kw_only=True):
@@ -36,6 +45,11 @@ class CompletionRequest(Drawing, kw_only=True):
     echo: bool | None = False
     suffix: str | None = None
     return_token_ids: bool | None = False
+
+    def asked(self) -> AskedCompletion:
+        """Raises HttpFailure as ``check``, and for prompts that cannot be."""
+        self.check()
+        return AskedCompletion(self, self.prompts, self.turn_options)
 
     def check(self) -> None:
         """Raises HttpFailure for contradictions, and for what is asked for and not done."""
@@ -68,17 +82,15 @@ class CompletionRequest(Drawing, kw_only=True):
             return [RawText(given or "")]
         if not given:
             raise bad("prompt", "must not be empty")
-        texts = [RawText(one) for one in given if isinstance(one, str)]
-        ids = [one for one in given if isinstance(one, int)]
-        lists = [one for one in given if isinstance(one, list)]
-        if len(ids) == len(given):
-            return [ids]
+        kinds = set(map(type, given))
+        if kinds == {int}:
+            return [cast("list[int]", given)]
         if len(given) > MAX_PROMPTS:
             raise bad("prompt", f"has more than {MAX_PROMPTS} prompts")
-        if len(texts) == len(given):
-            return [*texts]
-        if len(lists) == len(given) and all(lists):
-            return [*lists]
+        if kinds == {str}:
+            return [RawText(one) for one in given]
+        if kinds == {list} and all(given):
+            return [*cast("list[list[int]]", given)]
         raise bad(
             "prompt", "must be a text, token ids, or a list of texts or of token ids, none of them empty"
         )
@@ -89,6 +101,7 @@ class CompletionRequest(Drawing, kw_only=True):
         options = self.options()
         options["max_output_tokens"] = self.max_tokens or MAX_TOKENS
         if self.stop:
+            check_number([self.stop] if isinstance(self.stop, str) else self.stop, "stop")
             options["stop"] = self.stop
         if self.drawn > 1:
             options["candidates"] = self.drawn

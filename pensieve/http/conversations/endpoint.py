@@ -33,17 +33,15 @@ class _Told:
 async def create(request: Request) -> Response:
     """A new conversation, with up to 20 items that were said elsewhere."""
     door = HttpDoor.of(request)
-    body = await door.bodies.read(request, ConversationRequest)
-    body.check()
+    said, labels = await door.bodies.read(request, ConversationRequest, ConversationRequest.asked)
     made_of = request_id_of(request)
-    said = body.messages
     first = next((n for n, one in enumerate(said) if one.role is not Role.SYSTEM), len(said))
     async with door.callers.of(request) as caller:
         session = await caller.client.create_session(
             session_id=f"conv-{made_of.hex}",
             system_prompt="\n\n".join(one.text for one in said[:first]) or None,
             initial_items=[one.given for one in said[first:]],
-            labels=body.metadata,
+            labels=labels,
             request_id=str(uuid.uuid5(made_of, "session")),
         )
     assert session.info is not None
@@ -61,11 +59,10 @@ async def retrieve(request: Request) -> Response:
 async def update(request: Request) -> Response:
     """Replace the metadata."""
     door = HttpDoor.of(request)
-    body = await door.bodies.read(request, MetadataRequest)
-    body.check()
+    labels = await door.bodies.read(request, MetadataRequest, MetadataRequest.asked)
     async with door.callers.of(request) as caller:
         session = await _session(request, caller)
-        info = await session.update(labels=body.metadata or {})
+        info = await session.update(labels=labels)
     return door.answer(_document(info), request)
 
 
@@ -101,13 +98,10 @@ async def item(request: Request) -> Response:
 async def add(request: Request) -> Response:
     """Items that were said elsewhere, behind the others."""
     door = HttpDoor.of(request)
-    body = await door.bodies.read(request, ItemsRequest)
-    body.check()
+    said = await door.bodies.read(request, ItemsRequest, ItemsRequest.asked)
     async with door.callers.of(request) as caller:
         session = await _session(request, caller)
-        added = await session.append(
-            [one.given for one in body.messages], request_id=str(request_id_of(request))
-        )
+        added = await session.append([one.given for one in said], request_id=str(request_id_of(request)))
         told = _told(session, added, await door.info_of(caller))
     return door.answer(listing(_documents(told)), request)
 

@@ -20,15 +20,12 @@ class ConversationRequest(msgspec.Struct):
     items: list[InputItem] | None = None
     metadata: dict[str, str] | None = None
 
-    def check(self) -> None:
-        """Raises HttpFailure."""
+    def asked(self) -> tuple[list[Said], dict[str, str] | None]:
+        """Messages and metadata. Raises HttpFailure."""
         check_metadata(self.metadata or {})
         if len(self.items or ()) > MAX_ITEMS:
             raise bad("items", f"at most {MAX_ITEMS}")
-
-    @property
-    def messages(self) -> list[Said]:
-        return messages_of(self.items or [], "items")
+        return messages_of(self.items or [], "items"), self.metadata
 
 
 class ItemsRequest(msgspec.Struct):
@@ -36,13 +33,10 @@ class ItemsRequest(msgspec.Struct):
 
     items: list[InputItem]
 
-    def check(self) -> None:
-        """Raises HttpFailure."""
+    def asked(self) -> list[Said]:
+        """The messages. Raises HttpFailure."""
         if not 0 < len(self.items) <= MAX_ITEMS:
             raise bad("items", f"must be 1 to {MAX_ITEMS}")
-
-    @property
-    def messages(self) -> list[Said]:
         return messages_of(self.items, "items")
 
 
@@ -51,6 +45,7 @@ class MetadataRequest(msgspec.Struct):
 
     metadata: dict[str, str] | None = None
 
-    def check(self) -> None:
-        """Raises HttpFailure."""
+    def asked(self) -> dict[str, str]:
+        """The metadata. Raises HttpFailure."""
         check_metadata(self.metadata or {})
+        return self.metadata or {}

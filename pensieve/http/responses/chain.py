@@ -17,11 +17,11 @@ from pensieve.client import (
 )
 from pensieve.errors import Aborted, NotFound
 from pensieve.http.common.callers import Caller
-from pensieve.http.common.contents import Talk, talk_of
+from pensieve.http.common.contents import NamedTalk, talk_of
 from pensieve.http.common.failures import HttpFailure
 from pensieve.http.common.heads import Heads, begin
 from pensieve.http.responses.ids import ResponseId, conversation_session, mark
-from pensieve.http.responses.requests import ResponseRequest
+from pensieve.http.responses.requests import AskedResponse, ResponseRequest
 from pensieve.http.tools.definitions import ToolUse
 from pensieve.speech import SpeechForm
 
@@ -35,7 +35,7 @@ class BegunResponse:
     id: ResponseId
     form: SpeechForm
     """How the answer is read."""
-    talk: Talk | None = None
+    talk: NamedTalk | None = None
     """What was said from the beginning, when the client said all of it."""
 
 
@@ -44,12 +44,14 @@ class Chain:
     """One request on its way to its session."""
 
     caller: Caller
-    body: ResponseRequest
+    asked: AskedResponse
     turn_id: uuid.UUID
     annotations: dict[str, str]
     """To be kept with the turn."""
     use: ToolUse
     info: ServerInfo
+    talk: NamedTalk | None
+    """From ``first_talk``."""
 
     async def begin(self, heads: Heads, unstored_ttl_s: float) -> BegunResponse:
         """Raises HttpFailure and PensieveError."""
@@ -57,14 +59,10 @@ class Chain:
             return await self._after(self.body.previous_response_id, unstored_ttl_s)
         if self.body.conversation_id is not None:
             return await self._in_conversation(self.body.conversation_id)
-        return await self._first(heads, unstored_ttl_s)
+        assert self.talk is not None, "it begins here"
+        return await self._first(heads, self.talk, unstored_ttl_s)
 
-    async def _first(self, heads: Heads, unstored_ttl_s: float) -> BegunResponse:
-        talk = talk_of(self.body.messages, "input")
-        if self.body.instructions:
-            parts = [self.body.instructions, talk.system]
-            talk = replace(talk, system="\n\n".join(part for part in parts if part))
-        talk = replace(talk, tools=self.use.text, form=self.use.form, drops_oldest=self._drops_oldest)
+    async def _first(self, heads: Heads, talk: NamedTalk, unstored_ttl_s: float) -> BegunResponse:
         # Instructions are said again with each response: nobody is led here without them.
         is_found = self.body.instructions is None
         try:
@@ -155,13 +153,13 @@ class Chain:
 
     async def _turn(self, session: AsyncSession, more: TurnOptions, use: ToolUse) -> BegunResponse:
         options: TurnOptions = {**self._options, "request_id": str(self.turn_id), **more}
-        stream = session.stream(items=[one.given for one in self.body.messages], **options)
+        stream = session.stream(items=[one.given for one in self.asked.messages], **options)
         await stream.accepted()
         return BegunResponse(session, stream, self._id(session, stream, use), use.form)
 
     @property
     def _options(self) -> TurnOptions:
-        return {**self.body.turn_options, "annotations": self.annotations}
+        return {**self.asked.options, "annotations": self.annotations}
 
     def _refusal(self, error: NotFound) -> Exception:
         """Of a session that was to be made for this response, and is not there: an earlier try had made it."""
@@ -176,8 +174,8 @@ class Chain:
         )
 
     @property
-    def _drops_oldest(self) -> bool:
-        return self.body.truncation == "auto"
+    def body(self) -> ResponseRequest:
+        return self.asked.body
 
     def _changes(self, head: ResponseId) -> SessionChanges:
         """What of the session is another for this turn than it was for the one before."""
@@ -185,8 +183,8 @@ class Chain:
         if mark(self.body.instructions, self.use.text) != head.instructions:
             changes["system_prompt"] = self.body.instructions or ""
             changes["tools"] = self.use.text
-        if self._drops_oldest is not head.drops_oldest:
-            changes["overflow"] = "drop_oldest_turns" if self._drops_oldest else "reject"
+        if self.body.drops_oldest is not head.drops_oldest:
+            changes["overflow"] = "drop_oldest_turns" if self.body.drops_oldest else "reject"
         return changes
 
     def _id(self, session: AsyncSession, stream: AsyncTurnStream, use: ToolUse) -> ResponseId:
@@ -196,10 +194,21 @@ class Chain:
             stream.request_id,
             stream.base_revision + 1,
             mark(self.body.instructions, self.use.text),
-            self._drops_oldest,
+            self.body.drops_oldest,
             bool(self.body.background),
             use.form.calls is not None,
         )
+
+
+def first_talk(asked: AskedResponse, use: ToolUse, scope: bytes) -> NamedTalk | None:
+    """What is said where nothing was said before; None: the request goes on from something. Raises HttpFailure."""
+    body = asked.body
+    if body.previous_response_id is not None or body.conversation_id is not None:
+        return None
+    talk = talk_of(asked.messages, "input")
+    system = "\n\n".join(part for part in (body.instructions, talk.system) if part)
+    talk = replace(talk, system=system, tools=use.text, form=use.form, drops_oldest=body.drops_oldest)
+    return NamedTalk(talk, scope)
 
 
 async def answer_item(session: AsyncSession, turn: Turn) -> int | None:

@@ -20,7 +20,7 @@ from pensieve.http.common.presence import while_there
 from pensieve.http.common.refusals import leaving_nothing
 from pensieve.http.common.requests import request_id_of, unstored_id, whole_number
 from pensieve.http.common.streams import EventStream
-from pensieve.http.responses.chain import BegunResponse, Chain, answer_item
+from pensieve.http.responses.chain import BegunResponse, Chain, answer_item, first_talk
 from pensieve.http.responses.events import Events
 from pensieve.http.responses.ids import ResponseId, conversation_id
 from pensieve.http.responses.kept import KeptResponse
@@ -33,18 +33,20 @@ from pensieve.http.tools.definitions import tool_use
 async def create(request: Request) -> HttpResponse:
     """Answer the input."""
     door = HttpDoor.of(request)
-    body = await door.bodies.read(request, ResponseRequest)
-    body.check()
+    asked = await door.bodies.read(request, ResponseRequest, ResponseRequest.asked)
+    body = asked.body
     async with AsyncExitStack() as held:
         caller = await held.enter_async_context(door.callers.of(request))
         model = await door.model_of(caller, body.model)
         info = await door.info_of(caller)
-        use = tool_use(info, body.tools or (), body.tool_choice)
+        use = await door.bodies.aside(request, tool_use, info, body.tools or (), body.tool_choice)
         kept = KeptResponse(int(time.time()), model, body)
         turn_id = request_id_of(request)
         if not body.stored:
             turn_id = unstored_id(turn_id)
-        chain = Chain(caller, body, turn_id, kept.annotations, use, info)
+        annotations = await door.bodies.aside(request, lambda: kept.annotations)
+        talk = await door.bodies.aside(request, first_talk, asked, use, caller.scope)
+        chain = Chain(caller, asked, turn_id, annotations, use, info, talk)
         async with leaving_nothing(caller.client, chain.turn_id):
             begun = await chain.begin(door.heads, door.settings.unstored_ttl_s)
         if not body.stored:
@@ -55,13 +57,13 @@ async def create(request: Request) -> HttpResponse:
             chunks = noting(
                 Events(response).of(begun.stream),
                 begun.stream,
-                lambda turn: _remember(door, caller, begun, turn),
+                lambda turn: _remember(door, begun, turn),
             )
             return EventStream(chunks, held.pop_all(), door.headers(request))
         if body.background:
             return door.answer(response.begun(), request)
         turn = await while_there(request, begun.stream.finish())
-        _remember(door, caller, begun, turn)
+        _remember(door, begun, turn)
         # Of a retry, what the first try was told.
         return door.answer(Response.read(begun.id, info, turn).ended(turn), request)
 
@@ -174,6 +176,6 @@ def _missing(text: str) -> HttpFailure:
     return HttpFailure(404, f"no such response: {text}", kind="not_found_error", param="response_id")
 
 
-def _remember(door: HttpDoor, caller: Caller, begun: BegunResponse, turn: Turn) -> None:
+def _remember(door: HttpDoor, begun: BegunResponse, turn: Turn) -> None:
     if begun.talk is not None:
-        door.heads.ended(caller.scope, begun.talk, begun.session.id, turn)
+        door.heads.ended(begun.talk, begun.session.id, turn)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from pensieve.client import Role, TurnOptions
-from pensieve.http.common.contents import Content, Said, called, check_number, said, text_of
+from pensieve.http.common.contents import Content, Said, called, said, text_of
 from pensieve.http.common.failures import bad, unsupported
 from pensieve.http.common.logprobs import MAX_TOP
-from pensieve.http.common.requests import Drawing, Positive
+from pensieve.http.common.requests import Drawing, Positive, check_number
 from pensieve.http.tools.definitions import OfferedTool, call_options, check_tools
 
 MAX_METADATA: Final = 16
@@ -50,6 +50,15 @@ class TextOptions(msgspec.Struct, frozen=True):
     verbosity: str | None = None
 
 
+class AskedResponse(NamedTuple):
+    """A checked request, and what is made of it."""
+
+    body: ResponseRequest
+    messages: list[Said]
+    options: TurnOptions
+    """For the SDK."""
+
+
 class ResponseRequest(Drawing, kw_only=True):
     """The request. Fields that are not here are ignored."""
 
@@ -77,6 +86,11 @@ class ResponseRequest(Drawing, kw_only=True):
     safety_identifier: str | None = None
     service_tier: str | None = None
 
+    def asked(self) -> AskedResponse:
+        """Raises HttpFailure as ``check``, and for input that cannot be."""
+        self.check()
+        return AskedResponse(self, self.messages, self.turn_options)
+
     def check(self) -> None:
         """Raises HttpFailure for contradictions, and for what is asked for and not done."""
         if self.conversation is not None and self.previous_response_id is not None:
@@ -99,6 +113,11 @@ class ResponseRequest(Drawing, kw_only=True):
     @property
     def stored(self) -> bool:
         return self.store is not False
+
+    @property
+    def drops_oldest(self) -> bool:
+        """Whether what does not fit the context goes, oldest turns first."""
+        return self.truncation == "auto"
 
     @property
     def scored(self) -> bool:
@@ -140,17 +159,27 @@ class ResponseRequest(Drawing, kw_only=True):
 def messages_of(items: Sequence[InputItem], param: str) -> list[Said]:
     """Items as messages: what one answer was told as, reasoning apart, is one. Raises HttpFailure."""
     found: list[Said] = []
-    continues = False
+    parts: list[Said] = []
+    """Of an answer, not yet in ``found``. They are put together once: there may be thousands."""
+    has_calls = False
     for number, item in enumerate(items):
         one = _said(item, f"{param}[{number}]")
         if one is None:
             continue
-        if continues and one.role is Role.ASSISTANT and (one.calls or found[-1].calls):
-            last = found.pop()
-            one = Said(Role.ASSISTANT, last.text + one.text, (*last.calls, *one.calls))
-        found.append(one)
-        continues = one.role is Role.ASSISTANT
-    return found
+        if parts and not (one.role is Role.ASSISTANT and (one.calls or has_calls)):
+            found.append(_joined(parts))
+            parts, has_calls = [], False
+        if one.role is Role.ASSISTANT:
+            parts.append(one)
+            has_calls = has_calls or bool(one.calls)
+        else:
+            found.append(one)
+    return [*found, _joined(parts)] if parts else found
+
+
+def _joined(parts: Sequence[Said]) -> Said:
+    text = "".join(one.text for one in parts)
+    return Said(Role.ASSISTANT, text, tuple(call for one in parts for call in one.calls))
 
 
 def _said(item: InputItem, param: str) -> Said | None:

@@ -62,22 +62,17 @@ class OfferedTool(msgspec.Struct, frozen=True):
 class ToolUse:
     """The functions that are in force for one answer, and how the answer is to be read."""
 
-    definitions: list[dict[str, Any]]
-    """For the session; empty: the request names none."""
+    text: str
+    """The definitions as JSON, for the session; empty: the request names none. Tells one set from another."""
     form: SpeechForm
     none_wanted: bool = False
     """What looks like a call is words."""
 
     def kept(self, info: ServerInfo, calls: bool) -> ToolUse:
         """The same, where the session has functions from before: ``calls``."""
-        if not calls or self.definitions or self.none_wanted:
+        if not calls or self.text or self.none_wanted:
             return self
         return replace(self, form=info.speech)
-
-    @property
-    def text(self) -> str:
-        """The definitions as JSON: tells one set from another."""
-        return msgspec.json.encode(self.definitions).decode() if self.definitions else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,4 +171,5 @@ def tool_use(info: ServerInfo, tools: Sequence[OfferedTool], choice: Any) -> Too
     none_wanted = choice == "none"
     if not definitions or none_wanted:
         form = replace(form, calls=None)
-    return ToolUse(definitions, form, none_wanted)
+    text = msgspec.json.encode(definitions).decode() if definitions else ""
+    return ToolUse(text, form, none_wanted)

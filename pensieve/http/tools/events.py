@@ -126,6 +126,11 @@ class ChatTeller:
         return next(self._deltas(Words("")))
 
     @property
+    def begun(self) -> bool:
+        """Whether anything was told."""
+        return self._begun
+
+    @property
     def calls(self) -> int:
         """How many were told."""
         return self._calls
