@@ -80,6 +80,13 @@ def gateway(
     if (tls_cert is None) != (tls_key is None):
         raise click.UsageError("--tls-cert and --tls-key go together")
     files = door.TlsFiles(tls_cert, tls_key) if tls_cert is not None else None
+    try:
+        if files is not None:
+            files.context()  # before it says that it is ready
+    except OSError as error:  # ssl's own are among them
+        raise click.UsageError(
+            f"--tls-cert, --tls-key: {tls_cert} and {tls_key} are not a certificate in PEM and its key ({error})"
+        ) from error
     settings = door.DoorSettings(
         target,
         tls,

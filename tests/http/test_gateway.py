@@ -128,4 +128,5 @@ def test_a_certificate_needs_its_key(tmp_path: Path) -> None:
     said = CliRunner().invoke(gateway_command, arguments)
     assert said.exit_code == 2 and "--tls-cert and --tls-key go together" in said.output
     broken = CliRunner().invoke(gateway_command, [*arguments, "--tls-key", str(tmp_path / "cert.pem")])
-    assert broken.exit_code == 1 and "cannot serve: " in broken.output
+    assert broken.exit_code == 2 and broken.stdout == "", "it is not ready"
+    assert "are not a certificate in PEM and its key" in broken.stderr
