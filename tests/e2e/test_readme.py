@@ -47,12 +47,14 @@ def test_commands_against_the_server_of_the_readme(tmp_path: Path) -> None:
         del lines[-2]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     options = ("--model", "demo", "--store", "memory:", "--threads", "1", "--http", "127.0.0.1:0")
+    # Other tests run beside this one: how late the replay's own loop is says nothing here.
+    environment = os.environ | {"PATH": path, "PENSIEVE_REPLAY_MAX_LAG": "60"}
     with ServerProcess(*options) as server:
         for line in lines:
             done = subprocess.run(
                 line.replace("127.0.0.1:50051", server.target).replace("127.0.0.1:8080", server.http), shell=True,
                 cwd=tmp_path, text=True, timeout=150, input="My name is Ada.\n/quit\n",
-                env=os.environ | {"PATH": path}, capture_output=True, check=False,
+                env=environment, capture_output=True, check=False,
             )  # fmt: skip
             assert done.returncode == 0, f"{line}: {done.stderr}"
             assert done.stdout.strip() and '"error":{' not in done.stdout, f"{line}: {done.stdout}"

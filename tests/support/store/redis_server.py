@@ -22,6 +22,8 @@ Scope = Literal["session", "package", "module", "class", "function"]
 
 START_LIMIT_S = 20.0
 STOP_LIMIT_S = 5.0
+IN_USE, READY = "Address already in use", "Ready to accept connections"
+"""What a server's log says."""
 
 
 def require_redis_server() -> str:
@@ -75,13 +77,28 @@ class RedisServer:
         return redis.Redis(host="127.0.0.1", port=self.port)
 
     def start(self) -> None:
-        """Returns when the server answers; raises when it does not within START_LIMIT_S."""
+        """Returns when the server answers; raises when it does not within START_LIMIT_S.
+
+        Where somebody else has taken the port meanwhile, a server that is started for the first time takes another.
+        """
+        log_path = self._folder / "redis.log"
+        limit = time.monotonic() + START_LIMIT_S
+        self._launch(log_path)
+        while not self._answers():
+            said = log_path.read_text()
+            if self.has_ended() and IN_USE in said and READY not in said:
+                self.port = free_port()
+                self._launch(log_path)
+            elif self.has_ended() or time.monotonic() > limit:
+                raise RuntimeError(f"redis-server did not start:\n{said[-2000:]}")
+            time.sleep(0.02)
+
+    def _launch(self, log_path: Path) -> None:
         command = [
             *(self._binary, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self._folder)),
             *("--appendonly", "yes", "--appendfsync", self._appendfsync, "--save", "", "--daemonize", "no"),
             *self._options,
         ]
-        log_path = self._folder / "redis.log"
         with log_path.open("ab") as log:
             # Python ignores SIGXFSZ; the server inherits that, so that ``fill_disk`` is an error and not its end.
             self._process = subprocess.Popen(
@@ -92,11 +109,6 @@ class RedisServer:
                 start_new_session=True,
                 restore_signals=False,
             )
-        limit = time.monotonic() + START_LIMIT_S
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > limit:
-                raise RuntimeError(f"redis-server did not start:\n{log_path.read_text()[-2000:]}")
-            time.sleep(0.02)
 
     def kill(self) -> None:
         """SIGKILL: as a crash."""
@@ -143,9 +155,11 @@ class RedisServer:
             process.wait()
 
     def _answers(self) -> bool:
+        """Whether this server answers, and not another one that has its port."""
+        assert self._process is not None
         try:
             with contextlib.closing(self.client()) as client:
-                return bool(client.ping())
+                return bool(client.ping()) and client.info("server")["process_id"] == self._process.pid
         except redis.ConnectionError:
             return False
 
