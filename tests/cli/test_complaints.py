@@ -136,8 +136,8 @@ def files(tmp_path: Path) -> Path:
         ),
         (
             "gateway --target NOBODY --listen 127.0.0.1:0 --tls-cert FILES/file --tls-key FILES/file",
-            1,
-            "pensieve gateway: cannot serve: ",
+            2,
+            "pensieve gateway: --tls-cert, --tls-key: ",
         ),
         ("top --admin NOBODY", 2, "pensieve top: nothing to be reached at NOBODY: Connection refused"),
     ],
