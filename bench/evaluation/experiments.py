@@ -130,33 +130,37 @@ def pensieve(scale: Scale, name: str, *arguments: str) -> System:
     return System(name, command, scale.start_up_s[0], host_bytes=host_bytes)
 
 
-def vllm(scale: Scale, name: str, *arguments: str, host_gib: float = 0.0, lazy: bool = False) -> System:
+def vllm(
+    scale: Scale, name: str, *arguments: str, offload: Callable[[int], tuple[str, ...]] | None = None
+) -> System:
     """``vllm serve`` with as much KV memory as Pensieve, the same limits of a batch, and tokens in and out as ids.
 
-    The development mode lets the replay empty the prefix cache between two rates. ``lazy``: see ``_lazy_offload``.
+    The development mode lets the replay empty the prefix cache between two rates. ``offload``: options for a host tier
+    of so many bytes, which is then as large as Pensieve's.
     """
-    offload: tuple[str, ...] = ()
-    if host_gib:
-        offload = ("--kv-offloading-size", f"{host_gib:g}", "--kv-offloading-backend", "native")
-    if lazy:
-        offload = _lazy_offload(round(host_gib * GIB))
+    host_bytes = scale.host_bytes if offload else 0
     command = (
         "vllm", "serve", "{model}", "--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "{context}",
         "--max-num-seqs", "512", "--max-num-batched-tokens", "8192", "--kv-cache-memory-bytes",
         str(scale.device_bytes), "--host", "127.0.0.1", "--port", "{port}", "--disable-uvicorn-access-log",
-        "--enable-prompt-tokens-details", *(VLLM_RANKS if scale.ranks > 1 else ()), *arguments, *offload,
+        "--enable-prompt-tokens-details", *(VLLM_RANKS if scale.ranks > 1 else ()), *arguments,
+        *(offload(host_bytes) if offload else ()),
     )  # fmt: skip
-    start_up_s = scale.start_up_s[1] + (OFFLOAD_COMPILE_S + OFFLOAD_PIN_S * host_gib if host_gib else 0.0)
+    start_up_s = scale.start_up_s[1] + (
+        OFFLOAD_COMPILE_S + OFFLOAD_PIN_S * host_bytes / GIB if offload else 0.0
+    )
     environment = (("VLLM_SERVER_DEV_MODE", "1"),)
-    return System(name, command, start_up_s, "http://127.0.0.1:{port}", environment, round(host_gib * GIB))
+    return System(name, command, start_up_s, "http://127.0.0.1:{port}", environment, host_bytes)
 
 
-def _lazy_offload(host_bytes: int) -> tuple[str, ...]:
-    """vLLM's other connector, which copies out what is about to be evicted.
+def at_once(host_bytes: int) -> tuple[str, ...]:
+    """vLLM's default offload: it copies all that is computed at once, and evicts from both tiers by the same order. A
+    host tier that is smaller than the device's then has little that the device has not."""
+    return ("--kv-offloading-size", f"{host_bytes / GIB:g}", "--kv-offloading-backend", "native")
 
-    The one that ``--kv-offloading-size`` takes copies all that is computed at once, and evicts from both tiers by the
-    same order: a host tier that is smaller than the device's then has little that the device has not.
-    """
+
+def lazily(host_bytes: int) -> tuple[str, ...]:
+    """vLLM's other connector, which copies out what is about to be evicted."""
     extra = {"cpu_bytes_to_use": host_bytes, "lazy_offload": True}
     config = {
         "kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra,
@@ -186,11 +190,11 @@ def _systems(scale: Scale) -> Iterable[Experiment]:
         (peer("vLLM", "--no-enable-prefix-caching"), lambda rates: rates.none),
         (peer("vLLM prefix caching", "--enable-prefix-caching"), lambda rates: rates.device),
         (
-            peer("vLLM CPU offload", "--enable-prefix-caching", host_gib=scale.host_bytes / GIB),
+            peer("vLLM CPU offload", "--enable-prefix-caching", offload=at_once),
             lambda rates: rates.offload or rates.both,
         ),
         (
-            peer("vLLM lazy offload", "--enable-prefix-caching", host_gib=scale.host_bytes / GIB, lazy=True),
+            peer("vLLM lazy offload", "--enable-prefix-caching", offload=lazily),
             lambda rates: rates.both,
         ),
     )
@@ -211,7 +215,7 @@ def _systems(scale: Scale) -> Iterable[Experiment]:
 def _divided(scale: Scale) -> Experiment:
     """The paper's Figure 11: a model on several GPUs."""
     rates, prefixes = scale.rates["gqa", "sharegpt"], "--enable-prefix-caching"
-    offload = vllm(scale, "vLLM CPU offload", prefixes, host_gib=scale.host_bytes / GIB)
+    offload = vllm(scale, "vLLM CPU offload", prefixes, offload=at_once)
     systems = (
         (pensieve(scale, "Pensieve"), rates.both), (offload, rates.both),
         (vllm(scale, "vLLM prefix caching", prefixes), rates.device),

@@ -161,7 +161,7 @@ class Steps:
         qkv = torch.empty(1, heads, arch.head_dim, dtype=dtype, device=device)
         self.geometry = geometry_of(qkv[:, : arch.num_heads], self._pool[0])
         rows = max(
-            self.capacity(size, kind).partial_rows
+            self._capacity(size, kind).partial_rows
             for size in (*batches, *map(other_size, batches))
             for kind in kinds
         )
@@ -205,7 +205,7 @@ class Steps:
         )  # fmt: skip
         samples = min(tokens, len(sampled))
         program = StepProgram(
-            shared, Size(tokens, samples, len(batch.pages), kind, self.capacity(tokens, kind))
+            shared, Size(tokens, samples, len(batch.pages), kind, self._capacity(tokens, kind))
         )
         staging = torch.zeros(program.words, dtype=torch.int32, pin_memory=self.on_gpu)
         words = program.pack(batch, staging.numpy())
@@ -225,7 +225,7 @@ class Steps:
 
         return run
 
-    def capacity(self, tokens: int, kind: StepKind) -> Capacity:
+    def _capacity(self, tokens: int, kind: StepKind) -> Capacity:
         """As the worker's graphs have it: for contexts of any length."""
         return capacity_for(kind, tokens, tokens, self.arch.context_limit, self.geometry)
 

@@ -79,7 +79,7 @@ def own_size(kind: StepKind, tokens: int) -> int:
     return sizes[bisect.bisect_left(sizes, tokens)]
 
 
-def measured(steps: Steps, batch: CudaBatch, rounds: int, named: Row) -> tuple[list[Row], list[Row]]:
+def measured(steps: Steps, batch: CudaBatch, rounds: int, named: Row) -> tuple[Row, Row]:
     """Times of one step in several graphs, and the parts of the one that the worker takes."""
     kind, tokens = classify(batch.spans, steps.geometry), len(batch.tokens)
     own = own_size(kind, tokens)
@@ -95,7 +95,7 @@ def measured(steps: Steps, batch: CudaBatch, rounds: int, named: Row) -> tuple[l
         which = "own" if size == own else str(size)
         found[f"{which}, {way} ÷"] = round(times[f"{size} {way}"] / first, 4)
     parts = shares(profiled(made[own, NOW], PROFILED_STEPS), PROFILED_STEPS)
-    return [found], [named | {"graph": own} | {part: share.alone_ms for part, share in parts.items()}]
+    return found, named | {"graph": own} | {part: share.alone_ms for part, share in parts.items()}
 
 
 def as_markdown(report: dict[str, Any]) -> str:
@@ -143,8 +143,9 @@ def main(
             for decodes, new in mixes
         ]  # fmt: skip
         for section, named, batch in batches:
-            for what, rows in zip(("", ", parts"), measured(steps, batch, rounds, named), strict=True):
-                report["sections"].setdefault(section + what, []).extend(rows)
+            times, parts = measured(steps, batch, rounds, named)
+            report["sections"].setdefault(section, []).append(times)
+            report["sections"].setdefault(f"{section}, parts", []).append(parts)
             report["seconds"] = round(time.monotonic() - started)
             # Written after each: what was found stays if the machine goes.
             (out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
