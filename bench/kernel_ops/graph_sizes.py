@@ -35,8 +35,8 @@ from kernel_ops.step_parts import PROFILED_STEPS, Row, table
 
 from pensieve.core import RequestKey, Sampling
 from pensieve.engine.plan import Plan, SampleSpec, Span
-from pensieve.engine.worker.buckets import buckets
 from pensieve.engine.worker.cuda_batch import CudaBatch, make_cuda_batch
+from pensieve.engine.worker.graphs import buckets
 from pensieve.kernels.attention.kinds import StepKind, classify
 
 MAX_TOKENS, MAX_RUNNING = 8192, 512

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from pensieve.core import RequestKey, Sampling
 from pensieve.engine.plan import PENDING, Plan, SampleSpec, Span
-from pensieve.engine.worker.buckets import LEAST_GAIN, buckets, in_words, worth_having
 from pensieve.engine.worker.cuda_batch import NO_SLOT, make_cuda_batch
+from pensieve.engine.worker.graphs import buckets
 from pensieve.engine.worker.torch_batch import make_torch_batch
 from pensieve.kernels.attention.kinds import Geometry, StepKind
 from pensieve.kernels.attention.prefixes import PartyRule
@@ -97,24 +97,6 @@ def test_buckets_rise_and_waste_little(kind: StepKind, tokens: int, running: int
         assert large <= small + max(32, small // 4) or large - small <= small
     if kind is StepKind.NARROW:
         assert sizes[0] == 1 and sizes[-1] == min(tokens, running)
-
-
-@given(times=st.dictionaries(st.integers(1, 512), st.integers(1000, 20_000), min_size=1))
-def test_steps_take_the_fastest_size_that_holds_them(times: dict[int, int]) -> None:
-    kept = worth_having(times)
-    for size in times:
-        taken = min(other for other in kept if other >= size)
-        fastest = min(times[other] for other in times if other >= size)
-        assert times[taken] * (1 - LEAST_GAIN) <= fastest <= times[taken]
-    assert max(times) in kept and all(times[a] < times[b] for a, b in itertools.pairwise(sorted(kept)))
-
-
-def test_what_is_left_out_is_told() -> None:
-    assert (
-        in_words([128, 120, 72, 64, 56], {128, 64})
-        == "2 of 5 sizes up to 128 tokens; 56 as 64, 72-120 as 128"
-    )
-    assert in_words([2, 1], {1, 2}) == "2 of 2 sizes up to 2 tokens"
 
 
 def decodes(count: int, common: int, own: int) -> Plan:

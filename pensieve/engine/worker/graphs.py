@@ -3,17 +3,14 @@
 A graph exists per *kind* of attention work and *bucket* of tokens; a step takes the smallest that holds it. Steps that
 no graph was made for, and all steps when graphs are switched off, run a program of just their size without a graph:
 such steps are so long that the host keeps ahead of the device anyway.
-
-Which buckets there are is measured: a size whose step takes as long as that of a larger one has no graph (``buckets``).
 """
 
 from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +18,6 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from pensieve.engine.worker.buckets import MEASURED_TOKENS, buckets, in_words, worth_having
 from pensieve.engine.worker.cuda_batch import CudaBatch
 from pensieve.engine.worker.program import ALIGNMENT, Shared, Size, StepProgram
 from pensieve.engine.worker.sizing import WorkerInfo
@@ -30,12 +26,38 @@ from pensieve.kernels.attention.plan import PARTY_KIND, DoesNotFit, words_of
 
 log = logging.getLogger(__name__)
 
+WIDE_ALONE_LIMIT = 512
+"""Steps without any decode get a graph up to this many tokens: longer ones keep the device busy without one."""
+WIDE_ALONE_LIMIT_RANKS = 2048
+"""And that many where ranks share the work: each has less of it, and as much to launch. (On two H200s a 13B's step of
+1,024 tokens took 45.6 ms without a graph, as long as one of 2,048.)"""
 GRAPH_PAGES = 1 << 18
 """A graph has room for so many page-table entries, or as many as there are pages: 1 MiB of device memory. Steps of
 more, whose requests share very long beginnings, run without a graph."""
 
 
-_Item = TypeVar("_Item")
+def buckets(kind: StepKind, max_tokens: int, max_running: int, ranks: int = 1) -> list[int]:
+    """Tokens of the graphs of a kind, ascending."""
+    if kind is StepKind.NARROW:
+        return _rising(min(max_running, max_tokens), ((1, 2), (2, 4), (4, 8), (8, 256), (16, 1 << 30)))
+    # Decodes beside turns of a few tokens: common on a busy server.
+    if kind in (StepKind.SHORT, StepKind.FEW):
+        return _rising(min(max(2 * max_running, 512), max_tokens), ((8, 64), (16, 256), (32, 1 << 30)))
+    if kind.is_mixed:
+        return _rising(max_tokens, ((32, 512), (64, 1024), (128, 2048), (512, 1 << 30)))
+    alone = WIDE_ALONE_LIMIT if ranks == 1 else WIDE_ALONE_LIMIT_RANKS
+    return _rising(min(max_tokens, alone), ((32, 128), (64, 512), (128, 1 << 30)))
+
+
+def _rising(most: int, steps: tuple[tuple[int, int], ...]) -> list[int]:
+    """Sizes that rise by ``step`` up to ``until`` for each (step, until), the last one being ``most``."""
+    sizes: list[int] = []
+    size = 0
+    for step, until in steps:
+        while size < min(until, most):
+            size = min(size + step, most)
+            sizes.append(size)
+    return sizes
 
 
 class Programs:
@@ -77,34 +99,13 @@ class Programs:
         return program, program.pack(ways[-1], staging)
 
     def capture_all(self) -> None:
-        """Capture all graphs, the largest first so that the smaller ones fit into its memory; those up to
-        ``MEASURED_TOKENS`` only after it was seen which are worth having."""
+        """Capture all graphs, the largest first so that the smaller ones fit into its memory."""
         if not self._graphs:
             return
-        self._capture((kind, size) for kind, size in self._wanted() if size > MEASURED_TOKENS)
-        self._leave_out_slow_sizes()
-        self._capture(self._wanted())
-
-    def _capture(self, wanted: Iterable[tuple[StepKind, int]]) -> None:
-        missing = sorted((key for key in wanted if key not in self._made), key=lambda key: -key[1])
-        for kind, tokens in _shown(missing, "capturing CUDA graphs"):
+        wanted = sorted(self._wanted(), key=lambda key: -key[1])
+        console = Console(stderr=True)
+        for kind, tokens in track(wanted, "capturing CUDA graphs", console=console, transient=True):
             self._program(kind, tokens)
-
-    def _leave_out_slow_sizes(self) -> None:
-        """Keep of the buckets up to ``MEASURED_TOKENS`` those that are faster than all larger ones, and the last of
-        each kind. All ranks come to the same, by the least that each size took on any."""
-        sizes = {size for _, size in self._wanted() if size <= MEASURED_TOKENS}
-        ordered, taken = sorted(sizes, reverse=True), list[int]()
-        for size in _shown(ordered, "timing steps by their size"):
-            taken.append(self._program(StepKind.NARROW, size).microseconds(self._compute))
-        kept = worth_having(dict(zip(ordered, self.shared.model.together.least(taken), strict=True)))
-        for kind, found in self._buckets.items():
-            self._buckets[kind] = [
-                size for size in found if size > MEASURED_TOKENS or size in kept or size == found[-1]
-            ]
-        log.info("CUDA graphs: %s", in_words(ordered, kept))
-        wanted = set(self._wanted())
-        self._made = {key: program for key, program in self._made.items() if key in wanted}
 
     def close(self) -> None:
         """Release the graphs and their memory."""
@@ -151,11 +152,6 @@ class Programs:
         info, tokens = self._info, _most_tokens(self._info)
         plan = max(words_of(_capacity(kind, tokens, info, self.shared.geometry)) for kind in StepKind)
         return 5 * tokens + plan + most_pages(info, info.max_running) + 7 * ALIGNMENT
-
-
-def _shown(items: Sequence[_Item], what: str) -> Iterable[_Item]:
-    """With a bar on stderr."""
-    return track(items, what, console=Console(stderr=True), transient=True)
 
 
 def most_pages(info: WorkerInfo, requests: int) -> int:

@@ -7,9 +7,7 @@ graph and replayed for every step of its size. Run without a graph it does the s
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
-from statistics import median
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,7 +27,6 @@ from pensieve.model.transformer import Transformer
 
 ALIGNMENT = 32
 """int32 words between section starts: kernels are compiled for aligned pointers."""
-TIMED_RUNS = 5
 
 
 class LayerWait(Protocol):
@@ -130,20 +127,6 @@ class StepProgram:
             self._compute()
         else:
             self._graph.replay()
-
-    def microseconds(self, stream: torch.cuda.Stream) -> int:
-        """The median of a few runs without any span: what a step of this size takes beside its attention.
-
-        Waits for the device; what the latest step sampled is overwritten. Only before the first step.
-        """
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED_RUNS + 2)]
-        with torch.cuda.stream(stream):
-            for mark in marks:
-                mark.record()
-                self.run()
-        torch.cuda.synchronize()
-        taken = [float(begin.elapsed_time(end)) for begin, end in itertools.pairwise(marks[1:])]
-        return round(median(taken) * 1e3)
 
     def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
         """Make a graph of what ``run`` queues; waits for the device. A new program may do so between two steps."""
