@@ -16,7 +16,8 @@ import torch
 from common.gpu_timing import Ceilings, Contender, times
 from kernel_ops.flash_attention import Peer
 
-from pensieve.kernels.attention.kinds import capacity_for, classify
+from pensieve.kernels.attention.capacity import capacity_for
+from pensieve.kernels.attention.kinds import classify
 from pensieve.kernels.attention.plan import AttentionPlan, geometry_for, plan_key
 from pensieve.kernels.ragged_paged_attention import ragged_paged_attention
 from pensieve.kernels.span_table import SpanTable

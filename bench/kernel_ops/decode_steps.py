@@ -22,10 +22,12 @@ import torch
 
 from pensieve.core import RequestKey, Sampling
 from pensieve.engine.plan import Plan, SampleSpec, Span
+from pensieve.engine.worker import program
 from pensieve.engine.worker.cuda_batch import CudaBatch, make_cuda_batch
 from pensieve.engine.worker.program import Shared, Size, StepProgram
 from pensieve.kernels import ragged_paged_attention as attention_kernels
-from pensieve.kernels.attention.kinds import Capacity, StepKind, capacity_for
+from pensieve.kernels.attention.capacity import Capacity, capacity_for
+from pensieve.kernels.attention.kinds import StepKind
 from pensieve.kernels.attention.plan import Scratch, geometry_of
 from pensieve.kernels.attention.work_lists import make_work_lists
 from pensieve.kernels.sum_norm import sum_add_norm
@@ -80,13 +82,19 @@ class InFourParts(InParts):
 
 @contextlib.contextmanager
 def library(name: str) -> Iterator[None]:
-    """Products by this library of torch's."""
+    """Products of any size by this library of torch's."""
     before = torch.backends.cuda.preferred_blas_library()
-    torch.backends.cuda.preferred_blas_library(name)
-    try:
+
+    @contextlib.contextmanager
+    def always(tokens: int) -> Iterator[None]:
+        torch.backends.cuda.preferred_blas_library(name)
+        try:
+            yield
+        finally:
+            torch.backends.cuda.preferred_blas_library(before)
+
+    with mock.patch.object(program, "products_of", always):
         yield
-    finally:
-        torch.backends.cuda.preferred_blas_library(before)
 
 
 @contextlib.contextmanager
@@ -119,6 +127,7 @@ class Way:
 
 NOW = "now"
 PRODUCTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "cuBLAS": lambda: library("cublas"),
     "cuBLASLt": lambda: library("cublaslt"),
     "float32 split-K": exact_reductions,
 }

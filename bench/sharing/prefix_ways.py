@@ -11,7 +11,7 @@ from kernel_ops import attention as ops_attention
 from kernel_ops.attention import DIM, PAGE
 from sharing.shared_plan import Cut, SharedStep, prefix_alone
 
-from pensieve.kernels.attention.kinds import capacity_for
+from pensieve.kernels.attention.capacity import capacity_for
 from pensieve.kernels.attention.plan import PARTY_KIND, AttentionPlan, geometry_for, plan_key
 from pensieve.kernels.attention.prefixes import Parties, PartyRule
 from pensieve.kernels.ragged_paged_attention import ragged_paged_attention

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from pensieve.kernels.attention.kinds import Capacity, Geometry, StepKind
+from pensieve.kernels.attention.capacity import Capacity
+from pensieve.kernels.attention.kinds import Geometry, StepKind
 from pensieve.kernels.attention.plan import HEADER, AttentionPlan, Scratch, plan_key
 from pensieve.kernels.attention.tiles import Tile, TileSet
 from pensieve.kernels.attention.work_lists import ITEM, MERGE

@@ -14,28 +14,31 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from pensieve.kernels.attention.capacity import Capacity
 from pensieve.kernels.attention.kinds import (
     ENOUGH_TO_READ,
     NARROW_STEP,
     UNSHARED_STEP,
     WIDE_STEP,
-    Capacity,
     Geometry,
     StepKind,
 )
+from pensieve.kernels.attention.narrow_cuts import narrow_pieces
 from pensieve.kernels.attention.tiles import Tile, TileSet
+from pensieve.kernels.attention.wide_cuts import wide_pieces
 from pensieve.kernels.attention.work_lists import (
     ITEM,
     MERGE,
     WorkLists,
+    alone,
     blocks,
     cut,
     longest_first,
     padding_items,
     parted,
     parts_of,
-    pieces_of,
     ranges,
+    steps_of,
 )
 from pensieve.kernels.span_table import HostSpans, Ints
 
@@ -76,7 +79,8 @@ def make_party_lists(
     pieces = _narrow_pieces(np.concatenate([plain, suffixes]), narrow, geometry)
     first, first_merges, used = cut(plain, pieces[: len(plain)], narrow, 0, KIND.merged_rows)
     large = blocks(big, wide, geometry)
-    second, second_merges, used = cut(large, pieces_of(large, wide, geometry), wide, used, KIND.merged_rows)
+    cuts = wide_pieces(steps_of(large, wide), alone(large, wide), wide, geometry)
+    second, second_merges, used = cut(large, cuts, wide, used, KIND.merged_rows)
     covered = int((host[:, 0] + host[:, 1]).max())
     padding = padding_items(covered, num_rows - covered, wide, geometry.groups)
 
@@ -89,7 +93,7 @@ def make_party_lists(
         rows, parties[:, 2] // wide.keys, layers - np.maximum.reduceat(own, begins),
         room.wide - len(second) - len(padding), wide, geometry,
     )  # fmt: skip
-    reading = sum(int((-(-(items[:, 6] - items[:, 5]) // narrow.keys)).sum()) for items in (plain, suffixes))
+    reading = sum(int(steps_of(items, narrow).sum()) for items in (plain, suffixes))
     cuts, programs = work.dealt(second, reading)
 
     laid = _Laid.of(host[parties[:, 0]], parties[:, 2], rows, cuts, party, suffixes, own, used)
@@ -118,7 +122,7 @@ def _narrow_pieces(items: Ints, tile: Tile, geometry: Geometry) -> Ints:
     """Into how many pieces items in any order are cut."""
     order = np.argsort(items[:, 5] - items[:, 6], kind="stable")
     pieces = np.empty(len(items), np.int64)
-    pieces[order] = pieces_of(items[order], tile, geometry)
+    pieces[order] = narrow_pieces(steps_of(items[order], tile), tile, geometry)
     return pieces
 
 
@@ -145,7 +149,7 @@ class _Beginnings:
         heads, everything = self.geometry.kv_heads, self.geometry.multiprocessors
         most = np.minimum(self.layers, self.steps * self.tile.keys // self.tile.least_keys)
         most = np.maximum(1, np.minimum(most, self.room // int(count.sum())))
-        lengths = -(-(others[:, 6] - others[:, 5]) // self.tile.keys)
+        lengths = steps_of(others, self.tile)
         total = int((count * self.steps).sum() + lengths.sum())
         fresh = int(self.steps.sum() + lengths[others[:, 4] == 0].sum())
         step_us = WIDE_STEP + UNSHARED_STEP * fresh / total

@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pensieve.kernels.attention.capacity import Capacity
 from pensieve.kernels.attention.hopper import launch as hopper
-from pensieve.kernels.attention.kinds import Capacity, Geometry, StepKind, classify
+from pensieve.kernels.attention.kinds import Geometry, StepKind, classify
 from pensieve.kernels.attention.party_lists import KIND, UNLIMITED, make_party_lists
 from pensieve.kernels.attention.tiles import TileSet, width_of
 from pensieve.kernels.attention.work_lists import ITEM, MERGE, WorkLists, make_work_lists

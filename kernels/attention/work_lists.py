@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from pensieve.kernels.attention.kinds import (
     ENOUGH_TO_READ,
@@ -19,11 +20,11 @@ from pensieve.kernels.attention.kinds import (
     WIDE_STEP,
     Geometry,
     StepKind,
-    cut_evenly,
-    guided,
     is_wide,
 )
+from pensieve.kernels.attention.narrow_cuts import narrow_pieces
 from pensieve.kernels.attention.tiles import Tile, TileSet
+from pensieve.kernels.attention.wide_cuts import wide_pieces
 from pensieve.kernels.span_table import HostSpans, Ints
 
 ITEM = 8
@@ -64,9 +65,11 @@ def make_work_lists(
             host = host[lengths > 0]
     small, big = parted(host, narrow, geometry, kind)
     items = blocks(small, narrow, geometry)
-    first, first_merges, used = cut(items, pieces_of(items, narrow, geometry), narrow, 0, kind.merged_rows)
+    pieces = narrow_pieces(steps_of(items, narrow), narrow, geometry)
+    first, first_merges, used = cut(items, pieces, narrow, 0, kind.merged_rows)
     items = blocks(big, wide, geometry)
-    second, second_merges, used = cut(items, pieces_of(items, wide, geometry), wide, used, kind.merged_rows)
+    pieces = wide_pieces(steps_of(items, wide), alone(items, wide), wide, geometry)
+    second, second_merges, used = cut(items, pieces, wide, used, kind.merged_rows)
     programs = geometry.multiprocessors
     if len(second) and (kind.is_mixed or wide.hopper):
         second = longest_first(second)
@@ -100,8 +103,7 @@ def _share_of_wide(narrow: Ints, wide: Ints, small: Tile, large: Tile, geometry:
     read as fast as the memory can, unless fewer multiprocessors than ENOUGH_TO_READ are left to them."""
     everything = geometry.multiprocessors
     wide_steps, narrow_steps = (
-        int((-(-(items[:, 6] - items[:, 5]) // tile.keys)).sum())
-        for items, tile in ((wide, large), (narrow, small))
+        int(steps_of(items, tile).sum()) for items, tile in ((wide, large), (narrow, small))
     )
     if not wide_steps or not narrow_steps:
         return everything
@@ -184,25 +186,16 @@ def longest_first(items: Ints) -> Ints:
     return items[np.argsort(-size, kind="stable")]
 
 
-def pieces_of(items: Ints, tile: Tile, geometry: Geometry) -> Ints:
-    """Into how many pieces, at least 1, each item is cut, the longest first: see ``kinds`` for the rules and bounds."""
-    steps = -(-(items[:, 6] - items[:, 5]) // tile.keys)
-    total = int(steps.sum())
-    if not total:
-        return np.ones(len(items), np.int64)
-    single = items[:, 1] <= tile.rows
-    all_single = bool(single.all())
-    share = cut_evenly(len(items), total, tile, geometry, all_single=all_single)
-    if share is not None:
-        even: Ints = np.maximum(1, steps / share).astype(np.int64)
-        return even
-    # Guided: while much work remains pieces may be long, towards the end they get shorter, so that all end together.
-    remaining = total - np.cumsum(steps) + steps
-    least, per_step = guided(total, tile, geometry)
-    pieces: Ints = np.maximum(1, np.rint(steps / np.maximum(least, remaining * per_step))).astype(np.int64)
-    if not all_single:
-        pieces[~single] = 1
-    return pieces
+def steps_of(items: Ints, tile: Tile) -> Ints:
+    """Key tiles of each item."""
+    steps: Ints = -(-(items[:, 6] - items[:, 5]) // tile.keys)
+    return steps
+
+
+def alone(items: Ints, tile: Tile) -> npt.NDArray[np.bool_]:
+    """Which items are the only one of their span."""
+    only: npt.NDArray[np.bool_] = items[:, 1] <= tile.rows
+    return only
 
 
 def ranges(counts: Ints) -> tuple[Ints, Ints]:

@@ -14,9 +14,10 @@ from pensieve.engine.plan import Plan, SampleSpec, Span
 from pensieve.engine.worker import graphs
 from pensieve.engine.worker.cuda_batch import CudaBatch, make_cuda_batch
 from pensieve.engine.worker.graphs import Programs
-from pensieve.engine.worker.program import Shared
+from pensieve.engine.worker.program import Shared, products_of
 from pensieve.engine.worker.sizing import WorkerInfo
-from pensieve.kernels.attention.kinds import Capacity, Geometry, StepKind
+from pensieve.kernels.attention.capacity import Capacity
+from pensieve.kernels.attention.kinds import Geometry, StepKind
 from pensieve.kernels.attention.plan import Scratch
 from pensieve.kernels.attention.prefixes import PartyRule
 
@@ -81,3 +82,18 @@ def test_tables_of_more_entries_than_there_are_pages_are_packed() -> None:
     program, words = made.pack(step, staging)
     assert staging[words - len(step.pages) : words].tolist() == step.pages.tolist()
     assert program.size.pages == len(step.pages)
+
+
+@pytest.mark.parametrize(("tokens", "library"), [(1, "cublaslt"), (128, "cublaslt"), (129, "cublas")])
+def test_who_makes_the_products(tokens: int, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    preferred = ["cublas"]
+
+    def prefer(name: str | None = None) -> str:
+        preferred.append(name or preferred[-1])
+        return preferred[-1]
+
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", prefer)
+    with pytest.raises(ZeroDivisionError), products_of(tokens):
+        assert preferred[-1] == library
+        1 / 0  # noqa: B018
+    assert preferred[-1] == "cublas", "what others ask for is made by another library after that"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pensieve.kernels.attention.kinds import Capacity
+from pensieve.kernels.attention.capacity import Capacity
 from pensieve.kernels.attention.plan import AttentionPlan, geometry_of, plan_key
 from pensieve.kernels.ragged_paged_attention import ragged_paged_attention
 from pensieve.kernels.reference import ragged_paged_attention as reference

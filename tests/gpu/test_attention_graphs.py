@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from pensieve.kernels.attention.kinds import StepKind, capacity_for, classify
+from pensieve.kernels.attention.capacity import capacity_for
+from pensieve.kernels.attention.kinds import StepKind, classify
 from pensieve.kernels.attention.plan import AttentionPlan, Scratch, geometry_for, plan_key, words_of
 from pensieve.kernels.ragged_paged_attention import ragged_paged_attention
 from pensieve.kernels.reference import ragged_paged_attention as reference

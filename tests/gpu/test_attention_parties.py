@@ -18,7 +18,7 @@ from pensieve.engine.plan import Plan, SampleSpec, Span
 from pensieve.engine.worker import cuda_worker
 from pensieve.engine.worker.cuda_worker import CudaWorker
 from pensieve.engine.worker.sizing import WorkerInfo
-from pensieve.kernels.attention.kinds import capacity_for
+from pensieve.kernels.attention.capacity import capacity_for
 from pensieve.kernels.attention.plan import (
     PARTY_KIND,
     AttentionPlan,

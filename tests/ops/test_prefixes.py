@@ -15,7 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pensieve.kernels.attention.kinds import Capacity, Geometry, StepKind, capacity_for, classify
+from pensieve.kernels.attention.capacity import Capacity, capacity_for
+from pensieve.kernels.attention.kinds import Geometry, StepKind, classify
 from pensieve.kernels.attention.party_lists import KIND, make_party_lists
 from pensieve.kernels.attention.plan import AttentionPlan, DoesNotFit
 from pensieve.kernels.attention.prefixes import Parties, PartyRule

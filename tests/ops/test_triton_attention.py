@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pensieve.kernels.attention.kinds import Capacity, Geometry, StepKind, classify
+from pensieve.kernels.attention.capacity import Capacity
+from pensieve.kernels.attention.kinds import Geometry, StepKind, classify
 from pensieve.kernels.attention.plan import AttentionPlan
 from pensieve.kernels.attention.tiles import choose_tiles
 from pensieve.kernels.attention.work_lists import make_work_lists

@@ -21,7 +21,8 @@ from rich.progress import track
 from pensieve.engine.worker.cuda_batch import CudaBatch
 from pensieve.engine.worker.program import ALIGNMENT, Shared, Size, StepProgram
 from pensieve.engine.worker.sizing import WorkerInfo
-from pensieve.kernels.attention.kinds import Capacity, Geometry, StepKind, capacity_for, classify
+from pensieve.kernels.attention.capacity import Capacity, capacity_for
+from pensieve.kernels.attention.kinds import Geometry, StepKind, classify
 from pensieve.kernels.attention.plan import PARTY_KIND, DoesNotFit, words_of
 
 log = logging.getLogger(__name__)

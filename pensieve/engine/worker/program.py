@@ -7,6 +7,8 @@ graph and replayed for every step of its size. Run without a graph it does the s
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,7 +19,8 @@ import torch
 from pensieve.engine.sampling.sampler import clean, largest
 from pensieve.engine.worker.cuda_batch import NO_SLOT, CudaBatch
 from pensieve.kernels.arguments import HeadPrep
-from pensieve.kernels.attention.kinds import Capacity, Geometry, StepKind
+from pensieve.kernels.attention.capacity import Capacity
+from pensieve.kernels.attention.kinds import Geometry, StepKind
 from pensieve.kernels.attention.plan import AttentionPlan, DoesNotFit, Scratch, plan_key, words_of
 from pensieve.kernels.kv_write import kv_write
 from pensieve.kernels.ragged_paged_attention import ragged_paged_attention
@@ -27,6 +30,10 @@ from pensieve.model.transformer import Transformer
 
 ALIGNMENT = 32
 """int32 words between section starts: kernels are compiled for aligned pointers."""
+LT_TOKENS = 128
+"""Products of so many tokens at most are cuBLASLt's, of more cuBLAS'. On an H200 a step of a 13B with 10 KV heads takes
+0.94 to 0.98 of the time by cuBLASLt with 16 to 128 tokens, and 0.99 to 1.01 with 160 to 256
+(``bench/results/graph_sizes_13b_h200.md``)."""
 
 
 class LayerWait(Protocol):
@@ -143,6 +150,10 @@ class StepProgram:
         self._graph = graph
 
     def _compute(self) -> None:
+        with products_of(self.size.tokens):
+            self._forward()
+
+    def _forward(self) -> None:
         shared, view, samples = self._shared, self._view, self.size.samples
         # A pending token never passes through the host: the step before left it on the device.
         before = shared.sampled.index_select(0, view["source"].clamp_min(0))
@@ -167,3 +178,17 @@ class StepProgram:
         )
         assert isinstance(out, torch.Tensor)
         return out
+
+
+@contextlib.contextmanager
+def products_of(tokens: int) -> Iterator[None]:
+    """Products of so many tokens are made by the library that is faster there; see ``LT_TOKENS``."""
+    if tokens > LT_TOKENS:
+        yield
+        return
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from pensieve.kernels.attention.kinds import Capacity
+from pensieve.kernels.attention.capacity import Capacity
 from pensieve.kernels.attention.plan import HEADER, AttentionPlan, geometry_of, plan_key
 from pensieve.kernels.attention.prefixes import PartyRule
 from pensieve.kernels.attention.tiles import Tile, TileSet
