@@ -53,6 +53,7 @@ class Evaluation:
     keep_logs: bool
     deadline: float
     """When the last job has to end, on the clock of ``time.monotonic``."""
+    stopped: bool = False
     done: list[JobResult] = field(default_factory=list)
     reports: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The report of each experiment, so far."""
@@ -71,7 +72,7 @@ class Evaluation:
                 continue
             queue.pop(0)
             self.say(device, f"{job.title}: rates {_numbers(sorted(job.rates))}")
-            self._finish(await run_job(job, device, site, self._status(device), self._left_s()))
+            self._finish(await run_job(job, device, site, self._status(device), self._left_s))
 
     def _next(self, queue: Sequence[Job]) -> Job | None:
         """The first job, with as many rates as there is time for if those after it are to have as many.
@@ -86,6 +87,11 @@ class Evaluation:
                 continue
             return next(job for job in fitting if job.uses == queue[0].uses)
         return None
+
+    def stop(self) -> None:
+        """Leave no time: what is under way ends, and what it has done is written."""
+        self.stopped = True
+        self.deadline = time.monotonic()
 
     def _left_s(self) -> float:
         return self.deadline - time.monotonic()
@@ -261,31 +267,25 @@ def main(
     with tempfile.TemporaryDirectory(prefix="pensieve-evaluate-") as folder:
         lines = [job.line for queue in queues for job in queue]
         models = make_models(lines, (models_folder or Path(folder) / "models").absolute())
-        interrupted = asyncio.run(_until_signalled(evaluation, queues, where, Site(Path(folder), models)))
+        asyncio.run(_until_signalled(evaluation, queues, where, Site(Path(folder), models)))
     evaluation.write_pages()
     for name, report in evaluation.reports.items():
         failed = [f"{missing['target']}: {missing['error']}" for missing in report["unreached"]]
         for line in (*report["problems"], *report["invalid_reasons"], *failed):
             click.echo(f"{name}: {line}", err=True)
     click.echo(f"results in {results}")
-    if interrupted or not all(map(_clean, evaluation.reports.values())):
+    if evaluation.stopped or not all(map(_clean, evaluation.reports.values())):
         sys.exit(1)
 
 
 async def _until_signalled(
     evaluation: Evaluation, queues: Sequence[Sequence[Job]], where: Sequence[Device], site: Site
-) -> bool:
-    """Whether SIGTERM or SIGINT came; what is under way is then stopped, and lost."""
-    task = asyncio.ensure_future(evaluation.run(queues, where, site))
+) -> None:
+    """SIGTERM or SIGINT stops it."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, task.cancel)
-    try:
-        await task
-    except asyncio.CancelledError:
-        evaluation.say("–", "stopped; what was measured before is written")
-        return True
-    return False
+        loop.add_signal_handler(number, evaluation.stop)
+    await evaluation.run(queues, where, site)
 
 
 def _clean(report: dict[str, Any]) -> bool:

@@ -87,9 +87,10 @@ def devices(names: Sequence[str]) -> list[Device]:
 
 
 async def run_job(
-    job: Job, device: Device, site: Site, say: Callable[[str], None], limit_s: float
+    job: Job, device: Device, site: Site, say: Callable[[str], None], left_s: Callable[[], float]
 ) -> JobResult:
-    """Run to the end, or for ``limit_s``. Whatever goes wrong with the server or the replay is in the result."""
+    """Run to the end, or until no time is left, which is asked every second: the result then has the rates that were
+    done. Whatever goes wrong with the server or the replay is in it, too."""
     number = next(_numbers)
     scratch = site.scratch / f"job{number}"
     scratch.mkdir()
@@ -97,13 +98,15 @@ async def run_job(
     mark = f"{os.getpid()}-{number}"
     started = time.monotonic()
     stopped = ""
+
+    def tick() -> bool:
+        say(_progress(job, scratch, started))
+        return left_s() > 0
+
     try:
-        async with asyncio.timeout(limit_s):
-            status = await _replay(
-                command, device, scratch, mark, lambda: say(_progress(job, scratch, started))
-            )
-    except TimeoutError:
-        status, stopped = 1, f"stopped after {limit_s:.0f} s: the time was used up"
+        status = await _replay(command, device, scratch, mark, tick)
+        if status is None:
+            status, stopped = 1, f"stopped after {time.monotonic() - started:.0f} s: no time was left"
     finally:
         await _end_leftovers(mark)
         shutil.rmtree(scratch / "data", ignore_errors=True)
@@ -142,9 +145,9 @@ def replay_command(job: Job, site: Site, scratch: Path) -> list[str]:
 
 
 async def _replay(
-    command: list[str], device: Device, scratch: Path, mark: str, tick: Callable[[], None]
-) -> int:
-    """Exit status. When cancelled the replay is interrupted, which ends its server."""
+    command: list[str], device: Device, scratch: Path, mark: str, tick: Callable[[], bool]
+) -> int | None:
+    """Exit status; None: ``tick`` said to stop. When stopped the replay is interrupted, which ends its server."""
     environment = os.environ | {
         MARK: mark,
         "CUDA_VISIBLE_DEVICES": "" if device.name == "cpu" else device.name.replace("+", ","),
@@ -156,11 +159,11 @@ async def _replay(
             preexec_fn=lambda: os.sched_setaffinity(0, device.cores),
         )  # fmt: skip
     try:
-        while True:
+        while tick():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     return await process.wait()
-            tick()
+        return process.returncode
     finally:
         if process.returncode is None:
             process.send_signal(signal.SIGINT)

@@ -165,13 +165,15 @@ def _loaded(path: Path, tokenizer: Path | None, limit: int | None) -> Dataset:
 
 
 def run_with_progress(
-    plan: ReplayPlan | Sequence[ReplayPlan], targets: Sequence[Target], console: Console
+    plans: Sequence[ReplayPlan],
+    targets: Sequence[Target],
+    console: Console,
+    keep: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Like ``session.run`` or ``run_all``, with a line per run on the terminal. Raises ClickException."""
+    """Like ``session.run_all``, with a line per run on the terminal. Raises ClickException."""
     with LiveProgress(console) as live:
         try:
-            plans = [plan] if isinstance(plan, ReplayPlan) else plan
-            return asyncio.run(_until_terminated(run_all(plans, targets, live)))
+            return asyncio.run(_until_terminated(run_all(plans, targets, live, keep)))
         except asyncio.CancelledError:
             sys.exit(128 + signal.SIGTERM)
         except TurnFailed as failure:
@@ -234,13 +236,25 @@ def replay(
     A turn is sent only after the answer to the one before. `replay compare` draws the results of several replays.
 
     Exit code 1 when a turn fails, a turn's receipt does not add up, a target cannot be reached, or this program was
-    itself too late for its measurement to count.
+    itself too late for its measurement to count. The file of --json is written after each run, so that a replay that is
+    stopped leaves the runs that it has done.
     """
     outputs.require()
-    report = run_with_progress(
-        _plans(workload, rates, seeds, vocab_size or 0, context_limit or 0), targets, Console(stderr=True)
-    )
-    report["command"] = ["pensieve", *sys.argv[1:]]
+    plans = _plans(workload, rates, seeds, vocab_size or 0, context_limit or 0)
+    command = {"command": ["pensieve", *sys.argv[1:]]}
+    kept = 0
+
+    def keep(report: dict[str, Any]) -> None:
+        nonlocal kept
+        kept = len(report["targets"])
+        outputs.write(report | command, draw=False)
+
+    try:
+        report = run_with_progress(plans, targets, Console(stderr=True), keep) | command
+    except (KeyboardInterrupt, SystemExit):
+        if kept and outputs.json_file is not None:
+            complain(f"stopped: {outputs.json_file} has {kept} of {len(plans) * len(targets)} runs")
+        raise
     shown = bool(report["valid"] and report["targets"])
     if shown:
         show(report, wide_console())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -69,9 +69,14 @@ async def run(plan: ReplayPlan, targets: Sequence[Target], watch: ReplayWatcher 
 
 
 async def run_all(
-    plans: Sequence[ReplayPlan], targets: Sequence[Target], watch: ReplayWatcher = _NOBODY
+    plans: Sequence[ReplayPlan],
+    targets: Sequence[Target],
+    watch: ReplayWatcher = _NOBODY,
+    keep: Callable[[dict[str, Any]], None] = lambda report: None,
 ) -> dict[str, Any]:
     """The report, ready for JSON. All targets get the same token ids at the same times, one target after the other.
+
+    ``keep`` gets the report after each run, with the runs so far: what is left if the replay is stopped.
 
     Each target plays all plans before the next one does. No run finds the last one's state in a server: its sessions
     are deleted, its token ids are others, and a server that can empty its prefix cache is asked to. The plans share
@@ -97,12 +102,23 @@ async def run_all(
                 for index, ready in enumerate(prepared):
                     at = index
                     found.append((index, number, await _play(target, info, index, ready, watch)))
+                    keep(_whole_report(prepared, found, targets, lost))
             except TurnFailed as failure:
                 lost[number] = _Lost(failure, at)
             if isinstance(target, StartedTarget):
                 await target.close()
     if len(lost) == len(targets) and all(entry.run is None for entry in lost.values()):
         raise lost[max(lost)].failure
+    return _whole_report(prepared, found, targets, lost)
+
+
+def _whole_report(
+    prepared: list[_Prepared],
+    found: list[tuple[int, int, dict[str, Any]]],
+    targets: Sequence[Target],
+    lost: dict[int, _Lost],
+) -> dict[str, Any]:
+    """``found``: run, target and summary."""
     summaries = [summary for _, _, summary in sorted(found, key=lambda entry: entry[:2])]
     return _report(prepared, summaries) | {
         "unreached": [

@@ -52,8 +52,11 @@ def test_a_signal_leaves_what_was_measured(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     rest = process.stdout.read()
     process.stdout.close()
-    assert process.wait(60) == 1 and "stopped; what was measured before is written" in rest
+    assert process.wait(60) == 1 and "Pensieve: failed: stopped after" in rest
     report = json.loads((tmp_path / "systems-13b-sharegpt.json").read_text(encoding="utf-8"))
-    (missing,) = report["unreached"]
-    assert missing["target"] == "vLLM" and "vllm" in missing["error"]
-    assert [job["target"] for job in report["jobs"]] == ["vLLM"]
+    errors = {missing["target"]: missing["error"] for missing in report["unreached"]}
+    assert sorted(errors) == ["Pensieve", "vLLM"]
+    assert "vllm" in errors["vLLM"] and errors["Pensieve"].endswith("no time was left")
+    assert "=== systems-13b-sharegpt: Pensieve on device cpu" in (tmp_path / "evaluate.log").read_text(
+        encoding="utf-8"
+    )

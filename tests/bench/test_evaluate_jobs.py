@@ -116,7 +116,7 @@ async def run_one(folder: Path, line: Any) -> Any:
     _, (job,) = make_evaluation(folder, line)
     (cpu,) = program("evaluation.jobs").devices(["cpu"])
     return await program("evaluation.jobs").run_job(
-        job, cpu, make_site(folder, [line]), lambda text: None, 60
+        job, cpu, make_site(folder, [line]), lambda text: None, lambda: 60.0
     )
 
 
@@ -239,10 +239,15 @@ async def test_a_system_that_never_comes_up_is_stopped_in_time(
     line = make_line("stubborn", ("{python}", "-c", stubborn))
     _, (job,) = make_evaluation(tmp_path, line)
     jobs = program("evaluation.jobs")
+    deadline = time.monotonic() + 3
     result = await jobs.run_job(
-        job, *jobs.devices(["cpu"]), make_site(tmp_path, [line]), lambda text: None, 3.0
+        job,
+        *jobs.devices(["cpu"]),
+        make_site(tmp_path, [line]),
+        lambda text: None,
+        lambda: deadline - time.monotonic(),
     )
-    assert result.error == "stopped after 3 s: the time was used up" and result.report is None
+    assert result.error == "stopped after 4 s: no time was left" and result.report is None
     assert running_with(mark) == []
 
 
@@ -255,6 +260,21 @@ def running_with(text: str) -> list[str]:
             continue  # it has ended
         found += [str(entry)] if text.encode() in words else []
     return found
+
+
+async def test_what_was_done_when_it_is_stopped_is_there(tmp_path: Path) -> None:
+    line = make_line("works", STUB)
+    _, (job,) = make_evaluation(tmp_path, line)
+    jobs, site = program("evaluation.jobs"), make_site(tmp_path, [line])
+
+    def left_s() -> float:
+        return 0.0 if list(site.scratch.glob("*/report.json")) else 60.0
+
+    slow = dataclasses.replace(job, rates=(*RATES, 14.0, 13.0, 12.0, 11.0, 10.0))
+    result = await jobs.run_job(slow, *jobs.devices(["cpu"]), site, lambda text: None, left_s)
+    assert result.error.endswith("no time was left")
+    rates = [summary["rate"] for summary in result.report["targets"]]
+    assert rates and rates == sorted(slow.rates)[: len(rates)] and len(rates) < len(slow.rates)
 
 
 async def test_without_time_a_system_is_not_run(tmp_path: Path) -> None:
@@ -279,7 +299,7 @@ async def test_names_in_a_command_line(tmp_path: Path) -> None:
     _, device = program("evaluation.jobs").devices(["0", "3"])
     _, (job,) = make_evaluation(tmp_path, line)
     site = make_site(tmp_path, [line])
-    result = await program("evaluation.jobs").run_job(job, device, site, lambda text: None, 60)
+    result = await program("evaluation.jobs").run_job(job, device, site, lambda text: None, lambda: 60.0)
     model = site.models["tiny-llama-gqa2"]
     assert f"it's 3 ['4096', '{model}', '{site.scratch}/job" in result.logs["server.log"]
     assert f"cores {list(device.cores)}" in result.logs["server.log"]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -160,3 +163,34 @@ def test_a_sweep_goes_on_after_a_stop(processes: str, tmp_path: Path) -> None:
     second = [index for index, kind in enumerate(kinds) if kind == "sent"][4:]
     assert kinds[: min(second)].count("deleted") == 4, "before the next run begins"
     assert service.count("broken") == 8 and not service.count("done")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_sweep_that_is_stopped_leaves_the_runs_it_has_done(
+    number: int, status: int, tmp_path: Path
+) -> None:
+    service = PacedConversations(token_s=0.01)
+    trace, out = tmp_path / "trace.jsonl", tmp_path / "r.json"
+    rows = [{"session_id": "s", "turn": turn, "input_tokens": 2, "output_tokens": 2} for turn in range(40)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with in_thread(service) as address:
+        arguments = ["--target", f"pensieve://{address}", "--rates", "1000,999", "--max-lag", "60", "--warm-up", "0.1",
+                     "--window", "0.9", "--stop-after-window", "--json", str(out)]  # fmt: skip
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "pensieve", "replay", str(trace), *arguments],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            deadline = time.monotonic() + 60
+            while not out.exists() and time.monotonic() < deadline:
+                time.sleep(0.005)
+            process.send_signal(number)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == status
+    assert f"stopped: {out} has 1 of 2 runs" in errors and "Traceback" not in errors
+    report = json.loads(out.read_text())
+    assert [(summary["run"], summary["rate"]) for summary in report["targets"]] == [(0, 1000.0)]
+    assert report["command"][:2] == ["pensieve", "replay"] and report["valid"]
