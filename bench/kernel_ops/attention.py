@@ -34,13 +34,19 @@ Row = dict[str, Any]
 
 
 def shapes() -> dict[str, Spans]:
-    """The steps that are timed. ``mixed``: 120 decodes beside 8 turns of a served batch."""
+    """The steps that are timed. ``served``: decodes on contexts as conversations have them; ``mixed``: 120 decodes
+    beside 8 turns of a served batch."""
     table: dict[str, Spans] = {}
     for past in (512, 2048, 8192):
         table[f"q8_B32_c{past}"] = [(8, past + 8)] * 32
     decodes = ((1, 1024), (1, 4096), (1, 16384), (8, 1024), (8, 4096), (32, 1024), (64, 1024), (64, 4096))
     for batch, context in (*decodes, (256, 1024), (32, 8192)):
         table[f"decode_B{batch}_c{context}"] = [(1, context)] * batch
+    for batch in (16, 36, 56, 80):
+        draw = random.Random(batch)
+        table[f"served_B{batch}"] = [
+            (1, 1 + int(min(draw.expovariate(1 / 1100), 8800))) for _ in range(batch)
+        ]
     table["prefill_1k"] = [(1024, 1024)]
     table["prefill_4k"] = [(4096, 4096)]
     table["turn_8x256_hist4k"] = [(256, 4352)] * 8
@@ -164,6 +170,7 @@ def _summary(report: list[Row]) -> list[str]:
     """Ratios to FA3 by group of shapes: geometric mean and worst."""
     groups = {
         "decode and q=8": ("decode", "q8"),
+        "decode, served contexts": ("served",),
         "prefill": ("prefill",),
         "turn": ("turn",),
         "mixed": ("mixed",),
