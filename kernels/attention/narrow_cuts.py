@@ -24,8 +24,8 @@ from pensieve.kernels.span_table import Ints
 BUSY = 0.6
 """This share of the resident programs keeps the memory busy."""
 PIECE_STEPS = 5
-"""A piece costs as much as so many key tiles of the tail. With ``BUSY``, fitted to what 12 ways to cut took in 135
-steps on an H200 (heads of 128; 8, 10 and 40 KV heads): 5 % of the time is not explained."""
+"""A piece costs as much as so many key tiles of the tail. With ``BUSY``, fitted to what 12 ways to cut took in 194
+steps on an H200 (heads of 128; 8, 10 and 40 KV heads): 2 to 5 % of a time is not explained, beside wide items 8 %."""
 LIMITS = (1.1, 1.4, 2.0, 3.0)
 """Ways to cut: no piece is longer than this many times a program's share of the list."""
 AT_END = (2, 1)
