@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from pensieve.kernels.attention.guided_cuts import MostPieces
 from pensieve.kernels.attention.kinds import LEAST_SPANS, Geometry, StepKind, programs_per_head
-from pensieve.kernels.attention.narrow_cuts import MostPieces, most_narrow_pieces
+from pensieve.kernels.attention.narrow_cuts import most_narrow_pieces
 from pensieve.kernels.attention.tiles import Tile, TileSet
 from pensieve.kernels.attention.wide_cuts import most_wide_pieces
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
+from pensieve.kernels.attention.guided_cuts import MostPieces, guided_pieces, most_guided_pieces
 from pensieve.kernels.attention.kinds import Geometry, programs_per_head
 from pensieve.kernels.attention.tiles import Tile
 from pensieve.kernels.span_table import Ints
@@ -55,11 +55,9 @@ def narrow_pieces(steps: Ints, tile: Tile, geometry: Geometry) -> Ints:
             best, least_cost = tried, cost
     if int(best.sum()) <= programs:
         return best
-    whole, remaining = best, total - np.cumsum(steps) + steps
-    least = max(LEAST_AT_END, tile.least_keys // tile.keys)
+    limited, least = best, max(LEAST_AT_END, tile.least_keys // tile.keys)
     for share in AT_END:
-        at_end = np.rint(steps / np.maximum(least, remaining * share / programs)).astype(np.int64)
-        tried = np.maximum(whole, at_end)
+        tried = np.maximum(limited, guided_pieces(steps, share, least, programs))
         cost = _cost(steps, tried, programs)
         if cost < least_cost:
             best, least_cost = tried, cost
@@ -82,36 +80,23 @@ def _cost(steps: Ints, pieces: Ints, programs: float) -> float:
     return (busy * ends[0] - sum(ends[:busy])) / heads + PIECE_STEPS * merged
 
 
-@dataclass(frozen=True, slots=True)
-class MostPieces:
-    """Upper bounds of what cutting a list can make."""
-
-    more: int
-    """Items more than there were before."""
-    cut: int
-    """Items that are cut."""
-    pieces: int
-    """And the pieces that these make."""
-
-
 def most_narrow_pieces(blocks: int, context: int, tile: Tile, geometry: Geometry) -> MostPieces:
     """For ``blocks`` items of up to ``context`` keys.
 
     An item that a limit cuts is longer than the limit, so the quotients of all such sum up to no more than the programs
-    over the least limit, and rounding up doubles each at most. At the end of a list a piece is no shorter than the
-    least, nor than its share of what remains; the integral below sums that over all that can remain when an item of
-    the longest context is first cut. The least quotient that is cut is 1.5, which rounding can make 4/3 as large.
+    over the least limit, and rounding up doubles each at most. What the end of a list makes comes on top of that.
     """
     programs = programs_per_head(tile, geometry)
     steps, shortest = -(-context // tile.keys), max(1, tile.least_keys // tile.keys)
     each = -(-steps // shortest)
     if each <= 1:
         return MostPieces(0, 0, 0)
-    quotients = programs / LIMITS[0]
-    more, cut, pieces = (math.floor(quotients * factor) for factor in (1, 1, 2))
-    least = max(LEAST_AT_END, shortest)
-    if blocks + more > programs and steps >= 1.5 * least:
-        quotients = programs / min(AT_END) * (1 + math.log(steps / (1.5 * least)))
-        more, cut = more + math.floor(quotients), cut + math.floor(quotients / 1.5)
-        pieces += math.floor(quotients * 4 / 3)
-    return MostPieces(min(more, blocks * (each - 1)), min(cut, blocks), min(pieces, blocks * each))
+    more, pieces = (math.floor(programs / LIMITS[0] * factor) for factor in (1, 2))
+    end = MostPieces(0, 0, 0)
+    if blocks + more > programs:
+        end = most_guided_pieces(steps, min(AT_END), max(LEAST_AT_END, shortest), programs)
+    return MostPieces(
+        min(more + end.more, blocks * (each - 1)),
+        min(more + end.cut, blocks),
+        min(pieces + end.pieces, blocks * each),
+    )

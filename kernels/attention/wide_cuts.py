@@ -13,8 +13,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from pensieve.kernels.attention.guided_cuts import MostPieces, guided_pieces, most_guided_pieces
 from pensieve.kernels.attention.kinds import Geometry, programs_per_head
-from pensieve.kernels.attention.narrow_cuts import MostPieces
 from pensieve.kernels.attention.tiles import Tile
 from pensieve.kernels.span_table import Ints
 
@@ -40,11 +40,7 @@ def wide_pieces(steps: Ints, alone: npt.NDArray[np.bool_], tile: Tile, geometry:
         share = max(1, tile.least_keys // tile.keys, total / (EVEN_PROGRAMS * programs))
         even: Ints = np.maximum(1, steps / share).astype(np.int64)
         return even
-    # While much work remains pieces may be long, towards the end they get shorter, so that all end together.
-    remaining = total - np.cumsum(steps) + steps
-    finer = 1 if total >= LONG * programs else 2
-    longest = np.maximum(LEAST_GUIDED, np.maximum(tile.least_keys // tile.keys, remaining * finer / programs))
-    pieces: Ints = np.maximum(1, np.rint(steps / longest)).astype(np.int64)
+    pieces = guided_pieces(steps, _share_at_end(total, programs), _least_at_end(tile), programs)
     if not all_alone:
         pieces[~alone] = 1
     return pieces
@@ -53,9 +49,7 @@ def wide_pieces(steps: Ints, alone: npt.NDArray[np.bool_], tile: Tile, geometry:
 def most_wide_pieces(blocks: int, context: int, tile: Tile, geometry: Geometry) -> MostPieces:
     """The most that this makes of ``blocks`` items of up to ``context`` keys.
 
-    In an even cut the pieces' quotients sum up to the programs aimed at. In a guided cut a piece is no shorter than the
-    least, nor than its share of what remains; the integral below sums that over all that can remain when an item of the
-    longest context is first cut. The least quotient that is cut is 1.5, which rounding can make 4/3 as large.
+    In an even cut the pieces' quotients sum up to the programs aimed at.
     """
     programs = programs_per_head(tile, geometry)
     steps = -(-context // tile.keys)
@@ -64,12 +58,15 @@ def most_wide_pieces(blocks: int, context: int, tile: Tile, geometry: Geometry) 
     aim = min(math.floor(EVEN_PROGRAMS * programs), evenly * (steps // shortest))
     pieces = aim if aim >= 2 and evenly else 0
     more, cut = max(0, evenly - 1 + pieces - blocks), min(evenly, pieces // 2)
-    if blocks >= ENOUGH * programs:
-        finer = 1 if blocks * steps >= LONG * programs else 2
-        least = max(LEAST_GUIDED, shortest)
-        if steps >= 1.5 * least:
-            quotients = programs / finer * (1 + math.log(steps / (1.5 * least)))
-            more = max(more, math.floor(quotients))
-            cut = max(cut, min(blocks, math.floor(quotients / 1.5)))
-            pieces = max(pieces, math.floor(quotients * 4 / 3))
-    return MostPieces(more, cut, pieces)
+    if blocks < ENOUGH * programs:
+        return MostPieces(more, cut, pieces)
+    end = most_guided_pieces(steps, _share_at_end(blocks * steps, programs), _least_at_end(tile), programs)
+    return MostPieces(max(more, end.more), max(cut, min(blocks, end.cut)), max(pieces, end.pieces))
+
+
+def _share_at_end(total: int, programs: float) -> int:
+    return 1 if total >= LONG * programs else 2
+
+
+def _least_at_end(tile: Tile) -> int:
+    return max(LEAST_GUIDED, tile.least_keys // tile.keys)

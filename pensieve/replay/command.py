@@ -246,13 +246,12 @@ def replay(
 
     def keep(report: dict[str, Any]) -> None:
         nonlocal kept
-        kept = len(report["targets"])
-        outputs.write(report | command, draw=False)
+        kept = len(report["targets"]) if outputs.keep(report | command) else 0
 
     try:
         report = run_with_progress(plans, targets, Console(stderr=True), keep) | command
     except (KeyboardInterrupt, SystemExit):
-        if kept and outputs.json_file is not None:
+        if kept:
             complain(f"stopped: {outputs.json_file} has {kept} of {len(plans) * len(targets)} runs")
         raise
     shown = bool(report["valid"] and report["targets"])

@@ -90,6 +90,14 @@ class Outputs:
             with writing(self.plots_folder):
                 plots.write_plots([report], self.plots_folder)
 
+    def keep(self, report: Mapping[str, Any]) -> bool:
+        """Write the numbers so far, which are written over later; says whether there is a file for them. A pipe or a
+        terminal gets one report. Raises ClickException."""
+        if self.json_file is None or (self.json_file.exists() and not self.json_file.is_file()):
+            return False
+        self.write(report, draw=False)
+        return True
+
     @property
     def _drawn(self) -> bool:
         return self.html_file is not None or self.plots_folder is not None

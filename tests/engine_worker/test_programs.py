@@ -84,8 +84,13 @@ def test_tables_of_more_entries_than_there_are_pages_are_packed() -> None:
     assert program.size.pages == len(step.pages)
 
 
-@pytest.mark.parametrize(("tokens", "library"), [(1, "cublaslt"), (128, "cublaslt"), (129, "cublas")])
-def test_who_makes_the_products(tokens: int, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "device", "library"),
+    [(1, "cuda", "cublaslt"), (128, "cuda", "cublaslt"), (129, "cuda", "cublas"), (1, "cpu", "cublas")],
+)
+def test_who_makes_the_products(
+    tokens: int, device: str, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     preferred = ["cublas"]
 
     def prefer(name: str | None = None) -> str:
@@ -93,7 +98,7 @@ def test_who_makes_the_products(tokens: int, library: str, monkeypatch: pytest.M
         return preferred[-1]
 
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", prefer)
-    with pytest.raises(ZeroDivisionError), products_of(tokens):
+    with pytest.raises(ZeroDivisionError), products_of(tokens, torch.device(device)):
         assert preferred[-1] == library
         1 / 0  # noqa: B018
     assert preferred[-1] == "cublas", "what others ask for is made by another library after that"

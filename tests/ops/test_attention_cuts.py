@@ -66,7 +66,7 @@ def test_contexts_of_one_length_are_cut_only_while_programs_are_idle(count: int,
     tile=st.sampled_from(NARROW),
     kv_heads=st.sampled_from(list(WHERE)),
 )
-def test_cuts_stay_within_their_bounds_and_cost_no_more_than_they_save(
+def test_cuts_stay_within_their_bounds_and_make_no_piece_too_short(
     steps: list[int], tile: Tile, kv_heads: int
 ) -> None:
     where = WHERE[kv_heads]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -194,3 +195,32 @@ def test_a_sweep_that_is_stopped_leaves_the_runs_it_has_done(
     report = json.loads(out.read_text())
     assert [(summary["run"], summary["rate"]) for summary in report["targets"]] == [(0, 1000.0)]
     assert report["command"][:2] == ["pensieve", "replay"] and report["valid"]
+
+
+def test_a_pipe_gets_one_report(tmp_path: Path) -> None:
+    """``--json /dev/stdout | jq``: what is kept after each run is for a file that is written over."""
+    service = PacedConversations(token_s=0.001)
+    trace, pipe = tmp_path / "trace.jsonl", tmp_path / "pipe"
+    trace.write_text(json.dumps({"session_id": "s", "turn": 0, "input_tokens": 2, "output_tokens": 2}) + "\n")
+    os.mkfifo(pipe)
+    with in_thread(service) as address:
+        arguments = ["--target", f"pensieve://{address}", "--rates", "1000,999", "--max-lag", "60"]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "pensieve",
+            "replay",
+            str(trace),
+            *arguments,
+            "--json",
+            str(pipe),
+        ]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            report = json.loads(pipe.read_text())
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+            process.wait()
+    assert [summary["run"] for summary in report["targets"]] == [0, 1]

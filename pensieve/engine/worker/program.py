@@ -33,7 +33,7 @@ ALIGNMENT = 32
 LT_TOKENS = 128
 """Products of so many tokens at most are cuBLASLt's, of more cuBLAS'. On an H200 a step of a 13B with 10 KV heads takes
 0.94 to 0.98 of the time by cuBLASLt with 16 to 128 tokens, and 0.99 to 1.01 with 160 to 256
-(``bench/results/graph_sizes_13b_h200.md``)."""
+(``bench/results/graph_sizes_13b_h200.md``); 1.00 with 1 and 8 (``step_parts_13b_h200.md``)."""
 
 
 class LayerWait(Protocol):
@@ -150,7 +150,7 @@ class StepProgram:
         self._graph = graph
 
     def _compute(self) -> None:
-        with products_of(self.size.tokens):
+        with products_of(self.size.tokens, self._shared.pool.device):
             self._forward()
 
     def _forward(self) -> None:
@@ -181,9 +181,9 @@ class StepProgram:
 
 
 @contextlib.contextmanager
-def products_of(tokens: int) -> Iterator[None]:
+def products_of(tokens: int, device: torch.device) -> Iterator[None]:
     """Products of so many tokens are made by the library that is faster there; see ``LT_TOKENS``."""
-    if tokens > LT_TOKENS:
+    if tokens > LT_TOKENS or device.type != "cuda":
         yield
         return
     before = torch.backends.cuda.preferred_blas_library()
