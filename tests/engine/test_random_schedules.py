@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 
 from pensieve.config import CacheConfig, PolicyName, SchedulerConfig
+from pensieve.engine.cache.eviction import EvictionRound, Holder, way_of
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hash_worker import VOCABULARY, HashWorker, verify_beams, verify_tokens
 from support.lengths import at_length
@@ -72,3 +73,31 @@ def test_answers_equal_a_stateless_run(block: int, overlapped: bool) -> None:
         totals["suspended"] += engine.stats().suspensions_total
     assert all(totals.values()), f"a path was never taken: {totals}"
     assert set(warmed) == {"", "no_room", "running", "nothing_to_do", "busy"}, warmed
+
+
+def test_a_round_knows_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a round keeps of a holder is what its chunks say, whatever happened since it was first looked at."""
+    kept, asked = EvictionRound._candidates, Counter[str]()
+
+    def compared(self: EvictionRound, holder: Holder) -> list[int]:
+        known = holder in self._seen
+        indices = kept(self, holder)
+        assert indices == [chunk.index for chunk in holder.own if way_of(chunk) is self._reclaim]
+        asked["again" if known else "first"] += 1
+        return indices
+
+    monkeypatch.setattr(EvictionRound, "_candidates", compared)
+    for seed in range(at_length(40, 400)):
+        rng = random.Random(1000 + seed)
+        cache, scheduler = random_setup(rng)
+        worker = HashWorker(cache.device_chunks, cache.host_chunks, cache.chunk_tokens)
+        engine = make_engine(cache, scheduler, worker, clock := Clock(), overlapped=seed % 2 == 0)
+        limit = min(scheduler.context_limit, cache.device_chunks * cache.chunk_tokens)
+        driver = Driver(engine, clock, rng, verify_tokens, VOCABULARY, limit)
+        driver.tenants = seed % 3 == 1
+        for _ in range(120):
+            driver.act()
+            for _ in range(rng.randrange(4)):
+                driver.step()
+        driver.run_until_idle()
+    assert asked["again"] > asked["first"] > 1000, asked

@@ -7,6 +7,7 @@ tenant alone share, so a row's chunks are one tenant's.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,13 +23,13 @@ from pensieve.engine.cost.model import CostModel
 Holder = CachedSession | SharedRun
 
 
-def can_reclaim(chunk: Chunk, reclaim: Reclaim) -> bool:
-    """Whether a chunk is a candidate."""
+def way_of(chunk: Chunk) -> Reclaim | None:
+    """In which way a chunk is a candidate; None: in none."""
     if chunk.pins or chunk.saving or chunk.loading:
-        return False
+        return None
     if chunk.device == NOWHERE:
-        return reclaim is Reclaim.HOST_COPY and chunk.host != NOWHERE
-    return reclaim is (Reclaim.SAVED_PAGE if chunk.host == NOWHERE else Reclaim.PAGE)
+        return None if chunk.host == NOWHERE else Reclaim.HOST_COPY
+    return Reclaim.SAVED_PAGE if chunk.host == NOWHERE else Reclaim.PAGE
 
 
 class EvictionIndex(SessionIndex[CachedSession, Holder]):
@@ -83,14 +84,6 @@ class EvictionIndex(SessionIndex[CachedSession, Holder]):
             self._tenants[: len(self._sessions)], mode="clip"
         )  # the fast one: none is out of range
 
-    def first_and_count(self, holder: Holder, reclaim: Reclaim) -> tuple[int, int]:
-        indices = _candidates(holder, reclaim)
-        return (indices[0], len(indices)) if indices else (-1, 0)
-
-    def next_group(self, holder: Holder, reclaim: Reclaim) -> Sequence[int]:
-        indices = _candidates(holder, reclaim)
-        return self.policy.group(indices) if indices else ()
-
     def value(self, holder: Holder, chunk_index: int, candidates: int, now: float) -> float:
         if isinstance(holder, CachedSession):
             return self.session_value(holder, chunk_index, candidates, now)
@@ -107,8 +100,10 @@ class EvictionIndex(SessionIndex[CachedSession, Holder]):
                 self._kinds[row] = holder.kind
                 if self._hinted:
                     self._pauses[row], self._weights[row] = holder.hint
+            ways = [way_of(chunk) for chunk in holder.own]
             for reclaim in Reclaim:
-                first, count = self.first_and_count(holder, reclaim)
+                count = ways.count(reclaim)
+                first = holder.first + ways.index(reclaim) if count else -1
                 self._candidates[reclaim, row] = count
                 self._first_cost[reclaim, row] = self.chunk_cost(first)
 
@@ -128,20 +123,42 @@ class EvictionIndex(SessionIndex[CachedSession, Holder]):
                 assert {owner.tenant for owner in holder.owners} == {holder.tenant}, f"row {row}: tenants mix"
             assert self._tenants[row] == holder.tenant, f"row {row}: tenant is stale"
             for reclaim in Reclaim:
-                count = sum(can_reclaim(chunk, reclaim) for chunk in holder.own)
+                count = sum(way_of(chunk) is reclaim for chunk in holder.own)
                 assert self._candidates[reclaim, row] == count, f"row {row}: {reclaim.name} count is stale"
         assert set(self._claims.pairs()) == pairs, "the claims are not those of the owners"
 
 
 class EvictionRound(VictimRound[CachedSession, Holder]):
-    """A round of the engine's index, in chunks, within an allowance."""
+    """A round of the engine's index, in chunks, within an allowance.
+
+    A holder's chunks are looked at once in a round: from then on they are candidates until they are handed out. What
+    else becomes its own meanwhile was shared with a session that is forgotten, so it is in no tier. To look at all
+    of them again for each victim was half of the time to plan a step that swaps a long session in.
+    """
 
     def __init__(
         self, index: EvictionIndex, reclaim: Reclaim, now: float, expected: int, allowance: Allowance
     ) -> None:
         super().__init__(index, reclaim, now, expected, index.barred(allowance) if allowance else None)
         self._tenant_at = index.tenant_at
+        self._policy = index.policy
         self._left = dict(allowance)
+        self._seen: dict[Holder, list[int]] = {}
+
+    def first_and_count(self, holder: Holder) -> tuple[int, int]:
+        indices = self._candidates(holder)
+        return (indices[0], len(indices)) if indices else (-1, 0)
+
+    def next_group(self, holder: Holder) -> Sequence[int]:
+        indices = self._candidates(holder)
+        return self._policy.group(indices) if indices else ()
+
+    def _candidates(self, holder: Holder) -> list[int]:
+        indices = self._seen.get(holder)
+        if indices is None:
+            indices = [chunk.index for chunk in holder.own if way_of(chunk) is self._reclaim]
+            self._seen[holder] = indices
+        return indices
 
     def take(self) -> list[Chunk]:
         """The next group, in ascending position; empty when there is none. The caller evicts it, then ``put_back``s."""
@@ -155,7 +172,11 @@ class EvictionRound(VictimRound[CachedSession, Holder]):
                 group = group[:left]
                 self._left[holder.tenant] = left - len(group)
             own, first = holder.own, holder.first
-            return [own[index - first] for index in group]
+            chunks = [own[index - first] for index in group]
+            indices = self._candidates(holder)
+            at = bisect_left(indices, group[0])
+            del indices[at : at + len(group)]
+            return chunks
         return []
 
     def put_back(self) -> None:
@@ -167,7 +188,3 @@ class EvictionRound(VictimRound[CachedSession, Holder]):
     def peek_tenant(self) -> int:
         """Whose the next victim is; there is one."""
         return self._tenant_at(self._heap[0][1])
-
-
-def _candidates(holder: Holder, reclaim: Reclaim) -> list[int]:
-    return [chunk.index for chunk in holder.own if can_reclaim(chunk, reclaim)]

@@ -125,14 +125,6 @@ class SessionIndex(ABC, Generic[S, H]):
         """Bring the rows of these up to date."""
 
     @abstractmethod
-    def first_and_count(self, holder: H, reclaim: Reclaim) -> tuple[int, int]:
-        """The first candidate chunk that one holds, -1 if there is none, and how many there are."""
-
-    @abstractmethod
-    def next_group(self, holder: H, reclaim: Reclaim) -> Sequence[int]:
-        """The candidate chunks of one that go together next, ascending; none if it has no candidates."""
-
-    @abstractmethod
     def value(self, holder: H, chunk_index: int, candidates: int, now: float) -> float:
         """Value of one's next victim, in a round that began at ``now``."""
 
@@ -282,7 +274,7 @@ class SessionIndex(ABC, Generic[S, H]):
             self._dirty.clear()
 
 
-class VictimRound(Generic[S, H]):
+class VictimRound(ABC, Generic[S, H]):
     """Hands out groups of victims, lowest value first. Valid until the cache changes in another way."""
 
     def __init__(
@@ -300,6 +292,14 @@ class VictimRound(Generic[S, H]):
         self._heap = list(zip(values.tolist(), rows.tolist(), strict=True))
         heapq.heapify(self._heap)
 
+    @abstractmethod
+    def first_and_count(self, holder: H) -> tuple[int, int]:
+        """The first candidate chunk that one still holds, -1 if there is none, and how many there are."""
+
+    @abstractmethod
+    def next_group(self, holder: H) -> Sequence[int]:
+        """The candidate chunks of one that go together next, ascending; none if it has no candidates."""
+
     def peek(self) -> float:
         """Value of the next victim; infinity when there is none."""
         return self._heap[0][0] if self._heap else np.inf
@@ -311,7 +311,7 @@ class VictimRound(Generic[S, H]):
         """
         while self._heap:
             holder = self._index.holder_at(self._heap[0][1])
-            if holder is not None and (group := self._index.next_group(holder, self._reclaim)):
+            if holder is not None and (group := self.next_group(holder)):
                 return holder, group
             heapq.heappop(self._heap)
         return None
@@ -321,7 +321,7 @@ class VictimRound(Generic[S, H]):
         row = self._heap[0][1]
         holder = self._index.holder_at(row)
         if holder is not None:
-            first, count = self._index.first_and_count(holder, self._reclaim)
+            first, count = self.first_and_count(holder)
             if count:
                 value = self._index.value(holder, first, count, self._now)
                 heapq.heapreplace(self._heap, (value, row))

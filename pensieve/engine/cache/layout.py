@@ -9,7 +9,7 @@ import numpy as np
 from pensieve.core import TokenArray
 from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, Place, Range, Restore
 from pensieve.engine.cache.digests import Path
-from pensieve.engine.cache.eviction import EvictionIndex, can_reclaim
+from pensieve.engine.cache.eviction import EvictionIndex, way_of
 from pensieve.engine.cache.index import Reclaim
 from pensieve.engine.cache.sharing import SharedChunks
 from pensieve.engine.cache.tiers import Tiers
@@ -92,7 +92,7 @@ class Layout:
             copied = chunk.shared and low + size > keep  # on write, or recomputed
             pages += copied or chunk.device == NOWHERE
             computing |= copied or min(chunk.filled, keep - low) < min(size, len(tokens) - low)
-            clean += can_reclaim(chunk, Reclaim.PAGE)
+            clean += way_of(chunk) is Reclaim.PAGE
         return ToBring(
             pages, computing, self._tiers.device.free + max(self._tiers.reclaimable(tenant) - clean, 0)
         )

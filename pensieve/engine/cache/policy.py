@@ -79,7 +79,7 @@ class Policy(Protocol):
         return first_cost * claims
 
     def group(self, candidates: Sequence[int]) -> Sequence[int]:
-        """Which of a session's candidate chunks (ascending indices) go together with the next victim."""
+        """Which of a session's candidate chunks (ascending indices) go together with the next victim: a slice."""
         return candidates[:1]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from pensieve.core import Floats, Ints
 from pensieve.engine.cache.chunk import Range, Restore
 from pensieve.engine.cache.claims import Rows
-from pensieve.engine.cache.index import Reclaim, SessionIndex
+from pensieve.engine.cache.index import Reclaim, SessionIndex, VictimRound
 from pensieve.engine.cache.policy import UNKNOWN, Policy
 from pensieve.engine.cache.rates.hints import NO_HINT, Hint, adjusted
 from pensieve.engine.cost.model import CostModel
@@ -141,19 +141,6 @@ class PlacesIndex(SessionIndex[Resident, Resident]):
         super().__init__(policy, cost)
         self.one_by_one = list(policy.group([0, 1, 2, 3])) == [0]
 
-    def first_and_count(self, session: Resident, reclaim: Reclaim) -> tuple[int, int]:
-        if session.running:
-            return -1, 0
-        place = RECLAIMS[reclaim]
-        return session.places.find(place), session.places.count(place)
-
-    def next_group(self, session: Resident, reclaim: Reclaim) -> Sequence[int]:
-        first, count = self.first_and_count(session, reclaim)
-        if self.one_by_one or not count:
-            return (first,) if count else ()
-        place = RECLAIMS[reclaim]
-        return self.policy.group([index for index, at in enumerate(session.places) if at == place])
-
     def value(self, session: Resident, chunk_index: int, candidates: int, now: float) -> float:
         if isinstance(session, Run):
             return self.run_value(session, chunk_index, candidates)
@@ -208,3 +195,23 @@ class PlacesIndex(SessionIndex[Resident, Resident]):
             firsts = list(map(bytearray.find, places, repeat(place)))
             self._first_cost[reclaim, rows] = self._cost_table[firsts]
             self._candidates[reclaim, rows] = list(map(bytearray.count, places, repeat(place)))
+
+
+class PlacesRound(VictimRound[Resident, Resident]):
+    """A round of a ``PlacesIndex``. A byte is found at once, so nothing is kept between two groups."""
+
+    def __init__(self, index: PlacesIndex, reclaim: Reclaim, now: float, expected: int) -> None:
+        super().__init__(index, reclaim, now, expected)
+        self._place = RECLAIMS[reclaim]
+        self._one_by_one, self._policy = index.one_by_one, index.policy
+
+    def first_and_count(self, holder: Resident) -> tuple[int, int]:
+        if holder.running:
+            return -1, 0
+        return holder.places.find(self._place), holder.places.count(self._place)
+
+    def next_group(self, holder: Resident) -> Sequence[int]:
+        first, count = self.first_and_count(holder)
+        if self._one_by_one or not count:
+            return (first,) if count else ()
+        return self._policy.group([index for index, at in enumerate(holder.places) if at == self._place])

@@ -18,9 +18,9 @@ from typing import Final, Protocol
 import numpy as np
 
 from pensieve.engine.cache.claims import Rows
-from pensieve.engine.cache.index import Reclaim, VictimRound
+from pensieve.engine.cache.index import Reclaim
 from pensieve.simulate.scenario.policies import Arc
-from pensieve.simulate.turns.places import RECLAIMS, PlacesIndex, Resident
+from pensieve.simulate.turns.places import RECLAIMS, PlacesIndex, PlacesRound, Resident
 
 FRESH_S: Final = 8.0
 """For so many virtual seconds a ranking is used before it is made anew: sessions are idle for minutes."""
@@ -196,10 +196,10 @@ class _Chunks:
 
 
 class Round:
-    """The victims of one ``VictimRound``, group by group. Valid until the cache changes in another way."""
+    """The victims of one ``PlacesRound``, group by group. Valid until the cache changes in another way."""
 
     def __init__(self, index: PlacesIndex, reclaim: Reclaim, now: float, count: int) -> None:
-        self._round = VictimRound(index, reclaim, now, count)
+        self._round = PlacesRound(index, reclaim, now, count)
         self._index = index
         self.peek = self._round.peek
 
