@@ -31,6 +31,8 @@ class _Passage:
     origin: str
     closed: bool = False
     """Nobody listens any more; the engine may be at work on it still."""
+    well: bool = False
+    """It was finished; the step that was announced last may have it all the same, planned before that was known."""
 
 
 class Turnstile:
@@ -89,7 +91,7 @@ class Turnstile:
         passage = self._inside.get(generation.request)
         if passage is None:
             return
-        passage.closed = True
+        passage.closed, passage.well = True, well
         if self._batch is None or generation.request not in self._batch:
             del self._inside[generation.request]
         if well and passage.origin:
@@ -122,10 +124,10 @@ class Turnstile:
             for number, passage in self._inside.items()
             if passage.origin and (self._batch is None or number in self._batch)
         ]
-        at_work = len(accused)
-        for passage in accused[:MOST_NAMED]:
+        at_work = [passage for passage in accused if not passage.well]
+        for passage in at_work[:MOST_NAMED]:
             fields = {**passage.generation.log_fields, "output_tokens": passage.generation.outputs}
-            log.warning("the engine ended at work on this turn, of %d", at_work, extra=fields)
+            log.warning("the engine ended at work on this turn, of %d", len(at_work), extra=fields)
         self.reset()
         now = self._clock()
         self._cold = {session: until for session, until in self._cold.items() if until > now}
@@ -135,7 +137,7 @@ class Turnstile:
         self._warmed.clear()
         batch = {passage.origin: passage.generation.outputs for passage in accused}
         guilty = self._quarantine.died(batch, outside=outside) if batch else None
-        return next((one.generation for one in accused if guilty is not None and one.origin == guilty), None)
+        return next((one.generation for one in at_work if guilty is not None and one.origin == guilty), None)
 
     def reset(self) -> None:
         """Nobody is inside, and nobody waits."""
