@@ -82,8 +82,8 @@ class AsyncLink:
 
     async def _discard(self, session: str, request_id: str) -> None:
         try:
-            await self._invoke(discard(session, request_id))
-        except (grpc.RpcError, Cancelled):
+            await self.run(discard(self.settings, session, request_id))
+        except PensieveError:
             return  # A courtesy: the server's own grace time ends the turn as well.
 
     async def close(self) -> None:

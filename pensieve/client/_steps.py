@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
@@ -76,8 +76,9 @@ def call(
         yield pause
 
 
-def discard(session: str, request_id: str) -> Invoke:
-    """Tells the server that nobody will come back for this turn; else the session stays busy for the grace time."""
+def discard(settings: ClientSettings, session: str, request_id: str) -> Flow[None]:
+    """Tell the server that nobody will come back for this turn; else it runs on for the grace time, and may be kept."""
     keep = pb.CancelTurnRequest.KEEP_NOTHING
     request = pb.CancelTurnRequest(session=session, request_id=request_id, keep=keep)
-    return Invoke("CancelTurn", request, session, DISCARD_TIMEOUT_S)
+    soon = replace(settings, timeout=DISCARD_TIMEOUT_S)
+    yield from call(soon, "CancelTurn", request, session=session)

@@ -66,6 +66,16 @@ class Link:
         if self.closed.is_set():
             raise Cancelled("the client is closed", reason="CLIENT_CLOSED")
 
+    def discard(self, session: str, request_id: str) -> None:
+        """Tell the server, in the background, that nobody will come back; else the session stays busy."""
+        # Not `self` in what waits: it must not keep alive what its caller has dropped.
+        stub, metadata = self.stub, self.settings.metadata(session)
+
+        def begin(step: Invoke) -> Any:
+            return getattr(stub, step.method).future(step.request, timeout=step.timeout, metadata=metadata)
+
+        self.janitor.perform(discard(self.settings, session, request_id), begin)
+
     def close(self) -> None:
         self._close()
 
@@ -125,7 +135,7 @@ class TurnStream(StreamView):
         self._wake.set()
         self._drop()
         if discard:
-            self._link.janitor.submit(_discard_job(self._link, self._core.name, self.request_id))
+            self._link.discard(self._core.name, self.request_id)
 
     def __enter__(self) -> Self:
         return self
@@ -139,7 +149,7 @@ class TurnStream(StreamView):
         # May run inside grpc, under its locks: only hand the work over.
         call, link = self._call, self._link
         if self._leave():
-            link.janitor.submit(_discard_job(link, self._core.name, self.request_id))
+            link.discard(self._core.name, self.request_id)
         if call is not None:
             link.janitor.submit(_cancel_job(call))
             link.janitor.unwatch(self._watch)
@@ -215,9 +225,3 @@ def _cancel_job(call: Any) -> Callable[[], None]:
         call.cancel()
 
     return job
-
-
-def _discard_job(link: Link, session: str, request_id: str) -> Callable[[], Any]:
-    # Not `link` in the closure: a job that waits must not keep alive what its caller has dropped.
-    stub, metadata, step = link.stub, link.settings.metadata(session), discard(session, request_id)
-    return lambda: stub.CancelTurn.future(step.request, timeout=step.timeout, metadata=metadata)
