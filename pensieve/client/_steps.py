@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from pensieve.client._retry import Backoff, Verdict, verdict
-from pensieve.client._transport import ClientSettings
+from pensieve.client._transport import LONGEST_S, ClientSettings
 from pensieve.errors import PensieveError
 from pensieve.v1 import pensieve_pb2 as pb
 
@@ -50,7 +50,7 @@ class Tries:
     @property
     def left_s(self) -> float:
         """Seconds for the next try; never so few that a timeout of gRPC would be refused as none."""
-        return max(0.001, self._deadline - time.monotonic())
+        return min(LONGEST_S, max(0.001, self._deadline - time.monotonic()))
 
     def wait_after(self, error: PensieveError) -> Sleep:
         """The pause before the next try. Raises ``error`` when there shall be none."""

@@ -231,7 +231,7 @@ def test_a_session_keeps_the_connection_alive_without_its_client() -> None:
         gc.collect()
         assert chat.send("x").text == answer_to("x")
         link = chat._link
-        assert link.channel is not None
+        assert link.opened.channel is not None
 
 
 def living_calls() -> list[str]:
