@@ -1,10 +1,14 @@
-"""A program that forks with a client open, as web servers do that load a program once for all of their workers."""
+"""A client in another process, forked off as web servers do it for their workers, and in another event loop."""
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 
+import pytest
+
+from pensieve.client import AsyncClient
 from support.faults.fake_faults import answer_to
 from support.service.fake_server import FakeServerThread
 
@@ -52,3 +56,19 @@ def test_a_client_goes_on_in_a_forked_process_which_ends() -> None:
 
 def test_what_a_forked_process_lets_go_of_stays_open_in_its_parent() -> None:
     assert forked("stream", "chat", "client")[-1] == f"3 {answer_to('b')} 4"
+
+
+def test_a_client_of_another_loop_says_so() -> None:
+    with FakeServerThread() as server:
+        client = AsyncClient(server.target)
+
+        async def one_turn() -> str:
+            return (await (await client.create_session()).send("x")).text
+
+        async def whole() -> None:
+            assert await one_turn() == answer_to("x")
+            with pytest.raises(RuntimeError, match="belongs to another event loop"):
+                await asyncio.to_thread(asyncio.run, one_turn())
+            await client.close()
+
+        asyncio.run(whole())
