@@ -34,14 +34,21 @@ class AsyncLink:
         self.closed = False
         self._channel: Any = None
         self._stub: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._discards: set[asyncio.Task[None]] = set()
 
     @property
     def stub(self) -> Any:
         if self.closed:
             raise Cancelled("the client is closed", reason="CLIENT_CLOSED")
+        loop = asyncio.get_running_loop()
         if self._stub is None:
             self._channel, self._stub = open_channel(self.settings, grpc.aio)
+            self._loop = loop
+        elif self._loop is not loop:
+            raise RuntimeError(
+                "this AsyncClient belongs to another event loop: make one in each, and close it there"
+            )
         return self._stub
 
     async def run(self, flow: Flow[T]) -> T:
@@ -82,8 +89,8 @@ class AsyncLink:
 
     async def _discard(self, session: str, request_id: str) -> None:
         try:
-            await self._invoke(discard(session, request_id))
-        except (grpc.RpcError, Cancelled):
+            await self.run(discard(self.settings, session, request_id))
+        except PensieveError:
             return  # A courtesy: the server's own grace time ends the turn as well.
 
     async def close(self) -> None:

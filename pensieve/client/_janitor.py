@@ -13,8 +13,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-Job = Callable[[], Any]
-"""A function that returns None, or a call to be kept until it ends by itself."""
+import grpc
+
+from pensieve.client._steps import Flow, Invoke, Sleep
+from pensieve.errors import PensieveError
+from pensieve.rpc_status import from_rpc_error
+
+Job = Callable[[], None]
+Begin = Callable[[Invoke], Any]
+"""Makes the call of a step and returns it at once, as a future of gRPC."""
 
 
 class Watch:
@@ -27,6 +34,18 @@ class Watch:
         self.expired = False
 
 
+class Errand:
+    """A flow that nobody waits for: what it does next."""
+
+    def __init__(self, flow: Flow[None], begin: Begin) -> None:
+        self.flow = flow
+        self.begin = begin
+        self.call: Any = None
+        """Kept: gRPC would not end a call that is dropped."""
+        self.due: float | None = None
+        """Monotonic time at which it goes on; None while a call is under way."""
+
+
 class Janitor:
     """Started by the first stream; ``close`` runs what is queued and waits for the thread."""
 
@@ -35,7 +54,7 @@ class Janitor:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._watches: set[Watch] = set()
-        self._calls: set[Any] = set()
+        self._errands: set[Errand] = set()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
@@ -55,37 +74,43 @@ class Janitor:
         """Run ``job`` soon."""
         self._jobs.put(job)
 
+    def perform(self, flow: Flow[None], begin: Begin) -> None:
+        """Go through ``flow``, from now on, as far as it gets before ``close``."""
+        errand = Errand(flow, begin)
+        self._jobs.put(lambda: self._go_on(errand))
+
     def close(self, timeout: float) -> None:
         self._jobs.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
     def _run(self) -> None:
-        while True:
+        until: float | None = None
+        """Once it is closed: when it ends at the latest."""
+        while until is None or (self._errands and time.monotonic() < until):
             try:
-                job = self._jobs.get(timeout=self._pause())
+                job = self._jobs.get(timeout=self._pause(until))
             except queue.Empty:
                 self._check()
                 continue
             if job is None:
-                break
-            call = job()
-            if call is not None:
-                self._calls.add(call)
-                call.add_done_callback(self._calls.discard)
-        deadline = time.monotonic() + 1.0
-        while self._calls and time.monotonic() < deadline:
-            time.sleep(0.01)
-        for call in list(self._calls):
-            call.cancel()
+                until = time.monotonic() + 1.0
+            else:
+                job()
+            del job  # It may hold a call.
+        for errand in self._errands:
+            if errand.call is not None:
+                errand.call.cancel()
 
-    def _pause(self) -> float | None:
-        """How long to wait for a job before the watches are checked; None, without any watch: until a job comes."""
-        deadlines = [watch.deadline for watch in list(self._watches) if watch.deadline is not None]
-        if not self._watches:
-            return None
-        nearest = min(deadlines, default=float("inf")) - time.monotonic()
-        return min(self.TICK_S, max(0.005, nearest))
+    def _pause(self, until: float | None) -> float | None:
+        """How long to wait for a job before ``_check``; None, with nothing under observation: until a job comes."""
+        times = (
+            [watch.deadline for watch in list(self._watches)] + [one.due for one in self._errands] + [until]
+        )
+        nearest = min((one for one in times if one is not None), default=None)
+        if nearest is None:
+            return self.TICK_S if self._watches else None
+        return min(self.TICK_S, max(0.005, nearest - time.monotonic()))
 
     def _check(self) -> None:
         now = time.monotonic()
@@ -94,3 +119,24 @@ class Janitor:
             if deadline is not None and deadline <= now and call is not None and not watch.expired:
                 watch.expired = True
                 call.cancel()
+        for errand in list(self._errands):
+            if errand.due is not None and errand.due <= now:
+                self._go_on(errand)
+
+    def _go_on(self, errand: Errand, error: PensieveError | None = None) -> None:
+        """Take the next step of a flow, all of them in this thread."""
+        errand.call = errand.due = None
+        self._errands.add(errand)
+        try:
+            step = errand.flow.send(None) if error is None else errand.flow.throw(error)
+        except (StopIteration, PensieveError):
+            self._errands.discard(errand)
+            return
+        if isinstance(step, Sleep):
+            errand.due = time.monotonic() + step.seconds
+            return
+        errand.call = errand.begin(step)
+        errand.call.add_done_callback(lambda call: self._jobs.put(lambda: self._ended(errand, call)))
+
+    def _ended(self, errand: Errand, call: Any) -> None:
+        self._go_on(errand, None if call.code() is grpc.StatusCode.OK else from_rpc_error(call))

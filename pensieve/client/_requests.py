@@ -121,6 +121,17 @@ def role(value: Role | int | str) -> str:
 
 
 def input_item(value: InputLike) -> pb.InputItem:
+    """Raises InvalidArgument for an unknown role, and for a text that holds half of a character."""
+    try:
+        return _input_item(value)
+    except UnicodeEncodeError as error:
+        problem = (
+            f"has a lone surrogate at {error.start}: text.encode(errors='replace').decode() makes it a '?'"
+        )
+        raise InvalidArgument.field("input.text", problem) from None
+
+
+def _input_item(value: InputLike) -> pb.InputItem:
     if isinstance(value, ToolResult):
         return pb.InputItem(role=pb.ROLE_TOOL, text=value.text, call_id=value.call_id)
     if isinstance(value, CallingMessage):

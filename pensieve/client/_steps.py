@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
 from pensieve.client._retry import Backoff, Verdict, verdict
-from pensieve.client._transport import ClientSettings
+from pensieve.client._transport import LONGEST_S, ClientSettings
 from pensieve.errors import PensieveError
 from pensieve.v1 import pensieve_pb2 as pb
 
@@ -50,7 +50,7 @@ class Tries:
     @property
     def left_s(self) -> float:
         """Seconds for the next try; never so few that a timeout of gRPC would be refused as none."""
-        return max(0.001, self._deadline - time.monotonic())
+        return min(LONGEST_S, max(0.001, self._deadline - time.monotonic()))
 
     def wait_after(self, error: PensieveError) -> Sleep:
         """The pause before the next try. Raises ``error`` when there shall be none."""
@@ -76,8 +76,9 @@ def call(
         yield pause
 
 
-def discard(session: str, request_id: str) -> Invoke:
-    """Tells the server that nobody will come back for this turn; else the session stays busy for the grace time."""
+def discard(settings: ClientSettings, session: str, request_id: str) -> Flow[None]:
+    """Tell the server that nobody will come back for this turn; else it runs on for the grace time, and may be kept."""
     keep = pb.CancelTurnRequest.KEEP_NOTHING
     request = pb.CancelTurnRequest(session=session, request_id=request_id, keep=keep)
-    return Invoke("CancelTurn", request, session, DISCARD_TIMEOUT_S)
+    soon = replace(settings, timeout=DISCARD_TIMEOUT_S)
+    yield from call(soon, "CancelTurn", request, session=session)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import grpc
 
@@ -26,17 +27,57 @@ from pensieve.v1 import pensieve_pb2 as pb
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 2.0
+_FORKED = (
+    "the stream belongs to the process that this one was forked from: attach to its turn to follow it here"
+)
 
 
 class Link:
-    """Channel, stub and helper thread: what a client and its handles share, closed when the last of them goes."""
+    """Channel, stub and helper thread: what a client and its handles share, closed when the last of them goes.
+
+    Threads and calls do not come along into a process that was forked off: there everything is made anew, when it is
+    first used. What the parent has open is left alone, since ending it would wait for threads that do not exist.
+    """
 
     def __init__(self, settings: ClientSettings) -> None:
         self.settings = settings
-        self.channel, self.stub = open_channel(settings, grpc)
-        self.janitor = Janitor()
         self.closed = threading.Event()
-        self._close = weakref.finalize(self, _close, self.channel, self.janitor, self.closed)
+        self._opening = threading.Lock()
+        self._opened: Opened | None = self._open()
+        _links.add(self)
+
+    def _open(self) -> Opened:
+        channel, stub = open_channel(self.settings, grpc)
+        janitor = Janitor()
+        return Opened(channel, stub, janitor, weakref.finalize(self, _close, channel, janitor, self.closed))
+
+    @property
+    def opened(self) -> Opened:
+        if (opened := self._opened) is not None:
+            return opened
+        with self._opening:
+            if self._opened is None:
+                self._opened = self._open()
+            return self._opened
+
+    @property
+    def stub(self) -> Any:
+        return self.opened.stub
+
+    @property
+    def janitor(self) -> Janitor:
+        return self.opened.janitor
+
+    def forked(self) -> None:
+        """Called in a new process, while it has one thread."""
+        self._opening = threading.Lock()
+        if self._opened is not None:
+            self._opened.close.detach()
+            _of_parents.append(self._opened)
+            self._opened = None
+        was_closed, self.closed = self.closed.is_set(), threading.Event()
+        if was_closed:
+            self.closed.set()
 
     def run(self, flow: Flow[T]) -> T:
         """Drive a flow to its end."""
@@ -66,8 +107,49 @@ class Link:
         if self.closed.is_set():
             raise Cancelled("the client is closed", reason="CLIENT_CLOSED")
 
+    def discard(self, session: str, request_id: str) -> None:
+        """Tell the server, in the background, that nobody will come back; else the session stays busy."""
+        # Not `self` in what waits: it must not keep alive what its caller has dropped.
+        if self.closed.is_set():
+            return
+        stub, metadata = self.stub, self.settings.metadata(session)
+
+        def begin(step: Invoke) -> Any:
+            return getattr(stub, step.method).future(step.request, timeout=step.timeout, metadata=metadata)
+
+        self.janitor.perform(discard(self.settings, session, request_id), begin)
+
     def close(self) -> None:
-        self._close()
+        self.closed.set()
+        with self._opening:
+            opened = self._opened
+        if opened is not None:
+            opened.close()
+
+
+class Opened(NamedTuple):
+    """What a link has open in this process."""
+
+    channel: Any
+    stub: Any
+    janitor: Janitor
+    close: weakref.finalize[..., Link]
+    """Ends it; to be called once the link is dropped, and at the end of the program."""
+
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+_of_parents: list[Opened] = []
+_calls_of_parents: list[Any] = []
+"""Both are kept for good: to collect a channel or a call would be to end it."""
+
+
+def _after_fork() -> None:
+    for link in list(_links):
+        link.forked()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _close(channel: Any, janitor: Janitor, closed: threading.Event) -> None:
@@ -88,6 +170,7 @@ class TurnStream(StreamView):
         self._call: Any = None
         self._watch = Watch()
         self._wake = threading.Event()
+        self._process = os.getpid()
 
     def __iter__(self) -> Iterator[Piece]:
         try:
@@ -121,11 +204,13 @@ class TurnStream(StreamView):
 
     def close(self) -> None:
         """Walk away: a turn that is not complete is discarded (see ``Session.stream``). Idempotent."""
+        if self._of_parent():
+            return
         discard = self._leave()
         self._wake.set()
         self._drop()
         if discard:
-            self._link.janitor.submit(_discard_job(self._link, self._core.name, self.request_id))
+            self._link.discard(self._core.name, self.request_id)
 
     def __enter__(self) -> Self:
         return self
@@ -137,16 +222,29 @@ class TurnStream(StreamView):
 
     def __del__(self) -> None:
         # May run inside grpc, under its locks: only hand the work over.
+        if self._of_parent():
+            return
         call, link = self._call, self._link
         if self._leave():
-            link.janitor.submit(_discard_job(link, self._core.name, self.request_id))
+            link.discard(self._core.name, self.request_id)
         if call is not None:
             link.janitor.submit(_cancel_job(call))
             link.janitor.unwatch(self._watch)
 
+    def _of_parent(self) -> bool:
+        """Whether the turn belongs to the process that this one was forked from, which goes on with it."""
+        if self._process == os.getpid():
+            return False
+        if self._call is not None:
+            _calls_of_parents.append(self._call)
+            self._call = None
+        return True
+
     def _advance_until(self, reached: Callable[[], object]) -> None:
         try:
             while not reached() and not self._machine.done and not self._over:
+                if self._of_parent():
+                    raise Cancelled(_FORKED, reason="CLIENT_CLOSED")
                 self._advance()
         except PensieveError:
             self._discard_on_leave = False  # The server has said no, or cannot be asked.
@@ -215,9 +313,3 @@ def _cancel_job(call: Any) -> Callable[[], None]:
         call.cancel()
 
     return job
-
-
-def _discard_job(link: Link, session: str, request_id: str) -> Callable[[], Any]:
-    # Not `link` in the closure: a job that waits must not keep alive what its caller has dropped.
-    stub, metadata, step = link.stub, link.settings.metadata(session), discard(session, request_id)
-    return lambda: stub.CancelTurn.future(step.request, timeout=step.timeout, metadata=metadata)

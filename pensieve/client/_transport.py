@@ -14,6 +14,8 @@ from pensieve.errors import InvalidArgument
 from pensieve.v1 import pensieve_pb2_grpc
 
 ROUTE_KEY = "x-session-route"
+LONGEST_S = 1e9
+"""Seconds. Somewhat beyond, infinity included, gRPC takes a timeout for one that has passed."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     # All tries are made by the SDK, which bounds them and knows what may be sent again. The library's own also hang: of

@@ -19,6 +19,7 @@ from dataclasses import replace
 
 from pensieve.client import decode
 from pensieve.client._retry import STREAM_INCONSISTENT, Backoff, RetryPolicy, Verdict, verdict
+from pensieve.client._transport import LONGEST_S
 from pensieve.client._values import Piece, Progress, Turn
 from pensieve.client.arguments.words import FinishReason
 from pensieve.core import TokenLogprob
@@ -98,7 +99,7 @@ class TurnMachine:
         left = self._deadline - self._clock()
         if left <= 0:
             raise self._timed_out()
-        return left
+        return min(LONGEST_S, left)
 
     def next_request(self) -> pb.StreamTurnRequest:
         """A request for the same turn, from where we are."""

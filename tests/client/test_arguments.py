@@ -28,6 +28,7 @@ from pensieve.client.arguments.options import CHANGE_KEYS, SAMPLING_KEYS, TURN_K
 from pensieve.errors import InvalidArgument
 from pensieve.v1 import pensieve_pb2 as pb
 from support.faults.fake_faults import answer_to
+from support.service.both_clients import connected
 from support.service.fake_conversations import FakeConversations
 
 TABLES = [
@@ -287,3 +288,20 @@ def test_what_is_neither_text_nor_token_ids(content: Any) -> None:
         requests.turn_input(content, None, None)
     with pytest.raises(TypeError, match=r"a role and its content|text or token ids"):
         requests.turn_input(None, None, content if isinstance(content, list) else [("user", content)])
+
+
+def test_half_a_character_is_told_before_any_call(client: Any, fake: FakeConversations) -> None:
+    chat = client.create_session()
+    for wrong in ({"text": "a\ud800"}, {"items": [sdk.ToolResult("a\udfff")]}):
+        with pytest.raises(InvalidArgument, match="lone surrogate at 1"):
+            chat.send(**wrong)
+    assert fake.calls == ["CreateSession"]
+
+
+def test_time_without_end(client: Any) -> None:
+    assert client.create_session().send("x", timeout=float("inf")).text == answer_to("x")
+
+
+def test_a_call_without_end() -> None:
+    with connected("sync", timeout=float("inf")) as (client, _):
+        assert client.create_session().items() == []

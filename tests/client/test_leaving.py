@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import grpc
 import pytest
 
 from pensieve.client import AsyncClient, Client, FinishReason, TurnState
@@ -51,6 +52,32 @@ def test_leaving_the_loop_discards_the_turn(client: Any, fake: FakeConversations
     with pytest.raises(Cancelled):
         _ = stream.turn
     assert chat.send("y").text == answer_to("y")
+
+
+def test_a_discard_that_is_refused_is_sent_again(client: Any, fake: FakeConversations) -> None:
+    """As HTTP/2 refuses a call beyond the streams of a connection: the turn would run on, and be kept."""
+    chat = client.create_session()
+    fake.script.append(STALL)
+    fake.unary_script.extend([grpc.StatusCode.UNAVAILABLE] * 3)
+    stream = chat.stream("x")
+    read_two(stream)
+    stream.close()
+    until(client, lambda: fake.open_streams == 0 and fake.calls.count("CancelTurn") == 4)
+    assert chat.items() == []
+
+
+def test_a_discard_that_is_said_to_be_of_no_use_is_not_sent_again(
+    client: Any, fake: FakeConversations
+) -> None:
+    chat = client.create_session()
+    fake.script.append(STALL)
+    fake.unary_script.append(NotFound("no such turn", reason="TURN_NOT_FOUND"))
+    stream = chat.stream("x")
+    read_two(stream)
+    stream.close()
+    until(client, lambda: fake.open_streams == 0 and "CancelTurn" in fake.calls)
+    client.close()
+    assert fake.calls.count("CancelTurn") == 1
 
 
 def test_the_next_turn_waits_for_the_abandoned_one(client: Any, fake: FakeConversations) -> None:
@@ -204,7 +231,7 @@ def test_a_session_keeps_the_connection_alive_without_its_client() -> None:
         gc.collect()
         assert chat.send("x").text == answer_to("x")
         link = chat._link
-        assert link.channel is not None
+        assert link.opened.channel is not None
 
 
 def living_calls() -> list[str]:
