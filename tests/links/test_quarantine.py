@@ -133,6 +133,22 @@ async def test_kills_from_outside_condemn_nobody() -> None:
         await link.stop()
 
 
+async def test_a_turn_that_was_over_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    """The engine was idle: the step that it was at last is of a turn that had ended well."""
+    link = ProcessLink(options(Script()), builder=BUILDER)
+    await link.start()
+    try:
+        assert await tried(link, "short", [1, 2]) == "4 tokens"
+        assert link.pid is not None
+        os.kill(link.pid, signal.SIGKILL)
+        async with asyncio.timeout(30):
+            while not link.restarts_total:
+                await asyncio.sleep(0.005)
+    finally:
+        await link.stop()
+    assert "at work on this turn" not in caplog.text
+
+
 # ---- the rules by themselves
 
 
