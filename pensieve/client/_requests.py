@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 
 from pensieve.client._values import CallingMessage, Item, ToolResult, Turn
 from pensieve.client.arguments.ids import request_id
@@ -97,11 +98,21 @@ def sampling(options: Mapping[str, Any]) -> pb.SamplingParams:
             value = [value]
         elif key == "candidate_choice":
             value = choice("sampling.candidate_choice", value, CANDIDATE_CHOICES)
-        try:
-            params.MergeFrom(pb.SamplingParams(**{key: value}))
-        except (TypeError, ValueError) as error:
-            raise InvalidArgument.field(f"sampling.{key}", str(error)) from error
+        _put(params, key, value, option=f"sampling.{key}")
     return params
+
+
+def _put(message: Message, field: str, value: object, *, option: str = "") -> None:
+    """Give a field its value, unless that is None. Raises InvalidArgument, which names the option (by default as the
+    field), for one that it cannot hold."""
+    if value is None:
+        return
+    try:
+        if isinstance(getattr(message, field), Duration):
+            value = duration(value)  # type: ignore[arg-type]
+        message.MergeFrom(type(message)(**{field: value}))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidArgument.field(option or field, str(error)) from error
 
 
 def choice(field: str, value: object, names: Mapping[str, str]) -> str:
@@ -176,29 +187,20 @@ def stream_turn(
 ) -> pb.StreamTurnRequest:
     """A whole turn. Raises TypeError on an unknown option, InvalidArgument on a value out of its type's range."""
     check_names(options, TURN_KEYS)
-    output = pb.OutputOptions(
-        token_ids=options.get("token_ids", True),
-        top_logprobs=options.get("top_logprobs"),
-        max_chunk_tokens=options.get("max_chunk_tokens"),
-        pad_chunks=options.get("pad_chunks", False),
-    )
-    if (delay := options.get("max_chunk_delay")) is not None:
-        output.max_chunk_delay.CopyFrom(duration(delay))
     spec = pb.TurnSpec(
         request_id=request_id(session, options.get("request_id")),
         input=request_input,
-        expected_revision=options.get("expected_revision"),
-        replace_after_item=options.get("replace_after_item"),
         sampling=sampling(options),
-        output=output,
-        priority=options.get("priority", 0),
         hints=_hints(options),
-        annotations=options.get("annotations"),
-        mark=options.get("mark"),
         calls=_call_bounds(options),
     )
-    if (limit := options.get("max_duration")) is not None:
-        spec.max_duration.CopyFrom(duration(limit))
+    _put(spec.output, "token_ids", options.get("token_ids", True))
+    for key in ("top_logprobs", "max_chunk_tokens", "pad_chunks", "max_chunk_delay"):
+        _put(spec.output, key, options.get(key))
+    for key in (
+        "expected_revision", "replace_after_item", "priority", "annotations", "mark", "max_duration",
+    ):  # fmt: skip
+        _put(spec, key, options.get(key))
     return pb.StreamTurnRequest(
         session=session,
         turn=spec,
@@ -219,18 +221,18 @@ def choose_candidate(
 
 
 def _call_bounds(options: Mapping[str, Any]) -> pb.CallBounds | None:
-    begin, one = options.get("must_call"), options.get("single_call", False)
-    return pb.CallBounds(begin_with=begin, one=one) if begin is not None or one else None
+    """None when none is given."""
+    bounds = pb.CallBounds()
+    _put(bounds, "begin_with", options.get("must_call"), option="must_call")
+    _put(bounds, "one", options.get("single_call"), option="single_call")
+    return bounds if bounds.ListFields() else None
 
 
 def _hints(options: Mapping[str, Any]) -> pb.TurnHints | None:
     """None when no hint is given."""
-    wait = options.get("next_turn_in")
-    hints = pb.TurnHints(
-        next_turn_in=None if wait is None else duration(wait),
-        importance=options.get("importance"),
-        session_finished=options.get("session_finished", False),
-    )
+    hints = pb.TurnHints()
+    for key in ("next_turn_in", "importance", "session_finished"):
+        _put(hints, key, options.get(key))
     return hints if hints.ListFields() else None
 
 
@@ -254,6 +256,5 @@ def session_config(
     )
     if default_sampling:
         config.default_sampling.CopyFrom(sampling(default_sampling))
-    if ttl is not None:
-        config.ttl.CopyFrom(duration(ttl))
+    _put(config, "ttl", ttl)
     return config

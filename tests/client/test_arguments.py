@@ -305,3 +305,18 @@ def test_time_without_end(client: Any) -> None:
 def test_a_call_without_end() -> None:
     with connected("sync", timeout=float("inf")) as (client, _):
         assert client.create_session().items() == []
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("top_logprobs", -1), ("max_chunk_tokens", "4"), ("max_chunk_delay", float("nan")), ("token_ids", "no"),
+        ("expected_revision", -1), ("replace_after_item", 1 << 64), ("priority", "high"), ("max_duration", "3"),
+        ("next_turn_in", float("inf")), ("importance", "much"), ("annotations", {"a": 1}), ("mark", "\ud800"),
+        ("must_call", True), ("single_call", "yes"),
+    ],
+)  # fmt: skip
+def test_a_value_that_cannot_be_is_told_by_its_option(option: str, value: object) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        requests.stream_turn("s", requests.turn_input("Hi", None, None), {option: value})
+    assert [field for field, _ in caught.value.violations] == [option]
