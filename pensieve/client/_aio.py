@@ -174,7 +174,8 @@ class AsyncSession(SessionView):
     ) -> AsyncTurnStream:
         """One turn, piece by piece; sent when the first piece is asked for.
 
-        Leaving the loop early cancels the turn: the server is told to discard it, nothing of it stays in history.
+        Leaving the loop early cancels the turn: the server is told to discard it, nothing of it stays in history
+        unless all of it was there before.
         To keep what was said so far call ``await stream.cancel()``. To let it run on, pass ``on_disconnect="finish"``.
         """
         machine = self._core.turn_machine(text, tokens, items, options)

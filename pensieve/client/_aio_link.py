@@ -78,18 +78,18 @@ class AsyncLink:
         finally:
             call.cancel()  # No-op when done. A call that is dropped without it is never collected.
 
-    def discard(self, session: str, request_id: str) -> asyncio.Task[None] | None:
+    def discard(self, session: str, request_id: str, stream_id: str) -> asyncio.Task[None] | None:
         """Tell the server, in the background, that nobody will come back; else the session stays busy."""
         if self.closed:
             return None
-        task = asyncio.get_running_loop().create_task(self._discard(session, request_id))
+        task = asyncio.get_running_loop().create_task(self._discard(session, request_id, stream_id))
         self._discards.add(task)
         task.add_done_callback(self._discards.discard)
         return task
 
-    async def _discard(self, session: str, request_id: str) -> None:
+    async def _discard(self, session: str, request_id: str, stream_id: str) -> None:
         try:
-            await self.run(discard(self.settings, session, request_id))
+            await self.run(discard(self.settings, session, request_id, stream_id))
         except PensieveError:
             return  # A courtesy: the server's own grace time ends the turn as well.
 
@@ -158,7 +158,9 @@ class AsyncTurnStream(StreamView):
 
     async def cancel(self, *, keep: Keep = "partial", keep_output_tokens: int | None = None) -> Turn:
         """Stop the turn and end the stream; what stands in history afterwards is the answer, and ``turn``."""
-        turn = await self._link.run(self._core.cancel(self.request_id, keep, keep_output_tokens))
+        turn = await self._link.run(
+            self._core.cancel(self.request_id, keep, keep_output_tokens, self._machine.stream_id)
+        )
         self._machine.cancelled(turn)
         self.close()
         return turn
@@ -170,7 +172,9 @@ class AsyncTurnStream(StreamView):
         """
         discard = self._leave()
         self._drop()
-        return Closing(self._link.discard(self._core.name, self.request_id) if discard else None)
+        return Closing(
+            self._link.discard(self._core.name, self.request_id, self._machine.stream_id) if discard else None
+        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -189,7 +193,7 @@ class AsyncTurnStream(StreamView):
         if call is not None:
             loop.call_soon_threadsafe(call.cancel)
         if discard:
-            loop.call_soon_threadsafe(link.discard, self._core.name, self.request_id)
+            loop.call_soon_threadsafe(link.discard, self._core.name, self.request_id, self._machine.stream_id)
 
     async def _advance_until(self, reached: Callable[[], object]) -> None:
         try:

@@ -108,6 +108,8 @@ class SessionCore:
         self.last_turn: Turn | None = None
         self.running: str | None = None
         """Request id of the newest turn of this handle that has not ended."""
+        self.running_stream = ""
+        """By which it is followed."""
         self.abandoned: list[str] = []
 
     @property
@@ -181,19 +183,17 @@ class SessionCore:
         response = yield from self.call("GetTurn", request)
         return decode.turn(response.turn)
 
-    def cancel(self, request_id: str | None, keep: str, keep_output_tokens: int | None) -> Flow[Turn]:
+    def cancel(
+        self, request_id: str | None, keep: str, keep_output_tokens: int | None, stream_id: str = ""
+    ) -> Flow[Turn]:
         found = self.running if request_id is None else make_id(self.name, request_id)
         if found is None:
             info = yield from self.refresh()
             found = info.active_request_id
         if not found:
             raise NotFound("no turn is running in this session", reason="TURN_NOT_FOUND")
-        request = pb.CancelTurnRequest(
-            session=self.name,
-            request_id=found,
-            keep=_requests.choice("keep", keep, _requests.KEEP),
-            keep_output_tokens=keep_output_tokens,
-        )
+        stream_id = stream_id or (self.running_stream if found == self.running else "")
+        request = _requests.cancel_turn(self.name, found, keep, keep_output_tokens, stream_id)
         response = yield from self.call("CancelTurn", request)
         return decode.turn(response.turn)
 

@@ -208,6 +208,19 @@ def stream_turn(
     )
 
 
+def cancel_turn(
+    session: str, turn: str, keep: str, keep_output_tokens: int | None, stream_id: str
+) -> pb.CancelTurnRequest:
+    """``turn``: its request id. ``stream_id``: of the stream by which the caller has it; "" without one."""
+    return pb.CancelTurnRequest(
+        session=session,
+        request_id=turn,
+        keep=choice("keep", keep, KEEP),
+        keep_output_tokens=keep_output_tokens,
+        stream_id=stream_id,
+    )
+
+
 def choose_candidate(
     session: str, turn: Turn | str, candidate: int, expected_revision: int | None
 ) -> pb.ChooseCandidateRequest:

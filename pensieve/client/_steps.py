@@ -76,9 +76,9 @@ def call(
         yield pause
 
 
-def discard(settings: ClientSettings, session: str, request_id: str) -> Flow[None]:
+def discard(settings: ClientSettings, session: str, request_id: str, stream_id: str) -> Flow[None]:
     """Tell the server that nobody will come back for this turn; else it runs on for the grace time, and may be kept."""
     keep = pb.CancelTurnRequest.KEEP_NOTHING
-    request = pb.CancelTurnRequest(session=session, request_id=request_id, keep=keep)
+    request = pb.CancelTurnRequest(session=session, request_id=request_id, keep=keep, stream_id=stream_id)
     soon = replace(settings, timeout=DISCARD_TIMEOUT_S)
     yield from call(soon, "CancelTurn", request, session=session)

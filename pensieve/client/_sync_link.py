@@ -107,7 +107,7 @@ class Link:
         if self.closed.is_set():
             raise Cancelled("the client is closed", reason="CLIENT_CLOSED")
 
-    def discard(self, session: str, request_id: str) -> None:
+    def discard(self, session: str, request_id: str, stream_id: str) -> None:
         """Tell the server, in the background, that nobody will come back; else the session stays busy."""
         # Not `self` in what waits: it must not keep alive what its caller has dropped.
         if self.closed.is_set():
@@ -117,7 +117,7 @@ class Link:
         def begin(step: Invoke) -> Any:
             return getattr(stub, step.method).future(step.request, timeout=step.timeout, metadata=metadata)
 
-        self.janitor.perform(discard(self.settings, session, request_id), begin)
+        self.janitor.perform(discard(self.settings, session, request_id, stream_id), begin)
 
     def close(self) -> None:
         self.closed.set()
@@ -197,7 +197,9 @@ class TurnStream(StreamView):
 
     def cancel(self, *, keep: Keep = "partial", keep_output_tokens: int | None = None) -> Turn:
         """Stop the turn and end the stream; what stands in history afterwards is the answer, and ``turn``."""
-        turn = self._link.run(self._core.cancel(self.request_id, keep, keep_output_tokens))
+        turn = self._link.run(
+            self._core.cancel(self.request_id, keep, keep_output_tokens, self._machine.stream_id)
+        )
         self._machine.cancelled(turn)
         self.close()
         return turn
@@ -210,7 +212,7 @@ class TurnStream(StreamView):
         self._wake.set()
         self._drop()
         if discard:
-            self._link.discard(self._core.name, self.request_id)
+            self._discard()
 
     def __enter__(self) -> Self:
         return self
@@ -226,7 +228,7 @@ class TurnStream(StreamView):
             return
         call, link = self._call, self._link
         if self._leave():
-            link.discard(self._core.name, self.request_id)
+            self._discard()
         if call is not None:
             link.janitor.submit(_cancel_job(call))
             link.janitor.unwatch(self._watch)
@@ -275,30 +277,38 @@ class TurnStream(StreamView):
         self._wake.wait(self._machine.failed(failure))
 
     def _read(self) -> pb.StreamTurnResponse:
-        if self._call is None:
-            self._open()
+        call = self._call or self._open()  # which another thread may drop from here on
         watch = self._watch
         watch.deadline = time.monotonic() + self._machine.silence_s
         try:
-            message: pb.StreamTurnResponse = next(self._call)
+            message: pb.StreamTurnResponse = next(call)
         except StopIteration:
             raise self._machine.ended() from None
         finally:
             watch.deadline = None
         return message
 
-    def _open(self) -> None:
+    def _open(self) -> Any:
         self._link.check_open()
         remaining = self._machine.remaining_s()
         self._start()
         self._watch = Watch()
-        self._call = self._watch.call = self._link.stub.StreamTurn(
+        call = self._call = self._watch.call = self._link.stub.StreamTurn(
             self._machine.next_request(),
             timeout=remaining,
             metadata=self._link.settings.metadata(self._core.name, self._span.header),
         )
         self._link.janitor.start()
         self._link.janitor.watch(self._watch)
+        if self._over:
+            # Closed meanwhile, by another thread or a signal: whoever did that knew nothing of this call.
+            self._drop()
+            if self._discard_on_leave:
+                self._discard()
+        return call
+
+    def _discard(self) -> None:
+        self._link.discard(self._core.name, self.request_id, self._machine.stream_id)
 
     def _drop(self) -> None:
         call, self._call = self._call, None

@@ -13,6 +13,7 @@ holds for each candidate by itself.
 from __future__ import annotations
 
 import time
+import uuid
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -48,6 +49,8 @@ class TurnMachine:
     ) -> None:
         self.request_id = request.turn.request_id
         self.session = request.session
+        self.stream_id = uuid.uuid4().hex
+        """The same in all tries: to leave is to leave those that are still on their way, too."""
         self.pending: deque[Piece] = deque()
         self.progress: Progress | None = None
         self.turn: Turn | None = None
@@ -106,6 +109,7 @@ class TurnMachine:
         self._backoff.mark()
         request = pb.StreamTurnRequest()
         request.CopyFrom(self._request)
+        request.stream_id = self.stream_id
         request.resume_attempt = self.attempt
         if self.attempt:
             request.resume_token_offset = self._texts[0].tokens

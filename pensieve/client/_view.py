@@ -82,7 +82,7 @@ class StreamView:
     def _start(self) -> None:
         if not self._started:
             self._started = True
-            self._core.running = self.request_id
+            self._core.running, self._core.running_stream = self.request_id, self._machine.stream_id
             self._span.start({"pensieve.session": self._core.name, "pensieve.request_id": self.request_id})
 
 

@@ -542,7 +542,7 @@ class HintReceipt(_message.Message):
     def __init__(self, next_turn_in: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., importance: _Optional[float] = ..., session_finished: bool = ..., ignored: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StreamTurnRequest(_message.Message):
-    __slots__ = ("session", "turn", "on_disconnect", "resume_attempt", "resume_token_offset", "attach_only", "resume_candidate_offsets")
+    __slots__ = ("session", "turn", "on_disconnect", "resume_attempt", "resume_token_offset", "attach_only", "resume_candidate_offsets", "stream_id")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
     ON_DISCONNECT_FIELD_NUMBER: _ClassVar[int]
@@ -550,6 +550,7 @@ class StreamTurnRequest(_message.Message):
     RESUME_TOKEN_OFFSET_FIELD_NUMBER: _ClassVar[int]
     ATTACH_ONLY_FIELD_NUMBER: _ClassVar[int]
     RESUME_CANDIDATE_OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     session: str
     turn: TurnSpec
     on_disconnect: DisconnectPolicy
@@ -557,7 +558,8 @@ class StreamTurnRequest(_message.Message):
     resume_token_offset: int
     attach_only: bool
     resume_candidate_offsets: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session: _Optional[str] = ..., turn: _Optional[_Union[TurnSpec, _Mapping]] = ..., on_disconnect: _Optional[_Union[DisconnectPolicy, str]] = ..., resume_attempt: _Optional[str] = ..., resume_token_offset: _Optional[int] = ..., attach_only: bool = ..., resume_candidate_offsets: _Optional[_Iterable[int]] = ...) -> None: ...
+    stream_id: str
+    def __init__(self, session: _Optional[str] = ..., turn: _Optional[_Union[TurnSpec, _Mapping]] = ..., on_disconnect: _Optional[_Union[DisconnectPolicy, str]] = ..., resume_attempt: _Optional[str] = ..., resume_token_offset: _Optional[int] = ..., attach_only: bool = ..., resume_candidate_offsets: _Optional[_Iterable[int]] = ..., stream_id: _Optional[str] = ...) -> None: ...
 
 class StreamTurnResponse(_message.Message):
     __slots__ = ("accepted", "progress", "delta", "completed")
@@ -837,7 +839,7 @@ class FindTurnResponse(_message.Message):
     def __init__(self, turn: _Optional[_Union[Turn, _Mapping]] = ..., candidate: _Optional[int] = ...) -> None: ...
 
 class CancelTurnRequest(_message.Message):
-    __slots__ = ("session", "request_id", "keep", "keep_output_tokens")
+    __slots__ = ("session", "request_id", "keep", "keep_output_tokens", "stream_id")
     class Keep(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KEEP_UNSPECIFIED: _ClassVar[CancelTurnRequest.Keep]
@@ -850,11 +852,13 @@ class CancelTurnRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIELD_NUMBER: _ClassVar[int]
     KEEP_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     session: str
     request_id: str
     keep: CancelTurnRequest.Keep
     keep_output_tokens: int
-    def __init__(self, session: _Optional[str] = ..., request_id: _Optional[str] = ..., keep: _Optional[_Union[CancelTurnRequest.Keep, str]] = ..., keep_output_tokens: _Optional[int] = ...) -> None: ...
+    stream_id: str
+    def __init__(self, session: _Optional[str] = ..., request_id: _Optional[str] = ..., keep: _Optional[_Union[CancelTurnRequest.Keep, str]] = ..., keep_output_tokens: _Optional[int] = ..., stream_id: _Optional[str] = ...) -> None: ...
 
 class CancelTurnResponse(_message.Message):
     __slots__ = ("turn",)

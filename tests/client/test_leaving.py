@@ -80,6 +80,31 @@ def test_a_discard_that_is_said_to_be_of_no_use_is_not_sent_again(
     assert fake.calls.count("CancelTurn") == 1
 
 
+def test_a_discard_names_the_stream_that_was_left(client: Any, fake: FakeConversations) -> None:
+    """All tries of a stream have its id, and another stream has another: the server can tell what is late."""
+    chat = client.create_session()
+    fake.script.extend([Fault(after=2, end=True), STALL, STALL, STALL])
+    stream = chat.stream("x")
+    read_two(stream)
+    next(stream)
+    stream.close()
+    until(client, lambda: len(fake.cancel_requests) == 1)
+    for through_the_session in (False, True):
+        stream = chat.stream("x", request_id=stream.request_id)
+        read_two(stream)
+        if not through_the_session:
+            stream._core.running = None  # as when the handle has another by now
+        (chat if through_the_session else stream).cancel(keep="nothing")
+        stream.close()
+    first, again, second, third = (request.stream_id for request in fake.stream_requests)
+    assert first == again and len({first, second, third}) == 3 and all((first, second, third))
+    assert list(dict.fromkeys(request.stream_id for request in fake.cancel_requests)) == [
+        first,
+        second,
+        third,
+    ]
+
+
 def test_the_next_turn_waits_for_the_abandoned_one(client: Any, fake: FakeConversations) -> None:
     chat = client.create_session()
     fake.script.append(STALL)
@@ -161,6 +186,45 @@ def test_cancel_from_another_thread() -> None:
         thread.start()
         assert stream.finish().text == text  # Blocks in a read until the other thread ends it.
         thread.join()
+
+
+@pytest.mark.parametrize("at", ["before the call is made", "before it is read"])
+def test_close_from_another_thread_while_the_stream_is_opened(
+    at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever closes it knows nothing of the call, which must not begin the turn for good."""
+    with FakeServerThread() as server, Client(server.target) as client:
+        fake = server.fake
+        chat = client.create_session()
+        chat.send("y")
+        fake.script.append(STALL)
+        stream = chat.stream("x")
+        make = client._link.stub.StreamTurn
+
+        def elsewhere() -> None:
+            thread = threading.Thread(target=stream.close)
+            thread.start()
+            thread.join()
+
+        def made(*args: Any, **kwargs: Any) -> Any:
+            elsewhere()
+            until(client, lambda: fake.calls.count("CancelTurn") == 1)
+            call = make(*args, **kwargs)
+            until(client, lambda: fake.open_streams == 1)
+            return call
+
+        if at == "before the call is made":
+            monkeypatch.setattr(client._link.stub, "StreamTurn", made)
+        else:
+            monkeypatch.setattr(
+                type(stream._machine), "silence_s", property(lambda machine: elsewhere() or 30.0)
+            )
+        with pytest.raises(Cancelled):
+            stream.finish()
+        until(client, lambda: fake.open_streams == 0)
+        tries = 2 if at == "before the call is made" else 1
+        until(client, lambda: fake.calls.count("CancelTurn") == tries)
+        assert stream.request_id not in fake.sessions[chat.name].turns
 
 
 async def test_cancel_from_another_task() -> None:

@@ -146,6 +146,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
             policy=convert.on_disconnect(request.on_disconnect),
             attach_only=attach_only,
             deadline_s=context.time_remaining(),
+            stream_id=request.stream_id,
         )
         offsets = (request.resume_token_offset, *request.resume_candidate_offsets)
         resume = (request.resume_attempt, offsets)
@@ -190,6 +191,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
             request.request_id,
             keep=request.keep != pb.CancelTurnRequest.KEEP_NOTHING,
             keep_tokens=convert.optional(request, "keep_output_tokens"),
+            stream_id=request.stream_id,
         )
         return pb.CancelTurnResponse(turn=answers.turn(view))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from pensieve.server.admission.gate import Ticket
 from pensieve.server.turns.buffer import TurnBuffer
 from pensieve.server.turns.generation import TurnGeneration
 from pensieve.server.turns.text import OutputText
-from pensieve.server.values import Accepted, NewTurn, OnDisconnect, TurnStatus, TurnView
+from pensieve.server.values import Accepted, NewTurn, OnDisconnect, TurnEnd, TurnStatus, TurnView
 from pensieve.store import Key
 
 
@@ -77,6 +78,8 @@ class TurnRun:
         """Does the work; kept here because the event loop itself holds tasks only weakly."""
         self.order: Order | None = None
         """The first that came in time."""
+        self.asked_to_end = False
+        """A caller ordered it to end, first or not: who waits to begin this turn anew is meant as well."""
         self._ordered = asyncio.Event()
         self._committing = False
 
@@ -116,6 +119,7 @@ class TurnRun:
         """Stop generating and end as ``order`` says. The first order counts; False when it is too late for any."""
         if self._committing or self.buffer.ended:
             return False
+        self.asked_to_end |= order.asked
         if self.order is None:
             self.order = order
             self._ordered.set()
@@ -124,8 +128,8 @@ class TurnRun:
 
     @property
     def called_off(self) -> bool:
-        """A caller wants it discarded."""
-        return self.order is not None and self.order.asked and self.order.error is not None
+        """It is discarded, and a caller wants it to end: it is not for others to begin it again."""
+        return self.asked_to_end and self.order is not None and self.order.error is not None
 
     async def ordered_within(self, timeout_s: float) -> None:
         """Wait for an order; returns without one when the time is over."""
@@ -140,6 +144,30 @@ class TurnRun:
             raise order.error
         self._committing = True
         return order
+
+
+def ended(run: TurnRun, outcome: TurnView | PensieveError) -> TurnEnd:
+    """How a run ended, for who keeps count of turns."""
+    accepted, outputs = run.buffer.accepted, run.buffer.outputs
+    if isinstance(outcome, TurnView):
+        name = outcome.finish_reason.name if outcome.finish_reason is not None else "unknown"
+        usage = outcome.usage
+    else:
+        name, usage = outcome.reason, None
+    return TurnEnd(
+        key=run.key,
+        outcome=name.lower(),
+        committed=usage is not None,
+        context_tokens=accepted.context_tokens if accepted is not None else 0,
+        new_tokens=run.new_tokens,
+        usage=usage or run.generation.usage(len(outputs[0].tokens) if outputs else 0),
+        arrived_at=run.arrived_at,
+        first_token_at=run.generation.first_token_at,
+        ended_at=asyncio.get_running_loop().time(),
+        request_id=run.spec.request_id,
+        submitted_at=run.generation.submitted_at,
+        generated_at=run.generation.ended_at,
+    )
 
 
 class TurnAudience:
@@ -185,3 +213,32 @@ class TurnAudience:
         self.abandoned = self._run.end_early(
             Order(error=Cancelled("nobody listened to the turn any more", reason="CLIENT_DISCONNECTED"))
         )
+
+
+class CalledOffStreams:
+    """Streams whose callers want nothing of their turns any more: what of them arrives late must begin nothing.
+
+    A client that leaves sends CancelTurn. Its StreamTurn, or a repetition of it, may arrive after that: by another
+    connection, through a proxy, or because it was held up on its way in. The turn's request id cannot tell such a
+    request from one that starts the turn again on purpose; the stream's id does. "" names no stream.
+    """
+
+    def __init__(self, most: int) -> None:
+        """The newest ``most`` are remembered."""
+        self._most = most
+        self._streams: OrderedDict[tuple[Key, str, str], None] = OrderedDict()
+
+    def add(self, key: Key, request_id: str, stream_id: str) -> None:
+        if not stream_id:
+            return
+        self._streams[key, request_id, stream_id] = None
+        self._streams.move_to_end((key, request_id, stream_id))
+        while len(self._streams) > self._most:
+            self._streams.popitem(last=False)
+
+    def forget(self, key: Key, request_id: str, stream_id: str) -> None:
+        """The turn is in history, for all its streams to see."""
+        self._streams.pop((key, request_id, stream_id), None)
+
+    def has(self, key: Key, request_id: str, stream_id: str) -> bool:
+        return (key, request_id, stream_id) in self._streams

@@ -19,7 +19,7 @@ from pensieve.server.bugs import bug
 from pensieve.server.settings import TurnSettings
 from pensieve.server.turns import record as turn_record
 from pensieve.server.turns.following import called_off, end_elsewhere
-from pensieve.server.turns.run import Order, TurnAudience, TurnRun
+from pensieve.server.turns.run import CalledOffStreams, Order, TurnAudience, TurnRun, ended
 from pensieve.server.turns.runner import TurnRunner
 from pensieve.server.unavailable import draining
 from pensieve.server.values import NewTurn, OnDisconnect, TurnEnd, TurnStatus, TurnView
@@ -53,6 +53,7 @@ class Turns:
         self._on_refused = on_refused
         self._runs: dict[TurnKey, _Held] = {}
         self._discarded: OrderedDict[TurnKey, str] = OrderedDict()
+        self._called_off = CalledOffStreams(settings.discarded_turns)
         self._draining = False
         self._one_ended = asyncio.Event()
 
@@ -82,14 +83,16 @@ class Turns:
         policy: OnDisconnect,
         attach_only: bool,
         deadline_s: float | None = None,
+        stream_id: str = "",
     ) -> AsyncIterator[tuple[TurnRun, bool]]:
         """The run of this turn, which is started if need be, and whether it had been started before.
 
+        Raises Cancelled when the stream of this id was called off: its caller left before this request of it came.
         Leaving without the outcome counts as a disconnect; at or after ``deadline_s`` (seconds from now) without grace.
         """
         loop = asyncio.get_running_loop()
         deadline = None if deadline_s is None else loop.time() + deadline_s
-        (run, audience), joined = await self._find_or_start(key, spec, attach_only, deadline_s)
+        (run, audience), joined = await self._find_or_start(key, spec, attach_only, deadline_s, stream_id)
         # An onlooker's run is its own: nobody else waits for it, and its end is not the turn's.
         audience.join(OnDisconnect.CANCEL if run.onlooker else policy)
         try:
@@ -119,29 +122,25 @@ class Turns:
         committed = await self._committed(key, request_id)
         return committed if committed is not None else self._remembered(key, request_id)
 
-    async def cancel(self, key: Key, request_id: str, *, keep: bool, keep_tokens: int | None) -> TurnView:
+    async def cancel(
+        self, key: Key, request_id: str, *, keep: bool, keep_tokens: int | None, stream_id: str = ""
+    ) -> TurnView:
         """Stop a running turn; returns what is in history afterwards.
 
         A turn that has ended, or is being committed, is answered as it is. One that runs elsewhere is ended there.
         Raises Unavailable (TURN_RUNNING_ELSEWHERE) when it does not end.
+
+        ``stream_id``: of the caller's own stream. What of that is still on its way begins the turn no more, unless the
+        turn is in history; ``keep`` of a turn that nobody knows (NotFound) changes nothing for it.
         """
-        held = self._runs.get((key, request_id))
-        if held is None:
-            view = await self.get(key, request_id)
-            if view.state is not TurnStatus.RUNNING:
-                return view
-            order = EndOrder(keep, keep_tokens)
-            await end_elsewhere(self._store, key, request_id, order, self._settings.lease_s)
-            try:
-                return await self.get(key, request_id)
-            except NotFound:
-                return _discarded(key, request_id, called_off().reason)
-        run = held[0]
-        run.end_early(Order(keep_tokens if keep else None, None if keep else called_off(), asked=True))
-        try:
-            return await run.buffer.outcome()
-        except Cancelled as error:
-            return _discarded(key, request_id, error.reason)
+        if not keep:
+            self._called_off.add(key, request_id, stream_id)  # before anything is waited for
+        view = await self._end(key, request_id, keep, keep_tokens)
+        if view.state is TurnStatus.COMMITTED:
+            self._called_off.forget(key, request_id, stream_id)
+        elif view.state is TurnStatus.DISCARDED:
+            self._called_off.add(key, request_id, stream_id)
+        return view
 
     async def end_session(self, key: Key, error: PensieveError) -> None:
         """The session is gone: its turns here end with ``error``. Returns when they have."""
@@ -173,8 +172,39 @@ class Turns:
 
     # ---- parts
 
+    async def _end(self, key: Key, request_id: str, keep: bool, keep_tokens: int | None) -> TurnView:
+        """End a turn, wherever it runs; how it ended. Nothing of it runs here when this returns a discarded one."""
+        turn = (key, request_id)
+        while True:
+            held = self._runs.get(turn)
+            try:
+                if held is None:
+                    view = await self._end_elsewhere(key, request_id, EndOrder(keep, keep_tokens))
+                else:
+                    error = None if keep else called_off()
+                    held[0].end_early(Order(keep_tokens if keep else None, error, asked=True))
+                    view = await held[0].buffer.outcome()
+            except Cancelled as discarded:
+                view = _discarded(key, request_id, discarded.reason)
+            except NotFound:
+                if turn not in self._runs:
+                    raise
+                continue  # it came while it was looked for
+            if view.state is TurnStatus.COMMITTED or turn not in self._runs:
+                return view
+
+    async def _end_elsewhere(self, key: Key, request_id: str, order: EndOrder) -> TurnView:
+        view = await self.get(key, request_id)
+        if view.state is not TurnStatus.RUNNING:
+            return view
+        await end_elsewhere(self._store, key, request_id, order, self._settings.lease_s)
+        try:
+            return await self.get(key, request_id)
+        except NotFound:
+            return _discarded(key, request_id, called_off().reason)
+
     async def _find_or_start(
-        self, key: Key, spec: NewTurn, attach_only: bool, deadline_s: float | None
+        self, key: Key, spec: NewTurn, attach_only: bool, deadline_s: float | None, stream_id: str
     ) -> tuple[_Held, bool]:
         """The registered run of this turn and True, or a new one and False.
 
@@ -186,6 +216,8 @@ class Turns:
         while (held := self._runs.get(turn)) is not None and held[1].abandoned:
             # Who comes back too late starts again: the end of the old attempt is not theirs to hear.
             await held[0].buffer.wait_for_end()
+            if held[0].asked_to_end:
+                raise called_off()
         refusal = None
         if held is None and not attach_only:
             refusal = draining() if self._draining else self._gate.refusal(key.tenant, spec, deadline_s)
@@ -198,6 +230,8 @@ class Turns:
                 if self._on_refused is not None:
                     self._on_refused(key.tenant, refusal.reason)
                 raise refusal
+        if self._called_off.has(*turn, stream_id):
+            raise called_off()
         fingerprint = spec.fingerprint()
         if held is None:
             run = TurnRun(key, spec, fingerprint)
@@ -256,7 +290,7 @@ class Turns:
         held[1].stop_timer()
         run.on_followed = None  # run and audience know each other no longer, and need no collector
         self._one_ended.set()
-        end = _end(run, outcome)
+        end = ended(run, outcome)
         if run.ticket is not None:
             used = end.usage.new_tokens + end.usage.recomputed_tokens + end.usage.output_tokens
             run.ticket.ended(used if run.began else 0, end.usage.output_tokens if run.began else 0)
@@ -289,29 +323,6 @@ class Turns:
                 await self._one_ended.wait()
         except TimeoutError:
             return
-
-
-def _end(run: TurnRun, outcome: TurnView | PensieveError) -> TurnEnd:
-    accepted, outputs = run.buffer.accepted, run.buffer.outputs
-    if isinstance(outcome, TurnView):
-        name = outcome.finish_reason.name if outcome.finish_reason is not None else "unknown"
-        usage = outcome.usage
-    else:
-        name, usage = outcome.reason, None
-    return TurnEnd(
-        key=run.key,
-        outcome=name.lower(),
-        committed=usage is not None,
-        context_tokens=accepted.context_tokens if accepted is not None else 0,
-        new_tokens=run.new_tokens,
-        usage=usage or run.generation.usage(len(outputs[0].tokens) if outputs else 0),
-        arrived_at=run.arrived_at,
-        first_token_at=run.generation.first_token_at,
-        ended_at=asyncio.get_running_loop().time(),
-        request_id=run.spec.request_id,
-        submitted_at=run.generation.submitted_at,
-        generated_at=run.generation.ended_at,
-    )
 
 
 def _discarded(key: Key, request_id: str, reason: str) -> TurnView:

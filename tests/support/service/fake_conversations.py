@@ -28,6 +28,7 @@ class FakeConversations(pensieve_pb2_grpc.ConversationServiceServicer):
         self.unary_script: deque[PensieveError | grpc.StatusCode] = deque()
         self.sessions: dict[str, FakeSession] = {}
         self.stream_requests: list[pb.StreamTurnRequest] = []
+        self.cancel_requests: list[pb.CancelTurnRequest] = []
         self.calls: list[str] = []
         self.metadata: list[dict[str, Any]] = []
         self.tokens_per_message = 3
@@ -160,6 +161,7 @@ class FakeConversations(pensieve_pb2_grpc.ConversationServiceServicer):
         return pb.GetTurnResponse(turn=known.turn or running)
 
     async def CancelTurn(self, request: pb.CancelTurnRequest, context: Any) -> pb.CancelTurnResponse:
+        self.cancel_requests.append(request)
         await self._enter(context, "CancelTurn")
         session = await self._find(context, request.session)
         known = session.turns.get(request.request_id)
