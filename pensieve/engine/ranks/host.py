@@ -2,7 +2,8 @@
 
 It inherits the ring (``--ring``) and the memory file where the ranks meet (``--meeting``), and reads its
 ``EngineOptions`` from stdin. Like an engine it says on stderr, in the last line, why it failed, ends with status 1, and
-leaves signals that a terminal sends to all to the front end. The kernel kills it when the engine's process is gone.
+leaves signals that a terminal sends to all to the front end. The kernel kills it when the engine's process is gone:
+that is asked for before torch is imported, which takes seconds.
 """
 
 from __future__ import annotations
@@ -18,11 +19,6 @@ import msgspec
 
 from pensieve.config import EngineOptions
 from pensieve.engine.process.host import LAST_WORDS
-from pensieve.engine.ranks.build import spin_seconds
-from pensieve.engine.ranks.collectives import join
-from pensieve.engine.ranks.follower import follow
-from pensieve.engine.ranks.ring import RingReader, SharedRing
-from pensieve.engine.worker.torch_worker import build_worker
 from pensieve.lifeline import die_with_parent, leave_signals_to_parent
 from pensieve.logs import configure_logging
 from pensieve.model.arch import ModelError
@@ -32,6 +28,13 @@ log = logging.getLogger("pensieve.engine.ranks.host")  # Also when this module i
 
 def serve(rank: int, device: str, ring: int, meeting: int, options: EngineOptions) -> None:
     """Follow rank 0 to the end. Raises what goes wrong."""
+    # All of these import torch, or are imported by what does.
+    from pensieve.engine.ranks.build import spin_seconds
+    from pensieve.engine.ranks.collectives import join
+    from pensieve.engine.ranks.follower import follow
+    from pensieve.engine.ranks.ring import RingReader, SharedRing
+    from pensieve.engine.worker.torch_worker import build_worker
+
     ranks = options.tensor_parallel
     symmetric = options.all_reduce == "auto"
     with contextlib.closing(join(device, rank, ranks, meeting, symmetric=symmetric)) as together:
