@@ -20,12 +20,10 @@ from pensieve.core import FinishReason, Sampling, SessionKey
 from pensieve.debug import child_environment
 from pensieve.engine.messages import Finished, Output, RequestProgress, Started
 from pensieve.errors import ContextLimitExceeded, Internal, ResourceExhausted, Unavailable
-from pensieve.server.links import process
 from pensieve.server.links.engine_link import LinkState
 from pensieve.server.links.process import EngineProcess, HostCommand
 from pensieve.server.links.process_link import ProcessLink
 from support.engine.fake_engine import BUILDER, Script, options
-from support.processes import children
 from support.service.listener import Listened, Listener
 
 SESSION = SessionKey("default/abc")
@@ -258,27 +256,6 @@ async def test_failed_restarts_are_tried_again() -> None:
         await until(lambda: link.state is LinkState.RESTARTING)
         link._command = good
         await until(lambda: link.state is LinkState.SERVING)
-
-
-async def test_an_engine_that_is_stopped_while_it_starts_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It serves nobody yet, so the watchdog does not look at it."""
-    monkeypatch.setattr(process, "LOOK_S", 0.05)
-    link = ProcessLink(options(Script()), builder=BUILDER)
-    start = asyncio.create_task(link.start())
-    await until(lambda: children(os.getpid()))
-    (pid,) = children(os.getpid())
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        async with asyncio.timeout(10):
-            with pytest.raises(
-                Internal, match="did not start: the engine process was stopped while it started"
-            ):
-                await start
-        assert not alive(pid)
-    finally:
-        if alive(pid):
-            os.kill(pid, signal.SIGKILL)
-        start.cancel()
 
 
 async def test_stop_ends_generations_and_the_process() -> None:
