@@ -28,6 +28,10 @@ _SENT_TO_ALL: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 END_PATIENCE_S: Final = 1.0
 """How long a process without its parent may take to end: less than another one takes to start, which would find the
 store in use. Nobody reads the answers that it still makes."""
+LOOK_S: Final = 1.0
+STOPPED_LOOKS: Final = 5
+"""A process that was found stopped so many times in a row is as good as killed. Looks are counted and not seconds: who
+looks may have been stopped as well."""
 
 
 def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> bool:

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from pensieve.debug import child_environment
+from support.processes import alive
 
 pytestmark = pytest.mark.timeout(300)
 ENGINE = """
@@ -37,6 +38,12 @@ def test_a_rank_that_fails_ends_the_engine_with_its_words() -> None:
     )
     assert done.returncode == 1, done.stderr
     assert done.stderr.splitlines()[-1].startswith("engine: rank 1: ")
+
+
+def test_a_rank_is_bound_to_the_engine_before_it_imports_torch() -> None:
+    """That takes seconds, in which an engine that is killed could leave it behind."""
+    code = "import sys, pensieve.engine.ranks.host; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-P", "-c", code], timeout=60, check=False).returncode == 0
 
 
 LEAVING = """
@@ -99,6 +106,8 @@ def test_what_was_done_to_a_rank_is_said(number: signal.Signals, said: str) -> N
         timeout=60,
         check=False,
     )
+    left = alive(int(done.stdout))
     with contextlib.suppress(ProcessLookupError):
         os.kill(int(done.stdout), signal.SIGKILL)
+    assert not left, "a rank that had not asked to be killed with the engine outlives it"
     assert (done.returncode, done.stderr) == (-signal.SIGKILL, f"engine: rank 1 {said}\n")

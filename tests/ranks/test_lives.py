@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from pensieve.config import EngineOptions
-from pensieve.engine.ranks import collectives
+from pensieve.engine.ranks import collectives, host
 from pensieve.engine.ranks.build import build_workers, check_gpus
+from pensieve.engine.ranks.crew import TOLD_PATIENCE_S
 from pensieve.errors import Internal
 from pensieve.model.arch import ModelError
 from pensieve.server.links.process_link import ProcessLink
@@ -56,6 +60,35 @@ def test_a_loopback_interface_that_is_down_is_told(monkeypatch: pytest.MonkeyPat
     meeting = os.memfd_create("meeting")
     with pytest.raises(ValueError, match="the ranks cannot meet on the loopback interface, is it up"):
         collectives.join("cpu", 0, 1, meeting, symmetric=False)
+    os.close(meeting)
+
+
+LEAVES = """
+import os, sys
+from pensieve.engine.ranks import collectives, host
+together = collectives.join("cpu", 1, 2, int(sys.argv[1]), symmetric=False)
+together.least([1])
+os._exit(1)
+"""
+
+
+def test_who_loses_another_rank_leaves_the_last_words_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in collectives.SETTINGS:
+        monkeypatch.setenv(name, "")
+    meeting, waited = os.memfd_create("meeting"), list[float]()
+    command = [sys.executable, "-P", "-c", LEAVES, str(meeting)]
+    with subprocess.Popen(command, pass_fds=(meeting,)):
+        together = collectives.join("cpu", 0, 2, meeting, symmetric=False)
+        assert together.least([3]) == [1]
+
+        def join(*_: object, **__: object) -> None:
+            together.sum(torch.ones(8))
+
+        monkeypatch.setattr(collectives, "join", join)
+        monkeypatch.setattr(host.time, "sleep", waited.append)
+        with pytest.raises(collectives.RankLost):
+            host.serve(1, "cpu", 0, 0, EngineOptions(model="/nowhere", tensor_parallel=2))
+    assert waited == [TOLD_PATIENCE_S]
     os.close(meeting)
 
 

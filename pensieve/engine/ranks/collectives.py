@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Final
 
@@ -34,8 +36,20 @@ PATIENCE: Final = timedelta(minutes=30)
 """For a rank that still loads its weights. One that hangs while serving is noticed by who waits for the engine."""
 
 
+class RankLost(RuntimeError):
+    """Another rank has ended in the middle of what all do together; why, it has said itself."""
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankLost(str(error)) from error
+
+
 class GlooCollective(Collective):
-    """``pensieve.model.collective.Collective`` on a CPU: each call returns when it is done."""
+    """``pensieve.model.collective.Collective`` on a CPU: each call returns when it is done. Raises RankLost."""
 
     def __init__(self, store: Any, rank: int, ranks: int) -> None:
         """Waits for all ranks; they have the same ``store`` (a ``torch.distributed.Store``)."""
@@ -44,17 +58,20 @@ class GlooCollective(Collective):
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         if part.numel():
-            self._group.allreduce([part]).wait()
+            with _together():
+                self._group.allreduce([part]).wait()
         return part
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         whole = part.new_empty((self.ranks, *part.shape))
         if part.numel():
-            self._group.allgather([list(whole)], [part]).wait()
+            with _together():
+                self._group.allgather([list(whole)], [part]).wait()
         return whole
 
     def share(self, values: torch.Tensor) -> None:
-        self._group.broadcast([values]).wait()
+        with _together():
+            self._group.broadcast([values]).wait()
 
     def least(self, numbers: list[int]) -> list[int]:
         found: list[int] = self.gather(torch.tensor(numbers)).amin(0).tolist()

@@ -22,16 +22,13 @@ import msgspec
 from pensieve.config import EngineOptions
 from pensieve.debug import child_environment
 from pensieve.engine.process.host import LAST_WORDS
-from pensieve.lifeline import ended_how, is_stopped
+from pensieve.lifeline import LOOK_S, STOPPED_LOOKS, ended_how, is_stopped
 from pensieve.logs import writes_json
 
 LEAVE_PATIENCE_S: Final = 3.0
 """For ranks that were told to leave; the front end waits a little longer for the engine."""
 TOLD_PATIENCE_S: Final = 2.0
 """How long a failure here waits for the end of another rank that may have caused it."""
-LOOK_S: Final = 1.0
-STOPPED_LOOKS: Final = 5
-"""A rank that was found stopped so many times in a row is as good as killed."""
 
 
 class Crew:
@@ -117,7 +114,12 @@ class Crew:
             os.close(handle)
 
     def _end(self, rank: int, status: int, how: str = "") -> NoReturn:
-        """End this process as that rank has ended; ``how``: in words, where the status does not say it."""
+        """End this process as that rank has ended; ``how``: in words, where the status does not say it.
+
+        The kernel would kill the others too, but for one that was stopped before it could ask for that.
+        """
+        for process in self._processes.values():
+            process.kill()
         if status > 0:
             os._exit(status)  # It has said why, in the last line on stderr.
         how = how or f"has ended with {ended_how(status) if status else 'status 0, unasked'}"

@@ -2,7 +2,8 @@
 
 It inherits the ring (``--ring``) and the memory file where the ranks meet (``--meeting``), and reads its
 ``EngineOptions`` from stdin. Like an engine it says on stderr, in the last line, why it failed, ends with status 1, and
-leaves signals that a terminal sends to all to the front end. The kernel kills it when the engine's process is gone.
+leaves signals that a terminal sends to all to the front end. The kernel kills it when the engine's process is gone:
+that is asked for before torch is imported, which takes seconds.
 """
 
 from __future__ import annotations
@@ -12,17 +13,14 @@ import gc
 import logging
 import os
 import sys
+import time
 
 import click
 import msgspec
 
 from pensieve.config import EngineOptions
 from pensieve.engine.process.host import LAST_WORDS
-from pensieve.engine.ranks.build import spin_seconds
-from pensieve.engine.ranks.collectives import join
-from pensieve.engine.ranks.follower import follow
-from pensieve.engine.ranks.ring import RingReader, SharedRing
-from pensieve.engine.worker.torch_worker import build_worker
+from pensieve.engine.ranks.crew import TOLD_PATIENCE_S
 from pensieve.lifeline import die_with_parent, leave_signals_to_parent
 from pensieve.logs import configure_logging
 from pensieve.model.arch import ModelError
@@ -32,15 +30,28 @@ log = logging.getLogger("pensieve.engine.ranks.host")  # Also when this module i
 
 def serve(rank: int, device: str, ring: int, meeting: int, options: EngineOptions) -> None:
     """Follow rank 0 to the end. Raises what goes wrong."""
+    # All of these import torch, or are imported by what does.
+    from pensieve.engine.ranks.build import spin_seconds
+    from pensieve.engine.ranks.collectives import RankLost, join
+    from pensieve.engine.ranks.follower import follow
+    from pensieve.engine.ranks.ring import RingReader, SharedRing
+    from pensieve.engine.worker.torch_worker import build_worker
+
     ranks = options.tensor_parallel
     symmetric = options.all_reduce == "auto"
-    with contextlib.closing(join(device, rank, ranks, meeting, symmetric=symmetric)) as together:
-        reader = RingReader(SharedRing(ring, ranks - 1), rank - 1, spin_s=spin_seconds(device))
-        worker = build_worker(options, together)
-        gc.collect()
-        gc.freeze()
-        follow(reader, worker)
-        worker.close()
+    try:
+        with contextlib.closing(join(device, rank, ranks, meeting, symmetric=symmetric)) as together:
+            reader = RingReader(SharedRing(ring, ranks - 1), rank - 1, spin_s=spin_seconds(device))
+            worker = build_worker(options, together)
+            gc.collect()
+            gc.freeze()
+            follow(reader, worker)
+            worker.close()
+    except RankLost:
+        # The other one has said why, or was killed. The engine, which may be about to learn of it, ends all ranks:
+        # until then nobody else has last words.
+        time.sleep(TOLD_PATIENCE_S)
+        raise
 
 
 @click.command()
@@ -59,6 +70,7 @@ def main(
     configure_logging(level=log_level, json_lines=log_json)
     if not die_with_parent(parent):
         sys.exit(0)
+    status = 0
     try:
         serve(
             rank, device, ring, meeting, msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineOptions)
@@ -71,10 +83,11 @@ def main(
         name = "" if expected else f"{type(error).__name__}: "
         why = " ".join(f"{name}{error}".split())
         print(f"{LAST_WORDS}rank {rank}: {why}", file=sys.stderr, flush=True)
-        sys.exit(1)
-    # All has been given back, and taking the interpreter with torch apart takes as long as a front end waits.
+        status = 1
+    # All has been given back, and taking the interpreter with torch apart takes as long as a front end waits. After a
+    # failure the other ranks would notice that before the engine is told of the end.
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)
 
 
 if __name__ == "__main__":

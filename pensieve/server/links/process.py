@@ -15,7 +15,9 @@ from pensieve.engine.messages import Command, Report
 from pensieve.engine.process.host import DEFAULT_BUILDER, LAST_WORDS
 from pensieve.errors import ContextLimitExceeded, ResourceExhausted
 from pensieve.frames import HEADER, MAX_FRAME, FrameError, decode, decoder_for, encode_frame, frame_length
+from pensieve.lifeline import LOOK_S, STOPPED_LOOKS
 from pensieve.server.child import ChildProcess
+from pensieve.server.tasks import end_task
 
 _report_decoder: Final[msgspec.msgpack.Decoder[Report]] = decoder_for(Report)
 
@@ -48,6 +50,8 @@ def engine_environment(*, failpoints: bool) -> dict[str, str]:
 class EngineProcess(ChildProcess):
     """A running engine process. Use ``spawn``; ``kill`` and then ``wait`` it in the end, always."""
 
+    _stopped = False
+
     @classmethod
     async def spawn(cls, command: HostCommand, *, failpoints: bool) -> EngineProcess:
         """Start one and give it its options. Raises OSError when the system cannot start a process."""
@@ -65,6 +69,22 @@ class EngineProcess(ChildProcess):
             raise ResourceExhausted("too much work waits to be taken by the engine", retry_after_s=1.0)
         self._writer.write(frame)
 
+    async def first_report(self) -> Report | None:
+        """As ``receive``, from one that starts, which may take minutes; one that somebody has stopped is killed."""
+        looking = asyncio.create_task(self._kill_if_stopped(), name="look at a starting engine")
+        try:
+            return await self.receive()
+        finally:
+            await end_task(looking)
+
+    async def _kill_if_stopped(self) -> None:
+        looks = 0
+        while looks < STOPPED_LOOKS:
+            await asyncio.sleep(LOOK_S)
+            looks = looks + 1 if self.is_stopped() else 0
+        self._stopped = True
+        self.kill()
+
     async def receive(self) -> Report | None:
         """The next report; None when the engine is gone. Raises FrameError on what is not a report."""
         try:
@@ -75,6 +95,8 @@ class EngineProcess(ChildProcess):
 
     def last_words(self, status: int) -> str:
         """Why the process ended, as far as it could say."""
+        if self._stopped:
+            return "the engine process was stopped while it started (SIGSTOP, a debugger)"
         line = self.last_line()
         if line.startswith(LAST_WORDS):
             return line.removeprefix(LAST_WORDS)

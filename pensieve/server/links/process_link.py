@@ -111,7 +111,8 @@ class ProcessLink(BaseLink):
     async def _bring_up(self, *, first: bool) -> None:
         """Spawn an engine and wait, as long as it lives, for its first report. Raises EngineStartError.
 
-        Nothing but the end of the process ends the wait: loading a large model takes minutes.
+        Nothing but the end of the process ends the wait, or that somebody has stopped it: loading a large model takes
+        minutes.
         """
         try:
             process = await EngineProcess.spawn(self._command, failpoints=first)
@@ -119,7 +120,7 @@ class ProcessLink(BaseLink):
             raise EngineStartError(f"cannot start a process: {error}") from error
         report, ends_by_itself = None, False
         try:
-            report = await process.receive()
+            report = await process.first_report()
             ends_by_itself = report is None
         except FrameError as error:
             log.error("the engine broke the protocol: %s", error)
