@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import shutil
 from typing import Final
 
 from rich.console import Console
@@ -17,7 +17,6 @@ def stdout() -> Console:
     Rich would take 80 columns there, or those of a terminal that is stdin.
     """
     console = Console(highlight=False)
-    # Not ``is_terminal``: FORCE_COLOR makes that true of a pipe, too.
-    if console.file.isatty() or os.environ.get("COLUMNS", "").isdigit():
+    if console.file.isatty():  # FORCE_COLOR makes ``is_terminal`` true of a pipe, too
         return console
-    return Console(highlight=False, width=UNBOUND)
+    return Console(highlight=False, width=shutil.get_terminal_size((UNBOUND, 24)).columns)

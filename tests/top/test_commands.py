@@ -59,7 +59,7 @@ def test_top_where_there_is_no_feed(
             stub.status, stub.body = status, body
             for more in ((), ("--json",)):
                 code, out, err = pensieve(capsys, "top", "--admin", stub.address, *more)
-                assert (code, out, err.count("\n")) == (2, "", 1) and said in err, err
+                assert (code, out, err.count("\n")) == (1, "", 1) and said in err, err
         stub.status, stub.body = 200, None
         monkeypatch.setenv("PENSIEVE_API_KEY", "ck_ops_x")
         monkeypatch.setenv("PENSIEVE_TOP_ADMIN", f"http://{stub.address}/")
@@ -70,7 +70,7 @@ def test_top_where_there_is_no_feed(
         gone = stub.address
     for address in (gone, server.target):
         code, out, err = pensieve(capsys, "top", "--admin", address, "--json")
-        assert (code, out, err.count("\n")) == (2, "", 1), err
+        assert (code, out, err.count("\n")) == (1, "", 1), err
     for wrong in ("nowhere", "127.0.0.1:0", "127.0.0.1:x"):
         code, _, err = pensieve(capsys, "top", "--admin", wrong)
         assert code == 2 and "--admin" in err

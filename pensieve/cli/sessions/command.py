@@ -13,7 +13,7 @@ import click
 from rich.text import Text
 
 from pensieve.cli import completion, output
-from pensieve.cli.refusals import refusal
+from pensieve.cli.refusals import misuse, refusal
 from pensieve.cli.sessions import found, pages
 from pensieve.client import Client, RetryPolicy, Role, SessionInfo, Turn
 from pensieve.errors import NotFound, PensieveError
@@ -215,4 +215,5 @@ def _client(target: str, api_key: str | None, tls: bool) -> Iterator[Client]:
             yield client
     except PensieveError as error:
         said = refusal(error, target)
-        raise click.ClickException(said if target in said else f"{target}: {said}") from error
+        failed = click.ClickException(said if target in said else f"{target}: {said}")
+        raise misuse(error) or failed from error

@@ -98,7 +98,7 @@ def top(
         view.page = console.height if live else PLAIN_SESSIONS
         first = feed.state(view.wanted)
     except FeedError as error:
-        raise click.UsageError(str(error)) from error
+        raise click.ClickException(str(error)) from error
     if live:
         watch(feed, first, view, interval, console)
         return
