@@ -17,6 +17,13 @@ _CAUSES: Final = (
     r"errors resolving .*\[field:hostname lookup error:address lookup failed for \S+: (.+?)\](.*)",
 )
 """What the gRPC library says around the cause."""
+_ELSEWHERE: Final = "a server's ready line names its address: grpc=…"
+_ADVICE: Final = {
+    "Socket closed": "a server with TLS wants --tls",
+    "WRONG_VERSION_NUMBER": "it speaks no TLS: leave out --tls",
+    "CERTIFICATE_VERIFY_FAILED": "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names root certificates in place of the system's",
+}
+"""What to do about causes that have these words in them."""
 
 
 def refusal(error: PensieveError, target: str) -> str:
@@ -31,13 +38,14 @@ def refusal(error: PensieveError, target: str) -> str:
 
 
 def no_answer(error: PensieveError, target: str) -> str:
-    """That nobody is there, why, and where a server would be."""
+    """That nobody is there, why, and what to do about it."""
     cause = error.message
     for pattern in _CAUSES:
         if found := re.fullmatch(pattern, cause, re.DOTALL):
             cause = "".join(found.groups())
     cause = clean(cause, lines=False)
-    return f"no server answers at {target}: {cause}; a server's ready line names its address: grpc=…"
+    advice = next((what for words, what in _ADVICE.items() if words in cause), _ELSEWHERE)
+    return f"no server answers at {target}: {cause}; {advice}"
 
 
 def misuse(error: PensieveError) -> click.UsageError | None:
