@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from types import TracebackType
 from typing import Final, Self
 
+from pensieve.options.serve import state_directory
 from pensieve.spawn import ServerKilled, ServerProcess, SpawnError
 
 log = logging.getLogger(__name__)
@@ -17,6 +19,20 @@ TRIES: Final = 3
 """Starts in a row that may fail: a server that cannot start is not tried for ever."""
 START_S: Final = 600.0
 """For a large model on a slow disk."""
+
+
+def why_not(error: SpawnError) -> str:
+    """What to tell of it, in one line. Whatever else the server said goes into a file that the line names."""
+    if not error.more:
+        return error.line
+    path = state_directory() / "own-server.log"
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(f"{error.log}\n")
+    except OSError as failed:
+        return f"{error.line} (its log cannot be written to {path}: {failed.strerror})"
+    return f"{error.line} (its log: {path})"
 
 
 class OwnServer:
@@ -103,7 +119,7 @@ class OwnServer:
                 log.debug("the server did not start again: %s", error)
                 if failures < TRIES:
                     continue
-                self.failure = str(error)
+                self.failure = why_not(error)
             self._ready.set()
             if self.failure:
                 return

@@ -8,6 +8,7 @@ What the SDK does with an error is decided by the reason, never by that trailer,
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 import grpc
@@ -15,7 +16,14 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from pensieve.errors import BY_CODE, BY_REASON, ERROR_DOMAIN, InvalidArgument, PensieveError
+from pensieve.errors import (
+    BY_CODE,
+    BY_REASON,
+    ERROR_DOMAIN,
+    InvalidArgument,
+    PensieveError,
+    ResourceExhausted,
+)
 
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 DETAILS_KEY = "grpc-status-details-bin"
@@ -23,9 +31,11 @@ DETAILS_KEY = "grpc-status-details-bin"
 TRANSPORT = "TRANSPORT"
 """Reason of an error that no Pensieve server made: the connection, a proxy or the gRPC library did."""
 TRANSPORT_FINAL = "TRANSPORT_FINAL"
+"""The same, with a pushback that forbids trying again."""
+MESSAGE_TOO_LARGE = "MESSAGE_TOO_LARGE"
+"""Reason of a request that the gRPC library of the server takes for too large: our code there never sees it."""
 BROKEN: Final = ("UNAVAILABLE", "INTERNAL", "UNKNOWN", "CANCELLED")
 """What a connection that died in the middle of a call looks like, directly or behind one proxy or another."""
-"""The same, with a pushback that forbids trying again."""
 
 LIBRARY_MAY_RETRY: dict[str, int | None] = {
     "TURN_RUNNING_ELSEWHERE": 1000,
@@ -38,6 +48,8 @@ LIBRARY_MAY_RETRY: dict[str, int | None] = {
 }
 """Reasons the gRPC library may replay by itself, with the smallest delay in ms; None: its own backoff will do."""
 
+_TOO_LARGE = re.compile(r"(?:SERVER: )?Received message larger than max \((\d+) vs\. (\d+)\)")
+"""Answers that are too large for this side's library begin with CLIENT."""
 _CODE_BY_NAME = {code.name: code for code in grpc.StatusCode}
 
 
@@ -110,8 +122,8 @@ def from_proto(status: status_pb2.Status) -> PensieveError | None:
 def from_rpc_error(error: Any) -> PensieveError:
     """The error in a failed call (``grpc.RpcError``, sync or aio).
 
-    Without details of ours the class follows the status code, the reason is ``TRANSPORT`` or ``TRANSPORT_FINAL``, and
-    metadata ``grpc_code`` keeps the code (some codes have no class of their own).
+    Without details of ours the class follows the status code, the reason is ``TRANSPORT``, ``TRANSPORT_FINAL`` or
+    ``MESSAGE_TOO_LARGE``, and metadata ``grpc_code`` keeps the code (some codes have no class of their own).
     """
     trailers = {key: value for key, value in error.trailing_metadata() or ()}
     pushback = _pushback(trailers.get(PUSHBACK_KEY))
@@ -121,6 +133,13 @@ def from_rpc_error(error: Any) -> PensieveError:
             ours.retry_after_s = pushback / 1000
         return ours
     code = error.code().name
+    if code == "RESOURCE_EXHAUSTED" and (sizes := _TOO_LARGE.match(error.details() or "")):
+        size, limit = sizes.groups()
+        return ResourceExhausted(
+            f"the request has {int(size):,} bytes, and the server takes {int(limit):,} at most: send less at once",
+            reason=MESSAGE_TOO_LARGE,
+            metadata={"grpc_code": code, "bytes": size, "limit": limit},
+        )
     # A refusal of ours comes with details. With the trailer alone it was torn on its way, as a dying connection does
     # it: what became of the call is unknown, and a request id makes it safe to ask again.
     final = pushback is not None and pushback < 0 and code not in BROKEN

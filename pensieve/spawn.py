@@ -27,8 +27,40 @@ READY = re.compile(r"ready grpc=(?P<grpc>\S+) admin=(?P<admin>\S+)(?: http=(?P<h
 STOP_GRACE_S = 60.0
 
 
+NOT_STARTED = "the server did not start: "
+_COMPLAINT = "pensieve serve: "
+"""Before what the command itself says is wrong, which is the last that it says."""
+
+
 class SpawnError(RuntimeError):
     """The server did not come up; the message has its last words."""
+
+    status: int | None = None
+    """What it ended with, if it has ended by itself."""
+    log = ""
+    """The end of what it wrote to stderr."""
+
+    @property
+    def line(self) -> str:
+        """The same in one line: what the server says is wrong, if it says so."""
+        return (
+            f"{NOT_STARTED}{told}"
+            if (told := self._told())
+            else str(self).partition("\n")[0].removesuffix(":")
+        )
+
+    @property
+    def more(self) -> bool:
+        """Whether the log has more than ``line`` has."""
+        return self.log not in ("", f"{_COMPLAINT}{self._told()}")
+
+    def _told(self) -> str:
+        for line in reversed(self.log.splitlines()):
+            if line.startswith(_COMPLAINT):
+                return line.removeprefix(_COMPLAINT)
+            if line.startswith("Traceback "):
+                break  # what it has said before was a warning
+        return ""
 
 
 class ServerKilled(SpawnError):
@@ -68,9 +100,9 @@ def wait_addresses(process: subprocess.Popen[str], timeout_s: float) -> ServerAd
     match = READY.fullmatch(line)
     if match is None:
         if late.is_set():
-            raise SpawnError(f"the server did not start: it was not ready in {timeout_s:g} s")
+            raise SpawnError(f"{NOT_STARTED}it was not ready in {timeout_s:g} s")
         if line:
-            raise SpawnError(f"the server did not start: it said {line!r}")
+            raise SpawnError(f"{NOT_STARTED}it said {line!r}")
         raise _ending(process)
     return ServerAddresses(match["grpc"], match["admin"], match["http"] or "")
 
@@ -80,10 +112,12 @@ def _ending(process: subprocess.Popen[str]) -> SpawnError:
     try:
         status = process.wait(5)
     except subprocess.TimeoutExpired:
-        return SpawnError("the server did not start: it closed its output")
+        return SpawnError(f"{NOT_STARTED}it closed its output")
     if status < 0:
-        return ServerKilled(f"the server did not start: it ended with signal {-status}")
-    return SpawnError(f"the server did not start: it ended with status {status}")
+        return ServerKilled(f"{NOT_STARTED}it ended with signal {-status}")
+    error = SpawnError(f"{NOT_STARTED}it ended with status {status}")
+    error.status = status
+    return error
 
 
 def read_metrics(admin: str) -> list[Sample]:
@@ -149,7 +183,9 @@ class ServerProcess:
         except BaseException as error:
             self.kill()
             if isinstance(error, SpawnError):
-                raise type(error)(f"{error}:\n{self.log}") from None
+                told = type(error)(f"{error}:\n{self.log}")
+                told.status, told.log = error.status, self.log
+                raise told from None
             raise
         self.ready = True
 

@@ -93,7 +93,12 @@ def raised() -> Iterator[tuple[str, str, str]]:
 def reasons() -> set[str]:
     """Of the sources: the ones that are raised, the defaults, and the ones that clients and the wire know."""
     defaults = {kind.default_reason for kind in ERRORS.values()} - PLACEHOLDERS
-    wire = {rpc_status.TRANSPORT, rpc_status.TRANSPORT_FINAL, *rpc_status.LIBRARY_MAY_RETRY}
+    wire = {
+        rpc_status.TRANSPORT,
+        rpc_status.TRANSPORT_FINAL,
+        rpc_status.MESSAGE_TOO_LARGE,
+        *rpc_status.LIBRARY_MAY_RETRY,
+    }
     compared = {
         "QUOTA_EXCEEDED",
         "STREAM_INCONSISTENT",

@@ -18,6 +18,11 @@ NO_OPTIONS = frozenset({"PENSIEVE_API_KEY", "PENSIEVE_DEBUG", "PENSIEVE_FAILPOIN
 """Variables of other kinds: of several commands, and switches for developers."""
 
 
+def hush_grpc() -> None:
+    """Keep the gRPC library from writing lines of its own to stderr, such as one for each TLS handshake that fails."""
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+
 def name_variables(command: click.Command, path: str) -> None:
     """Give each option of a command, and of the commands below it, its variable.
 

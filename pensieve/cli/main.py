@@ -67,6 +67,8 @@ LAZY: Final[dict[str, tuple[str, str, str]]] = {
     "top": ("pensieve.cli.top.command", "top", "Show what a server is doing, live in the terminal."),
 }
 """Subcommand → module, attribute, line in ``pensieve --help``."""
+_CLIENTS: Final = ("chat", "replay", "sessions")
+"""Their stderr is for whoever has typed them; that of a server is a log."""
 
 
 class LazyGroup(click.Group):
@@ -85,6 +87,8 @@ class LazyGroup(click.Group):
         return command
 
     def _load(self, ctx: click.Context, cmd_name: str) -> click.Command:
+        if cmd_name in _CLIENTS:
+            environment.hush_grpc()  # before grpc is imported
         module, attribute, _ = LAZY[cmd_name]
         try:
             command = getattr(importlib.import_module(module), attribute)

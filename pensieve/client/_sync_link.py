@@ -104,7 +104,12 @@ class Link:
         return getattr(self.stub, step.method)(step.request, timeout=step.timeout, metadata=metadata)
 
     def check_open(self) -> None:
+        """Raises Cancelled when the client is closed; SystemExit in a daemon thread that the program's end stops."""
         if self.closed.is_set():
+            if threading.current_thread().daemon and not threading.main_thread().is_alive():
+                # ``_close`` has run because the program ends, or might have: nobody is left to tell, and an error would
+                # be a traceback behind the program's last words. This ends a thread in silence, as _thread.exit does.
+                raise SystemExit
             raise Cancelled("the client is closed", reason="CLIENT_CLOSED")
 
     def discard(self, session: str, request_id: str, stream_id: str) -> None:

@@ -25,6 +25,7 @@ from pensieve.demo.acts import crowd, killed, long_talk
 from pensieve.demo.acts.exchange import ServerRun
 from pensieve.demo.talk.scenario import conversations
 from pensieve.errors import PensieveError
+from pensieve.own_server import why_not
 from pensieve.spawn import SpawnError
 
 SHOWN_PROBLEMS = 10
@@ -90,7 +91,9 @@ def demo(
             problems = first_act(context, seed, console, stage, verbose)
             problems += second_act(tiers, sessions, turns, seed, console, stage, verbose)
             problems += third_act(seed, console, stage)
-    except (PensieveError, SpawnError) as error:
+    except SpawnError as error:
+        raise click.ClickException(why_not(error)) from error
+    except PensieveError as error:
         raise click.ClickException(str(error)) from error
     for problem in problems[:SHOWN_PROBLEMS]:
         console.print(Text(problem, "red"))

@@ -112,11 +112,44 @@ def files(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("words", "code", "line"),
     [
-        ("chat --model FILES/none", 1, "pensieve chat: the server did not start: it ended with status 1:"),
+        (
+            "chat --model FILES/none",
+            1,
+            "pensieve chat: the server did not start: FILES/none: no such folder\n",
+        ),
+        ("chat --store nonsense:", 2, "pensieve chat: the server did not start: --store: expected memory:, "),
+        (
+            "chat --target NOBODY",
+            1,
+            "pensieve chat: no server answers at NOBODY: Connection refused (given up",
+        ),
+        (
+            "chat --target http://NOBODY",
+            2,
+            "pensieve chat: --target: must be HOST:PORT, got 'http://NOBODY'\n",
+        ),
         ("serve --store memory: --model FILES/none", 1, "pensieve serve: FILES/none: no such folder"),
         ("profile --model FILES/none", 1, "pensieve profile: FILES/none: no such folder"),
-        ("sessions --target NOBODY", 1, "pensieve sessions list: failed to connect to all addresses"),
-        ("sessions show x --target NOBODY", 1, "pensieve sessions show: failed to connect to all addresses"),
+        (
+            "sessions --target NOBODY",
+            1,
+            "pensieve sessions list: no server answers at NOBODY: Connection refused (",
+        ),
+        (
+            "sessions show x --target NOBODY",
+            1,
+            "pensieve sessions show: no server answers at NOBODY: Connection re",
+        ),
+        (
+            "sessions --target http://NOBODY",
+            2,
+            "pensieve sessions list: --target: must be HOST:PORT, got 'http",
+        ),
+        (
+            "sessions --api-key é",
+            2,
+            "pensieve sessions list: --api-key: must be of printable ASCII characters",
+        ),
         ("store check --store sqlite:///FILES/none", 1, "pensieve store check: there is no history file"),
         (
             "store restore FILES/file --to sqlite:///FILES/new",
@@ -139,7 +172,7 @@ def files(tmp_path: Path) -> Path:
             2,
             "pensieve gateway: --tls-cert, --tls-key: ",
         ),
-        ("top --admin NOBODY", 2, "pensieve top: nothing to be reached at NOBODY: Connection refused"),
+        ("top --admin NOBODY", 1, "pensieve top: nothing to be reached at NOBODY: Connection refused"),
     ],
 )
 def test_errors_of_run_time_are_told_behind_the_name_of_the_command(
@@ -156,6 +189,7 @@ def test_errors_of_run_time_are_told_behind_the_name_of_the_command(
         )  # fmt: skip
     assert done.returncode == code
     assert done.stderr.startswith(line), done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
 
 
 def test_a_report_that_cannot_be_written_is_told_behind_the_name_of_the_command(files: Path) -> None:

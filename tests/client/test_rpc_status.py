@@ -20,6 +20,7 @@ from pensieve.errors import (
 )
 from pensieve.rpc_status import (
     DETAILS_KEY,
+    MESSAGE_TOO_LARGE,
     PUSHBACK_KEY,
     TRANSPORT,
     TRANSPORT_FINAL,
@@ -130,3 +131,15 @@ def test_codes_without_a_class() -> None:
     error = from_rpc_error(Failed(grpc.StatusCode.UNIMPLEMENTED, "no such method", ()))
     assert type(error) is PensieveError
     assert error.metadata == {"grpc_code": "UNIMPLEMENTED"}
+
+
+def test_a_request_that_grpc_finds_too_large_is_told_with_both_sizes() -> None:
+    told = "SERVER: Received message larger than max (41000102 vs. 4194304)"
+    error = from_rpc_error(Failed(grpc.StatusCode.RESOURCE_EXHAUSTED, told, None))
+    assert isinstance(error, ResourceExhausted) and error.reason == MESSAGE_TOO_LARGE
+    assert "41,000,102 bytes" in error.message and "4,194,304" in error.message
+    assert (error.metadata["bytes"], error.metadata["limit"]) == ("41000102", "4194304")
+    answer = from_rpc_error(
+        Failed(grpc.StatusCode.RESOURCE_EXHAUSTED, told.replace("SERVER", "CLIENT"), None)
+    )
+    assert answer.reason == TRANSPORT, "this side took no more"

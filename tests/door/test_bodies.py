@@ -12,6 +12,7 @@ import pytest
 from grpc import aio
 
 from pensieve.errors import PensieveError, ResourceExhausted
+from pensieve.rpc_status import MESSAGE_TOO_LARGE, from_rpc_error
 from pensieve.server.rpc.auth import ANONYMOUS
 from pensieve.server.rpc.bodies import KNOWN, BodyGate, BodyPace
 from pensieve.server.rpc.calls import Calls, RunningCall
@@ -187,6 +188,8 @@ async def test_a_call_without_a_message_is_refused() -> None:
         with pytest.raises(aio.AioRpcError) as caught:
             await rig.channel.unary_unary(CREATE)(big)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        told = from_rpc_error(caught.value)
+        assert (told.reason, told.metadata["limit"]) == (MESSAGE_TOO_LARGE, str(4 << 20))
 
 
 async def test_a_caller_who_has_been_quiet_does_not_wait() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from pensieve import spawn
+from pensieve import own_server, spawn
 from pensieve.spawn import ServerProcess, SpawnError, serving, wait_addresses
 
 DEMO = ("--model", "demo", "--store", "memory:")
@@ -50,3 +51,31 @@ def test_when_one_of_several_servers_fails_all_of_them_end(monkeypatch: pytest.M
     ):
         pytest.fail("the block must not be entered")
     assert [server.running for server in started] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("log", "line", "more"),
+    [
+        ("pensieve serve: no room", "no room", False),
+        ("INFO loading\npensieve serve: no room", "no room", True),
+        ("pensieve serve: X sets no option\nTraceback (most recent call last):\nValueError", "", True),
+        ("INFO loading", "", True),
+        ("", "", False),
+    ],
+)
+def test_why_a_server_of_its_own_did_not_start_is_one_line(
+    log: str, line: str, more: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest stands in a file, which is named, and nobody else may read."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    error = SpawnError(f"the server did not start: it ended with status 1:\n{log}")
+    error.log = log
+    kept = tmp_path / "pensieve" / "own-server.log"
+    told = f"the server did not start: {line or 'it ended with status 1'}"
+    assert own_server.why_not(error) == (f"{told} (its log: {kept})" if more else told)
+    assert kept.exists() == more
+    if more:
+        assert kept.read_text() == f"{log}\n" and kept.stat().st_mode & 0o777 == 0o600
+        monkeypatch.setenv("XDG_STATE_HOME", str(kept))
+        unwritten = own_server.why_not(error)
+        assert unwritten.startswith(f"{told} (its log cannot be written to ") and "\n" not in unwritten

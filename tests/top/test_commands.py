@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 import time
@@ -18,11 +19,12 @@ from click.shell_completion import BashComplete
 from rich.cells import cell_len
 
 from pensieve.cli import main as cli
+from pensieve.cli.refusals import refusal
 from pensieve.cli.sessions import pages
 from pensieve.cli.top.command import default_admin, top
 from pensieve.cli.top.feed import FeedState
 from pensieve.client import Client, Residency, SessionInfo, SessionState
-from pensieve.errors import PermissionDenied, Unauthenticated
+from pensieve.errors import PermissionDenied, Unauthenticated, Unavailable
 from pensieve.options.serve import ServeOptions
 from support.engine import hash_engine
 from support.page.feeds import FeedStub
@@ -59,7 +61,7 @@ def test_top_where_there_is_no_feed(
             stub.status, stub.body = status, body
             for more in ((), ("--json",)):
                 code, out, err = pensieve(capsys, "top", "--admin", stub.address, *more)
-                assert (code, out, err.count("\n")) == (2, "", 1) and said in err, err
+                assert (code, out, err.count("\n")) == (1, "", 1) and said in err, err
         stub.status, stub.body = 200, None
         monkeypatch.setenv("PENSIEVE_API_KEY", "ck_ops_x")
         monkeypatch.setenv("PENSIEVE_TOP_ADMIN", f"http://{stub.address}/")
@@ -70,7 +72,7 @@ def test_top_where_there_is_no_feed(
         gone = stub.address
     for address in (gone, server.target):
         code, out, err = pensieve(capsys, "top", "--admin", address, "--json")
-        assert (code, out, err.count("\n")) == (2, "", 1), err
+        assert (code, out, err.count("\n")) == (1, "", 1), err
     for wrong in ("nowhere", "127.0.0.1:0", "127.0.0.1:x"):
         code, _, err = pensieve(capsys, "top", "--admin", wrong)
         assert code == 2 and "--admin" in err
@@ -147,6 +149,38 @@ def test_what_is_refused_and_what_cannot_be_shown(
     assert ended.value.code == 0
     latin.flush()
     assert b"title=??" in latin.buffer.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Failed to connect to remote "
+            "host: Connection refused (given up after 7 tries in 3.0 s)",
+            "Connection refused (given up after 7 tries in 3.0 s); a server's ready line names its address: grpc=…",
+        ),
+        (
+            "errors resolving here:1: [field:hostname lookup error:address lookup failed for here:1: Domain name not "
+            "found] (given up)",
+            "Domain name not found (given up); a server's ready line names its address: grpc=…",
+        ),
+        ("Socket closed", "Socket closed; a server with TLS wants --tls"),
+        ("a: WRONG_VERSION_NUMBER: b", "a: WRONG_VERSION_NUMBER: b; it speaks no TLS: leave out --tls"),
+    ],
+)
+def test_why_no_server_answers(told: str, said: str) -> None:
+    error = Unavailable(told, reason="TRANSPORT")
+    assert refusal(error, "here:1") == f"no server answers at here:1: {said}"
+
+
+def test_the_library_writes_no_lines_of_its_own_beside_those_of_a_command() -> None:
+    """Of a TLS handshake that fails at each try there would be one for each."""
+    seen = "import os; from pensieve.cli.main import cli; cli.get_command(cli.make_context('x', ['--', '{}']), '{}'); "
+    seen += "print(os.environ.get('GRPC_VERBOSITY'))"
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    for command, level in (("sessions", "ERROR"), ("chat", "ERROR"), ("gateway", "None")):
+        program = [sys.executable, "-P", "-c", seen.replace("{}", command)]
+        assert subprocess.check_output(program, text=True, env=environment).strip() == level
 
 
 @pytest.mark.parametrize("columns", ["60", "80", "200"])

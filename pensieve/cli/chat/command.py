@@ -19,7 +19,7 @@ from pensieve.cli.chat import sessions
 from pensieve.cli.chat.loop import ChatLoop
 from pensieve.cli.chat.prompt import Prompt
 from pensieve.cli.chat.screen import Screen
-from pensieve.cli.refusals import refusal
+from pensieve.cli.refusals import misuse, no_answer, refusal
 from pensieve.cli.untrusted import clean
 from pensieve.client import Client, RetryPolicy, Session
 from pensieve.client import SamplingOptions as Sampling
@@ -27,8 +27,8 @@ from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.options.complaints import complain
 from pensieve.options.completion import models
 from pensieve.options.serve import state_directory
-from pensieve.own_server import OwnServer
-from pensieve.spawn import SpawnError
+from pensieve.own_server import OwnServer, why_not
+from pensieve.spawn import NOT_STARTED, SpawnError
 
 FIRST_ANSWER_S = 10.0
 """A server that says nothing for so long when the chat begins is taken for a wrong address."""
@@ -119,9 +119,13 @@ def chat(
                 again,
             )
     except SpawnError as error:
-        raise click.ClickException(str(error)) from error
+        # An option that the server refuses was one of ours.
+        kind = click.UsageError if error.status == 2 else click.ClickException
+        raise kind(clean(why_not(error), lines=False)) from error
     except PensieveError as error:
-        raise click.ClickException(refusal(error, target or "the server")) from error
+        if target is None:  # its own: nobody has typed an address
+            raise click.ClickException(clean(str(error), lines=False)) from error
+        raise misuse(error) or click.ClickException(refusal(error, target)) from error
 
 
 def _comes_from_outside(parameter: str) -> bool:
@@ -143,7 +147,7 @@ def _talk(loop: ChatLoop, again: list[str]) -> None:
 
 def _say_why(own: OwnServer) -> None:
     if own.failure:
-        complain(f"the server could not be started again: {own.failure}")
+        complain(f"the server could not be started again: {own.failure.removeprefix(NOT_STARTED)}")
 
 
 def _resume_line(
@@ -174,7 +178,7 @@ def _check_address(target: str, api_key: str | None, tls: bool, *, interactive: 
             Screen(interactive=interactive).patiently(client.server_info)
     except PensieveError as error:
         if error.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
-            raise click.ClickException(f"no server answers at {target}: {clean(error.message)}") from error
+            raise click.ClickException(no_answer(error, target)) from error
         raise
     except KeyboardInterrupt:
         raise click.Abort from None

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pensieve import extras
+from pensieve.cli import output
 from pensieve.cli.doctor import checks
 from pensieve.cli.doctor import gpu as doctor_gpu
 from pensieve.cli.doctor.checks import Check
@@ -23,7 +24,6 @@ _DEFAULTS = options.ServeOptions()
 _NAME: Final = 24
 """Columns of a name."""
 _NARROW: Final = 60
-_UNBOUND: Final = 10_000
 _COLOUR = {"ok": "green", "note": "yellow", "fail": "red"}
 
 
@@ -44,15 +44,14 @@ def examine(resolved: options.ServeOptions) -> list[Check]:
 def show(findings: list[Check], console: Console) -> None:
     """A paragraph per finding, its fix below it, and one last line with the verdict.
 
-    On a terminal it is wrapped below itself; elsewhere a line stays a line.
+    It is wrapped below itself where the console is narrow.
     """
-    width = console.width if console.is_terminal else _UNBOUND
     area = ""
     for check in findings:
         if check.area != area:
             area = check.area
             console.print(Text(area, style="bold"))
-        for number, line in enumerate(_lines(check, width)):
+        for number, line in enumerate(_lines(check, console.width)):
             text = Text(line)
             if number == 0:
                 text.stylize(_COLOUR[check.state], 0, len(check.state))
@@ -122,5 +121,5 @@ def doctor(as_json: bool, **given: str | None) -> None:
         report = {"ok": not blocking, "checks": findings}
         click.echo(msgspec.json.format(msgspec.json.encode(report), indent=2))
     else:
-        show(findings, Console(soft_wrap=False))
+        show(findings, output.stdout())
     sys.exit(1 if blocking else 0)

@@ -10,11 +10,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.text import Text
 
-from pensieve.cli import completion
-from pensieve.cli.refusals import refusal
+from pensieve.cli import completion, output
+from pensieve.cli.refusals import misuse, refusal
 from pensieve.cli.sessions import found, pages
 from pensieve.client import Client, RetryPolicy, Role, SessionInfo, Turn
 from pensieve.errors import NotFound, PensieveError
@@ -123,7 +122,7 @@ def list_(
         for info in infos:
             click.echo(json.dumps(found.session_json(info)))
         return
-    console = Console(highlight=False)
+    console = output.stdout()
     if infos:
         for line in pages.listing(infos, datetime.now(UTC), console.width):
             console.print(line)
@@ -165,7 +164,7 @@ def show(
         document["history"] = [found.item_json(item, text=text) for item in items]
         click.echo(json.dumps(document | ({"system_prompt": info.system_prompt} if text else {})))
         return
-    console = Console(highlight=False)
+    console = output.stdout()
     for name, value in pages.facts(info, datetime.now(UTC)):
         console.print(Text.assemble((f"{name:<9}", "dim"), value))
     if told:
@@ -216,4 +215,5 @@ def _client(target: str, api_key: str | None, tls: bool) -> Iterator[Client]:
             yield client
     except PensieveError as error:
         said = refusal(error, target)
-        raise click.ClickException(said if target in said else f"{target}: {said}") from error
+        failed = click.ClickException(said if target in said else f"{target}: {said}")
+        raise misuse(error) or failed from error

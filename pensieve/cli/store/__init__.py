@@ -1,4 +1,4 @@
 """``pensieve store``: look after a history store: check, repair, backup, restore, move, usage.
 
-May import: errors, options, store.contract, store.maintenance.
+May import: cli.output, errors, options, store.contract, store.maintenance.
 """

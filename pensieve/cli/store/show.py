@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from pensieve.cli import output
 from pensieve.store import maintenance
 from pensieve.store.maintenance import Copied, Finding, Remedy, Repaired, Survey, TenantTotal, Totals
 
@@ -53,7 +54,7 @@ def as_json(value: object) -> None:
 
 def survey(found: Survey) -> None:
     """What is wrong, and a last line with the verdict."""
-    console = Console(soft_wrap=False)
+    console = output.stdout()
     _findings(console, found.findings)
     wrong = len(found.findings)
     verdict = "sound" if not wrong else f"{wrong} finding{'s' if wrong > 1 else ''}"
@@ -62,7 +63,7 @@ def survey(found: Survey) -> None:
 
 def repaired(done: Repaired, *, applied: bool) -> None:
     """What was done to each session, or would be, and what is left."""
-    console = Console(soft_wrap=False)
+    console = output.stdout()
     if done.mended:
         table = Table(box=None, pad_edge=False)
         for column in ("session", "done" if applied else "to do"):
@@ -84,7 +85,7 @@ def repaired(done: Repaired, *, applied: bool) -> None:
 
 def copied(done: Copied) -> None:
     """What became of the sessions."""
-    console = Console(soft_wrap=False)
+    console = output.stdout()
     for name in done.damaged:
         console.print(Text(f"damaged: {name}", style="yellow"))
     for line in done.conflicts:
@@ -97,7 +98,7 @@ def copied(done: Copied) -> None:
 
 
 def backed_up(total: Totals, name: str) -> None:
-    console = Console(soft_wrap=False)
+    console = output.stdout()
     console.print(Text(f"{name}: {_amount(total)}"))
     if total.damaged:
         text = f"{total.damaged} sessions are damaged, and are in the backup as they are: see `pensieve store check`"
@@ -114,7 +115,7 @@ def usage(totals: Iterable[TenantTotal]) -> None:
         total = one.total
         cells = (total.sessions, total.tombstones, total.records, total.bytes)
         table.add_row(Text(one.tenant), *(f"{cell:,}" for cell in cells))
-    Console(soft_wrap=False).print(table)
+    output.stdout().print(table)
 
 
 def _findings(console: Console, findings: list[Finding]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 import click
-from rich.console import Console
 
+from pensieve.cli import output
 from pensieve.cli.top.feed import MOST_SESSIONS, AdminFeed, FeedError, decode
 from pensieve.cli.top.screen import TopLook, screen
 from pensieve.cli.top.terminal import blocks, watch
@@ -16,6 +16,8 @@ from pensieve.options.values import address
 
 PLAIN_SESSIONS = 20
 """On a plain page."""
+PLAIN_WIDTH = 120
+"""Of its bars and figures where nothing has a width; names and labels come on top."""
 
 
 def default_admin() -> str | None:
@@ -85,7 +87,7 @@ def top(
         )
     feed = AdminFeed(admin, api_key)
     view = View(order=sort)
-    console = Console(highlight=False)
+    console = output.stdout()
     try:
         if as_json:
             document = feed.document(MOST_SESSIONS)
@@ -96,9 +98,11 @@ def top(
         view.page = console.height if live else PLAIN_SESSIONS
         first = feed.state(view.wanted)
     except FeedError as error:
-        raise click.UsageError(str(error)) from error
+        raise click.ClickException(str(error)) from error
     if live:
         watch(feed, first, view, interval, console)
         return
-    for line in screen(TopLook(first, console.width, blocks(console)), view):
+    whole = console.width == output.UNBOUND
+    look = TopLook(first, PLAIN_WIDTH if whole else console.width, blocks(console), whole=whole)
+    for line in screen(look, view):
         console.print(line, no_wrap=True, overflow="crop")

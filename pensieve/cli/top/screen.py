@@ -34,11 +34,15 @@ class TopLook:
     """For how long the server has not answered; None: it does."""
     trouble: str = ""
     """Why it does not."""
+    whole: bool = False
+    """Names and labels are not cut, for what is searched and not looked at; ``width`` is that of the rest."""
 
 
 def screen(look: TopLook, view: View, height: int | None = None) -> list[Text]:
-    """Lines of at most ``look.width`` columns. ``height``: exactly so many, with the keys last; None: a plain page
-    with ``view.page`` sessions, which otherwise is set here.
+    """Lines of at most ``look.width`` columns, unless they are ``whole``.
+
+    ``height``: exactly so many, with the keys last; None: a plain page with ``view.page`` sessions, which otherwise
+    is set here.
     """
     head = [*_header(look), *_figures(look), *_tiers(look), Text()]
     foot = list(_flow(strips.legend(blocks=look.blocks), look.width, "  "))
@@ -54,7 +58,8 @@ def screen(look: TopLook, view: View, height: int | None = None) -> list[Text]:
         lines += [Text()] * (height - len(foot) - 1 - len(lines))
         lines += [*foot, _keys(view)]
     for line in lines:
-        line.truncate(look.width, overflow="ellipsis")
+        if not look.whole:
+            line.truncate(look.width, overflow="ellipsis")
         if look.gone_s is not None and height is not None:
             line.stylize("dim")
     return lines
@@ -190,12 +195,13 @@ def _list(look: TopLook, view: View, rows: Sequence[FeedSession]) -> Iterator[Te
         return
     one_tenant = len({row.tenant for row in sessions.rows}) == 1
     names = [_name(row, one_tenant) for row in rows]
-    wide = look.width >= LABELS_FROM
-    name_width = min(
-        max(cell_len("SESSION"), *map(cell_len, names)), NAME_MOST, look.width - STRIP_LEAST - 20
-    )
-    label_width = (look.width - name_width) // 4 if wide else 0
-    strip_width = look.width - name_width - 20 - (label_width + 2 if wide else 0)
+    wide = look.whole or look.width >= LABELS_FROM
+    name_width = max(cell_len("SESSION"), *map(cell_len, names))
+    if not look.whole:
+        name_width = min(name_width, NAME_MOST, look.width - STRIP_LEAST - 20)
+    beside = look.width - min(name_width, NAME_MOST)
+    label_width = beside // 4 if wide else 0
+    strip_width = beside - 20 - (label_width + 2 if wide else 0)
     heading = (
         f"{set_cell_size('SESSION', name_width)}  STATE   TOKENS  {set_cell_size('CHUNKS', strip_width)}"
     )
