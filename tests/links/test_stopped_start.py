@@ -18,7 +18,7 @@ from support.processes import alive, children
 async def test_an_engine_that_is_stopped_while_it_starts_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It serves nobody yet, so the watchdog does not look at it."""
     monkeypatch.setattr(process, "LOOK_S", 0.05)
-    link = ProcessLink(options(Script()), builder=BUILDER)
+    link = ProcessLink(options(Script(sleep_to_start_s=60.0)), builder=BUILDER)
     start = asyncio.create_task(link.start())
     async with asyncio.timeout(10):
         while not children(os.getpid()):
