@@ -19,11 +19,12 @@ async def test_an_engine_that_is_stopped_while_it_starts_is_given_up(monkeypatch
     """It serves nobody yet, so the watchdog does not look at it."""
     monkeypatch.setattr(process, "LOOK_S", 0.05)
     link = ProcessLink(options(Script(sleep_to_start_s=60.0)), builder=BUILDER)
+    others = set(children(os.getpid()))
     start = asyncio.create_task(link.start())
     async with asyncio.timeout(10):
-        while not children(os.getpid()):
+        while not (started := set(children(os.getpid())) - others):
             await asyncio.sleep(0.005)
-    (pid,) = children(os.getpid())
+    (pid,) = started
     os.kill(pid, signal.SIGSTOP)
     try:
         async with asyncio.timeout(10):
