@@ -12,8 +12,8 @@ from support.service.real_engine import TinyModel, really_serving
 
 TOP = 4
 FLOAT32 = 5e-4
-"""What float32 leaves open: against float64 transformers itself is off by 1.7e-4 in one row of this checkpoint,
-Pensieve by up to 1.1e-4 in the same row, with the order of sums that a turn's batches gave. Rounding to bfloat16 would be 1e-2."""
+"""What float32 leaves open: against float64, in one row of this checkpoint, transformers itself is off by 1.7e-4 and
+Pensieve by up to 1.1e-4, with the order of sums that its batches gave. Rounding to bfloat16 would be 1e-2."""
 
 
 @pytest.fixture(scope="module")
