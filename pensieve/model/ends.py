@@ -31,7 +31,7 @@ def default_ends(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tu
 
 
 def _ids(file: str, value: object) -> list[int]:
-    values = value if isinstance(value, list) else [] if value is None else [value]
+    values: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
     for one in values:
         if not isinstance(one, int) or isinstance(one, bool) or one < 0:
             raise ModelError(f"{file}: eos_token_id has {one!r}, which is no token id")

@@ -190,7 +190,7 @@ def _context_limit(family: Family, parsed: Any) -> int:
         return limit
     # transformers' cache of a Llama follows a window that its attention does not know: inside it both are the same.
     _require_positive("sliding_window", window)
-    return min(limit, window)
+    return min(limit, int(window))
 
 
 def _rope(parameters: Config) -> Rope:
@@ -201,7 +201,7 @@ def _rope(parameters: Config) -> Rope:
         raise ModelError("partial_rotary_factor other than 1 is not supported")
 
     def number(name: str) -> float:
-        value = parameters.get(name)
+        value: Any = parameters.get(name)
         if not _is_number(value) or value <= 0:
             raise ModelError(f"{name} of the rotary positions is {json.dumps(value)}, not a number above 0")
         return float(value)

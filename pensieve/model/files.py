@@ -50,8 +50,8 @@ def _chosen(folder: Path) -> Path | None:
     config = read_json(folder / "config.json") or {}
     named = config.get("transformers_weights")
     if named is not None:
-        fits = isinstance(named, str) and named.endswith((".safetensors", ".safetensors.index.json"))
-        if not fits or not _is_inside(folder, named):
+        suffixes = (".safetensors", ".safetensors.index.json")
+        if not isinstance(named, str) or not named.endswith(suffixes) or not _is_inside(named):
             raise ModelError(
                 f"{folder / 'config.json'}: transformers_weights is {named!r}, not a safetensors file or index of the "
                 "folder"
@@ -69,7 +69,7 @@ def _indexed(folder: Path, index: Path) -> list[Path]:
     if not isinstance(weights, dict) or not weights:
         raise ModelError(f"{index}: weight_map is not an object that gives each tensor its file")
     for tensor, name in weights.items():
-        if not isinstance(name, str) or not name.endswith(".safetensors") or not _is_inside(folder, name):
+        if not isinstance(name, str) or not name.endswith(".safetensors") or not _is_inside(name):
             raise ModelError(
                 f"{index}: weight_map gives {tensor} the file {name!r}, not a safetensors file of the folder"
             )
@@ -82,7 +82,7 @@ def _indexed(folder: Path, index: Path) -> list[Path]:
     return files
 
 
-def _is_inside(folder: Path, name: str) -> bool:
+def _is_inside(name: str) -> bool:
     """Whether a name leads to a place in the folder. Links are not followed: a hub's cache consists of them."""
     path = Path(name)
     return not path.is_absolute() and ".." not in path.parts and name not in ("", ".")

@@ -64,7 +64,6 @@ HEADS_32: dict[str, Any] = {
         ("llama", {"rope_scaling": {"type": "llama3", **LLAMA3}, "original_max_position_embeddings": 64}, {}),
         ("llama", {"rope_scaling": {"type": "llama3", "original_max_position_embeddings": 32, **LLAMA3}}, {}),
         ("mistral", {"attention_bias": True}, {}),
-        ("mistral", {"sliding_window": None, "layer_types": ["full_attention"] * 3}, {}),
         ("llama", {"sliding_window": 40, "use_sliding_window": True}, {}),
         ("llama", {"sliding_window": None}, {}),
         ("qwen2", {"attention_bias": False}, {}),
