@@ -75,7 +75,7 @@ class Arch:
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
-                f"{self.num_heads} attention heads do not divide over {self.num_kv_heads} KV heads"
+                f"num_attention_heads {self.num_heads} do not divide over num_key_value_heads {self.num_kv_heads}"
             )
 
     @property

@@ -34,6 +34,14 @@ OPTIONS: tuple[Option, ...] = (
         "MODEL",
     ),
     Option(
+        "served-model-name",
+        values.shown_name,
+        "What clients call the model, in calls and answers.",
+        "the hub id, or the folder's own name",
+        "NAME",
+        shown="the model's own",
+    ),
+    Option(
         "listen", values.address, "gRPC address; port 0 picks a free one.", "this machine only", "HOST:PORT"
     ),
     Option(

@@ -133,7 +133,7 @@ class App:
             self._recorder = open_recorder(options.record)
             self._stack.push_async_callback(self._recorder.close)
         self._link = ProcessLink(
-            options.engine_options(folder),
+            options.engine_options(folder, eos_token_ids=tokenizer.eos_token_ids),
             builder=self._builder,
             observer=self._metrics,
             stall_limit_s=options.stall_limit_s,
@@ -241,7 +241,7 @@ class App:
         options = self._options
         return TurnSettings(
             replica=f"{socket.gethostname()}-{secrets.token_hex(4)}",
-            model=display_name(options.model),
+            model=options.served_model_name or display_name(options.model),
             model_sha256=model_sha256,
             defaults=defaults,
             lease_s=options.lease_s,

@@ -32,6 +32,7 @@ from pensieve.tokenizer.delta import (
 from pensieve.tokenizer.detokenizer import Detokenizer, TokenBytes
 from pensieve.tokenizer.encoding import Before, Part, TextEncoder
 from pensieve.tokenizer.folder import TokenizerFolder, read_folder
+from pensieve.tokenizer.rows import PROBE_TOOLS, chosen_template, require_embeddings
 from pensieve.tokenizer.template import PLAIN_TEMPLATE, ChatTemplate, TemplateError
 from pensieve.tokenizer.tools import Tools, form_of
 
@@ -87,10 +88,11 @@ class ChatTokenizer:
         """The tokenizer of a local model folder. ``chat_template``: Jinja text that replaces the model's own.
 
         A model without a template gets ``PLAIN_TEMPLATE``. Raises TemplateError when the template changes earlier
-        turns (``allow_rewriting``: the history then keeps what was generated), InvalidArgument without a tokenizer.
+        turns (``allow_rewriting``: the history then keeps what was generated), InvalidArgument without a tokenizer
+        or when the files of the folder do not go together.
         """
         parts = read_folder(folder)
-        source = chat_template if chat_template is not None else parts.template
+        source = chat_template if chat_template is not None else chosen_template(folder, parts)
         plain = source is None
         template = ChatTemplate(
             PLAIN_TEMPLATE if source is None else source,
@@ -98,7 +100,11 @@ class ChatTokenizer:
             eos_token=parts.eos_token,
             allow_rewriting=allow_rewriting,
         )
-        return cls(parts, template)
+        if chat_template is None and parts.tool_template:
+            template.tools_problem = "its folder has another one for them (tool_use), which is not supported"
+        made = cls(parts, template)
+        require_embeddings(folder, parts, made.render, "" if made.call_form is None else PROBE_TOOLS)
+        return made
 
     def render(
         self,
@@ -180,6 +186,12 @@ class ChatTokenizer:
         # Who writes the token themselves does not want it twice.
         if self._adds_bos and before is Before.NOTHING and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id or 0)
+        beyond = [i for i in ids if i >= self.vocab_size]
+        if beyond:
+            raise InvalidArgument.field(
+                "text",
+                f"has token id {beyond[0]}, for which the model has no embedding: it has {self.vocab_size}",
+            )
         return np.asarray(ids, dtype=np.int32)
 
     def _checked(self, tokens: TokenArray) -> TokenArray:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import re
@@ -200,14 +199,16 @@ def model(name: str) -> Iterator[Check]:
 
 
 def _weights(folder: Path) -> Check:
-    files = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
-    index = folder / "model.safetensors.index.json"
-    wanted = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set(files)
-    if not files or not wanted <= set(files):
-        missing = ", ".join(sorted(wanted - set(files))) or "any *.safetensors"
+    from pensieve.model.arch import ModelError
+    from pensieve.model.files import weight_files
+
+    try:
+        files = weight_files(folder)
+    except ModelError as error:
         fix = "download the whole model (only safetensors are read), or --load-format dummy"
-        return Check("model", "weights", "fail", f"missing: {missing}", fix)
-    return Check("model", "weights", "ok", f"{len(files)} file(s), {sum(files.values()) / GIB:.2f} GiB")
+        return Check("model", "weights", "fail", str(error), fix)
+    size = sum(file.stat().st_size for file in files)
+    return Check("model", "weights", "ok", f"{len(files)} file(s), {size / GIB:.2f} GiB")
 
 
 def _tokenizer(folder: Path) -> Iterator[Check]:
