@@ -63,7 +63,7 @@ def _measure_machine(worker: Worker, name: str, longest: int, path: Path) -> Non
     default="demo",
     show_default=True,
     metavar="MODEL",
-    help="Folder, hub id or `demo`.",
+    help="Folder, GGUF file, hub id, `smollm2` or `demo`.",
     shell_complete=models,
 )
 @click.option("--device", type=click.Choice(get_args(DeviceName)), default="auto", show_default=True)
@@ -177,7 +177,11 @@ def profile(
                 tensor_parallel=tensor_parallel,
             )
         )
-    except (ModelError, ValueError) as error:
+    except ModelError as error:
+        refused = click.ClickException(str(error))
+        refused.exit_code = 2
+        raise refused from error
+    except ValueError as error:
         raise click.ClickException(str(error)) from error
     with contextlib.closing(worker):
         points = _measure_with_progress(prober(worker), longest, chunk_tokens, repeats)

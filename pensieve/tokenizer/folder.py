@@ -18,6 +18,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 from pensieve.errors import InvalidArgument
+from pensieve.tokenizer.gguf import GgufTokenizer, read_tokenizer
 
 _FILES = (
     "tokenizer.json",
@@ -49,8 +50,10 @@ class TokenizerFolder:
 
 
 def read_folder(folder: Path) -> TokenizerFolder:
-    """What the folder says. Raises InvalidArgument when it has no tokenizer that can be read, and says how to get
-    one."""
+    """What the folder or GGUF file says. Raises InvalidArgument when it has no tokenizer that can be read, and says how
+    to get one."""
+    if folder.is_file():
+        return _of_gguf(read_tokenizer(folder))
     config, settings = _read_json(folder / "config.json"), _read_json(folder / "tokenizer_config.json")
     tokenizer = _load(folder)
     backend = tokenizer.backend_tokenizer
@@ -71,6 +74,21 @@ def read_folder(folder: Path) -> TokenizerFolder:
         # Rows of the embedding: an id behind them would crash the model, whatever the tokenizer knows.
         vocab_size=_text_config(config).get("vocab_size") or len(tokenizer),
         sha256=_hash_files(folder),
+    )
+
+
+def _of_gguf(found: GgufTokenizer) -> TokenizerFolder:
+    return TokenizerFolder(
+        backend=found.backend,
+        decoder=json.loads(found.backend.to_str())["decoder"],
+        template=found.template,
+        bos_token=found.bos_token,
+        eos_token=found.eos_token,
+        bos_token_id=found.bos_token_id,
+        eos_token_ids=found.eos_token_ids,
+        adds_bos=found.adds_bos,
+        vocab_size=found.vocab_size,
+        sha256=found.sha256,
     )
 
 
