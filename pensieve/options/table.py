@@ -29,7 +29,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "model",
         values.text,
-        "Folder, hub id, or `demo`, which ships with the package.",
+        "Folder, GGUF file, hub id, `smollm2` (fetched once), or `demo`, which ships with the package.",
         "works offline",
         "MODEL",
     ),

@@ -18,6 +18,7 @@ from transformers.tokenization_utils_tokenizers import TokenizersBackend
 from pensieve.errors import InvalidArgument
 from pensieve.model.arch import ModelError
 from pensieve.model.ends import default_ends, named_ends
+from pensieve.tokenizer.gguf import GgufTokenizer, read_tokenizer
 
 _FILES = (
     "tokenizer.json",
@@ -56,8 +57,10 @@ class TokenizerFolder:
 
 
 def read_folder(folder: Path) -> TokenizerFolder:
-    """What the folder says. Raises InvalidArgument, with file and field, when it has no tokenizer that can be read or
-    when its files do not go together."""
+    """What the folder or GGUF file says. Raises InvalidArgument, with file and field, when it has no tokenizer that can
+    be read or when its files do not go together."""
+    if folder.is_file():
+        return _of_gguf(read_tokenizer(folder))
     config, settings = _read_json(folder / "config.json"), _read_json(folder / "tokenizer_config.json")
     tokenizer = _load(folder, config, settings)
     backend = tokenizer.backend_tokenizer
@@ -84,6 +87,23 @@ def read_folder(folder: Path) -> TokenizerFolder:
         adds_bos=bos is not None and first == [bos],
         vocab_size=vocab_size,
         sha256=_hash_files(folder),
+    )
+
+
+def _of_gguf(found: GgufTokenizer) -> TokenizerFolder:
+    return TokenizerFolder(
+        backend=found.backend,
+        decoder=json.loads(found.backend.to_str())["decoder"],
+        template=found.template,
+        named_templates=(),
+        tool_template=False,
+        bos_token=found.bos_token,
+        eos_token=found.eos_token,
+        bos_token_id=found.bos_token_id,
+        eos_token_ids=found.eos_token_ids,
+        adds_bos=found.adds_bos,
+        vocab_size=found.vocab_size,
+        sha256=found.sha256,
     )
 
 
