@@ -28,6 +28,7 @@ _FILES = (
     "merges.txt",
     "tokenizer.model",
 )
+_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class TokenizerFolder:
     eos_token: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    named_tokens: tuple[str, ...]
+    """Those that the tokenizer names for itself: padding, unknown, and so on."""
     adds_bos: bool
     """Whether the tokenizer puts BOS before a text by itself."""
     vocab_size: int
@@ -67,6 +70,9 @@ def read_folder(folder: Path) -> TokenizerFolder:
         eos_token=tokenizer.eos_token or "",
         bos_token_id=bos,
         eos_token_ids=_eos_ids(_read_json(folder / "generation_config.json"), config, eos),
+        named_tokens=tuple(
+            str(token) for name in _NAMED if isinstance(token := getattr(tokenizer, name, None), str)
+        ),
         adds_bos=bos is not None and (first == [bos] or bool(settings.get("add_bos_token"))),
         # Rows of the embedding: an id behind them would crash the model, whatever the tokenizer knows.
         vocab_size=_text_config(config).get("vocab_size") or len(tokenizer),
