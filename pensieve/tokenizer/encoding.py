@@ -72,14 +72,14 @@ class TextEncoder:
         # A token no user can know stands before runs inside a conversation: tokenizers treat the start of a text alone
         # in another way than the text behind a token.
         self._mark = f"\ue000{secrets.token_hex(16)}\ue001"
-        continuing = _without_prefix_space(spec)
-        self._has_prefix = continuing != spec
+        self._has_prefix = _without_prefix_space(spec) != spec
         self._parsing = self._with_mark(spec)
         for token in spec["added_tokens"]:
             # ``encode_special_tokens`` turns special tokens into plain text: here these are the control tokens.
             token["special"] = token["content"] in self._control
+        continuing = _without_prefix_space(spec)
         self._fresh = self._with_mark(spec, plain=True)
-        self._continuing = self._with_mark(_without_prefix_space(spec), plain=True)
+        self._continuing = self._with_mark(continuing, plain=True) if self._has_prefix else self._fresh
         self._vocab = backend.get_vocab(with_added_tokens=False)
         self._byte_chars = {byte: char for char, byte in byte_alphabet().items()}
 

@@ -104,6 +104,8 @@ class ChatTemplate:
         self._remembered_prompt = functools.lru_cache(maxsize=8192)(self._generation_prompt)
         self._counts = False
         """Whether text around a message depends on how many there are before it."""
+        self._counts_results = False
+        """The same of conversations with results of tools."""
         self._drops_thoughts = False
         self.needs_calls = self._marked.needs_calls
         """Whether an answer before a result has to be a call."""
@@ -120,7 +122,11 @@ class ChatTemplate:
         self._closing_patterns = {role: _with_any_ids(text) for role, text in self.closings.items()}
         self.calls = self._probe_calls()
         """How calls in earlier answers are given to it; None: it does not show them."""
-        self._counts = self._probe_counting()
+        dialogue, call = (Role.USER, Role.ASSISTANT), (Role.USER, Role.ASSISTANT, Role.TOOL, Role.ASSISTANT)
+        self._counts_results = self._probe_counting((*call, *dialogue * 6, *call[:3]), (*call * 5, Role.USER))
+        self._counts = self._probe_counting(
+            dialogue * 8, (*dialogue * 8, Role.USER), (Role.SYSTEM, *dialogue * 8, Role.USER)
+        )
         self.warnings = (
             *([DROPS_THOUGHTS] if self._drops_thoughts else []),
             *([WRITES_DATE] if self.writes_date else []),
@@ -177,7 +183,7 @@ class ChatTemplate:
         """
         roles = tuple(roles)
         count = len(roles)
-        if count <= _FEW or self._counts:
+        if count <= _FEW or self._counts or (self._counts_results and Role.TOOL in roles):
             return list(range(count))
         head = next((n for n, role in enumerate(roles) if role is not Role.SYSTEM), count)
 
@@ -379,10 +385,9 @@ class ChatTemplate:
                 return style
         return None
 
-    def _probe_counting(self) -> bool:
+    def _probe_counting(self, *dialogues: Roles) -> bool:
         """Whether the text around the last of many messages is another than around the last of a few."""
-        pair = (Role.USER, Role.ASSISTANT)
-        for roles in (pair * 8, (*pair * 8, Role.USER), (Role.SYSTEM, *pair * 8, Role.USER)):
+        for roles in dialogues:
             few = tuple(roles[index] for index in self.window(roles))
             try:
                 whole, part = (
