@@ -19,7 +19,7 @@ import numpy as np
 
 from pensieve.core import Role, TokenArray
 from pensieve.speech import FunctionCall
-from pensieve.tokenizer.encoding import Before, TextEncoder
+from pensieve.tokenizer.encoding import Before, TextEncoder, filled
 from pensieve.tokenizer.marked import ROLE_NAMES, Roles, TemplateRefused, find, marker
 from pensieve.tokenizer.template import ChatTemplate, TemplateError
 from pensieve.tokenizer.tools import NO_TOOLS, PROBE, Tools, template_id
@@ -245,7 +245,8 @@ class _Writer:
                 # Some templates write a system prompt into the user's message that follows it.
                 follow = (Role.USER,)
             text, marks, shields = self._written((*roles, *follow))
-            start = self._start(text)
+            shown = filled(text, shields) if shields else text
+            start = self._start(shown)
             # Nothing of the group stands behind the first message that follows it.
             limit = find(text, len(roles))[0] if follow else len(text)
         except TemplateRefused as refusal:
@@ -254,11 +255,11 @@ class _Writer:
             raise self._template.refuses(
                 roles, TemplateRefused("earlier text changes when a message follows")
             )
-        ends = self._message_ends(text, start, marks, limit)
+        ends = self._message_ends(shown, start, marks, limit)
         if not follow:
             ends[-1] = len(text)
-        shown = text[start : ends[-1]]
-        return shown, [end - start for end in ends], [(a - start, b - start) for a, b in shields if a >= start]
+        behind = [(a - start, b - start) for a, b in shields if start <= a < ends[-1]]
+        return text[start : ends[-1]], [end - start for end in ends], behind
 
     def _shows_last(self, roles: Roles) -> bool:
         """Whether the template shows the last message when none follows."""
@@ -364,7 +365,7 @@ class _Writer:
         # From the mark to the end of the content, as far as the template has kept that.
         for number, place in marks.items():
             rest = self._rests[number]
-            for kept in (rest, rest.rstrip(), json.dumps(rest, ensure_ascii=False)[1:-1]):
+            for kept in (rest, json.dumps(rest, ensure_ascii=False)[1:-1], rest.rstrip()):
                 if text.startswith(kept, place):
                     marks[number] = place + len(kept)
                     break

@@ -102,7 +102,7 @@ class TextEncoder:
         slices; what it raises ends the work. Raises InvalidArgument on lone surrogates.
         """
         _check_text(text)
-        shown = _filled(text, shields) if shields else text
+        shown = filled(text, shields) if shields else text
         made = Encoded()
         at = 0
         while at < len(shown):
@@ -224,7 +224,7 @@ def added_words(backend: Tokenizer) -> list[tuple[str, bool]]:
     return [(one.content, one.special) for one in backend.get_added_tokens_decoder().values()]
 
 
-def _filled(text: str, shields: Sequence[tuple[int, int]]) -> str:
+def filled(text: str, shields: Sequence[tuple[int, int]]) -> str:
     """``text`` with its shielded ranges filled with a character that no added word has."""
     parts, at = [], 0
     for start, end in shields:
