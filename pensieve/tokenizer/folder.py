@@ -32,6 +32,7 @@ _FILES = (
 _GENERIC = "TokenizersBackend"
 
 log = logging.getLogger(__name__)
+_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,8 @@ class TokenizerFolder:
     eos_token: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    named_tokens: tuple[str, ...]
+    """Those that the tokenizer names for itself: padding, unknown, and so on."""
     adds_bos: bool
     """Whether the tokenizer puts BOS before a text by itself."""
     vocab_size: int
@@ -84,6 +87,9 @@ def read_folder(folder: Path) -> TokenizerFolder:
         eos_token=tokenizer.eos_token or "",
         bos_token_id=bos,
         eos_token_ids=_ends(folder, config, eos, vocab_size),
+        named_tokens=tuple(
+            str(token) for name in _NAMED if isinstance(token := getattr(tokenizer, name, None), str)
+        ),
         adds_bos=bos is not None and first == [bos],
         vocab_size=vocab_size,
         sha256=_hash_files(folder),
@@ -101,6 +107,7 @@ def _of_gguf(found: GgufTokenizer) -> TokenizerFolder:
         eos_token=found.eos_token,
         bos_token_id=found.bos_token_id,
         eos_token_ids=found.eos_token_ids,
+        named_tokens=(),
         adds_bos=found.adds_bos,
         vocab_size=found.vocab_size,
         sha256=found.sha256,
