@@ -175,6 +175,8 @@ class TurnRunner:
                 self._tokenizer,
                 values.stop,
                 sampling.free_from(values),
+                # Behind verbatim tokens there is no generation prompt, and an answer is text like any other.
+                thinks=len(prepared.prompt) > 0,
                 one_call=spec.calls.one and bool(config.tools),
             )
             for _ in range(values.candidates)
