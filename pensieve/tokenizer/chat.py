@@ -76,6 +76,7 @@ class ChatTokenizer:
             if token.special and token.content not in SHOWN_MARKS
         }
         self._token_bytes = TokenBytes(folder.backend, folder.decoder, frozenset(special))
+        self._control_ids = {self._token_bytes.name(token): token for token in special}
         self.vocab_size: int = folder.vocab_size
         """Ids below this are valid input."""
         self.eos_token_ids: tuple[int, ...] = folder.eos_token_ids
@@ -222,6 +223,24 @@ class ChatTokenizer:
     def speech(self) -> SpeechForm:
         """How answers with calls and thoughts are read."""
         return SpeechForm(self.call_form, bool(self.thinks), self.thinks == "open")
+
+    def control_token(self, text: str) -> int | None:
+        """The control token with exactly this name, one that ``decode`` leaves out; None when there is none."""
+        return self._control_ids.get(text)
+
+    def spelled(self, text: str, behind: Sequence[int]) -> tuple[int, ...] | None:
+        """Tokens that add exactly ``text`` to the text of an answer that begins with the tokens ``behind``.
+
+        These are the tokenizer's own where they can be, else the longest that the vocabulary has. None when the
+        vocabulary cannot spell the text. ``behind`` must end in a whole character.
+        """
+        for spelling in (self._encoder.encode_text, self._token_bytes.spelled):
+            ids = spelling(text)
+            stream = self.detokenizer()
+            stream.push(behind)
+            if ids is not None and stream.push(ids) == text and not stream.pending:
+                return tuple(ids)
+        return None
 
     def detokenizer(self) -> Detokenizer:
         """A detokenizer for one answer, from its first token on."""
