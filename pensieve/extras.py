@@ -19,7 +19,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
         "transformers",
         "triton",
     ),
-    "http": ("starlette", "uvicorn"),
+    "http": ("httptools", "starlette", "uvicorn"),
     "otel": ("opentelemetry",),
     "plots": ("matplotlib",),
     "replay": ("aiohttp",),

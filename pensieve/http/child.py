@@ -91,6 +91,9 @@ def _told(task: asyncio.Task[None]) -> None:
 @click.option("--patience", default=_DEFAULTS.patience_s)
 @click.option("--cors-origin", multiple=True)
 @click.option("--proxy", multiple=True)
+@click.option("--host", multiple=True)
+@click.option("--on-loopback", is_flag=True)
+@click.option("--heartbeat", default=_DEFAULTS.heartbeat_s)
 @click.option("--log-level", default="info")
 @click.option("--log-json", is_flag=True)
 def main(
@@ -104,6 +107,9 @@ def main(
     patience: float,
     cors_origin: tuple[str, ...],
     proxy: tuple[str, ...],
+    host: tuple[str, ...],
+    on_loopback: bool,
+    heartbeat: float,
     log_level: str,
     log_json: bool,
 ) -> None:
@@ -121,6 +127,9 @@ def main(
         shows_metrics=False,
         vouches=True,
         proxies=proxy,
+        hosts=host,
+        on_loopback=on_loopback,
+        heartbeat_s=heartbeat,
     )
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:

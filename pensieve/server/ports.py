@@ -20,6 +20,7 @@ from typing import Final
 from grpc import aio
 
 from pensieve.options.serve import ServeOptions
+from pensieve.options.values import is_loopback
 from pensieve.server.conversations import Conversations
 from pensieve.server.gateway.keeper import Gateway, GatewayError
 from pensieve.server.gateway.process import GatewayCommand
@@ -186,6 +187,9 @@ class Ports:
                 options.http_patience_s,
                 tuple((options.http_cors_origin or "").split()),
                 tuple((options.http_trusted_proxy or "").split()),
+                tuple((options.http_host or "").split()),
+                on_loopback=is_loopback(address),
+                heartbeat_s=options.heartbeat_s,
             )
         )
         try:

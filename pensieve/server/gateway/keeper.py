@@ -80,7 +80,9 @@ class Gateway(Collector):
 
     def open(self, host: str, port: int) -> int:
         """Listen; the port, found by the system when it was 0. Raises GatewayError."""
-        if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
+        if missing := [
+            name for name in ("httptools", "starlette", "uvicorn") if importlib.util.find_spec(name) is None
+        ]:
             raise GatewayError(f"needs {' and '.join(missing)}: pip install 'pensieve[http]'")
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
