@@ -71,7 +71,10 @@ class Gateway(Collector):
             return "draining"
         if self._stuck:
             return "the HTTP door does not answer"
-        return "" if self._serving else "the HTTP door is starting"
+        if not self._serving:
+            return "the HTTP door is starting"
+        away = self._process is not None and self._process.away
+        return "the HTTP door does not reach the service" if away else ""
 
     @property
     def pid(self) -> int | None:

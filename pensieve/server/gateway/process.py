@@ -76,6 +76,8 @@ class GatewayProcess(ChildProcess):
         self._page = ""
         self._asked: asyncio.Future[None] | None = None
         self._taking: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.away = False
+        """It cannot reach the service."""
         self.heard_at = time.monotonic()
         """When something came from it."""
         self._hearing = asyncio.create_task(self._hear(), name="http control")
@@ -128,6 +130,8 @@ class GatewayProcess(ChildProcess):
             while words := (await self._reader.readline()).split():
                 self.heard_at = time.monotonic()
                 match words:
+                    case [b"away" | b"back" as word]:
+                        self.away = word == b"away"
                     case [b"ready"]:
                         self._taking.set_result(None)
                     case [b"metrics", length]:
