@@ -73,8 +73,7 @@ async def _named(
         is_lost = error.reason == "HISTORY_REGRESSED" and error.metadata.get("current_revision") == "0"
         if error.reason != NotFound.default_reason and not is_lost:
             raise
-    past = (*talk.history, *early)
-    first = chunks_of(past)[:1]
+    first = chunks_of(talk.history)[:1]
     async with call.leaving_nothing(client, CallPlan(own=name)):
         session = await client.create_session(
             session_id=name,
@@ -82,5 +81,6 @@ async def _named(
             tools=talk.tools or None,
             initial_items=[one.given for chunk in first for one in chunk],
         )
-        await added(session, past[sum(map(len, first)) :], call)
+        await added(session, talk.history[sum(map(len, first)) :], call, "history")
+        await added(session, early, call)
         return session, await answered(session, last, options)

@@ -139,11 +139,11 @@ class Call:
             await give_up_claim(client, str(self.id), plan.first)
         for name, turn_id in own.items():
             session = client.session(name)
-            if not self.may_be_repeated or not await _has_turn(session, turn_id):
+            if not self.may_be_repeated or not await has_turn(session, turn_id):
                 await session.delete(allow_missing=True)
 
 
-async def _has_turn(session: AsyncSession, turn_id: uuid.UUID) -> bool:
+async def has_turn(session: AsyncSession, turn_id: uuid.UUID) -> bool:
     """Whether another try of a call has its turn in the session."""
     try:
         turn = await session.get_turn(str(turn_id))

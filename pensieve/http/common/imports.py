@@ -10,7 +10,7 @@ from typing import Final
 
 from pensieve.client import AsyncSession, AsyncTurnStream, Role, TurnOptions
 from pensieve.errors import Aborted, PensieveError
-from pensieve.http.common.calls import Call, is_refusal
+from pensieve.http.common.calls import Call, has_turn, is_refusal
 from pensieve.http.common.contents import Said
 
 MOST_ADDED: Final = 1024
@@ -56,12 +56,19 @@ async def answered(session: AsyncSession, new: Sequence[Said], options: TurnOpti
     return stream
 
 
-async def added(session: AsyncSession, items: Sequence[Said], call: Call) -> AsyncSession:
-    """The session with these items behind its own. Another try of the call adds none of them again."""
+async def added(
+    session: AsyncSession, items: Sequence[Said], call: Call, part: str = "items"
+) -> AsyncSession:
+    """The session with these items behind its own. Another try of the call adds none of them again.
+
+    ``part``: tells apart what one call adds to one session in several parts.
+    """
+    if items and call.may_be_repeated and await has_turn(session, call.id):
+        return session
     for number, chunk in enumerate(chunks_of(items)):
         given, tries = [one.given for one in chunk], 0
         # What a try has added and taken back again is not there any more, and its request id is used.
-        while len(await session.append(given, request_id=_id(call, number, tries))) < len(given):
+        while len(await session.append(given, request_id=_id(call, f"{part} {number} {tries}"))) < len(given):
             tries += 1
     return session
 
@@ -89,5 +96,5 @@ async def _take_back(session: AsyncSession, item: int, revision: int) -> None:
         await session.rewind(to_item=item, expected_revision=revision)
 
 
-def _id(call: Call, number: int, tries: int) -> str:
-    return str(uuid.uuid5(call.id, f"items {number} {tries}"))
+def _id(call: Call, name: str) -> str:
+    return str(uuid.uuid5(call.id, name))
