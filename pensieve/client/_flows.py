@@ -98,6 +98,23 @@ def find_turn(
     return FoundTurn(decode.turn(response.turn), response.candidate)
 
 
+def claim(
+    settings: ClientSettings, request_id: str, session: str, fingerprint: str, plan: str
+) -> Flow[tuple[str, str]]:
+    request = pb.ClaimRequestIdRequest(
+        request_id=request_id, session=_requests.session_name(session), fingerprint=fingerprint, plan=plan
+    )
+    response = yield from call(settings, "ClaimRequestId", request)
+    return response.session.removeprefix("sessions/"), response.plan
+
+
+def give_up_claim(settings: ClientSettings, request_id: str, session: str) -> Flow[None]:
+    request = pb.ClaimRequestIdRequest(
+        request_id=request_id, session=_requests.session_name(session), refused=True
+    )
+    yield from call(settings, "ClaimRequestId", request)
+
+
 class SessionCore:
     """What a session handle knows, and what it can do, as flows."""
 

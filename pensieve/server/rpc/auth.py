@@ -62,6 +62,7 @@ SCOPE_OF_METHOD: Final[dict[str, str]] = {
     _CONVERSATION + "RunTurn": WRITE,
     _CONVERSATION + "GetTurn": READ,
     _CONVERSATION + "FindTurn": READ,
+    _CONVERSATION + "ClaimRequestId": WRITE,
     _CONVERSATION + "CancelTurn": WRITE,
     _CONVERSATION + "ChooseCandidate": WRITE,
     _CONVERSATION + "WarmSession": READ,
