@@ -92,7 +92,9 @@ class Chain:
         if self.body.stored and not changes:
             try:
                 return await self._turn(session, {"expected_revision": head.revision}, use)
-            except NotFound:
+            except NotFound as error:
+                if error.reason == "CONTENT_ERASED":  # this very response was made, and erased since
+                    raise
                 raise _unknown(previous) from None
             except Aborted:
                 pass  # Somebody has gone on from here already, or is about to: this is a branch.
