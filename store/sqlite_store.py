@@ -14,7 +14,7 @@ Writes that only move a lease are not flushed to the disk (``synchronous = NORMA
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Final, TypeVar
@@ -102,7 +102,8 @@ class SqliteStore:
         """Take the file. Raises FailedPrecondition when another server holds it or its schema is newer."""
         try:
             await self._database.open()
-            await self._write(Rows.end_leases)
+            for key in await self._write(Rows.end_leases):
+                await self._mend(key)
         except BaseException:
             await self.close()
             raise
@@ -147,7 +148,7 @@ class SqliteStore:
             page = found[:limit]
             return Page(tuple(page), encode_cursor(position(page[-1])) if len(found) > limit else "")
 
-        return await self._database.list(work, tenant)
+        return await self._mending(lambda: self._database.list(work, tenant))
 
     async def usage(self, tenant: str) -> TenantUsage:
         return await self._database.read(lambda rows: rows.usage(tenant, self._now()), tenant)
@@ -170,10 +171,7 @@ class SqliteStore:
             return LogSlice(row, tuple(logged))
 
         async with marking_damage(self, key):
-            try:
-                return await self._database.read_log(work, key.tenant)
-            except DamagedSession as found:
-                raise await self._damaged(found.key) from found
+            return await self._mending(lambda: self._database.read_log(work, key.tenant))
 
     async def find_request(self, key: Key, request_id: str) -> int | None:
         def work(rows: Rows) -> int | None:
@@ -210,9 +208,23 @@ class SqliteStore:
 
         answers = await self._database.write_first(work)
         return [
-            await self._damaged(answer.key) if isinstance(answer, DamagedSession) else answer
+            await self._renewed_again(answer.key, leases, lease_ms)
+            if isinstance(answer, DamagedSession)
+            else answer
             for answer in answers
         ]
+
+    async def _renewed_again(self, key: Key, leases: Sequence[HeldLease], lease_ms: int) -> RenewalAnswer:
+        """After the session's row was made again, which ends its lease."""
+        await self._mend(key)
+        (lease,) = (one for one in leases if one.key == key)
+        try:
+            answer = await self._database.write_first(
+                lambda rows: _renewed(rows, lease, lease_ms, self._now())
+            )
+        except PensieveError as error:
+            return error
+        return _contradicts(key) if isinstance(answer, DamagedSession) else answer
 
     async def ask_to_end(self, key: Key, request_id: str, order: EndOrder) -> bool:
         def work(rows: Rows) -> bool:
@@ -302,25 +314,38 @@ class SqliteStore:
         return removed
 
     async def _read(self, work: Callable[[Rows], T], tenant: str) -> T:
-        try:
-            return await self._database.read(work, tenant)
-        except DamagedSession as found:
-            raise await self._damaged(found.key) from found
+        return await self._mending(lambda: self._database.read(work, tenant))
 
     async def _write(self, work: Callable[[Rows], T], *, flush: bool = True) -> T:
-        try:
-            return await self._database.write(work, flush=flush)
-        except DamagedSession as found:
-            raise await self._damaged(found.key) from found
+        return await self._mending(lambda: self._database.write(work, flush=flush))
 
-    async def _damaged(self, key: Key) -> DataLoss:
-        """Mark the session, with a row that can be read, and say what was found."""
-        log.error("what the history file says of a session cannot be read: the session is damaged")
-        await self.mark_damaged(key)
-        return DataLoss(f"session {key.session_id!r}: its rows are damaged", reason="HISTORY_CORRUPT")
+    async def _mending(self, call: Callable[[], Awaitable[T]]) -> T:
+        """``call``, and again once what it found to be wrong was made anew from the records."""
+        mended = set[Key]()
+        while True:
+            try:
+                return await call()
+            except DamagedSession as found:
+                if found.key in mended:
+                    await self.mark_damaged(found.key)
+                    raise _contradicts(found.key) from found
+                mended.add(found.key)
+                await self._mend(found.key)
+
+    async def _mend(self, key: Key) -> None:
+        log.error(
+            "the history file contradicts the records of session %r of tenant %r: what is derived of them is "
+            "made again",
+            *(key.session_id, key.tenant),
+        )
+        await self._database.write(lambda rows: rows.mend(key, self._now()))
 
     def _now(self) -> Moment:
         return Moment(self._wall_clock(), self._steady_clock())
+
+
+def _contradicts(key: Key) -> DataLoss:
+    return DataLoss(f"session {key.session_id!r}: its rows are damaged", reason="HISTORY_CORRUPT")
 
 
 def _renewed(rows: Rows, lease: HeldLease, lease_ms: int, now: Moment) -> RenewalAnswer | DamagedSession:

@@ -46,7 +46,7 @@ if not ttl then error('ttl_ms is missing') end
 local missing = absent()
 if missing and missing[1] ~= 'NOT_FOUND' then return missing end
 if not missing then
-  if get('create_fp') ~= fp then return {'EXISTS'} end
+  if reused(get('create_fp'), fp) then return {'EXISTS'} end
   again()
   return changed()
 end

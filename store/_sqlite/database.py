@@ -22,6 +22,7 @@ from pensieve.store._clock import Moment
 from pensieve.store._sqlite.errors import is_damage, is_full, leaves_file_known, translated, translated_os
 from pensieve.store._sqlite.file import SqliteFile
 from pensieve.store._sqlite.reader import InterruptedRead, SqliteReader
+from pensieve.store._sqlite.request_ids import RequestIds
 from pensieve.store._sqlite.rows import Rows
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,10 @@ class SqliteDatabase:
         """Changes that go before those that wait for the thread; emptied by the thread alone."""
         self._erasing = False
         """Deleted content is still in the log of changes."""
+        self._ids = RequestIds()
+        """Belongs to the thread, for the connection that it was filled from."""
+        self._seen: tuple[int, int] = (0, 0)
+        """Connection and data version for which ``_ids`` holds: another program's change makes another one."""
 
     async def open(self) -> None:
         """Raises FailedPrecondition when another server holds the file or its schema is newer; Unavailable."""
@@ -131,8 +136,10 @@ class SqliteDatabase:
             connection.execute(f"PRAGMA synchronous = {'FULL' if flush else 'NORMAL'}")
             connection.execute("BEGIN IMMEDIATE")
             try:
-                result = work(Rows(connection))
+                rows = Rows(connection, self._remembered(connection))
+                result = work(rows)
                 connection.execute("COMMIT")
+                rows.committed()
             except BaseException:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
@@ -150,6 +157,13 @@ class SqliteDatabase:
         if self.file.wants_emptying and self._thread is not None:
             self._thread.submit(self._tidy)  # behind this change, whose caller need not wait for it
         return result
+
+    def _remembered(self, connection: sqlite3.Connection) -> RequestIds:
+        ((version,),) = connection.execute("PRAGMA data_version").fetchall()
+        if (id(connection), version) != self._seen:
+            self._ids.clear()
+            self._seen = id(connection), version
+        return self._ids
 
     def _prove_writable(self) -> None:
         self.file.connection()
