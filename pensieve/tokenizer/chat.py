@@ -287,5 +287,9 @@ def _control_words(folder: TokenizerFolder, template: ChatTemplate, eos_texts: S
         text
         for text, special in added_words(folder.backend)
         if text.strip()
-        and (text in named or text in plain or (special and (text in tools or text in template.source)))
+        and (
+            text in named
+            or text in plain
+            or (special and (text in tools or text in template.source))
+        )
     } - {"<think>", "</think>"}

@@ -219,9 +219,7 @@ class _Writer:
         self._occasion = occasion
         if items and items[-1].role is group[0].role is Role.TOOL:
             # Results that were rendered earlier are closed: others begin anew.
-            items = items[
-                : max((n + 1 for n, item in enumerate(items) if item.role is not Role.TOOL), default=0)
-            ]
+            items = items[: max((n + 1 for n, item in enumerate(items) if item.role is not Role.TOOL), default=0)]
         self._items = items
         texts = [text for one in group for text in _strings(one)]
         self._sign = next(sign for sign in map(chr, _SIGNS) if not any(sign in text for text in texts))

