@@ -268,12 +268,13 @@ class SessionCore:
         return tuple(decode.item(one) for one in response.items)
 
     def rewind(
-        self, to_item: int, expected_revision: int | None, request_id: str | None
+        self, to_item: int, expected_revision: int | None, request_id: str | None, *, erase: bool = False
     ) -> Flow[SessionInfo]:
         request = pb.RewindSessionRequest(
             name=self.name,
             request_id=make_id(self.name, request_id),
             item=to_item,
+            erase=erase,
             expected_revision=expected_revision,
         )
         response = yield from self.call("RewindSession", request)

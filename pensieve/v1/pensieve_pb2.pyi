@@ -298,16 +298,18 @@ class ForkSessionResponse(_message.Message):
     def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ...) -> None: ...
 
 class RewindSessionRequest(_message.Message):
-    __slots__ = ("name", "request_id", "item", "expected_revision")
+    __slots__ = ("name", "request_id", "item", "expected_revision", "erase")
     NAME_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ITEM_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_REVISION_FIELD_NUMBER: _ClassVar[int]
+    ERASE_FIELD_NUMBER: _ClassVar[int]
     name: str
     request_id: str
     item: int
     expected_revision: int
-    def __init__(self, name: _Optional[str] = ..., request_id: _Optional[str] = ..., item: _Optional[int] = ..., expected_revision: _Optional[int] = ...) -> None: ...
+    erase: bool
+    def __init__(self, name: _Optional[str] = ..., request_id: _Optional[str] = ..., item: _Optional[int] = ..., expected_revision: _Optional[int] = ..., erase: bool = ...) -> None: ...
 
 class RewindSessionResponse(_message.Message):
     __slots__ = ("session",)

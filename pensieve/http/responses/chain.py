@@ -118,6 +118,8 @@ class Chain:
             try:
                 return await self._turn(session, more)
             except NotFound as error:
+                if error.reason == "CONTENT_ERASED":  # this very response was made, and erased since
+                    raise
                 raise self._refusal(error) if session.id == plan.own else _unknown(previous) from None
 
         async with self.call.leaving_nothing(client, plan):

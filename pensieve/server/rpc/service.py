@@ -108,7 +108,9 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         self, request: pb.RewindSessionRequest, _context: Any
     ) -> pb.RewindSessionResponse:
         expected = convert.optional(self._valid(request), "expected_revision")
-        row = await self._sessions.rewind(key_of(request.name), request.item, request.request_id, expected)
+        row = await self._sessions.rewind(
+            key_of(request.name), request.item, request.request_id, expected, erase=request.erase
+        )
         return pb.RewindSessionResponse(session=self._session(row))
 
     async def AppendItems(self, request: pb.AppendItemsRequest, _context: Any) -> pb.AppendItemsResponse:
