@@ -3,8 +3,8 @@
 Items are only appended to, and their ids concatenated are the model's context. Each owns the text that introduces it:
 
     user, system, tool text   what introduces it + content + closing
-    imported answer           what introduces it + content + closing up to its end-of-sequence token; the last message of
-                              an import has all of its closing
+    imported answer           what introduces it + content + closing up to its end-of-sequence token; the last message
+                              of an import has all of its closing
     generated answer          the generation prompt + what the model produced
     whatever follows          what is left of the answer's closing; all of it when the answer was cut short
     verbatim tokens           nothing, before and after
@@ -126,9 +126,10 @@ class ChatTokenizer:
 
         ``tools``: definitions of functions as JSON, which ``check_tools`` has let through; they stand before the first
         user's words. ``follow``: roles of messages that will be rendered behind ``new``, where that is known already.
-        ``when``: what a template that writes a date takes the time to be. ``check``: called now and then; what it raises
-        ends the work. With nothing new, the generation prompt follows the history (regenerate). Raises TemplateError
-        when the template does not take such a conversation, InvalidArgument on a token id outside the vocabulary.
+        ``when``: what a template that writes a date takes the time to be. ``check``: called now and then; what it
+        raises ends the work. With nothing new, the generation prompt follows the history (regenerate). Raises
+        TemplateError when the template does not take such a conversation, InvalidArgument on a token id outside the
+        vocabulary.
         """
         occasion = Occasion(Tools(tools), when or dt.datetime.now(), check)
         delta = DeltaRenderer(self._template, self._encoder, self._ends, history, occasion)
@@ -256,9 +257,5 @@ def _control_words(folder: TokenizerFolder, template: ChatTemplate, eos_texts: S
         text
         for text, special in added_words(folder.backend)
         if text.strip()
-        and (
-            text in named
-            or text in plain
-            or (special and (text in tools or text in template.source))
-        )
+        and (text in named or text in plain or (special and (text in tools or text in template.source)))
     } - {"<think>", "</think>"}

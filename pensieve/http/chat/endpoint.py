@@ -16,7 +16,7 @@ from pensieve.http.chat.requests import ChatRequest
 from pensieve.http.common.callers import Caller
 from pensieve.http.common.contents import NamedTalk, Talk
 from pensieve.http.common.door import HttpDoor
-from pensieve.http.common.heads import begin, noting
+from pensieve.http.common.heads import MOST_FOLLOWING, begin, noting
 from pensieve.http.common.presence import while_there
 from pensieve.http.common.refusals import leaving_nothing
 from pensieve.http.common.requests import request_id_of
@@ -81,6 +81,7 @@ async def _named(
             system_prompt=talk.system or None,
             tools=talk.tools or None,
             initial_items=[one.given for one in talk.history],
+            followed_by=[one.role for one in talk.new[:MOST_FOLLOWING]],
         )
         stream = session.stream(items=new, **options)
         await stream.accepted()

@@ -22,6 +22,8 @@ from pensieve.http.common.contents import NamedTalk, Said, Talk
 from pensieve.http.common.failures import HttpFailure
 from pensieve.http.common.requests import may_be_a_retry
 
+MOST_FOLLOWING: Final = 64
+"""Roles of new messages that an import is told."""
 _MADE_HERE: Final = re.compile(r"(?:chat|conv|resp)-[0-9a-f]{32}")
 """Sessions that the door made."""
 
@@ -132,6 +134,7 @@ async def begin(
         system_prompt=talk.system or None,
         tools=talk.tools or None,
         initial_items=[one.given for one in talk.history],
+        followed_by=[one.role for one in talk.new[:MOST_FOLLOWING]],
         ttl=ttl_s,
         overflow="drop_oldest_turns" if talk.drops_oldest else None,
         request_id=str(uuid.uuid5(turn_id, "session")),
