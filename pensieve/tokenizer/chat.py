@@ -37,6 +37,7 @@ from pensieve.tokenizer.detokenizer import Detokenizer, TokenBytes
 from pensieve.tokenizer.encoding import Before, TextEncoder, added_words
 from pensieve.tokenizer.folder import TokenizerFolder, read_folder
 from pensieve.tokenizer.marked import Roles
+from pensieve.tokenizer.rows import PROBE_TOOLS, chosen_template, require_embeddings
 from pensieve.tokenizer.template import PLAIN_TEMPLATE, ChatTemplate, TemplateError, plain_text
 from pensieve.tokenizer.tools import Tools, form_of
 
@@ -75,6 +76,7 @@ class ChatTokenizer:
             if token.special and token.content not in SHOWN_MARKS
         }
         self._token_bytes = TokenBytes(folder.backend, folder.decoder, frozenset(special))
+        self._control_ids = {self._token_bytes.name(token): token for token in special}
         self.vocab_size: int = folder.vocab_size
         """Ids below this are valid input."""
         self.eos_token_ids: tuple[int, ...] = folder.eos_token_ids
@@ -98,10 +100,11 @@ class ChatTokenizer:
         """The tokenizer of a local model folder. ``chat_template``: Jinja text that replaces the model's own.
 
         A model without a template gets ``PLAIN_TEMPLATE``. Raises TemplateError when the template changes earlier
-        turns (``allow_rewriting``: the history then keeps what was generated), InvalidArgument without a tokenizer.
+        turns (``allow_rewriting``: the history then keeps what was generated), InvalidArgument without a tokenizer
+        or when the files of the folder do not go together.
         """
         parts = read_folder(folder)
-        source = chat_template if chat_template is not None else parts.template
+        source = chat_template if chat_template is not None else chosen_template(folder, parts)
         plain = source is None
         template = ChatTemplate(
             PLAIN_TEMPLATE if source is None else source,
@@ -109,7 +112,11 @@ class ChatTokenizer:
             eos_token=parts.eos_token,
             allow_rewriting=allow_rewriting,
         )
-        return cls(parts, template)
+        if chat_template is None and parts.tool_template:
+            template.tools_problem = "its folder has another one for them (tool_use), which is not supported"
+        made = cls(parts, template)
+        require_embeddings(folder, parts, made.render, "" if made.call_form is None else PROBE_TOOLS)
+        return made
 
     def render(
         self,
@@ -218,6 +225,24 @@ class ChatTokenizer:
         """How answers with calls and thoughts are read."""
         return SpeechForm(self.call_form, bool(self.thinks), self.thinks == "open")
 
+    def control_token(self, text: str) -> int | None:
+        """The control token with exactly this name, one that ``decode`` leaves out; None when there is none."""
+        return self._control_ids.get(text)
+
+    def spelled(self, text: str, behind: Sequence[int]) -> tuple[int, ...] | None:
+        """Tokens that add exactly ``text`` to the text of an answer that begins with the tokens ``behind``.
+
+        These are the tokenizer's own where they can be, else the longest that the vocabulary has. None when the
+        vocabulary cannot spell the text. ``behind`` must end in a whole character.
+        """
+        for spelling in (self._encoder.encode_text, self._token_bytes.spelled):
+            ids = spelling(text)
+            stream = self.detokenizer()
+            stream.push(behind)
+            if ids is not None and stream.push(ids) == text and not stream.pending:
+                return tuple(ids)
+        return None
+
     def detokenizer(self) -> Detokenizer:
         """A detokenizer for one answer, from its first token on."""
         return Detokenizer(self._token_bytes)
@@ -233,6 +258,12 @@ class ChatTokenizer:
         # Who writes the token themselves does not want it twice.
         if self._adds_bos and before is Before.NOTHING and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id or 0)
+        beyond = [i for i in ids if i >= self.vocab_size]
+        if beyond:
+            raise InvalidArgument.field(
+                "text",
+                f"has token id {beyond[0]}, for which the model has no embedding: it has {self.vocab_size}",
+            )
         return np.asarray(ids, dtype=np.int32)
 
     def _checked(self, tokens: TokenArray) -> TokenArray:

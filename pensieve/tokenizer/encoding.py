@@ -132,6 +132,13 @@ class TextEncoder:
         match = self._control_pattern.match(text, start)
         return None if match is None else match.end()
 
+    def encode_text(self, text: str) -> list[int] | None:
+        """The ids of a text that continues other text, without control tokens; None when it has to have some."""
+        try:
+            return self._encode_run(text, Before.TEXT)
+        except InvalidArgument:
+            return None
+
     def has_control(self, text: str) -> bool:
         """Whether a text spells a control token."""
         return self._control_pattern.search(text) is not None

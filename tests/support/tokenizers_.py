@@ -6,7 +6,16 @@ import functools
 import json
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 SPECIAL = (
     "<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>",
@@ -126,6 +135,15 @@ def unigram() -> str:
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
     return tokenizer.to_str()
+
+
+def with_bos(tokenizer: str, bos: str = "<s>") -> str:
+    """The same with a post-processor that puts ``bos`` before each text; JSON."""
+    made = Tokenizer.from_str(tokenizer)
+    made.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, made.token_to_id(bos))]
+    )
+    return made.to_str()
 
 
 def write_folder(
