@@ -93,9 +93,9 @@ class Client:
         63; left out: the server makes one. ``labels``: to find it by, with ``sessions``. ``ttl``: seconds without use
         after which it is erased. ``overflow``: what happens to a turn that does not fit the context. ``tools``:
         functions that the model may call. ``initial_items`` imports a transcript; ``followed_by``: the roles of what
-        its first turn gives, for chat templates that look at what follows an answer. ``share_prefixes=False``: its cached
-        state is never used by another session, nor that of another by it. ``request_id``: the same one makes no second
-        session.
+        its first turn gives, for chat templates that look at what follows an answer. ``share_prefixes=False``: its
+        cached state is never used by another session, nor that of another by it. ``request_id``: the same one makes no
+        second session.
 
         Raises AlreadyExists when ``session_id`` is taken by another session.
         """

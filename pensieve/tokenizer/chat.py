@@ -35,7 +35,7 @@ from pensieve.tokenizer.delta import (
 )
 from pensieve.tokenizer.detokenizer import Detokenizer, TokenBytes
 from pensieve.tokenizer.encoding import Before, TextEncoder, added_words
-from pensieve.tokenizer.folder import TokenizerFolder, read_folder
+from pensieve.tokenizer.folder import TokenizerFolder, read_folder, words_without_row
 from pensieve.tokenizer.marked import Roles
 from pensieve.tokenizer.rows import PROBE_TOOLS, chosen_template, require_embeddings
 from pensieve.tokenizer.template import PLAIN_TEMPLATE, ChatTemplate, TemplateError, plain_text
@@ -276,9 +276,9 @@ class ChatTokenizer:
 def _control_words(folder: TokenizerFolder, template: ChatTemplate, eos_texts: Sequence[str]) -> set[str]:
     """The added words that only the chat template may write: text of a message that spells one is text.
 
-    These are the special ones that the template writes, whatever it is given; what begins and ends a text; and words
-    that are not special, but around messages of a plain conversation. All others mean in a message what they mean to
-    the tokenizer.
+    These are the special ones that the template writes, whatever it is given; what begins and ends a text; words that
+    are not special, but around messages of a plain conversation; and words for which the model has no embedding. All
+    others mean in a message what they mean to the tokenizer.
     """
     system, user, assistant, tool = Role.SYSTEM, Role.USER, Role.ASSISTANT, Role.TOOL
     plain = "".join(plain_text(template, roles) for roles in ((user, assistant, user), (system, user)))
@@ -289,4 +289,4 @@ def _control_words(folder: TokenizerFolder, template: ChatTemplate, eos_texts: S
         for text, special in added_words(folder.backend)
         if text.strip()
         and (text in named or text in plain or (special and (text in tools or text in template.source)))
-    } - {"<think>", "</think>"}
+    } - {"<think>", "</think>"} | set(words_without_row(folder).values())
