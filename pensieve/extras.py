@@ -19,6 +19,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
         "transformers",
         "triton",
     ),
+    "gguf": ("gguf",),
     "http": ("starlette", "uvicorn"),
     "otel": ("opentelemetry",),
     "plots": ("matplotlib",),

@@ -85,6 +85,7 @@ def _config(
         log_config=None,
         log_level="warning",
         access_log=False,
+        http="h11",
         server_header=False,
         timeout_graceful_shutdown=drain_s,
         # Said in any case: uvicorn believes whoever calls from this machine, or whom the environment names.

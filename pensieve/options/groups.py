@@ -10,6 +10,7 @@ import click
 GROUPS: Final[Mapping[str, Sequence[str]]] = {
     "Model": (
         "model",
+        "served-model-name",
         "device",
         "dtype",
         "context-limit",

@@ -54,6 +54,7 @@ class ServeOptions(EngineTuning, frozen=True, kw_only=True):
     """Every option of the server, typed and checked. Durations in seconds, sizes still as written."""
 
     model: str = "demo"
+    served_model_name: str | None = None
     listen: str = "127.0.0.1:50051"
     admin: str = "127.0.0.1:25051"
     http: str | None = None
@@ -85,10 +86,14 @@ class ServeOptions(EngineTuning, frozen=True, kw_only=True):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_json: bool = False
 
-    def engine_options(self, model_path: Path | str) -> EngineOptions:
-        """The engine's share. ``model_path``: the local folder that ``model`` was resolved to."""
+    def engine_options(
+        self, model_path: Path | str, *, eos_token_ids: tuple[int, ...] | None = None
+    ) -> EngineOptions:
+        """The engine's share. ``model_path``: the local folder that ``model`` was resolved to; ``eos_token_ids``: as
+        ``EngineOptions`` has them."""
         return EngineOptions(
             model=str(model_path),
+            eos_token_ids=eos_token_ids,
             torch_threads=self.threads,
             **{name: getattr(self, name) for name in EngineTuning.__struct_fields__},
         )

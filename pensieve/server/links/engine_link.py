@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from typing import Protocol
 
-from pensieve.core import ALONE, Hints, RequestKey, Sampling, SessionKey, Standing, TokenArray
+from pensieve.core import ALONE, ContextLimit, Hints, RequestKey, Sampling, SessionKey, Standing, TokenArray
 from pensieve.engine.messages import (
     CandidateFinished,
     EngineReady,
@@ -163,6 +163,12 @@ class EngineLink(Protocol):
         ...
 
 
-def context_limit(info: EngineReady) -> int:
+def context_limit(info: EngineReady) -> ContextLimit:
     """A context must be shorter than this, in tokens: the model's limit, or what the device tier holds if less."""
-    return min(info.context_limit, info.device_capacity_tokens or info.context_limit)
+    limit = ContextLimit(min(info.context_limit, info.device_capacity_tokens or info.context_limit))
+    if limit < info.model_context_limit:
+        limit.note = (
+            f"the device tier of the cache sets this limit, not the model, which takes {info.model_context_limit}: a "
+            "larger --device-cache raises it"
+        )
+    return limit

@@ -116,7 +116,7 @@ class TurnRunner:
 
     async def committed_turn(self, key: Key, revision: int) -> CommittedTurn | None:
         """The turn with this revision, verified, and what became of it; None when it is not a turn's."""
-        return turn_record.committed(await self._store.read(key, after_revision=revision - 1), revision)
+        return await turn_record.committed(self._store, key, revision)
 
     # ---- from begin to end
 
