@@ -144,6 +144,10 @@ class ChatTokenizer:
         text = thought + opened(name, self.call_form, self._template.source)
         return tuple(self._encoder.encode([Part(text, True)], Before.TEXT)[0])
 
+    def control_token(self, text: str) -> int | None:
+        """Id of the control token with this name; None: it is not one."""
+        return self._encoder.control_token(text)
+
     def is_closed(self, tokens: TokenArray | Sequence[int]) -> bool:
         """Whether an item with these tokens ends its turn by itself: ``HistoryItem.closed``."""
         return len(tokens) > 0 and int(tokens[-1]) in self.eos_token_ids

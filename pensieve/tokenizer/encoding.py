@@ -100,6 +100,11 @@ class TextEncoder:
         """Whether a text spells a control token."""
         return self._control_pattern.search(text) is not None
 
+    def control_token(self, text: str) -> int | None:
+        """Id of the control token that a text is, all of it; None: it is none."""
+        found = self._raw.token_to_id(text)
+        return found if found in self.control_ids else None
+
     def _encode_run(self, text: str, before: Before) -> list[int]:
         if not text:
             return []

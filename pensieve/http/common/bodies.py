@@ -14,6 +14,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from pensieve.http.common.failures import HttpFailure
+from pensieve.http.common.fields import check_fields
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -124,6 +125,7 @@ def _decoded(data: bytes, kind: type[T], made: Callable[[T], R]) -> R:
         raise HttpFailure(400, "the body is nested too deep", code="invalid_json") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise HttpFailure(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+    check_fields(data, kind)
     return made(body)
 
 

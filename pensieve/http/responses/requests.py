@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Final, NamedTuple
 
 import msgspec
 
 from pensieve.client import Role, TurnOptions
+from pensieve.http.common import fields
 from pensieve.http.common.contents import Content, Said, called, said, text_of
 from pensieve.http.common.failures import bad, unsupported
 from pensieve.http.common.logprobs import MAX_TOP
@@ -60,8 +61,34 @@ class AskedResponse(NamedTuple):
 
 
 class ResponseRequest(Drawing, kw_only=True):
-    """The request. Fields that are not here are ignored."""
+    """The request."""
 
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
+        "client_metadata": "clients are not told apart",
+        "include": "but for message.output_text.logprobs, what it names does not occur",
+        "max_tool_calls": "no tool runs at the server",
+        "prompt_cache_key": "beginnings are shared whatever it says",
+        "reasoning": "the model thinks as its template has it",
+        "safety_identifier": "users are not told apart",
+        "service_tier": "there is one",
+        "stream_options": "events are never padded",
+        "user": "users are not told apart",
+    }
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        **fields.REFUSED,
+        "best_of": "belongs to completions",
+        "context_management": "truncation says what becomes of a context that is too long",
+        "logit_bias": "belongs to the other endpoints",
+        "logprobs": 'is include: ["message.output_text.logprobs"] in responses',
+        "max_completion_tokens": "is max_output_tokens in responses",
+        "max_tokens": "is max_output_tokens in responses",
+        "messages": "are input in responses",
+        "n": "a response has one answer",
+        "reasoning_effort": "is reasoning.effort in responses",
+        "session": "belongs to chat completions: name a conversation",
+        "stop": "belongs to the other endpoints; stop_token_ids is honoured",
+        "verbosity": "is text.verbosity in responses",
+    }
     model: str | None = None
     input: str | list[InputItem] | None = None
     instructions: str | None = None

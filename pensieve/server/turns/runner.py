@@ -155,6 +155,7 @@ class TurnRunner:
         run.base_revision = base.revision
         layers = (spec.sampling, config.sampling, defaults)
         values = sampling.resolve(*layers, seed=run.seed, top_logprobs=spec.output.top_logprobs)
+        values = sampling.with_control_stops(values, self._tokenizer)
         # What an edit or a regeneration supersedes is cut off only for rendering. The record says it, and is built on
         # ``base`` as stored: the old answer stays in history unless the new one is committed.
         keep = _keep_items(run, base)
