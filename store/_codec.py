@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
 from pensieve.errors import DataLoss, FailedPrecondition
 from pensieve.store._refusals import corrupt, diverged, wrong_revision
-from pensieve.store.contract import HistoryStore, Key, LoggedRecord
+from pensieve.store.contract import SLICE_RECORDS, HistoryStore, Key, LoggedRecord
 from pensieve.store.records import Record, SessionRow
 
 FORMAT = 1
 """First byte of every stored record. Fields are added under the same number; it grows when meaning changes."""
 
 HASH_BYTES = 20
+SLICE_BYTES: Final = 512 << 10
+"""Size of what one slice of a log reads: some milliseconds of work. The record that exceeds it is the last one."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Record)
@@ -80,13 +82,20 @@ def decode_record(data: bytes) -> Record:
 
 
 def read_log(
-    key: Key, row: SessionRow, stored: Sequence[StoredRecord], *, after_revision: int, head_hash: str
+    key: Key,
+    row: SessionRow,
+    stored: Sequence[StoredRecord],
+    *,
+    after_revision: int,
+    head_hash: str,
+    limit: int = SLICE_RECORDS,
 ) -> list[LoggedRecord]:
-    """Verify and decode the records after ``after_revision`` up to the row's head.
+    """Verify and decode one slice of a log: the records after ``after_revision``, at most to the row's head.
 
-    ``stored``: all records with a revision of at least ``after_revision``, oldest first. ``head_hash``: the chain hash
-    there as the caller knows it, "" if unknown. Raises DataLoss: HISTORY_CORRUPT names the bad revision;
-    HISTORY_REGRESSED means that the store is sound but behind the caller, or on another branch than the caller.
+    ``stored``: the records from ``after_revision`` on, oldest first; it ends before the row's head only where
+    ``is_full`` says so. ``head_hash``: the chain hash at ``after_revision`` as the caller knows it, "" if unknown.
+    Raises DataLoss: HISTORY_CORRUPT names the bad revision; HISTORY_REGRESSED means that the store is sound but behind
+    the caller, or on another branch than the caller.
     """
     if after_revision > row.revision:
         raise wrong_revision(row.revision, after_revision)
@@ -96,10 +105,27 @@ def read_log(
         if not stored or stored[0].revision != after_revision:
             raise corrupt(key, after_revision, "is missing")
         base, rest = stored[0].head_hash, stored[1:]
-    logged = _verify(key, row, rest, after_revision, base)
+    logged = _verify(key, row, rest, after_revision, base, is_full(rest, limit))
     if head_hash and head_hash != base:
         raise diverged(after_revision)
     return logged
+
+
+def is_full(entries: Sequence[StoredRecord], limit: int) -> bool:
+    """Whether a slice takes no further entry, so that the log may go on behind it."""
+    return len(entries) >= limit or sum(len(entry.data) for entry in entries) >= SLICE_BYTES
+
+
+def cut(entries: Iterable[StoredRecord], limit: int) -> list[StoredRecord]:
+    """The first ``entries``, until the slice of them is full."""
+    taken: list[StoredRecord] = []
+    size = 0
+    for entry in entries:
+        taken.append(entry)
+        size += len(entry.data)
+        if len(taken) >= limit or size >= SLICE_BYTES:
+            break
+    return taken
 
 
 @asynccontextmanager
@@ -114,9 +140,17 @@ async def marking_damage(store: HistoryStore, key: Key) -> AsyncIterator[None]:
 
 
 def _verify(
-    key: Key, row: SessionRow, stored: Sequence[StoredRecord], after_revision: int, base_hash: str
+    key: Key,
+    row: SessionRow,
+    stored: Sequence[StoredRecord],
+    after_revision: int,
+    base_hash: str,
+    goes_on: bool,
 ) -> list[LoggedRecord]:
-    """Records ``after_revision + 1 … row.revision``; they must lead from ``base_hash`` to ``row.head_hash``."""
+    """Records from ``after_revision + 1`` on; they must lead from ``base_hash`` to ``row.head_hash``.
+
+    ``goes_on``: they may end before the head.
+    """
     expected = after_revision
     running = base_hash
     logged: list[LoggedRecord] = []
@@ -125,6 +159,8 @@ def _verify(
         logged.append(verify_next(key, entry, expected, running))
         running = logged[-1].head_hash
     if expected < row.revision:
+        if goes_on:
+            return logged
         raise corrupt(key, expected + 1, "is missing")
     if expected > row.revision or running != row.head_hash:
         raise corrupt(key, expected, "is not the one that the session's row names as newest")

@@ -121,7 +121,7 @@ def create(
     if meta is not None and not is_gone(meta, now):
         if meta.row.state is State.DELETED:
             raise _refusals.deleted()
-        if meta.create_fingerprint != fingerprint:
+        if meta.create_fingerprint not in ("", fingerprint):  # "": lost with a row that was damaged
             raise _refusals.session_exists(key)
         return None
     fresh = msgspec.structs.replace(

@@ -8,6 +8,7 @@ and append items. Item numbers start at 1 and are never reused, so a superseded 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -239,20 +240,31 @@ class History:
 
     def apply(self, record: Record, head_hash: str) -> History:
         """This history after one more record. Pure. Raises ValueError when the record is not the next one."""
-        if record.revision != self.revision + 1:
-            raise ValueError(f"record {record.revision} cannot follow revision {self.revision}")
-        items = self.truncated(record.keep_items) if record.keep_items is not None else self.items
-        hidden = record.hidden_before if record.hidden_before is not None else self.hidden_before
-        return History(
-            revision=record.revision,
-            head_hash=head_hash,
-            items=items + record.items,
-            head_item=max([self.head_item, *(item.number for item in record.items)]),
-            config=record.config if record.config is not None else self.config,
-            labels=tuple(sorted(record.labels.items())) if record.labels is not None else self.labels,
-            hidden_before=hidden,
-            was_generated=self.was_generated or any(item.finish_reason is not None for item in record.items),
-        )
+        return self.after([(record, head_hash)])
+
+    def after(self, records: Iterable[tuple[Record, str]]) -> History:
+        """This history after more records, each with its chain hash, in time linear in their items.
+
+        Pure. Raises ValueError when a record is not the next one.
+        """
+        items = list(self.items)
+        revision, head_hash, head_item = self.revision, self.head_hash, self.head_item
+        config, labels, hidden = self.config, self.labels, self.hidden_before
+        was_generated = self.was_generated
+        for record, chain in records:
+            if record.revision != revision + 1:
+                raise ValueError(f"record {record.revision} cannot follow revision {revision}")
+            revision, head_hash = record.revision, chain
+            if record.keep_items is not None:
+                while items and items[-1].number > record.keep_items:  # numbers only grow
+                    items.pop()
+            items += record.items
+            head_item = max([head_item, *(item.number for item in record.items)])
+            config = record.config if record.config is not None else config
+            labels = tuple(sorted(record.labels.items())) if record.labels is not None else labels
+            hidden = record.hidden_before if record.hidden_before is not None else hidden
+            was_generated = was_generated or any(item.finish_reason is not None for item in record.items)
+        return History(revision, head_hash, tuple(items), head_item, config, labels, hidden, was_generated)
 
     def truncated(self, keep: int) -> tuple[Item, ...]:
         """Live items with a number of at most ``keep``."""

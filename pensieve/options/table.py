@@ -29,9 +29,17 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "model",
         values.text,
-        "Folder, hub id, or `demo`, which ships with the package.",
+        "Folder, GGUF file, hub id, `smollm2` (fetched once), or `demo`, which ships with the package.",
         "works offline",
         "MODEL",
+    ),
+    Option(
+        "served-model-name",
+        values.shown_name,
+        "What clients call the model, in calls and answers.",
+        "the hub id, or the folder's own name",
+        "NAME",
+        shown="the model's own",
     ),
     Option(
         "listen", values.address, "gRPC address; port 0 picks a free one.", "this machine only", "HOST:PORT"

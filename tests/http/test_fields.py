@@ -15,7 +15,6 @@ from pensieve.http.common import fields
 from pensieve.http.completions.requests import CompletionRequest
 from pensieve.http.responses.requests import ResponseRequest
 from support.http.http_rig import door
-from support.http.tool_rig import speaker, tool_door
 from support.service.service_rig import says
 
 HI = [{"role": "user", "content": "hi"}]
@@ -74,16 +73,6 @@ async def test_stop_tokens(path: str) -> None:
         assert rig.service.link.generations[-1].sampling.stop_token_ids == (5, 6)
         refused = await http.post(path, json={**body, "stop_token_ids": [10**6]})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stop_token_ids")
-
-
-async def test_a_stop_string_that_is_a_control_token_is_that_token() -> None:
-    async with tool_door("Hello.") as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as http:
-        stop = ["<|im_end|>", "<|im_", "<|nothing|>"]
-        answer = await http.post("/v1/chat/completions", json={"messages": HI, "stop": stop})
-        assert answer.status_code == 200, answer.text
-        sampling = rig.service.link.generations[-1].sampling
-        assert sampling.stop == ("<|im_", "<|nothing|>")
-        assert sampling.stop_token_ids == (speaker("qwen").control_token("<|im_end|>"),)
 
 
 async def test_deprecated_calls_in_a_history_are_not_dropped() -> None:

@@ -177,16 +177,15 @@ async def test_a_conversation_keeps_its_own_instructions_and_tools() -> None:
         items = await rig.service.items(name)
         assert [item.item for item in items][: len(numbers)] == numbers
         assert [item.text for item in items] == ["Be kind.", "hi", "a", ANSWER, "b", ANSWER]
-        # Each turn is what a conversation with those instructions from the beginning would be.
+        # The one turn is as in a session with its instructions, the next as in a conversation that never had any.
         asked, plain = rig.service.link.generations
-        for system_prompt, generation, said in (
-            ("Be rude.", asked, [("user", "hi"), ("user", "a")]),
-            ("Be kind.", plain, [("user", "hi"), ("user", "a"), ("assistant", ANSWER), ("user", "b")]),
-        ):
-            other: list[Body] = [{"role": "system", "content": system_prompt}]
-            other += [{"role": role, "content": text} for role, text in said]
-            await ask(CHAT, {"messages": other})
-            assert rig.service.link.generations[-1].tokens == generation.tokens
+        rude = [{"role": "system", "content": "Be rude."}, *talk("hi"), *talk("a")]
+        await ask(CHAT, {"messages": rude})
+        assert rig.service.link.generations[-1].tokens == asked.tokens
+        other = (await ask(CONVERSATIONS, {"items": system})).json()["id"]
+        for text in ("a", "b"):
+            await ask(RESPONSES, {"input": text, "conversation": other})
+        assert rig.service.link.generations[-1].tokens == plain.tokens
 
 
 REFUSED = {"temperature": -1.0}

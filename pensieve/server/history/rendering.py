@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from pensieve.core import Role, TokenArray, pack_tokens, packed_length, unpack_tokens
+from pensieve.core import ContextLimit, Role, TokenArray, pack_tokens, packed_length, unpack_tokens
 from pensieve.errors import ContextLimitExceeded, InvalidArgument
 from pensieve.server.history.lanes import TextLanes
 from pensieve.server.values import InputEntry, RawEntry, SpokenEntry
@@ -233,8 +233,10 @@ def turn_borders(history: History) -> list[int]:
 
 
 def too_long(context_tokens: int, limit: int) -> ContextLimitExceeded:
+    # The limit that an engine tells of says what sets it.
+    note = f" ({limit.note})" if isinstance(limit, ContextLimit) and limit.note else ""
     return ContextLimitExceeded(
-        f"the context would have {context_tokens} tokens or more; it must stay below {limit}",
+        f"the context would have {context_tokens} tokens or more; it must stay below {limit}{note}",
         metadata={"context_tokens": str(context_tokens), "limit": str(limit)},
     )
 

@@ -107,6 +107,11 @@ class Peer:
         return rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else ""
 
     @property
+    def connection(self) -> str:
+        """Names the connection; "" for those of the HTTP door, which carry many callers."""
+        return "" if self._told is not None else str(self._context.peer())
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Alternative names of the verified client certificate, or its common name if it has none; () without one."""
         if self._told is not None:

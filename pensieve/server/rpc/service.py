@@ -15,6 +15,7 @@ from pensieve.server.clock import now_ms
 from pensieve.server.conversations import Conversations
 from pensieve.server.pace import Pace
 from pensieve.server.rpc import answers, convert
+from pensieve.server.rpc.auth import ANONYMOUS
 from pensieve.server.rpc.checks import Bounds
 from pensieve.server.rpc.interceptor import caller
 from pensieve.server.rpc.validation import validate
@@ -233,7 +234,10 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         self, request: pb.GetServerInfoRequest, _context: Any
     ) -> pb.GetServerInfoResponse:
         self._valid(request)
-        return answers.server_info(await self._conversations.facts(), self._conversations.settings)
+        answer = answers.server_info(await self._conversations.facts(), self._conversations.settings)
+        if caller() is ANONYMOUS:
+            answer.features.append("keyless")  # what stands between callers and this server has to know
+        return answer
 
     async def GetUsage(self, request: pb.GetUsageRequest, _context: Any) -> pb.GetUsageResponse:
         self._valid(request)

@@ -122,6 +122,7 @@ class Sessions:
         rest = [item for item in history.items if item.number > after]
         token = ""
         if len(rest) > size:
+            self._histories.listed(key, history)
             token = self._pages.seal(key.tenant, query, (revision, rest[size - 1].number))
         return ItemsPage(tuple(rest[:size]), token, revision)
 
@@ -239,7 +240,7 @@ class Sessions:
             revision = await self._store.find_request(key, last.request_id)
         turn = None
         if revision is not None:
-            turn = turn_record.committed(await self._store.read(key, after_revision=revision - 1), revision)
+            turn = await turn_record.committed(self._store, key, revision)
         if last is None or turn is None:
             raise turn_record.no_candidate(candidate, 0)
         items = (*record.items[:-1], turn_record.answered(last, turn, candidate))

@@ -94,7 +94,7 @@ class TurnRunner:
             owner=self._settings.replica,
             attempt=run.attempt,
             lease_ms=round(self._settings.lease_s * 1000),
-            seed=ids.new_seed() if seed is None else seed,
+            seed=ids.seed_of(run.key, run.spec.request_id) if seed is None else seed,
             expected_revision=run.spec.expected_revision,
             start_ms=now_ms(),
             known_revision=known.revision,
@@ -118,7 +118,7 @@ class TurnRunner:
 
     async def committed_turn(self, key: Key, revision: int) -> CommittedTurn | None:
         """The turn with this revision, verified, and what became of it; None when it is not a turn's."""
-        return turn_record.committed(await self._store.read(key, after_revision=revision - 1), revision)
+        return await turn_record.committed(self._store, key, revision)
 
     # ---- from begin to end
 
@@ -149,13 +149,12 @@ class TurnRunner:
         base = await self._histories.at(run.key, began.row)
         config = base.config
         self._served.check(config)
-        # A retry takes over the seed of the attempt before it, unless the turn or its session names one.
+        # A retry has the seed of the attempt before it, whether the turn or its session names one or not.
         seed = sampling.explicit_seed(spec.sampling, config.sampling, defaults)
         run.seed = began.seed if seed is None else seed
         run.base_revision = base.revision
         layers = (spec.sampling, config.sampling, defaults)
         values = sampling.resolve(*layers, seed=run.seed, top_logprobs=spec.output.top_logprobs)
-        values = sampling.with_control_stops(values, self._tokenizer)
         # What an edit or a regeneration supersedes is cut off only for rendering. The record says it, and is built on
         # ``base`` as stored: the old answer stays in history unless the new one is committed.
         keep = _keep_items(run, base)
@@ -183,6 +182,8 @@ class TurnRunner:
                 self._tokenizer,
                 values.stop,
                 sampling.free_from(values),
+                # Behind verbatim tokens there is no generation prompt, and an answer is text like any other.
+                thinks=len(prepared.prompt) > 0,
                 one_call=spec.calls.one and bool(config.tools),
             )
             for _ in range(values.candidates)

@@ -103,19 +103,6 @@ def with_calls(
     return msgspec.structs.replace(values, opening=opening, min_output_tokens=least)
 
 
-def with_control_stops(values: Sampling, tokenizer: ChatTokenizer) -> Sampling:
-    """``values`` where a stop string that is a control token's name means that token.
-
-    An answer's text has no control tokens, so the string itself would never be found.
-    """
-    named = {one: tokenizer.control_token(one) for one in values.stop}
-    tokens = tuple(token for token in named.values() if token is not None)
-    if not tokens:
-        return values
-    texts = tuple(one for one in values.stop if named[one] is None)
-    return msgspec.structs.replace(values, stop=texts, stop_token_ids=(*values.stop_token_ids, *tokens))
-
-
 def free_from(values: Sampling) -> int:
     """The number of the first output token that a stop string may end with."""
     return max(values.min_output_tokens, len(values.opening) + 1 if values.opening else 0)
