@@ -17,7 +17,7 @@ from pensieve.http.common.calls import Call, CallPlan
 from pensieve.http.common.contents import NamedTalk, Talk
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.heads import begin, noting
-from pensieve.http.common.imports import added, adding, answered, chunks_of, parted
+from pensieve.http.common.imports import added, adding, answered, chunks_of, parted, roles_of
 from pensieve.http.common.presence import while_there
 from pensieve.http.common.streams import EventStream
 from pensieve.http.tools.definitions import tool_use
@@ -67,7 +67,7 @@ async def _named(
     session = client.session(name)
     await call.settled(client, CallPlan(session=name))
     try:
-        async with call.leaving_nothing(client, CallPlan(session=name)), adding(session, early, call):
+        async with call.leaving_nothing(client, CallPlan(session=name)), adding(session, early, call, last):
             return session, await answered(session, last, options)
     except (NotFound, DataLoss) as error:
         is_lost = error.reason == "HISTORY_REGRESSED" and error.metadata.get("current_revision") == "0"
@@ -80,7 +80,8 @@ async def _named(
             system_prompt=talk.system or None,
             tools=talk.tools or None,
             initial_items=[one.given for chunk in first for one in chunk],
+            followed_by=roles_of((*talk.history, *talk.new)[sum(map(len, first)) :]),
         )
-        await added(session, talk.history[sum(map(len, first)) :], call, "history")
-        await added(session, early, call)
+        await added(session, talk.history[sum(map(len, first)) :], call, "history", follow=talk.new)
+        await added(session, early, call, follow=last)
         return session, await answered(session, last, options)

@@ -22,7 +22,7 @@ from pensieve.errors import Aborted, DataLoss, FailedPrecondition, NotFound
 from pensieve.http.common.callers import Caller
 from pensieve.http.common.calls import Call, CallPlan, Source, carried_out, is_free, made_before, new_session
 from pensieve.http.common.contents import NamedTalk, Said, Talk
-from pensieve.http.common.imports import added, answered, chunks_of, parted
+from pensieve.http.common.imports import added, answered, chunks_of, parted, roles_of
 from pensieve.http.common.requests import seed_of
 
 _MADE_HERE: Final = re.compile(r"(?:chat|conv|resp)-[0-9a-f]{32}")
@@ -192,7 +192,7 @@ class _Beginning:
 
     async def _made(self, plan: CallPlan, own: str) -> AsyncSession:
         client, talk = self.caller.client, self.named.talk
-        early = parted(talk.new)[0]
+        early, last = parted(talk.new)
         if plan.source is not None:
             session = await made_before(client, self.call, plan)
             if session is None:
@@ -202,7 +202,7 @@ class _Beginning:
                     request_id=str(uuid.uuid5(self.call.id, "fork")),
                     candidate=plan.source.candidate,
                 )
-            return await added(session, early, self.call)
+            return await added(session, early, self.call, follow=last)
         past = (*talk.history, *early)
         first = chunks_of(past)[:1]
         session = await client.create_session(
@@ -210,11 +210,12 @@ class _Beginning:
             system_prompt=talk.system or None,
             tools=talk.tools or None,
             initial_items=[one.given for chunk in first for one in chunk],
+            followed_by=roles_of((*past, *last)[sum(map(len, first)) :]),
             ttl=self.ttl_s,
             overflow="drop_oldest_turns" if talk.drops_oldest else None,
             request_id=str(uuid.uuid5(self.call.id, "session")),
         )
-        return await added(session, past[sum(map(len, first)) :], self.call)
+        return await added(session, past[sum(map(len, first)) :], self.call, follow=last)
 
     async def _looked_up(self) -> Head | None:
         if self.heads is None or not self.named.talk.history:

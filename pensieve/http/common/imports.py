@@ -17,6 +17,8 @@ MOST_ADDED: Final = 1024
 """Items that the service takes in one call."""
 MOST_NEW: Final = 64
 """Items that it takes with a turn."""
+MOST_FOLLOWING: Final = 64
+"""Roles of later items that it takes with items that are added."""
 
 
 def chunks_of(items: Sequence[Said]) -> list[Sequence[Said]]:
@@ -34,6 +36,11 @@ def chunks_of(items: Sequence[Said]) -> list[Sequence[Said]]:
         found.append(items[begin:end])
         begin = end
     return found
+
+
+def roles_of(items: Sequence[Said]) -> list[Role]:
+    """Roles of what follows items that are added: a template may write earlier answers in another way than the last."""
+    return [one.role for one in items[:MOST_FOLLOWING]]
 
 
 def parted(new: Sequence[Said]) -> tuple[Sequence[Said], Sequence[Said]]:
@@ -57,31 +64,44 @@ async def answered(session: AsyncSession, new: Sequence[Said], options: TurnOpti
 
 
 async def added(
-    session: AsyncSession, items: Sequence[Said], call: Call, part: str = "items"
+    session: AsyncSession,
+    items: Sequence[Said],
+    call: Call,
+    part: str = "items",
+    *,
+    follow: Sequence[Said] = (),
 ) -> AsyncSession:
     """The session with these items behind its own. Another try of the call adds none of them again.
 
-    ``part``: tells apart what one call adds to one session in several parts.
+    ``part``: tells apart what one call adds to one session in several parts. ``follow``: items that come behind these.
     """
     if items and call.may_be_repeated and await has_turn(session, call.id):
         return session
+    behind = 0
     for number, chunk in enumerate(chunks_of(items)):
         given, tries = [one.given for one in chunk], 0
+        behind += len(chunk)
+        roles = roles_of((*items, *follow)[behind:])
         # What a try has added and taken back again is not there any more, and its request id is used.
-        while len(await session.append(given, request_id=_id(call, f"{part} {number} {tries}"))) < len(given):
+        while True:
+            name = _id(call, f"{part} {number} {tries}")
+            if len(await session.append(given, followed_by=roles, request_id=name)) == len(given):
+                break
             tries += 1
     return session
 
 
 @asynccontextmanager
-async def adding(session: AsyncSession, items: Sequence[Said], call: Call) -> AsyncIterator[None]:
-    """Adds items before the block begins the turn, and takes them back when that is refused."""
+async def adding(
+    session: AsyncSession, items: Sequence[Said], call: Call, follow: Sequence[Said]
+) -> AsyncIterator[None]:
+    """Adds items before the block begins the turn with ``follow``, and takes them back when that is refused."""
     if not items:
         yield
         return
     before = (await session.items())[-1:]
     first = (await session.refresh()).revision
-    await added(session, items, call)
+    await added(session, items, call, follow=follow)
     try:
         yield
     except PensieveError as error:

@@ -115,7 +115,7 @@ async def add(request: Request) -> Response:
 
 
 async def remove(request: Request) -> Response:
-    """Takes out the newest item; a history that was gone on from keeps its middle. Answers the conversation."""
+    """Erases the newest item; a history that was gone on from keeps its middle. Answers the conversation."""
     door = HttpDoor.of(request)
     async with door.callers.of(request) as caller:
         session = await _session(request, caller)
@@ -128,9 +128,8 @@ async def remove(request: Request) -> Response:
         if index:
             first = found.documents[0]["id"]
             raise _kept(f"it is a part of an answer, which is taken out whole, by its first item: {first}")
-        info = await session.rewind(
-            to_item=told[-2].item.item if len(told) > 1 else 0, expected_revision=revision
-        )
+        to_item = told[-2].item.item if len(told) > 1 else 0
+        info = await session.rewind(to_item=to_item, erase=True, expected_revision=revision)
     return door.answer(_document(info), request)
 
 

@@ -118,6 +118,8 @@ class Chain:
             try:
                 return await self._turn(session, more)
             except NotFound as error:
+                if error.reason == "CONTENT_ERASED":  # this very response was made, and erased since
+                    raise
                 raise self._refusal(error) if session.id == plan.own else _unknown(previous) from None
 
         async with self.call.leaving_nothing(client, plan):
@@ -138,7 +140,8 @@ class Chain:
         if changes and branch.info.revision == 1:
             with contextlib.suppress(Aborted):  # Another try has made them.
                 await branch.update(**changes, expected_revision=1)
-        return await added(branch, parted(self.asked.messages)[0], self.call)
+        early, last = parted(self.asked.messages)
+        return await added(branch, early, self.call, follow=last)
 
     async def _forked(
         self, source: AsyncSession, head: ResponseId, previous: str, plan: CallPlan
@@ -187,7 +190,8 @@ class Chain:
             raise AssertionError("a conversation is there")
 
         async def turn(session: AsyncSession, more: TurnOptions) -> AsyncTurnStream:
-            async with adding(session, parted(self.asked.messages)[0], self.call):
+            early, last = parted(self.asked.messages)
+            async with adding(session, early, self.call, last):
                 return await self._turn(session, {**frame, **more})
 
         async with self.call.leaving_nothing(client, plan):

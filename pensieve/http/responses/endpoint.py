@@ -160,7 +160,8 @@ async def _erase(session: AsyncSession, turn: Turn) -> None:
     before = [one for one in items if one.request_id != turn.request_id]
     # A conversation stays when it is empty; any other session was made for its responses.
     if conversation_id(session.id) or any(one.role is not Role.SYSTEM for one in before):
-        await session.rewind(to_item=before[-1].item if before else 0, expected_revision=revision)
+        to_item = before[-1].item if before else 0
+        await session.rewind(to_item=to_item, erase=True, expected_revision=revision)
     else:
         await session.delete(expected_revision=revision, allow_missing=True)
 

@@ -91,6 +91,7 @@ def new_session(request: pb.CreateSessionRequest) -> NewSession:
         config=config(request.config),
         labels=tuple(sorted(request.labels.items())),
         items=entries(request.initial_items),
+        followed_by=tuple(map(Role, request.followed_by)),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
+from pensieve.core import Role
 from pensieve.server import ids
 from pensieve.server.clock import now_ms
 from pensieve.server.conversations import Conversations
@@ -108,13 +109,21 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         self, request: pb.RewindSessionRequest, _context: Any
     ) -> pb.RewindSessionResponse:
         expected = convert.optional(self._valid(request), "expected_revision")
-        row = await self._sessions.rewind(key_of(request.name), request.item, request.request_id, expected)
+        row = await self._sessions.rewind(
+            key_of(request.name), request.item, request.request_id, expected, erase=request.erase
+        )
         return pb.RewindSessionResponse(session=self._session(row))
 
     async def AppendItems(self, request: pb.AppendItemsRequest, _context: Any) -> pb.AppendItemsResponse:
         entries = convert.entries(self._valid(request).items)
         expected = convert.optional(request, "expected_revision")
-        row, items = await self._sessions.append(key_of(request.name), entries, request.request_id, expected)
+        row, items = await self._sessions.append(
+            key_of(request.name),
+            entries,
+            request.request_id,
+            expected,
+            tuple(map(Role, request.followed_by)),
+        )
         return pb.AppendItemsResponse(
             session=self._session(row), items=[answers.item(one, tokens=False) for one in items]
         )

@@ -37,6 +37,8 @@ class NewSession:
     config: SessionConfig = field(default_factory=SessionConfig)
     labels: tuple[tuple[str, str], ...] = ()
     items: tuple[InputEntry, ...] = ()
+    followed_by: tuple[Role, ...] = ()
+    """Roles of messages that will be given behind the items."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,26 +78,36 @@ async def create(renderer: Renderer, new: NewSession, served: ServedModel) -> Re
     prompt = (InputEntry(Role.SYSTEM, new.config.system_prompt),) if new.config.system_prompt else ()
     now = now_ms()
     await check_tools(new.config, renderer)
-    base = History(config=new.config)
-    items, _ = await renderer.items(base, (*prompt, *new.items), Stamp(1, new.request_id, now))
+    config = renderer.dated(new.config, now)
+    base = History(config=config)
+    items, _ = await renderer.items(
+        base, (*prompt, *new.items), Stamp(1, new.request_id, now), follow=new.followed_by
+    )
     return Record(
         revision=1,
         kind=RecordKind.CREATE,
         time_ms=now,
         request_id=new.request_id,
         items=items,
-        config=served.bound(new.config),
+        config=served.bound(config),
         labels=dict(new.labels),
     )
 
 
 async def append(
-    renderer: Renderer, base: History, entries: Sequence[InputEntry], request_id: str, served: ServedModel
+    renderer: Renderer,
+    base: History,
+    entries: Sequence[InputEntry],
+    request_id: str,
+    served: ServedModel,
+    followed_by: tuple[Role, ...] = (),
 ) -> Record:
     """The record that adds items behind ``base``. Raises FailedPrecondition (MODEL_MISMATCH)."""
     served.check(base.config)
     now = now_ms()
-    items, _ = await renderer.items(base, entries, Stamp(base.head_item + 1, request_id, now))
+    items, _ = await renderer.items(
+        base, entries, Stamp(base.head_item + 1, request_id, now), follow=followed_by
+    )
     return Record(
         revision=base.revision + 1,
         kind=RecordKind.UPDATE,
@@ -190,7 +202,8 @@ async def _from_texts(
     head = (InputEntry(Role.SYSTEM, config.system_prompt),) if config.system_prompt else ()
     entries = [*head, *(_said(item) for item in rest)]
     stamp = Stamp(base.head_item + 1, "", time_ms)
-    made, _ = await renderer.items(History(config=config), entries, stamp)
+    # As they are when the conversation goes on: a last answer ends with its end-of-sequence token, as one that is new.
+    made, _ = await renderer.items(History(config=config), entries, stamp, follow=(Role.USER,))
     moved = [
         msgspec.structs.replace(old, number=new.number, tokens=new.tokens, prefix_tokens=0)
         for old, new in zip(rest, made[len(head) :], strict=True)
