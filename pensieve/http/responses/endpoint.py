@@ -26,6 +26,7 @@ from pensieve.http.responses.ids import ResponseId, conversation_id
 from pensieve.http.responses.kept import KeptResponse
 from pensieve.http.responses.objects import Response, input_message
 from pensieve.http.responses.pages import page
+from pensieve.http.responses.references import resolved
 from pensieve.http.responses.requests import ResponseRequest
 from pensieve.http.tools.definitions import tool_use
 
@@ -39,9 +40,10 @@ async def create(request: Request) -> HttpResponse:
         caller = await held.enter_async_context(door.callers.of(request))
         model = await door.model_of(caller, body.model)
         info = await door.info_of(caller)
+        call = await door.bodies.aside(request, Call.of, request, body)
+        asked = await resolved(asked, caller, info)
         use = await door.bodies.aside(request, tool_use, info, body.tools or (), body.tool_choice)
         kept = KeptResponse(int(time.time()), model, body)
-        call = await door.bodies.aside(request, Call.of, request, body)
         if not body.stored:
             call = call.unstored()
         annotations = await door.bodies.aside(request, lambda: kept.annotations)

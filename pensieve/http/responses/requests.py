@@ -15,6 +15,8 @@ from pensieve.http.common.logprobs import MAX_TOP
 from pensieve.http.common.requests import Drawing, Positive, check_number
 from pensieve.http.tools.definitions import OfferedTool, call_options, check_tools
 
+REFERENCE: Final = "item_reference"
+"""Type of an item that names another one."""
 MAX_METADATA: Final = 16
 MAX_METADATA_KEY: Final = 64
 MAX_METADATA_VALUE: Final = 512
@@ -30,6 +32,8 @@ class InputItem(msgspec.Struct, frozen=True):
     name: str | None = None
     arguments: str | None = None
     output: Content = None
+    id: str | None = None
+    """Of a reference: the item that it stands for."""
 
 
 class InConversation(msgspec.Struct, frozen=True):
@@ -58,6 +62,8 @@ class AskedResponse(NamedTuple):
     messages: list[Said]
     options: TurnOptions
     """For the SDK."""
+    refers: bool = False
+    """Whether items are named that have to be read first; there are no ``messages`` then."""
 
 
 class ResponseRequest(Drawing, kw_only=True):
@@ -116,6 +122,9 @@ class ResponseRequest(Drawing, kw_only=True):
     def asked(self) -> AskedResponse:
         """Raises HttpFailure as ``check``, and for input that cannot be."""
         self.check()
+        if isinstance(self.input, list) and any(one.type == REFERENCE for one in self.input):
+            check_number(self.input, "input")
+            return AskedResponse(self, [], self.turn_options, refers=True)
         return AskedResponse(self, self.messages, self.turn_options)
 
     def check(self) -> None:
