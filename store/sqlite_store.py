@@ -42,7 +42,7 @@ from pensieve.store.contract import (
     Renewed,
     TenantUsage,
 )
-from pensieve.store.records import Record, SessionRow
+from pensieve.store.records import Record, SessionRow, State
 
 log = logging.getLogger(__name__)
 
@@ -157,6 +157,11 @@ class SqliteStore:
             return read_log(key, row, stored, after_revision=after_revision, head_hash=head_hash)
 
         async with marking_damage(self, key):
+            try:
+                return await self._read(work)
+            except DataLoss as error:
+                if error.reason != "HISTORY_CORRUPT" or not await self._found_again(key):
+                    raise
             return await self._read(work)
 
     async def find_request(self, key: Key, request_id: str) -> int | None:
@@ -309,6 +314,12 @@ class SqliteStore:
                     raise _contradicts(found.key) from found
                 mended.add(found.key)
                 await self._mend(found.key)
+
+    async def _found_again(self, key: Key) -> bool:
+        """Whether records that a session misses may be there, now that the file was looked over. Once for a session."""
+        if (await self.load(key)).state is State.DAMAGED:
+            return False
+        return await self._database.mend()
 
     async def _mend(self, key: Key) -> None:
         log.error(

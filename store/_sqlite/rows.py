@@ -114,7 +114,10 @@ class Rows:
         if meta is None:
             meta = salvaged(key, raw.log, update_ms=now.wall_ms)
         elif raw.meta is not None:
-            meta = Meta(meta.row, meta.create_fingerprint, raw.meta.lease)
+            row = msgspec.structs.replace(
+                meta.row, state=raw.meta.row.state
+            )  # a mark is taken off by a repair
+            meta = Meta(row, meta.create_fingerprint, raw.meta.lease)
         if session.log == raw.log:
             self._derive(key, number, meta, session)
         else:
