@@ -114,9 +114,9 @@ class Rows:
         if meta is None:
             meta = salvaged(key, raw.log, update_ms=now.wall_ms)
         elif raw.meta is not None:
-            row = msgspec.structs.replace(
-                meta.row, state=raw.meta.row.state
-            )  # a mark is taken off by a repair
+            row = meta.row
+            if raw.meta.row.state is State.DAMAGED:  # a repair takes the mark off, if anything does
+                row = msgspec.structs.replace(row, state=State.DAMAGED)
             meta = Meta(row, meta.create_fingerprint, raw.meta.lease)
         if session.log == raw.log:
             self._derive(key, number, meta, session)
