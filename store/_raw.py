@@ -7,7 +7,7 @@ see what is really there, keep its bytes (the chain hash is over them), and writ
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -88,6 +88,14 @@ class RawSession:
         return sum(len(entry.data) for entry in self.log)
 
 
+Progress = Callable[[str, int, int | None], None]
+"""What is being done, how much is done, and of how much."""
+
+
+def silent(_what: str, _done: int, _of: int | None) -> None:
+    """Progress that nobody watches."""
+
+
 class Mode(enum.Enum):
     """What a store is opened for. All but WRITE need one that is there, and change nothing in it."""
 
@@ -143,7 +151,7 @@ class RawStore(Protocol):
         """What is wrong with the storage apart from single sessions. May take long."""
         ...
 
-    async def tidy(self) -> None:
+    async def tidy(self, progress: Progress = silent) -> None:
         """Repair what ``about_store`` finds and calls ``REBUILD``."""
         ...
 

@@ -45,7 +45,7 @@ from pensieve.store.contract import (
     Renewed,
     TenantUsage,
 )
-from pensieve.store.records import Record, SessionRow
+from pensieve.store.records import Record, SessionRow, State
 
 log = logging.getLogger(__name__)
 
@@ -171,6 +171,11 @@ class SqliteStore:
             return LogSlice(row, tuple(logged))
 
         async with marking_damage(self, key):
+            try:
+                return await self._mending(lambda: self._database.read_log(work, key.tenant))
+            except DataLoss as error:
+                if error.reason != "HISTORY_CORRUPT" or not await self._found_again(key):
+                    raise
             return await self._mending(lambda: self._database.read_log(work, key.tenant))
 
     async def find_request(self, key: Key, request_id: str) -> int | None:
@@ -331,6 +336,12 @@ class SqliteStore:
                     raise _contradicts(found.key) from found
                 mended.add(found.key)
                 await self._mend(found.key)
+
+    async def _found_again(self, key: Key) -> bool:
+        """Whether records that a session misses may be there, now that the file was looked over. Once for a session."""
+        if (await self.load(key)).state is State.DAMAGED:
+            return False
+        return await self._database.mend()
 
     async def _mend(self, key: Key) -> None:
         log.error(

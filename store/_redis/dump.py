@@ -19,7 +19,17 @@ from pensieve.errors import DataLoss, FailedPrecondition
 from pensieve.store import _refusals
 from pensieve.store._codec import StoredRecord
 from pensieve.store._marks import markings_of_log
-from pensieve.store._raw import Finding, Mode, Problem, RawSession, Remedy, finding, in_order
+from pensieve.store._raw import (
+    Finding,
+    Mode,
+    Problem,
+    Progress,
+    RawSession,
+    Remedy,
+    finding,
+    in_order,
+    silent,
+)
 from pensieve.store._redis.index import RedisIndex
 from pensieve.store._redis.link import MARKER, SCHEMA, RedisLink
 from pensieve.store._redis.prelude import PRELUDE
@@ -151,7 +161,7 @@ class RedisDump:
         detail = f"{MARKER} is gone: servers take this for another, empty store"
         return [finding(None, Problem.FILE, detail, Remedy.REBUILD)]
 
-    async def tidy(self) -> None:
+    async def tidy(self, progress: Progress = silent) -> None:
         """Make a new marker, if there is none."""
         await self._link.open()
 

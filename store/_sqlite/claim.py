@@ -44,6 +44,10 @@ class Claim:
             self.give_up()
             raise
 
+    def follow(self, path: Path) -> None:
+        """Hold the file that has taken the place of the one that was taken. Raises as ``take``."""
+        self._lock_itself(path)
+
     def give_up(self) -> None:
         """Not before the last connection is closed: closing a descriptor of the file ends the locks of SQLite in it."""
         while self._descriptors:

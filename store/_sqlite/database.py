@@ -39,7 +39,7 @@ class SqliteDatabase:
 
     def __init__(self, path: Path, now: Callable[[], Moment], on_error: Callable[[], None]) -> None:
         """``on_error`` is called, from any thread, for each call but ``prove_writable`` that could not be served."""
-        self.file = SqliteFile(path)
+        self.file = SqliteFile(path, now)
         self._now = now
         self._on_error = on_error
         self._thread: ThreadPoolExecutor | None = None
@@ -117,6 +117,10 @@ class SqliteDatabase:
         """Raises Unavailable or DataLoss when no change could be made; tries one if none was made just now."""
         await self._in_thread(self._prove_writable)
 
+    async def mend(self) -> bool:
+        """Look over the whole file; whether anything was made good. Raises the store's errors."""
+        return await self._counted(self._mended)
+
     async def _read(self, work: Callable[[Rows], T], reader: SqliteReader, tenant: str) -> T:
         for _ in range(READ_ATTEMPTS):
             try:
@@ -124,13 +128,33 @@ class SqliteDatabase:
             except InterruptedRead:
                 await self._counted(self.file.connection)
             except sqlite3.DatabaseError as error:
+                if is_damage(error) and await self._counted(self._mended):
+                    continue
                 problem = await self._in_thread(lambda met=error: self._failed(met))  # type: ignore[misc]
                 self._on_error()
                 raise problem from error
         self._on_error()
         raise _refusals.unavailable("the read was interrupted too often")
 
+    def _mended(self) -> bool:
+        try:
+            mended = self.file.mend()
+        except DataLoss:
+            return False
+        if mended:
+            self._damage = None
+        return mended
+
     def _change(self, work: Callable[[Rows], T], *, flush: bool) -> T:
+        try:
+            return self._changed(work, flush=flush)
+        except DataLoss as error:
+            damage = error.__cause__
+            if isinstance(damage, sqlite3.DatabaseError) and is_damage(damage) and self._mended():
+                return self._changed(work, flush=flush)
+            raise
+
+    def _changed(self, work: Callable[[Rows], T], *, flush: bool) -> T:
         connection = self.file.connection()
         try:
             connection.execute(f"PRAGMA synchronous = {'FULL' if flush else 'NORMAL'}")

@@ -11,28 +11,34 @@ import os
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
 from urllib.parse import quote
-
-import msgspec
 
 from pensieve.errors import FailedPrecondition, PensieveError
 from pensieve.store import _refusals
 from pensieve.store._clock import wall_clock_ms
-from pensieve.store._raw import Finding, Mode, Problem, RawSession, Remedy, finding, in_order
-from pensieve.store._rules import Meta
+from pensieve.store._raw import (
+    Finding,
+    Mode,
+    Problem,
+    Progress,
+    RawSession,
+    Remedy,
+    finding,
+    in_order,
+    silent,
+)
 from pensieve.store._sqlite.durable import log_of_changes
-from pensieve.store._sqlite.errors import lenient_text, primary_code, translated
+from pensieve.store._sqlite.errors import FAILED, lenient_text, may_be_damage, primary_code, translated
+from pensieve.store._sqlite.examination import ORPHANS, TENANTS, is_sound, make_sums
 from pensieve.store._sqlite.file import BUSY_TIMEOUT_MS, SqliteFile
+from pensieve.store._sqlite.pages import misleads
 from pensieve.store._sqlite.places import size_of
-from pensieve.store._sqlite.raw_rows import DERIVES, found_number, read_raw
+from pensieve.store._sqlite.proofs import named
+from pensieve.store._sqlite.raw_rows import DERIVES, PROVES, found_number, read_raw
+from pensieve.store._sqlite.recovery import NAMELESS, RecoveredFile
 from pensieve.store._sqlite.rows import Rows
 from pensieve.store._sqlite.schema import SCHEMA, found_schema
 from pensieve.store.contract import Key
-
-_TENANTS: Final = "SELECT tenant, COUNT(*), SUM(bytes) FROM sessions WHERE deleted = 0 GROUP BY tenant"
-
-_meta_decoder = msgspec.msgpack.Decoder(Meta)
 
 
 class SqliteDump:
@@ -46,6 +52,10 @@ class SqliteDump:
         self._connection: sqlite3.Connection | None = None
         self._schema = SCHEMA
         """The file's: one that is only read may be older."""
+        self._recovered: RecoveredFile | None = None
+        """Where sessions are read from once pages of the file have turned out to be damaged."""
+        self._problem = ""
+        """What is wrong with the file as a whole."""
         self.store_id = ""
 
     @property
@@ -56,26 +66,56 @@ class SqliteDump:
     async def open(self, mode: Mode) -> None:
         if mode is not Mode.WRITE and not self._path.is_file():
             raise FailedPrecondition(f"there is no history file {self._path}", reason="STORE_FOREIGN")
-        with self._translating():
-            if mode in (Mode.ALONE, Mode.WRITE):
-                self._file = SqliteFile(self._path)
-                self._file.open()
-                self._connection = self._file.connection()
-                self.store_id = self._file.store_id
-                self._connection.execute("PRAGMA synchronous = FULL")
-                self._connection.execute("BEGIN IMMEDIATE")
-                return
-            self._connection = _read_only(self._path)
-            try:
-                self.store_id = _known_store(self._connection, self._path)
-            except sqlite3.OperationalError as error:
-                if primary_code(error) not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
-                    raise
-                raise _unreadable(self._path) from error
-            self._schema = found_schema(self._connection, self._path)
-            if mode is Mode.SNAPSHOT:
-                self._connection.execute("BEGIN")
-                self._connection.execute("SELECT 1 FROM sessions LIMIT 1").fetchall()  # takes the snapshot
+        if mode in (Mode.ALONE, Mode.WRITE):
+            self._file = SqliteFile(self._path)
+            self._file.open(look_over=mode is Mode.WRITE)
+            self._take()
+            return
+        try:
+            with self._translating():
+                self._open_beside(mode)
+        except PensieveError as error:
+            if not may_be_damage(error) or (not self._recover().store_id and not self._recover().keys()):
+                raise
+            self._problem = error.message
+        if mode is Mode.SNAPSHOT and self._recovered is None and not self._is_sound():
+            self._recover()
+
+    def _open_beside(self, mode: Mode) -> None:
+        if problem := misleads(Path(os.path.realpath(self._path))):
+            self._problem = problem
+            self._recover()
+            return
+        self._connection = _read_only(self._path)
+        try:
+            self.store_id = _known_store(self._connection, self._path)
+        except sqlite3.OperationalError as error:
+            if primary_code(error) not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
+                raise
+            raise _unreadable(self._path) from error
+        self._schema = found_schema(self._connection, self._path)
+        if mode is Mode.SNAPSHOT:
+            self._connection.execute("BEGIN")
+            self._connection.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchall()  # takes the snapshot
+
+    def _take(self) -> None:
+        """Begin to change the file, which is open."""
+        assert self._file is not None
+        self._connection = self._file.connection()
+        self.store_id = self._file.store_id
+        self._connection.execute("PRAGMA synchronous = FULL")
+        self._connection.execute("BEGIN IMMEDIATE")
+        self._schema = SCHEMA
+
+    def _is_sound(self) -> bool:
+        return is_sound(self._sql)
+
+    def _recover(self) -> RecoveredFile:
+        """What the pages of a damaged file hold, whatever SQLite finds in it. Raises OSError."""
+        if self._recovered is None:
+            self._recovered = RecoveredFile(Path(os.path.realpath(self._path)))
+            self.store_id = self.store_id or self._recovered.store_id
+        return self._recovered
 
     async def close(self) -> None:
         connection, self._connection = self._connection, None
@@ -86,53 +126,71 @@ class SqliteDump:
             self._file = None
         elif connection is not None:
             connection.close()
+        if self._recovered is not None:
+            self._recovered.close()
+            self._recovered = None
 
     async def now(self) -> int:
         return wall_clock_ms()
 
     async def keys(self) -> list[Key]:
-        with self._translating():
-            found = self._sql.execute("SELECT tenant, session_id FROM sessions NOT INDEXED").fetchall()
-        return in_order(Key(str(tenant), str(session_id)) for tenant, session_id in found)
+        if self._recovered is None:
+            try:
+                found = self._sql.execute("SELECT tenant, session_id FROM sessions NOT INDEXED").fetchall()
+                keys = {Key(str(tenant), str(session_id)) for tenant, session_id in found}
+                return in_order(keys | set(self._without_row()))
+            except FAILED:
+                self._recover()
+        return self._recover().keys()
 
     async def session(self, key: Key) -> RawSession | None:
-        try:
-            with self._one_moment():
-                return self._read(key)
-        except sqlite3.DatabaseError as error:
-            unreadable = finding(key, Problem.ROW, f"SQLite cannot read it: {error}", Remedy.NONE)
-            return RawSession(key, None, findings=(unreadable,))
+        if self._recovered is None:
+            try:
+                with self._one_moment():
+                    return self._read(key)
+            except FAILED:
+                self._recover()
+        return self._recover().session(key)
 
     async def about_store(self) -> list[Finding]:
-        found: list[Finding] = []
+        if self._problem:
+            return [finding(None, Problem.FILE, self._problem, Remedy.REBUILD)]
         try:
             answers = [str(row[0]) for row in self._sql.execute("PRAGMA integrity_check(20)")]
-        except sqlite3.DatabaseError as error:
-            return [finding(None, Problem.FILE, str(error), Remedy.NONE)]
-        for answer in answers:
-            if answer != "ok":
-                remedy = Remedy.REBUILD if "index" in answer else Remedy.NONE
-                found.append(finding(None, Problem.FILE, answer, remedy))
-        with self._translating():
-            for table in ("records", "requests"):
-                ((orphans,),) = self._sql.execute(
-                    f"SELECT count(*) FROM {table} WHERE session NOT IN (SELECT id FROM sessions)"
-                )
-                if orphans:
-                    detail = f"{orphans} rows of {table} belong to no session"
-                    found.append(finding(None, Problem.FILE, detail, Remedy.NONE))
-            if self._schema >= DERIVES:
-                kept = set(self._sql.execute("SELECT * FROM tenants WHERE sessions <> 0 OR bytes <> 0"))
-                if kept != set(self._sql.execute(_TENANTS)):
-                    detail = "what tenants take is not the sum of their sessions"
-                    found.append(finding(None, Problem.FILE, detail, Remedy.REBUILD))
+            found = [
+                finding(None, Problem.FILE, answer, Remedy.REBUILD) for answer in answers if answer != "ok"
+            ]
+            if not found:
+                return list(self._of_tables())
+        except FAILED as error:
+            found = [finding(None, Problem.FILE, str(error), Remedy.REBUILD)]
+        if self._file is None:
+            self._recover()
         return found
 
-    async def tidy(self) -> None:
+    def _of_tables(self) -> Iterator[Finding]:
+        """Rows that belong to no session, and sums that are none. Raises sqlite3's errors."""
+        for table in ("requests", "labels", "marks") if self._schema >= PROVES else ("requests",):
+            ((orphans,),) = self._sql.execute(
+                f"SELECT count(*) FROM {table} WHERE session NOT IN (SELECT id FROM sessions)"
+                " AND session NOT IN (SELECT session FROM records)"
+            )
+            if orphans:
+                detail = f"{orphans} rows of {table} belong to no session"
+                yield finding(None, Problem.FILE, detail, Remedy.REBUILD)
+        if self._schema >= DERIVES:
+            kept = set(self._sql.execute("SELECT * FROM tenants WHERE sessions <> 0 OR bytes <> 0"))
+            if kept != set(self._sql.execute(TENANTS)):
+                detail = "what tenants take is not the sum of their sessions"
+                yield finding(None, Problem.FILE, detail, Remedy.REBUILD)
+
+    async def tidy(self, progress: Progress = silent) -> None:
+        assert self._file is not None
         with self._translating():
-            self._sql.execute("REINDEX")
-            self._sql.execute("DELETE FROM tenants")
-            self._sql.execute(f"INSERT INTO tenants {_TENANTS}")
+            self._sql.execute("ROLLBACK")
+            self._file.mend(progress)
+            self._take()
+            make_sums(self._sql)
 
     async def put(self, session: RawSession, *, over: str | None) -> bool:
         assert session.meta is not None, "only a session with a row can be written"
@@ -158,7 +216,22 @@ class SqliteDump:
 
     def _read(self, key: Key) -> RawSession | None:
         number = found_number(self._sql, key, self._schema)
+        if number is None:  # not where an index says: by its row itself, or by what is left of it
+            found = self._sql.execute(
+                "SELECT id FROM sessions NOT INDEXED WHERE tenant = ? AND session_id = ?",
+                (key.tenant, key.session_id),
+            ).fetchone()
+            number = self._without_row().get(key) if found is None else int(found[0])
         return None if number is None else read_raw(self._sql, key, number, self._schema)
+
+    def _without_row(self) -> dict[Key, int]:
+        """Sessions that have records and no row, with their numbers; some have lost their names, too."""
+        if self._schema < PROVES:
+            return {}
+        return {
+            named(name) or Key(NAMELESS, str(number)): int(number)
+            for number, name in self._sql.execute(ORPHANS)
+        }
 
     @contextlib.contextmanager
     def _one_moment(self) -> Iterator[None]:
@@ -176,7 +249,7 @@ class SqliteDump:
     def _translating(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.DatabaseError as error:
+        except FAILED as error:
             raise translated(error, self._path) from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import sqlite3
 from pathlib import Path
+from typing import Final
 
 from pensieve.errors import DataLoss, FailedPrecondition, PensieveError
 from pensieve.store import _refusals
@@ -13,7 +14,11 @@ _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CONSTRA
 _UNHARMED = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
-def primary_code(error: sqlite3.Error) -> int:
+FAILED: Final = (sqlite3.DatabaseError, UnicodeDecodeError)
+"""What a call of SQLite raises. Python fails to decode a message that quotes a damaged name."""
+
+
+def primary_code(error: Exception) -> int:
     """SQLite's result code without its extension; -1 for errors of the Python module itself."""
     code = getattr(error, "sqlite_errorcode", None)
     return code & 0xFF if isinstance(code, int) else -1
@@ -24,13 +29,21 @@ def lenient_text(data: bytes) -> str:
     return data.decode("utf-8", errors="replace")
 
 
-def is_interrupt(error: sqlite3.Error) -> bool:
+def is_interrupt(error: Exception) -> bool:
     return primary_code(error) == sqlite3.SQLITE_INTERRUPT
 
 
 def is_damage(error: sqlite3.Error) -> bool:
     """Whether the file is not what was written: its pages, or tables that contradict each other."""
     return primary_code(error) in _DAMAGE
+
+
+def may_be_damage(error: PensieveError) -> bool:
+    """Whether a file that could not be opened for this may have damaged pages, its first one among them."""
+    cause = error.__cause__
+    if isinstance(cause, sqlite3.DatabaseError):
+        return primary_code(cause) in (*_DAMAGE, sqlite3.SQLITE_ERROR)
+    return error.reason in ("STORE_FOREIGN", "HISTORY_CORRUPT")
 
 
 def is_full(error: sqlite3.Error) -> bool:
@@ -43,8 +56,10 @@ def leaves_file_known(error: sqlite3.Error) -> bool:
     return primary_code(error) in _UNHARMED
 
 
-def translated(error: sqlite3.DatabaseError, path: Path) -> PensieveError:
-    """The store's error for SQLite's. The outcome of the failed statement is unknown to the caller."""
+def translated(error: Exception, path: Path) -> PensieveError:
+    """The store's error for one of FAILED. The outcome of the failed statement is unknown to the caller."""
+    if isinstance(error, UnicodeDecodeError):
+        return DataLoss(f"history file {path}: its schema cannot be read", reason="HISTORY_CORRUPT")
     code = primary_code(error)
     problem = f"{path}: {error}"
     if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY):

@@ -13,18 +13,30 @@ import math
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from pensieve.errors import PensieveError
+from pensieve.errors import DataLoss, PensieveError
 from pensieve.store import _refusals
+from pensieve.store._clock import Moment, steady_clock_ms, wall_clock_ms
+from pensieve.store._raw import Progress
 from pensieve.store._sqlite import schema
 from pensieve.store._sqlite.claim import Claim
 from pensieve.store._sqlite.durable import content_digest, log_of_changes, make_durable
-from pensieve.store._sqlite.errors import lenient_text, translated, translated_os
+from pensieve.store._sqlite.errors import FAILED, lenient_text, may_be_damage, translated, translated_os
+from pensieve.store._sqlite.examination import (
+    PATIENCE_S,
+    OutOfTime,
+    is_sound,
+    mend_derived,
+    reindexed,
+    within,
+)
+from pensieve.store._sqlite.pages import misleads
 from pensieve.store._sqlite.places import FilePlaces, Identity, Whereabouts, identity_of, size_of
 from pensieve.store._sqlite.reader import SqliteReader
+from pensieve.store._sqlite.renewal import NothingFound, end_renewal, renew
 
 log = logging.getLogger(__name__)
 
@@ -40,13 +52,20 @@ MOST_LOG_BYTES: Final = 64 << 20
 """Size from which on reads are interrupted to empty it."""
 LEAST_FREE_BYTES: Final = 1 << 20
 """With less free space the disk counts as full, although small changes may still fit."""
+AGAIN_S: Final = 60.0
+"""The file is looked over no sooner again: it takes as long as the file is large."""
+
+
+def _system_time() -> Moment:
+    return Moment(wall_clock_ms(), steady_clock_ms())
 
 
 class SqliteFile:
     """One history file, held exclusively by this object between ``open`` and ``close``."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, now: Callable[[], Moment] = _system_time) -> None:
         self.path = path
+        self._now = now
         self.store_id = ""
         self.reads = SqliteReader(path, "pensieve-sqlite-reads", BUSY_TIMEOUT_MS)
         self.listings = SqliteReader(path, "pensieve-sqlite-lists", BUSY_TIMEOUT_MS)
@@ -61,16 +80,34 @@ class SqliteFile:
         self._empty_at = LOG_BYTES
         self._refusal: PensieveError | None = None
         self._refuse_until = 0.0
+        self._looked_over_at = -math.inf
 
-    def open(self) -> None:
-        """Lock the file, create or check its schema. Raises FailedPrecondition or Unavailable."""
+    def open(self, *, look_over: bool = True, progress: Progress | None = None) -> None:
+        """Lock the file, create or check its schema. Raises FailedPrecondition, Unavailable or DataLoss.
+
+        A damaged file that cannot be opened is renewed; with ``look_over`` also one that can.
+        """
         try:
             self._refusal = self._home = None
             self._take()
-            self.connection()
+            self._open_or_renew(progress)
+            if look_over:
+                self._look_over(PATIENCE_S, progress)
         except BaseException:
             self.close()
             raise
+
+    def mend(self, progress: Progress | None = None) -> bool:
+        """Look over the whole file and make good what is damaged. Raises the store's errors.
+
+        False if nothing was damaged, or if this was done a short while ago.
+        """
+        if time.monotonic() - self._looked_over_at < AGAIN_S:
+            return False
+        self.connection()
+        mended = self._look_over(math.inf, progress)
+        self._looked_over_at = -math.inf if mended else time.monotonic()
+        return mended
 
     def close(self) -> None:
         """Close the connections and release the lock. May be called twice."""
@@ -82,6 +119,7 @@ class SqliteFile:
                 connection.close()
         self._part()
         self._claim.give_up()
+        self._looked_over_at = -math.inf
 
     def connection(self) -> sqlite3.Connection:
         """The writing connection; a new one after ``drop``. Raises the store's own errors."""
@@ -175,7 +213,72 @@ class SqliteFile:
         """Raises FailedPrecondition (STORE_LOCKED), Unavailable."""
         self._real = Path(os.path.realpath(self.path))
         self._claim.take(self._real)
+        if end_renewal(self._real):
+            self._claim.follow(self._real)
         self._home = identity_of(self._real)
+
+    def _open_or_renew(self, progress: Progress | None) -> None:
+        with self._translating():
+            if problem := misleads(self._real):
+                log.error("%s: %s", self.path, problem)
+                with contextlib.suppress(NothingFound):
+                    self._renew(progress)
+        try:
+            self.connection()
+        except PensieveError as error:
+            if not may_be_damage(error):
+                raise
+            log.error("%s", error.message)
+            self._refusal = None
+            try:
+                with self._translating():
+                    self._renew(progress)
+            except NothingFound:
+                raise error from None
+            self.connection()
+
+    def _look_over(self, patience_s: float, progress: Progress | None) -> bool:
+        """Whether anything was made good."""
+        connection, changed = self.connection(), False
+        try:
+            with self._translating():
+                with within(connection, patience_s):
+                    sound = is_sound(connection)
+                if not sound:
+                    changed = True
+                    log.error("the history file %s has damaged pages or indexes", self.path)
+                    if not reindexed(connection):
+                        self._renew(progress)
+                        connection = self.connection()
+                with within(connection, patience_s):
+                    changed |= mend_derived(connection, self._now()) > 0
+        except OutOfTime:
+            log.warning("%s is large: `pensieve store check` looks over all of it", self.path)
+        except NothingFound as error:
+            raise DataLoss(f"nothing can be read of {self.path}", reason="HISTORY_CORRUPT") from error
+        return changed
+
+    def _renew(self, progress: Progress | None) -> None:
+        """Put a new file with all that can be read in the place of this one.
+
+        Raises NothingFound, OSError and sqlite3's errors.
+        """
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._forget(connection)
+        self._part()
+        renew(self._real, self._now(), progress)
+        self._claim.follow(self._real)
+        self._home = identity_of(self._real)
+
+    @contextlib.contextmanager
+    def _translating(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise translated_os(error, self.path) from error
+        except FAILED as error:
+            raise translated(error, self.path) from error
 
     def _emptied(self, connection: sqlite3.Connection, *, interrupt: bool) -> bool:
         """Whether no read in hand and no other program kept the log of changes from it. Raises sqlite3's errors."""
@@ -195,7 +298,7 @@ class SqliteFile:
         log.error("the log of changes of %s was deleted while in use: what is in it is saved", self.path)
         try:
             saved = self._emptied(connection, interrupt=True)
-        except sqlite3.DatabaseError as error:
+        except FAILED as error:
             raise translated(error, self.path) from error
         if not saved:
             raise _refusals.unavailable(
@@ -225,7 +328,7 @@ class SqliteFile:
                 raise
         except OSError as error:
             raise translated_os(error, self.path) from error
-        except sqlite3.DatabaseError as error:
+        except FAILED as error:
             raise translated(error, self.path) from error
         return connection
 

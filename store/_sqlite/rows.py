@@ -31,7 +31,7 @@ from pensieve.store._sqlite.raw_rows import (
 )
 from pensieve.store._sqlite.request_ids import RequestIds
 from pensieve.store.contract import Key, MarkedTurn, TenantUsage
-from pensieve.store.records import Record
+from pensieve.store.records import Record, State
 
 _ID = "(SELECT id FROM sessions WHERE tenant = ? AND session_id = ?)"
 _COUNTED: Final = 1000
@@ -114,7 +114,10 @@ class Rows:
         if meta is None:
             meta = salvaged(key, raw.log, update_ms=now.wall_ms)
         elif raw.meta is not None:
-            meta = Meta(meta.row, meta.create_fingerprint, raw.meta.lease)
+            row = meta.row
+            if raw.meta.row.state is State.DAMAGED:  # a repair takes the mark off, if anything does
+                row = msgspec.structs.replace(row, state=State.DAMAGED)
+            meta = Meta(row, meta.create_fingerprint, raw.meta.lease)
         if session.log == raw.log:
             self._derive(key, number, meta, session)
         else:

@@ -9,12 +9,11 @@ store.records, store.redis_store, store.sqlite_store.
 
 from __future__ import annotations
 
-from pensieve.store._raw import Finding, Mode, Problem, RawStore, Remedy
+from pensieve.store._raw import Finding, Mode, Problem, Progress, RawSession, RawStore, Remedy
 from pensieve.store.maintenance.archive import BadBackup, Totals
 from pensieve.store.maintenance.copying import (
     Copied,
     CopyRefused,
-    Progress,
     WholeBackup,
     backup,
     move,
@@ -30,6 +29,7 @@ __all__ = [
     "Mode",
     "Problem",
     "Progress",
+    "RawSession",
     "RawStore",
     "CopyRefused",
     "Remedy",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -11,19 +11,12 @@ import msgspec
 
 from pensieve.store._examine import examine
 from pensieve.store._fix import fixed
-from pensieve.store._raw import RawSession, RawStore, at_rest, is_over, is_running
-from pensieve.store._rules import Meta
+from pensieve.store._raw import Problem, Progress, RawSession, RawStore, at_rest, is_over, is_running, silent
+from pensieve.store._rules import Known, Meta
 from pensieve.store.contract import Key
 from pensieve.store.maintenance.archive import ArchiveWriter, Totals, read_sessions
 from pensieve.store.maintenance.merge import MergeChoice, choose
 from pensieve.store.records import State
-
-Progress = Callable[[str, int, int | None], None]
-"""What is being done, how many sessions are done, and of how many."""
-
-
-def silent(_what: str, _done: int, _of: int | None) -> None:
-    """Progress that nobody watches."""
 
 
 class CopyRefused(Exception):
@@ -95,8 +88,8 @@ async def backup(
             session = await source.session(key)
             if session is None:
                 continue  # gone since the list was made
+            session, damage = as_backed_up(session, await source.now())
             meta = None if session.meta is None else at_rest(session.meta)
-            damage = tuple(one.detail for one in examine(session).findings)
             writer.add(replace(session, meta=meta), damage)
         progress("backing up", len(keys), len(keys))
         return writer.finish()
@@ -227,6 +220,15 @@ async def _verify(session: RawSession, target: RawStore, since: int) -> None:
         )
 
 
+def as_backed_up(session: RawSession, now: int) -> tuple[RawSession, tuple[str, ...]]:
+    """``session`` with what is derived made good, and what it has lost: nothing as long as its records are whole."""
+    examined = examine(session)
+    if examined.is_broken or any(one.problem is Problem.MARKED for one in examined.findings):
+        return session, tuple(one.detail for one in examined.findings)
+    fix = fixed(examined, truncate=False, now=now)
+    return session if fix is None else fix.session, ()
+
+
 def as_restored(session: RawSession, now: int) -> RawSession | None:
     """``session`` as it is written to another store; what is not sound is marked. None: nothing of it can be read."""
     examined = examine(session)
@@ -237,7 +239,14 @@ def as_restored(session: RawSession, now: int) -> RawSession | None:
     if examined.is_broken and meta.row.state is State.ACTIVE:
         row = msgspec.structs.replace(meta.row, state=State.DAMAGED)
         meta = Meta(row, meta.create_fingerprint, meta.lease)
-    return RawSession(session.key, meta, session.log, dict(session.requests))
+    requests = dict(session.requests)
+    for (
+        request_id,
+        revision,
+    ) in examined.request_ids().items():  # a backup may lack some that its records name
+        if request_id not in requests or requests[request_id].revision != revision:
+            requests[request_id] = Known("", revision)
+    return RawSession(session.key, meta, session.log, requests)
 
 
 def content(session: RawSession) -> tuple[object, ...]:

@@ -12,10 +12,9 @@ import msgspec
 from pensieve.store import _refusals
 from pensieve.store._examine import Examined, examine
 from pensieve.store._fix import fixed
-from pensieve.store._raw import Finding, RawSession, RawStore, Remedy
+from pensieve.store._raw import Finding, Progress, RawSession, RawStore, Remedy, silent
 from pensieve.store.contract import Key
 from pensieve.store.maintenance.archive import ArchiveWriter, Totals
-from pensieve.store.maintenance.copying import Progress, silent
 
 
 class Survey(msgspec.Struct):
@@ -100,7 +99,7 @@ async def repair(
     if only is None:
         done.findings += await store.about_store()
         if apply and any(one.remedy is Remedy.REBUILD for one in done.findings):
-            await store.tidy()
+            await store.tidy(progress)
             await store.flush()
     stamps: dict[Key, str] = {}
     with contextlib.ExitStack() as stack:

@@ -103,7 +103,7 @@ async def test_damage_is_told_and_never_a_bug(tmp_path: Path) -> None:
         await attempt(store.delete(KEYS[0]))
         await attempt(store.ping())
         await store.close()
-    assert outcomes["answered"] > 100 and outcomes["HISTORY_CORRUPT"] > 100, outcomes
+    assert outcomes["answered"] > 100 and outcomes["HISTORY_CORRUPT"] > 50, outcomes
 
 
 def calls(store: HistoryStore, at: Key) -> list[Callable[[], Awaitable[object]]]:

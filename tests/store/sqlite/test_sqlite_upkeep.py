@@ -148,7 +148,8 @@ async def test_ping_tells_of_a_disk_that_is_nearly_full(
     await store.ping()
 
 
-async def test_ping_tells_of_a_damaged_file(tmp_path: Path) -> None:
+@pytest.mark.fault(43)
+async def test_a_file_with_a_damaged_page_is_served_without_what_it_has_lost(tmp_path: Path) -> None:
     path = tmp_path / "h.db"
     store = SqliteStore(path)
     await store.open()
@@ -159,13 +160,17 @@ async def test_ping_tells_of_a_damaged_file(tmp_path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(4096 * (page - 1))
         file.write(b"\xff" * 4096)
+    before = path.read_bytes()
     await store.open()
-    await store.ping()  # nobody has met the damage yet
+    await store.ping()
     with pytest.raises(DataLoss):
-        await store.create(row(OTHER), first_record(), "fp")
-    with pytest.raises(DataLoss, match="malformed"):
-        await store.ping()
+        await store.read(KEY)
+    assert (await store.load(KEY)).state is State.DAMAGED
+    await store.create(row(OTHER), first_record(), "fp")
+    await whole_turn(store, OTHER, 1)
     await store.close()
+    (kept,) = tmp_path.glob("h.db.damaged-*")
+    assert kept.read_bytes() == before
 
 
 async def test_an_unreadable_row_is_made_again_from_its_records(

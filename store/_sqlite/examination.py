@@ -1,0 +1,164 @@
+"""Whether a history file is what was written: its b-trees, and what it derives from its records.
+
+A damaged page is an error of SQLite when it is met. A row that is missing or out of place is none: it is just not
+found. So the file is looked over when it is opened, and again when a session turns out to have lost something.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sqlite3
+import time
+from collections.abc import Iterator
+from typing import Final
+
+from pensieve.store._clock import Moment
+from pensieve.store._sqlite.errors import FAILED, is_interrupt
+from pensieve.store._sqlite.proofs import named
+from pensieve.store._sqlite.raw_rows import columns_of, read_row
+from pensieve.store._sqlite.rows import Rows
+from pensieve.store.contract import Key
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S: Final = 10.0
+"""How long a start may take to look over the file. What is not looked at by then is only found when it is met."""
+TENANTS: Final = "SELECT tenant, COUNT(*), SUM(bytes) FROM sessions WHERE deleted = 0 GROUP BY tenant"
+ORPHANS: Final = """
+WITH RECURSIVE has(session) AS (
+    SELECT MIN(session) FROM records
+    UNION ALL
+    SELECT (SELECT MIN(session) FROM records WHERE session > has.session) FROM has WHERE has.session IS NOT NULL
+)
+SELECT has.session, (SELECT named FROM records WHERE session = has.session AND revision = 1)
+    FROM has WHERE has.session IS NOT NULL AND has.session NOT IN (SELECT id FROM sessions NOT INDEXED)
+"""
+"""Numbers of sessions that have records and no row, with the name in their first record."""
+_DERIVED: Final = ("sessions", "requests", "labels", "marks", "tenants")
+_STEPS: Final = 10_000
+
+
+class OutOfTime(Exception):
+    """The patience is over."""
+
+
+def is_sound(connection: sqlite3.Connection) -> bool:
+    """Whether every page and index is as SQLite would write it. Reads the whole file. Raises OutOfTime."""
+    try:
+        tables = {
+            name for (name,) in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")
+        }
+        derived = [
+            f"integrity_check({table})" for table in _DERIVED if table in tables
+        ]  # an older file has fewer
+        for check in (*derived, "integrity_check(1)"):
+            if connection.execute(f"PRAGMA {check}").fetchall() != [("ok",)]:
+                return False
+    except FAILED as error:
+        if is_interrupt(error):
+            raise OutOfTime from error
+        return False
+    return True
+
+
+def reindexed(connection: sqlite3.Connection) -> bool:
+    """Make all indexes anew; whether the file is sound then. Otherwise nothing was changed."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        connection.execute("REINDEX")
+        if is_sound(connection):
+            connection.execute("COMMIT")
+            return True
+    except FAILED:
+        pass
+    finally:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+    return False
+
+
+def mend_derived(connection: sqlite3.Connection, now: Moment) -> int:
+    """Make what contradicts the records anew; for how many sessions. Raises sqlite3's errors, OutOfTime."""
+    try:
+        wrong = list(dict.fromkeys(_wrong(connection)))
+        sums = set(connection.execute("SELECT * FROM tenants WHERE sessions <> 0 OR bytes <> 0"))
+        sums_hold = sums == set(connection.execute(TENANTS))
+    except sqlite3.OperationalError as error:
+        if is_interrupt(error):
+            raise OutOfTime from error
+        raise
+    if not wrong and sums_hold:
+        return 0
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        rows = Rows(connection)
+        for key in wrong:
+            rows.mend(key, now)
+        make_sums(connection)
+        connection.execute("COMMIT")
+    finally:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+    if wrong:
+        log.error(
+            "the history file contradicted its records: what is derived of %d sessions is made again",
+            len(wrong),
+        )
+    return len(wrong)
+
+
+def make_sums(connection: sqlite3.Connection) -> None:
+    """Sum up anew what tenants take, and remove derived rows of no session."""
+    for table in ("requests", "labels", "marks"):
+        connection.execute(
+            f"DELETE FROM {table} WHERE session NOT IN (SELECT id FROM sessions NOT INDEXED)"
+            " AND session NOT IN (SELECT session FROM records)"
+        )
+    connection.execute("DELETE FROM tenants")
+    connection.execute(f"INSERT INTO tenants {TENANTS}")
+
+
+@contextlib.contextmanager
+def within(connection: sqlite3.Connection, seconds: float) -> Iterator[None]:
+    """Statements are interrupted when the time is over."""
+    until = time.monotonic() + seconds
+    connection.set_progress_handler(lambda: int(time.monotonic() > until), _STEPS)
+    try:
+        yield
+    finally:
+        connection.set_progress_handler(None, 0)
+
+
+def _wrong(connection: sqlite3.Connection) -> Iterator[Key]:
+    """Sessions whose rows fail a check that can be made without reading their records."""
+    counted = {
+        table: dict(connection.execute(f"SELECT session, {value} FROM {table} GROUP BY session").fetchall())
+        for table, value in (("requests", "SUM(crc)"), ("marks", "COUNT(*)"), ("labels", "COUNT(*)"))
+    }
+    for number, tenant, session_id, crc, blob, requests_sum, marks, labels, *columns in connection.execute(
+        "SELECT id, tenant, session_id, crc, meta, requests_sum, marks, labels, update_ms, expire_ms, deleted, leased"
+        " FROM sessions NOT INDEXED"
+    ):
+        key = Key(str(tenant), str(session_id))
+        meta = read_row(key, crc, blob).meta
+        if meta is None:
+            yield _right_name(connection, number) or key
+        elif (
+            columns_of(meta) != tuple(columns)
+            or counted["requests"].get(number, 0) != requests_sum
+            or counted["marks"].get(number, 0) != marks
+            or not counted["labels"].get(number, 0) == labels == len(meta.row.labels)
+        ):
+            yield key
+    for _, name in connection.execute(ORPHANS):
+        lost = named(name)
+        if lost is not None:
+            yield lost
+
+
+def _right_name(connection: sqlite3.Connection, number: int) -> Key | None:
+    found = connection.execute(
+        "SELECT named FROM records WHERE session = ? AND revision = 1", (number,)
+    ).fetchone()
+    return None if found is None else named(found[0])

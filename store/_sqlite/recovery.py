@@ -1,0 +1,235 @@
+"""All sessions of a damaged history file, put together from whatever rows its pages still hold.
+
+The records prove themselves: each has a checksum, and a chain of hashes joins those of a session. Their rows name
+their session by a number; the names are found in its row, in its first record, or in an index.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from pensieve.store._codec import StoredRecord, chain_hash
+from pensieve.store._raw import Problem, RawSession, Remedy, finding, in_order
+from pensieve.store._rules import Known, Meta
+from pensieve.store._sqlite.pages import PageRow, Pages
+from pensieve.store._sqlite.proofs import named
+from pensieve.store._sqlite.raw_rows import proven_request, read_row
+from pensieve.store.contract import Key
+from pensieve.store.records import State
+
+NAMELESS: Final = "lost+found"
+"""Tenant of sessions of which only records are left."""
+_TOLD_EACH: Final = 256
+
+_STAGE: Final = """
+CREATE TABLE record (session INTEGER, revision INTEGER, data BLOB, crc INTEGER, hash TEXT, place INTEGER);
+CREATE TABLE row (session INTEGER, tenant TEXT, session_id TEXT, crc INTEGER, meta BLOB, place INTEGER);
+CREATE TABLE name (session INTEGER, tenant TEXT, session_id TEXT, worth INTEGER);
+CREATE TABLE request (session INTEGER, request_id TEXT, fingerprint TEXT, revision INTEGER, place INTEGER);
+"""
+_INDEXES: Final = """
+CREATE INDEX record_session ON record (session, revision);
+CREATE INDEX row_session ON row (session);
+CREATE INDEX name_session ON name (session);
+CREATE INDEX request_session ON request (session);
+"""
+
+
+class RecoveredFile:
+    """What could be read of one file. Holds its rows in a temporary file of its own until ``close``."""
+
+    def __init__(self, path: Path, progress: Callable[[int, int], None] = lambda _done, _of: None) -> None:
+        """Reads all pages. ``progress``: pages read, and of how many. Raises OSError."""
+        self._stage = sqlite3.connect("", isolation_level=None, check_same_thread=False)
+        self._stage.execute("PRAGMA synchronous = OFF")
+        self._stage.executescript(_STAGE)
+        self._stage.execute("BEGIN")
+        self.store_id = ""
+        """ "" where it is lost."""
+        pages, done = Pages(path), 0
+        for row in pages.rows():
+            if row is not None:
+                self._take(row)
+                continue
+            done += 1
+            if done % _TOLD_EACH == 0:
+                progress(done, len(pages))
+        pages.close()
+        self._stage.execute("COMMIT")
+        self._stage.executescript(_INDEXES)
+        self._numbers = self._named()
+
+    def close(self) -> None:
+        self._stage.close()
+
+    def keys(self) -> list[Key]:
+        return in_order(self._numbers)
+
+    def numbers(self) -> dict[Key, int]:
+        """The number of each session in the file."""
+        return self._numbers
+
+    def session(self, key: Key) -> RawSession | None:
+        number = self._numbers.get(key)
+        if number is None:
+            return None
+        meta, claimed, problem = self._row(number, key)
+        requests = {
+            str(name): Known(str(fingerprint), int(revision))
+            for name, fingerprint, revision in self._stage.execute(
+                "SELECT request_id, fingerprint, revision FROM request WHERE session = ? ORDER BY place",
+                (number,),
+            )
+        }
+        if meta is not None and meta.row.state is State.DELETED:
+            return RawSession(key, meta)
+        log = self._log(number, "" if meta is None else meta.row.head_hash)
+        if meta is None:
+            lost = finding(key, Problem.ROW, problem, Remedy.REBUILD)
+            return RawSession(key, None, log, requests, (lost,), claimed=claimed)
+        right = {name: known for name, known in requests.items() if known.revision <= meta.row.revision}
+        stamp = hashlib.sha1(repr(meta).encode(), usedforsecurity=False).hexdigest()
+        return RawSession(key, meta, log, right, (), stamp)
+
+    def _take(self, row: PageRow) -> None:
+        """Keep a row of a table that matters; tables are told apart by the forms of their rows."""
+        match row.values:
+            case [int(session), int(revision), bytes(data), int(crc), str(chain), *more] if (
+                row.of_table and len(more) <= 1 and session > 0 and revision > 0
+            ):
+                self._keep("record", session, revision, data, crc, chain, row.place)
+                key = named(more[0]) if more else None
+                if key is not None:
+                    self._keep("name", session, key.tenant, key.session_id, 3)
+            case [None, str(tenant), str(session_id), int(), int(), int(), int(), bytes(meta), *more] if (
+                row.of_table
+            ):
+                proof = more[1] if len(more) > 1 and isinstance(more[1], int) else None
+                self._keep("row", row.rowid, tenant, session_id, proof, meta, row.place)
+            case [int(session), str(request_id), str(fingerprint), int(revision), int(crc)] if (
+                not row.of_table
+            ):
+                if proven_request(session, request_id, fingerprint, revision, crc) is not None:
+                    self._keep("request", session, request_id, fingerprint, revision, row.place)
+            case [int(session), str(request_id), str(fingerprint), int(revision)] if not row.of_table:
+                self._keep("request", session, request_id, fingerprint, revision, row.place)
+            case [str(tenant), str(session_id), int(session)] if not row.of_table:
+                self._keep("name", session, tenant, session_id, 2 + 2 * row.is_whole)
+            case [str(tenant), int(), int(), str(session_id), int(session)] if not row.of_table:
+                self._keep("name", session, tenant, session_id, 2 + 2 * row.is_whole)
+            case [int(session), str(), str(), str(tenant), int(), str(session_id)] if not row.of_table:
+                self._keep("name", session, tenant, session_id, 1)
+            case ["store_id", str(store_id)]:
+                self.store_id = store_id
+
+    def _keep(self, table: str, *values: object) -> None:
+        try:
+            self._stage.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(values))})", values)
+        except (OverflowError, UnicodeEncodeError):
+            return  # no row that a store wrote
+
+    def _named(self) -> dict[Key, int]:
+        """A number for each session's name, and a name for each number that has records."""
+        named_by: dict[Key, tuple[int, int, int]] = {}
+        """How much speaks for the number: the worth of what names it, and its records."""
+        taken = set[int]()
+
+        def offer(session: int, tenant: object, session_id: object, worth: int) -> None:
+            key = Key(str(tenant), str(session_id))
+            records = 0
+            if worth < 4:
+                ((records,),) = self._stage.execute(
+                    "SELECT COUNT(DISTINCT revision) FROM record WHERE session = ?", (session,)
+                )
+                if not records:
+                    return
+            if key not in named_by or (worth, records) > named_by[key][:2]:
+                if key in named_by:
+                    taken.discard(named_by[key][2])
+                named_by[key] = worth, records, session
+                taken.add(session)
+
+        for session, tenant, session_id, crc, blob in self._stage.execute(
+            "SELECT session, tenant, session_id, crc, meta FROM row ORDER BY place DESC"
+        ):
+            if session not in taken and read_row(Key(tenant, session_id), crc, blob).meta is not None:
+                offer(session, tenant, session_id, 5)
+        names = self._stage.execute(
+            "SELECT session, tenant, session_id, worth FROM name UNION SELECT session, tenant, session_id, 1 FROM row"
+            " ORDER BY worth DESC"
+        ).fetchall()
+        for session, tenant, session_id, worth in names:
+            if session not in taken:
+                offer(session, tenant, session_id, worth)
+        have_names = {one[0] for one in names}
+        for (session,) in self._stage.execute(
+            "SELECT DISTINCT session FROM record ORDER BY session"
+        ).fetchall():
+            if session not in taken and session not in have_names and self._log(session, "", proven=True):
+                named_by[Key(NAMELESS, str(session))] = 0, 0, session
+        return {key: session for key, (_, _, session) in named_by.items()}
+
+    def _row(self, number: int, key: Key) -> tuple[Meta | None, tuple[int, str] | None, str]:
+        """The newest sound row; else what an unsound one claims, and what is wrong."""
+        claimed, problem = None, "its row is gone"
+        for tenant, session_id, crc, blob in self._stage.execute(
+            "SELECT tenant, session_id, crc, meta FROM row WHERE session = ? ORDER BY place DESC", (number,)
+        ):
+            read = read_row(key, crc, blob)
+            if read.meta is not None and (tenant, session_id) == (key.tenant, key.session_id):
+                return read.meta, None, ""
+            claimed, problem = claimed or read.claimed, read.problem or "its row has another name"
+        return None, claimed, problem
+
+    def _log(self, number: int, head_hash: str, *, proven: bool = False) -> tuple[StoredRecord, ...]:
+        """The session's records: a chain of them as long as one can be made, then whatever else is there.
+
+        ``proven``: none but those that have their checksums.
+        """
+        found: dict[int, list[StoredRecord]] = {}
+        for revision, data, crc, chain in self._stage.execute(
+            "SELECT revision, data, crc, hash FROM record WHERE session = ? ORDER BY revision, place DESC",
+            (number,),
+        ):
+            entry = StoredRecord(revision, data, crc, chain)
+            if entry not in found.setdefault(revision, []):
+                found[revision].append(entry)
+        if proven:
+            found = {
+                revision: sound
+                for revision, entries in found.items()
+                if (sound := [one for one in entries if zlib.crc32(one.data) == one.crc])
+            }
+        best: list[StoredRecord] = []
+        for first in found.get(1, ()):
+            chain_of = list(_chained(first, found))
+            if chain_of and chain_of[-1].head_hash == head_hash:
+                best = chain_of
+                break
+            best = max(best, chain_of, key=len)
+        rest = [
+            max(found[revision], key=lambda one: zlib.crc32(one.data) == one.crc)
+            for revision in sorted(found)
+            if revision > len(best)
+        ]
+        return (*best, *rest)
+
+
+def _chained(first: StoredRecord, found: dict[int, list[StoredRecord]]) -> Iterator[StoredRecord]:
+    """``first`` and the records that continue its chain; nothing if it is not sound itself."""
+    entry: StoredRecord | None = first if _continues("", first) else None
+    while entry is not None:
+        yield entry
+        last = entry
+        entry = next(
+            (one for one in found.get(last.revision + 1, ()) if _continues(last.head_hash, one)), None
+        )
+
+
+def _continues(previous: str, entry: StoredRecord) -> bool:
+    return zlib.crc32(entry.data) == entry.crc and chain_hash(previous, entry.data) == entry.head_hash
