@@ -96,6 +96,8 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     """Definitions of functions that the model may call, JSON; the chat template shows them at the beginning."""
     binding: ModelBinding | None = None
     """Set by the server, never by a client; None: made before it was kept."""
+    begun_ms: int = 0
+    """The time that a chat template which writes a date is given. Set by the server; 0: the template writes none."""
 
 
 class Item(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -188,7 +188,12 @@ class Sessions:
         return row
 
     async def append(
-        self, key: Key, entries: tuple[InputEntry, ...], request_id: str, expected_revision: int | None
+        self,
+        key: Key,
+        entries: tuple[InputEntry, ...],
+        request_id: str,
+        expected_revision: int | None,
+        followed_by: tuple[Role, ...] = (),
     ) -> tuple[SessionRow, tuple[Item, ...]]:
         """Add items behind the history, without an answer; the row, and the items. Idempotent by request id."""
         request_id = request_id or ids.new_request_id()
@@ -199,7 +204,7 @@ class Sessions:
 
         async def change(base: History) -> Change:
             made = await session_records.append(
-                self._renderer.of(key.tenant), base, entries, request_id, self._served
+                self._renderer.of(key.tenant), base, entries, request_id, self._served, followed_by
             )
             if known is None:
                 self._fitting_counts(base.apply(made, ""), limit)
