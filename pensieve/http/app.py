@@ -93,7 +93,7 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, PensieveError)
-    return HttpDoor.of(request).refusal(failure_of(error), request)
+    return HttpDoor.of(request).refusal(failure_of(error, request.url.path), request)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

@@ -2,10 +2,11 @@
 
 The process inherits two sockets: one that listens, and one end of a pair on which the server tells it what to do, a
 word a line. It says ``ready`` when it takes calls, then ``alive`` every ``ALIVE_S`` while its event loop turns. It says
-``away`` when it cannot reach the service, and ``back`` when it can. It answers ``metrics`` with that word, the length of
-the page, and on the next lines the page. At ``drain`` it takes no more calls and lets running ones end; at ``finish`` those that still run end with an error. It leaves when the other end
-closes, and the kernel kills it should it be stuck at that time. SIGINT, SIGTERM and SIGHUP, which a terminal and a
-service manager send to both, are for the server to act on.
+``away`` when it cannot reach the service, and ``back`` when it can. It answers ``metrics`` with that word, the length
+of the page, and on the next lines the page. At ``drain`` it takes no more calls and lets running ones end; at
+``finish`` those that still run end with an error. It leaves when the other end closes, and the kernel kills it should
+it be stuck at that time. SIGINT, SIGTERM and SIGHUP, which a terminal and a service manager send to both, are for the
+server to act on.
 """
 
 from __future__ import annotations

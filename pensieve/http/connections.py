@@ -1,10 +1,14 @@
-"""Bounds the connections of callers: in total, and those whose caller is not known yet, which make way for others."""
+"""Bounds the connections of callers: in total, and those whose caller is not known yet, which make way for others.
+
+And few requests of unknown callers are looked at together; the others cost no more than their connection.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import resource
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Final, Protocol
 
 OURS: Final = 128
@@ -14,6 +18,12 @@ SHARE: Final = 8
 """An address may open one more connection while it has fewer than so many times the free ones."""
 
 
+AT_ONCE: Final = 16
+"""Requests of unknown callers that are looked at together."""
+YOUNG_S: Final = 0.1
+"""A request that is not let in by then makes way for others: answers to guesses are held back."""
+
+
 class Connection(Protocol):
     """What is counted."""
 
@@ -21,7 +31,35 @@ class Connection(Protocol):
     def idle(self) -> bool: ...
 
     def evict(self) -> None:
-        """End soon, to make room."""
+        """End at once, to make room."""
+
+
+class Queue:
+    """Requests of unknown callers. Newest first: an old one has had its time. Used on one event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Connection, Callable[[], None]] = {}
+        self._looked_at: dict[Connection, asyncio.TimerHandle] = {}
+
+    def enter(self, one: Connection, start: Callable[[], None]) -> None:
+        """Call ``start`` when it is this request's turn."""
+        if len(self._looked_at) < AT_ONCE:
+            self._start(one, start)
+        else:
+            self._waiting[one] = start
+
+    def leave(self, one: Connection) -> None:
+        """The request has been let in or refused, or its connection is gone."""
+        self._waiting.pop(one, None)
+        if (timer := self._looked_at.pop(one, None)) is not None:
+            timer.cancel()
+            if self._waiting:
+                self._start(*self._waiting.popitem())
+
+    def _start(self, one: Connection, start: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self._looked_at[one] = loop.call_later(YOUNG_S, self.leave, one)
+        start()
 
 
 class Connections:
@@ -44,6 +82,7 @@ class Connections:
         """Oldest first."""
         self._address: dict[Connection, str] = {}
         self._of_address: dict[str, int] = {}
+        self.queue = Queue()
 
     def __len__(self) -> int:
         return len(self._address)
@@ -70,6 +109,7 @@ class Connections:
 
     def admitted(self, one: Connection) -> None:
         """The caller is known."""
+        self.queue.leave(one)
         if one in self._address and one not in self._known:
             self._forget_stranger(one)
             self._known[one] = None
@@ -84,6 +124,7 @@ class Connections:
         """The connection is closed."""
         if one not in self._address:
             return
+        self.queue.leave(one)
         if one in self._known:
             del self._known[one]
         else:

@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from types import FrameType
 from typing import Final
 
@@ -17,6 +18,7 @@ from pensieve.client import AsyncClient, RetryPolicy
 from pensieve.errors import PensieveError
 from pensieve.http.app import make_app
 from pensieve.http.common.admission import KEYLESS
+from pensieve.http.common.entrance import is_known
 from pensieve.http.common.settings import DoorSettings
 from pensieve.http.connections import Connections
 from pensieve.http.tls import TlsFiles, naming, renewing
@@ -108,7 +110,7 @@ def _without_delay(listener: socket.socket) -> None:
 def _config(
     app: Starlette, tls: TlsFiles | None, drain_s: int | None, proxies: tuple[str, ...]
 ) -> uvicorn.Config:
-    protocol: type[asyncio.Protocol] = guarded(Connections(proxies))
+    protocol: type[asyncio.Protocol] = guarded(Connections(proxies), partial(is_known, app.state.door))
     if tls is not None and tls.client_ca is not None:
         protocol = naming(protocol)
     return uvicorn.Config(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import http
 import uuid
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import msgspec
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from pensieve.http.common.entrance import ADMITTED
+from pensieve.http.common.entrance import ADMITTED, OPEN
 from pensieve.http.common.failures import HttpFailure
 from pensieve.http.connections import Connections
 
@@ -87,9 +88,11 @@ class _Outlet:
 class Guarded(HttpToolsProtocol):
     """One connection. See the module docstring."""
 
-    def __init__(self, connections: Connections, **options: Any) -> None:
+    def __init__(self, connections: Connections, knows: Callable[[Any], bool], **options: Any) -> None:
+        """``knows``: whether the caller of a request, given its scope, was let in before."""
         super().__init__(**options)
         self._connections = connections
+        self._knows = knows
         self._waiting = bytearray()
         """Read and not parsed."""
         self._scheduled = False
@@ -145,7 +148,7 @@ class Guarded(HttpToolsProtocol):
     def evict(self) -> None:
         """Make room for another connection, at once."""
         if not self.idle and not self.cycle.response_started:
-            self.transport.write(_answer(_full()))
+            self.transport.write(_EVICTED)
         self.transport.close()
 
     def pause_writing(self) -> None:
@@ -290,11 +293,23 @@ class Guarded(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        self._connections.queue.leave(self)
         super().on_response_complete()
         if self.transport.is_closing() or self._dropped is not None:
             return
         self._left_over = AHEAD
         self._wake()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        """A request begins at once where its caller is known, else when it is its turn among those of strangers."""
+        start = functools.partial(super()._start_asgi_task, cycle, app)
+        if cycle.scope["path"] in OPEN:
+            start()
+        elif self._knows(cycle.scope):
+            self.admitted()
+            start()
+        else:
+            self._connections.queue.enter(self, start)
 
     # ---- ends
 
@@ -343,12 +358,12 @@ class Guarded(HttpToolsProtocol):
         self._connections.leaving(self)
 
 
-def guarded(connections: Connections) -> type[Guarded]:
-    """The protocol of connections that all count in ``connections``."""
+def guarded(connections: Connections, knows: Callable[[Any], bool]) -> type[Guarded]:
+    """The protocol of connections that all count in ``connections``. ``knows``: see ``Guarded``."""
 
     class Counted(Guarded):
         def __init__(self, **options: Any) -> None:
-            super().__init__(connections, **options)
+            super().__init__(connections, knows, **options)
 
     return Counted
 
@@ -378,6 +393,9 @@ def _answer(failure: HttpFailure) -> bytes:
         f"{more}connection: close\r\n\r\n"
     )
     return head.encode() + body
+
+
+_EVICTED: Final = _answer(_full())
 
 
 def _end(timer: asyncio.TimerHandle | None) -> None:

@@ -179,7 +179,8 @@ class ConversationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ForkSession(self, request, context):
-        """Copies the history up to an item into a new session.
+        """Copies the history up to an item into a new session. With an item, what
+        DROP_OLDEST_TURNS had taken out of view is in view again, as far as it fits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

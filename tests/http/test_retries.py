@@ -177,16 +177,15 @@ async def test_a_conversation_keeps_its_own_instructions_and_tools() -> None:
         items = await rig.service.items(name)
         assert [item.item for item in items][: len(numbers)] == numbers
         assert [item.text for item in items] == ["Be kind.", "hi", "a", ANSWER, "b", ANSWER]
-        # Each turn is what a conversation with those instructions from the beginning would be.
+        # The one turn is as in a session with its instructions, the next as in a conversation that never had any.
         asked, plain = rig.service.link.generations
-        for system_prompt, generation, said in (
-            ("Be rude.", asked, [("user", "hi"), ("user", "a")]),
-            ("Be kind.", plain, [("user", "hi"), ("user", "a"), ("assistant", ANSWER), ("user", "b")]),
-        ):
-            other: list[Body] = [{"role": "system", "content": system_prompt}]
-            other += [{"role": role, "content": text} for role, text in said]
-            await ask(CHAT, {"messages": other})
-            assert rig.service.link.generations[-1].tokens == generation.tokens
+        rude = [{"role": "system", "content": "Be rude."}, *talk("hi"), *talk("a")]
+        await ask(CHAT, {"messages": rude})
+        assert rig.service.link.generations[-1].tokens == asked.tokens
+        other = (await ask(CONVERSATIONS, {"items": system})).json()["id"]
+        for text in ("a", "b"):
+            await ask(RESPONSES, {"input": text, "conversation": other})
+        assert rig.service.link.generations[-1].tokens == plain.tokens
 
 
 REFUSED = {"temperature": -1.0}
@@ -279,6 +278,15 @@ async def test_long_histories_and_many_new_messages_are_brought_in() -> None:
                 (body.get("input") or body["messages"])[-1]["content"],
                 ANSWER,
             ]
+        # What was taken out since is not added again by a retry.
+        response = (await ask(*cases[-1][:2], f"key {len(cases) - 1}")).json()["id"]
+        await rig.client.responses.delete(response)
+        newest = (await rig.client.conversations.items.list(conversation, limit=1)).data[0]
+        assert newest.id is not None
+        await rig.client.conversations.items.delete(newest.id, conversation_id=conversation)
+        left = (await rig.service.session(f"sessions/{conversation.replace('_', '-')}")).item_count
+        await ask(*cases[-1][:2], f"key {len(cases) - 1}", status=404)
+        assert (await rig.service.session(f"sessions/{conversation.replace('_', '-')}")).item_count == left
         # A conversation that refuses the turn has none of the items.
         name = f"sessions/{conversation.replace('_', '-')}"
         before = [item.item for item in await rig.service.items(name)]
@@ -287,7 +295,7 @@ async def test_long_histories_and_many_new_messages_are_brought_in() -> None:
         assert [item.item for item in await rig.service.items(name)] == before
         del refused["temperature"]
         await ask(RESPONSES, refused, "again")
-        assert len(await rig.service.items(name)) == len(before) + 71
+        assert (await rig.service.session(name)).item_count == len(before) + 71
 
 
 async def test_system_messages_alone_are_answered() -> None:

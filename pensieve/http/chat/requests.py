@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
 from pensieve.client import Role, TurnOptions
+from pensieve.http.common import fields
 from pensieve.http.common.contents import Content, Said, Talk, called, said, talk_of, text_of
 from pensieve.http.common.failures import bad, unsupported
 from pensieve.http.common.logprobs import MAX_TOP
@@ -37,6 +39,8 @@ class Message(msgspec.Struct, frozen=True):
     content: Content = None
     name: str | None = None
     tool_calls: list[ChatCall] | None = None
+    function_call: Any = None
+    audio: Any = None
     tool_call_id: str | None = None
 
 
@@ -56,8 +60,34 @@ class AskedChat(NamedTuple):
 
 
 class ChatRequest(Drawing, kw_only=True):
-    """The request; ``session`` is not OpenAI's. Fields that are not here are ignored."""
+    """The request; ``session`` is not OpenAI's."""
 
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
+        "cache_prompt": "cached state is used wherever there is some",
+        "chat_id": "histories are found by what they say",
+        "metadata": "a completion is told once",
+        "prediction": "it makes an answer faster, not another one",
+        "prompt_cache_key": "beginnings are shared whatever it says",
+        "reasoning": "the model thinks as its template has it",
+        "reasoning_effort": "the model thinks as its template has it",
+        "safety_identifier": "users are not told apart",
+        "service_tier": "there is one",
+        "session_id": "histories are found by what they say",
+        "store": "histories are kept for a day, whatever it says",
+        "user": "users are not told apart",
+        "verbosity": "the model knows of none",
+    }
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        **fields.REFUSED,
+        "best_of": "belongs to completions",
+        "conversation": "belongs to responses",
+        "echo": "belongs to completions",
+        "function_call": "function calls go by tools and tool_choice",
+        "max_output_tokens": "is max_completion_tokens in chat completions",
+        "previous_response_id": "belongs to responses",
+        "suffix": "belongs to completions",
+        "text": "belongs to responses",
+    }
     messages: list[Message]
     model: str | None = None
     stream: bool | None = False
@@ -132,6 +162,10 @@ class ChatRequest(Drawing, kw_only=True):
 
 
 def _said(message: Message, param: str) -> Said:
+    if message.function_call is not None:
+        raise unsupported(f"{param}.function_call", "calls are told as tool_calls")
+    if message.audio is not None:
+        raise unsupported(f"{param}.audio", "only text is supported")
     if message.role == "tool":
         text = text_of(message.content, f"{param}.content")
         return Said(Role.TOOL, text, call_id=message.tool_call_id or "")

@@ -1,7 +1,7 @@
 """Lets a request in before anything of its body is read: the service is asked first whether it knows the caller.
 
-The question goes over one connection that all callers share, so that an invented key costs no file. Few of those whose
-key is not known yet are asked about at a time, and each answer is remembered for a moment, in a bounded table.
+The question goes over one connection that all callers share, so that an invented key costs no file. Each answer is
+remembered for a moment, in a bounded table.
 """
 
 from __future__ import annotations
@@ -37,10 +37,6 @@ PATIENT_REFUSALS: Final = 10
 a caller who tries again and again has no more than these."""
 REMEMBERED: Final = 4096
 """Credentials, good and bad ones each."""
-AT_ONCE: Final = 16
-"""Unknown credentials that are asked about at a time."""
-YOUNG_S: Final = 0.1
-"""A question that has no answer by then makes way for others: the service holds answers to guesses back."""
 MOST_QUESTIONS: Final = 256
 """Questions that wait for an answer. Of more, the oldest is given up: a good credential is confirmed in a moment."""
 RECHECK_S: Final = 2.0
@@ -70,10 +66,13 @@ class Admission:
         self._good: OrderedDict[bytes, _Good] = OrderedDict()
         self._bad: OrderedDict[bytes, _Bad] = OrderedDict()
         self._questions: dict[bytes, asyncio.Task[ServerInfo | None]] = {}
-        self._turn = asyncio.Semaphore(AT_ONCE)
         self._closed = False
         self.keyless = False
         """Whether the service lets in callers without a credential, as far as it has said so."""
+
+    def knows(self, who: Who) -> bool:
+        """Whether the service has let in this credential before."""
+        return who.credential in self._good
 
     async def admit(self, who: Who) -> None:
         """Return when the service knows the caller.
@@ -146,8 +145,7 @@ class Admission:
         deadline = time.monotonic() + self._settings.patience_s
         while True:
             try:
-                async with self._place():
-                    return await client.server_info()
+                return await client.server_info()
             except Unauthenticated:
                 raise
             except PensieveError as error:
@@ -157,25 +155,6 @@ class Admission:
                 if time.monotonic() + pause >= deadline:
                     raise
             await asyncio.sleep(pause)
-
-    @asynccontextmanager
-    async def _place(self) -> AsyncIterator[None]:
-        """One of the places for questions, which is given up after ``YOUNG_S``."""
-        await self._turn.acquire()
-        left = False
-
-        def leave() -> None:
-            nonlocal left
-            if not left:
-                left = True
-                self._turn.release()
-
-        timer = asyncio.get_running_loop().call_later(YOUNG_S, leave)
-        try:
-            yield
-        finally:
-            timer.cancel()
-            leave()
 
     @asynccontextmanager
     async def _client(self, who: Who, timeout_s: float) -> AsyncIterator[AsyncClient]:

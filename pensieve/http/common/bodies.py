@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from pensieve.http.common.credentials import HOLDER
 from pensieve.http.common.failures import HttpFailure
+from pensieve.http.common.fields import check_fields
 from pensieve.http.common.room import BodyRoom, HeldRoom, given_up
 
 P = ParamSpec("P")
@@ -124,6 +125,7 @@ def _decoded(data: bytes, kind: type[T], made: Callable[[T], R]) -> R:
         raise HttpFailure(400, "the body is nested too deep", code="invalid_json") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise HttpFailure(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+    check_fields(data, kind)
     return made(body)
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 import uuid
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
 from typing import Any, Final
 
 import msgspec
@@ -11,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pensieve.client import ServerInfo
+from pensieve.errors import PensieveError
 from pensieve.http.common.admission import Admission
 from pensieve.http.common.bodies import Bodies
 from pensieve.http.common.callers import Caller, Callers
@@ -33,7 +38,24 @@ class HttpDoor:
         self.callers = Callers(settings)
         self.heads = Heads(settings.max_heads)
         self.readiness = Readiness(settings)
+        self._following: dict[asyncio.Task[None], str] = {}
         self._infos: dict[bytes, tuple[float, ServerInfo]] = {}
+
+    def follow(self, turn_id: str, work: Coroutine[Any, Any, object], held: AsyncExitStack) -> None:
+        """Let the ``work`` of a turn go on after its request was answered; ``held`` is closed when it has ended."""
+
+        async def following() -> None:
+            async with held:
+                with contextlib.suppress(PensieveError):  # Whoever asks for the outcome is told.
+                    await work
+
+        task = asyncio.create_task(following())
+        self._following[task] = turn_id
+        task.add_done_callback(self._following.pop)
+
+    def follows(self, turn_id: str) -> bool:
+        """Whether the turn is followed: should its engine die, it is begun again."""
+        return turn_id in self._following.values()
 
     async def close(self) -> None:
         """End all connections: streams end with an error event, calls with 503."""

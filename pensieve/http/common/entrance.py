@@ -64,6 +64,14 @@ class Entrance:
             admitted()
 
 
+def is_known(door: HttpDoor, scope: Scope) -> bool:
+    """Whether the caller of a request was let in before."""
+    try:
+        return door.admission.knows(who_calls(Request(scope), vouches=door.settings.vouches))
+    except HttpFailure:
+        return False
+
+
 def has_body(request: Request) -> bool:
     """Whether a body comes with the request."""
     return request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers

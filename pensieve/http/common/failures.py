@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from typing import Any, Final
 
 from pensieve.errors import InvalidArgument, PensieveError
@@ -71,13 +73,30 @@ _PARAMS: Final = {
     "tools_json": "tools",
     "overflow_policy": "truncation",
     "begin_with": "tool_choice",
+    "turn_tools": "tools",
+    "turn_system_prompt": "instructions",
     "system_prompt": "instructions",
 }
 """Fields of the service that have another name at the door."""
 
 
-def failure_of(error: PensieveError) -> HttpFailure:
-    """What the service said, as the door says it."""
+_ELSEWHERE: Final[Mapping[str, Mapping[str, str]]] = {
+    "/v1/chat/completions": {
+        **dict.fromkeys(("input", "items", "initial_items", "instructions"), "messages"),
+        "max_output_tokens": "max_tokens",
+    },
+    "/v1/completions": {
+        **dict.fromkeys(("input", "items", "initial_items"), "prompt"),
+        "max_output_tokens": "max_tokens",
+    },
+    "/v1/responses": {"items": "input", "initial_items": "input"},
+    "/v1/conversations": dict.fromkeys(("input", "initial_items", "instructions"), "items"),
+}
+"""By the beginning of a path: fields of the door that its requests have under another name."""
+
+
+def failure_of(error: PensieveError, path: str = "") -> HttpFailure:
+    """What the service said, as the door says it to a request of this path."""
     if error.reason == "CLIENT_CLOSED":  # the door closed it, because it ends
         return HttpFailure(
             503, "the server is shutting down", kind="server_error", code="draining", retry_after_s=1.0
@@ -87,7 +106,7 @@ def failure_of(error: PensieveError) -> HttpFailure:
     status, kind = _STATUS.get(error.code, (500, "server_error"))
     message, param = error.message, "Idempotency-Key" if error.reason == "REQUEST_ID_REUSED" else None
     if isinstance(error, InvalidArgument) and error.violations:
-        named = [(_field(path), problem) for path, problem in error.violations]
+        named = [(_field(where, path), problem) for where, problem in error.violations]
         message, param = "; ".join(f"{name}: {problem}" for name, problem in named), named[0][0]
     return HttpFailure(
         status,
@@ -114,10 +133,14 @@ def _unreachable(error: PensieveError) -> HttpFailure:
     return HttpFailure(status, f"the call of the service failed ({code})", kind=kind, code=code.lower())
 
 
-def _field(path: str) -> str:
-    """The field of the request that ended up at ``path`` in the service's."""
-    name = path.rpartition(".")[2]
-    return _PARAMS.get(name, name)
+def _field(where: str, path: str) -> str:
+    """The field of a request of this path that ended up at ``where`` in the service's."""
+    name = re.sub(r"\[\d+\]", "", where.rpartition(".")[2])
+    name = _PARAMS.get(name, name)
+    for beginning, names in _ELSEWHERE.items():
+        if path.startswith(beginning):
+            return names.get(name, name)
+    return name
 
 
 def bad(param: str, problem: str, code: str | None = None) -> HttpFailure:

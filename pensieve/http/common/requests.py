@@ -17,6 +17,7 @@ _KEYS: Final = uuid.UUID("6c0cbb0c-6c43-4b0e-9f5c-2a4a52c0a3d1")
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 MAX_ELEMENTS: Final = 16384
@@ -39,7 +40,7 @@ class ChunkOptions(msgspec.Struct, frozen=True):
 
 
 class Drawing(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """How tokens are drawn, and how long their state is wanted; the last five are not OpenAI's. The service checks
+    """How tokens are drawn, and how long their state is wanted; the last six are not OpenAI's. The service checks
     ranges."""
 
     temperature: float | None = None
@@ -55,6 +56,7 @@ class Drawing(msgspec.Struct, kw_only=True, omit_defaults=True):
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
     min_tokens: Natural | None = None
+    stop_token_ids: list[TokenId] | None = None
 
     def options(self) -> TurnOptions:
         """Those that are set, for the SDK."""
@@ -79,6 +81,9 @@ class Drawing(msgspec.Struct, kw_only=True, omit_defaults=True):
             given["ignore_eos"] = self.ignore_eos
         if self.min_tokens is not None:
             given["min_output_tokens"] = self.min_tokens
+        if self.stop_token_ids:
+            check_number(self.stop_token_ids, "stop_token_ids")
+            given["stop_token_ids"] = self.stop_token_ids
         ttl = self.prompt_cache_options.ttl if self.prompt_cache_options is not None else None
         if self.prompt_cache_retention == "24h" or ttl == "12h":
             given["importance"] = LONG_CACHED

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, NamedTuple, cast
-
-import msgspec
+from collections.abc import Mapping
+from typing import ClassVar, Final, NamedTuple, cast
 
 from pensieve.client import RawText, TurnOptions
+from pensieve.http.common import fields
 from pensieve.http.common.failures import bad, unsupported
-from pensieve.http.common.requests import ChunkOptions, Drawing, Positive, by_token, check_number
+from pensieve.http.common.requests import ChunkOptions, Drawing, Positive, TokenId, by_token, check_number
 
 MAX_PROMPTS: Final = 128
 """Of one request: each is a turn."""
@@ -16,7 +16,6 @@ MAX_TOKENS: Final = 16
 """Of an answer, unless the request says otherwise: OpenAI's default."""
 MAX_TOP: Final = 5
 
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Prompt = RawText | list[int]
 
 
@@ -30,8 +29,23 @@ class AskedCompletion(NamedTuple):
 
 
 class CompletionRequest(Drawing, kw_only=True):
-    """The request; ``return_token_ids`` is vLLM's. Fields that are not here are ignored."""
+    """The request; ``return_token_ids`` is vLLM's."""
 
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
+        "cache_prompt": "cached state is used wherever there is some",
+        "metadata": "a completion is not kept",
+        "prompt_cache_key": "beginnings are shared whatever it says",
+        "safety_identifier": "users are not told apart",
+        "service_tier": "there is one",
+        "store": "a completion is not kept",
+        "user": "users are not told apart",
+    }
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        **fields.REFUSED,
+        "max_completion_tokens": "is max_tokens in completions",
+        "max_output_tokens": "is max_tokens in completions",
+        "messages": "belong to chat completions",
+    }
     prompt: str | list[str | TokenId | list[TokenId]] | None = None
     model: str | None = None
     stream: bool | None = False

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
-from pensieve.client import AsyncSession, Role, Turn, TurnState
+from pensieve.client import AsyncSession, Role, Turn, TurnState, Usage
 from pensieve.errors import Aborted, Cancelled, NotFound
 from pensieve.http.common.callers import Caller
 from pensieve.http.common.calls import Call
@@ -26,6 +26,7 @@ from pensieve.http.responses.ids import ResponseId, conversation_id
 from pensieve.http.responses.kept import KeptResponse
 from pensieve.http.responses.objects import Response, input_message
 from pensieve.http.responses.pages import page
+from pensieve.http.responses.references import resolved
 from pensieve.http.responses.requests import ResponseRequest
 from pensieve.http.tools.definitions import tool_use
 
@@ -39,9 +40,10 @@ async def create(request: Request) -> HttpResponse:
         caller = await held.enter_async_context(door.callers.of(request))
         model = await door.model_of(caller, body.model)
         info = await door.info_of(caller)
+        call = await door.bodies.aside(request, Call.of, request, body)
+        asked = await resolved(asked, caller, info)
         use = await door.bodies.aside(request, tool_use, info, body.tools or (), body.tool_choice)
         kept = KeptResponse(int(time.time()), model, body)
-        call = await door.bodies.aside(request, Call.of, request, body)
         if not body.stored:
             call = call.unstored()
         annotations = await door.bodies.aside(request, lambda: kept.annotations)
@@ -60,6 +62,8 @@ async def create(request: Request) -> HttpResponse:
             )
             return EventStream(chunks, held.pop_all(), door.headers(request))
         if body.background:
+            # Followed to its end without a listener: the SDK begins it again when the engine dies under it.
+            door.follow(begun.id.turn_id, begun.stream.finish(), held.pop_all())
             return door.answer(response.begun(), request)
         turn = await while_there(request, begun.stream.finish())
         _remember(door, begun, turn)
@@ -72,7 +76,7 @@ async def retrieve(request: Request) -> HttpResponse:
     door = HttpDoor.of(request)
     async with AsyncExitStack() as held:
         caller = await held.enter_async_context(door.callers.of(request))
-        found, session, turn = await _find(request, caller)
+        found, session, turn = await _find(request, caller, lost=True)
         if request.query_params.get("stream") != "true":
             return door.answer(await _later(door, caller, found, turn), request)
         if not found.background:
@@ -121,8 +125,13 @@ async def input_items(request: Request) -> HttpResponse:
     return door.answer(page(items, request), request)
 
 
-async def _find(request: Request, caller: Caller) -> tuple[ResponseId, AsyncSession, Turn]:
-    """The turn that an id names. Raises HttpFailure (404)."""
+async def _find(
+    request: Request, caller: Caller, *, lost: bool = False
+) -> tuple[ResponseId, AsyncSession, Turn]:
+    """The turn that an id names. Raises HttpFailure (404).
+
+    ``lost``: a background response that its server took with it is a failed one.
+    """
     text = request.path_params["response"]
     found = ResponseId.parse(text)
     if found is None:
@@ -133,9 +142,30 @@ async def _find(request: Request, caller: Caller) -> tuple[ResponseId, AsyncSess
         erased = turn.discard_reason == Cancelled.default_reason
         if erased or (turn.output is not None and await answer_item(session, turn) is None):
             raise _missing(text)
-    except NotFound:
-        raise _missing(text) from None
+    except NotFound as error:
+        if not (lost and found.background and error.reason == "TURN_NOT_FOUND"):
+            raise _missing(text) from None
+        turn = _lost(session, found)
     return found, session, turn
+
+
+def _lost(session: AsyncSession, found: ResponseId) -> Turn:
+    """A turn that was accepted and has left no trace."""
+    return Turn(
+        session=session.name,
+        request_id=found.turn_id,
+        state=TurnState.DISCARDED,
+        text="",
+        finish_reason=None,
+        usage=Usage(),
+        revision=0,
+        base_revision=found.revision - 1,
+        seed=0,
+        stop_sequence="",
+        input=(),
+        output=None,
+        discard_reason="TURN_NOT_FOUND",
+    )
 
 
 async def _erase_empty(session: AsyncSession) -> None:
@@ -169,7 +199,11 @@ async def _erase(session: AsyncSession, turn: Turn) -> None:
 async def _later(door: HttpDoor, caller: Caller, found: ResponseId, turn: Turn) -> dict[str, Any]:
     """A response that is read after it was made."""
     response = Response.read(found, await door.info_of(caller), turn)
-    return response.begun() if turn.state is TurnState.RUNNING else response.ended(turn)
+    runs = turn.state is TurnState.RUNNING or (
+        # Its engine has died, and it is about to be begun again.
+        turn.discard_reason == "ENGINE_FAILED" and door.follows(turn.request_id)
+    )
+    return response.begun() if runs else response.ended(turn)
 
 
 def _missing(text: str) -> HttpFailure:

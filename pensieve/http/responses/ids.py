@@ -91,6 +91,16 @@ def item_id(session_id: str, item: int) -> str:
     return f"msg_{_text(_ITEM.pack(FAMILIES.index(family), session, item))}"
 
 
+def item_place(name: str) -> tuple[str, int] | None:
+    """Session and number of an item with an id by ``item_id``; None for anything else."""
+    prefix, _, text = name.partition("_")
+    data = _bytes(text)
+    if prefix not in ("msg", "fco") or data is None or len(data) != _ITEM.size:
+        return None
+    family, session, item = _ITEM.unpack(data)
+    return (f"{FAMILIES[family]}{session.hex()}", item) if family < len(FAMILIES) and item else None
+
+
 def conversation_id(session_id: str) -> str | None:
     """The conversation that a session is; None when it is none."""
     return session_id.replace("conv-", "conv_", 1) if session_id.startswith("conv-") else None

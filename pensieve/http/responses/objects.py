@@ -44,7 +44,7 @@ class Response:
         output = self._output(turn, status) if turn.output is not None else []
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
-            **self._snapshot(status),
+            **(self.failed("server_error", _problem(turn)) if status == "failed" else self._snapshot(status)),
             "completed_at": completed_at(turn) if status == "completed" else None,
             "incomplete_details": cut,
             "output": output,
@@ -118,6 +118,13 @@ class Response:
             "truncation": asked.truncation or "disabled",
             "usage": None,
         }
+
+
+def _problem(turn: Turn) -> str:
+    """Why there is no answer."""
+    if turn.discard_reason == "TURN_NOT_FOUND":
+        return "the answer was lost with the server that made it: ask again"
+    return f"the answer was not completed ({turn.discard_reason.lower() or 'unknown'}): ask again"
 
 
 def status_of(turn: Turn) -> str:

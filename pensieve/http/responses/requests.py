@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Final, NamedTuple
 
 import msgspec
 
 from pensieve.client import Role, TurnOptions
+from pensieve.http.common import fields
 from pensieve.http.common.contents import Content, Said, called, said, text_of
 from pensieve.http.common.failures import bad, unsupported
 from pensieve.http.common.logprobs import MAX_TOP
 from pensieve.http.common.requests import Drawing, Positive, check_number
 from pensieve.http.tools.definitions import OfferedTool, call_options, check_tools
 
+REFERENCE: Final = "item_reference"
+"""Type of an item that names another one."""
 MAX_METADATA: Final = 16
 MAX_METADATA_KEY: Final = 64
 MAX_METADATA_VALUE: Final = 512
@@ -29,6 +32,8 @@ class InputItem(msgspec.Struct, frozen=True):
     name: str | None = None
     arguments: str | None = None
     output: Content = None
+    id: str | None = None
+    """Of a reference: the item that it stands for."""
 
 
 class InConversation(msgspec.Struct, frozen=True):
@@ -57,11 +62,39 @@ class AskedResponse(NamedTuple):
     messages: list[Said]
     options: TurnOptions
     """For the SDK."""
+    refers: bool = False
+    """Whether items are named that have to be read first; there are no ``messages`` then."""
 
 
 class ResponseRequest(Drawing, kw_only=True):
-    """The request. Fields that are not here are ignored."""
+    """The request."""
 
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
+        "client_metadata": "clients are not told apart",
+        "include": "but for message.output_text.logprobs, what it names does not occur",
+        "max_tool_calls": "no tool runs at the server",
+        "prompt_cache_key": "beginnings are shared whatever it says",
+        "reasoning": "the model thinks as its template has it",
+        "safety_identifier": "users are not told apart",
+        "service_tier": "there is one",
+        "stream_options": "events are never padded",
+        "user": "users are not told apart",
+    }
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        **fields.REFUSED,
+        "best_of": "belongs to completions",
+        "context_management": "truncation says what becomes of a context that is too long",
+        "logit_bias": "belongs to the other endpoints",
+        "logprobs": 'is include: ["message.output_text.logprobs"] in responses',
+        "max_completion_tokens": "is max_output_tokens in responses",
+        "max_tokens": "is max_output_tokens in responses",
+        "messages": "are input in responses",
+        "n": "a response has one answer",
+        "reasoning_effort": "is reasoning.effort in responses",
+        "session": "belongs to chat completions: name a conversation",
+        "stop": "belongs to the other endpoints; stop_token_ids is honoured",
+        "verbosity": "is text.verbosity in responses",
+    }
     model: str | None = None
     input: str | list[InputItem] | None = None
     instructions: str | None = None
@@ -89,6 +122,9 @@ class ResponseRequest(Drawing, kw_only=True):
     def asked(self) -> AskedResponse:
         """Raises HttpFailure as ``check``, and for input that cannot be."""
         self.check()
+        if isinstance(self.input, list) and any(one.type == REFERENCE for one in self.input):
+            check_number(self.input, "input")
+            return AskedResponse(self, [], self.turn_options, refers=True)
         return AskedResponse(self, self.messages, self.turn_options)
 
     def check(self) -> None:

@@ -1,0 +1,82 @@
+"""Every field of a request is honoured, refused by name, or listed in the documentation as one without effect."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import msgspec
+import pytest
+
+from pensieve.http.chat.requests import ChatRequest
+from pensieve.http.common import fields
+from pensieve.http.completions.requests import CompletionRequest
+from pensieve.http.responses.requests import ResponseRequest
+from support.http.http_rig import door
+from support.service.service_rig import says
+
+HI = [{"role": "user", "content": "hi"}]
+ENDPOINTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "/v1/chat/completions": (ChatRequest, {"messages": HI}),
+    "/v1/completions": (CompletionRequest, {"prompt": "hi"}),
+    "/v1/responses": (ResponseRequest, {"input": "hi"}),
+}
+STRUCTURED = (
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "grammar", "json_schema",
+    "response_format", "regex", "format",
+)  # fmt: skip
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+async def test_what_would_change_the_answer_is_refused_by_name(path: str) -> None:
+    kind, body = ENDPOINTS[path]
+    async with door() as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as http:
+        for name in (*STRUCTURED, *kind.REFUSED, "whatever"):
+            answer = await http.post(path, json={**body, name: SCHEMA})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, name), answer.text
+            code = "unknown_parameter" if name == "whatever" else "unsupported_parameter"
+            assert error["code"] == code and name in error["message"]
+        assert not rig.service.link.generations
+        nothing: dict[str, Any] = dict.fromkeys((*kind.REFUSED, "whatever"))
+        for name, values in fields.NEUTRAL.items():
+            if name in kind.REFUSED:
+                nothing[name] = values[0]
+        anything = dict.fromkeys(kind.WITHOUT_EFFECT.keys() - set(names(kind)), "x")
+        answer = await http.post(path, json={**body, **nothing, **anything})
+        assert answer.status_code == 200, answer.text
+
+
+def names(kind: type[msgspec.Struct]) -> list[str]:
+    return [one.encode_name for one in msgspec.structs.fields(kind)]
+
+
+def test_the_documentation_lists_the_fields_without_effect() -> None:
+    text = (Path(__file__).parents[2] / "docs/http.md").read_text()
+    for path, (kind, _) in ENDPOINTS.items():
+        (row,) = re.findall(rf"^\| `{path}` \| (.*) \|$", text, re.M)
+        assert sorted(re.findall(r"`(\w+)`", row)) == sorted(kind.WITHOUT_EFFECT), path
+        assert set(kind.REFUSED) & set(names(kind)) <= {"response_format"}
+        assert not set(kind.REFUSED) & set(kind.WITHOUT_EFFECT)
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+async def test_stop_tokens(path: str) -> None:
+    _, body = ENDPOINTS[path]
+    async with door() as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as http:
+        rig.service.link.answer = lambda _: says("hello")
+        answer = await http.post(path, json={**body, "stop_token_ids": [5, 6]})
+        assert answer.status_code == 200, answer.text
+        assert rig.service.link.generations[-1].sampling.stop_token_ids == (5, 6)
+        refused = await http.post(path, json={**body, "stop_token_ids": [10**6]})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stop_token_ids")
+
+
+async def test_deprecated_calls_in_a_history_are_not_dropped() -> None:
+    async with door() as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as http:
+        call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+        answer = await http.post("/v1/chat/completions", json={"messages": [*HI, call, *HI]})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages[1].function_call")
