@@ -248,9 +248,11 @@ class AsyncSession(SessionView):
         """Number of the newest user item. Raises NotFound (ITEM_NOT_FOUND) when there is none."""
         return (await self._link.run(self._core.last_user_item()))[0]
 
-    async def items(self, *, include_tokens: bool = False, after_item: int = 0) -> list[Item]:
-        """The live history, oldest first, all from one revision."""
-        return await self._link.run(self._core.items(include_tokens, after_item))
+    async def items(
+        self, *, include_tokens: bool = False, after_item: int = 0, limit: int | None = None
+    ) -> list[Item]:
+        """The live history, oldest first, all from one revision; at most ``limit`` items, 1 or more."""
+        return await self._link.run(self._core.items(include_tokens, after_item, limit))
 
     async def append(
         self,

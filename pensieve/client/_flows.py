@@ -240,20 +240,25 @@ class SessionCore:
 
     # -- history
 
-    def items(self, include_tokens: bool, after_item: int) -> Flow[list[Item]]:
-        items, _ = yield from self._items(include_tokens, after_item)
+    def items(self, include_tokens: bool, after_item: int, limit: int | None = None) -> Flow[list[Item]]:
+        items, _ = yield from self._items(include_tokens, after_item, limit)
         return items
 
-    def _items(self, include_tokens: bool, after_item: int) -> Flow[tuple[list[Item], int]]:
+    def _items(
+        self, include_tokens: bool, after_item: int, limit: int | None = None
+    ) -> Flow[tuple[list[Item], int]]:
         found: list[Item] = []
         request = pb.ListItemsRequest(
-            name=self.name, page_size=PAGE, include_tokens=include_tokens, after_item=after_item or None
+            name=self.name,
+            page_size=PAGE if limit is None else min(limit, PAGE),
+            include_tokens=include_tokens,
+            after_item=after_item or None,
         )
         while True:
             response = yield from self.call("ListItems", request)
             found.extend(decode.item(one) for one in response.items)
-            if not response.next_page_token:
-                return found, response.revision
+            if not response.next_page_token or (limit is not None and len(found) >= limit):
+                return found[:limit], response.revision
             request.page_token = response.next_page_token
 
     def append(

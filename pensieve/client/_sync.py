@@ -248,9 +248,11 @@ class Session(SessionView):
         """Number of the newest user item. Raises NotFound (ITEM_NOT_FOUND) when there is none."""
         return self._link.run(self._core.last_user_item())[0]
 
-    def items(self, *, include_tokens: bool = False, after_item: int = 0) -> list[Item]:
-        """The live history, oldest first, all from one revision."""
-        return self._link.run(self._core.items(include_tokens, after_item))
+    def items(
+        self, *, include_tokens: bool = False, after_item: int = 0, limit: int | None = None
+    ) -> list[Item]:
+        """The live history, oldest first, all from one revision; at most ``limit`` items, 1 or more."""
+        return self._link.run(self._core.items(include_tokens, after_item, limit))
 
     def append(
         self,

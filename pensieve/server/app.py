@@ -133,7 +133,7 @@ class App:
             log.warning(warning)
         store = await self._open_store()
         if options.record is not None:
-            self._recorder = open_recorder(options.record)
+            self._recorder = open_recorder(options.record, self._metrics.recorded)
             self._stack.push_async_callback(self._recorder.close)
         self._link = ProcessLink(
             options.engine_options(folder, eos_token_ids=tokenizer.eos_token_ids),

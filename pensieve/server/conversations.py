@@ -114,9 +114,9 @@ class Conversations:
                 on_turn_refused(tenant, reason)
 
         self.turns = Turns(store, runner, settings, self.gate, ended, refused)
-        self.candidates = CandidateChooser(store, link, histories, renderer, runner)
         self.finder = TurnFinder(store, runner)
         self.quotas = StorageQuotas(store, tenants)
+        self.candidates = CandidateChooser(store, link, histories, renderer, runner, self.quotas.change)
         self.claims = RequestClaims(store, self.quotas)
         self.sessions = Sessions(store, link, histories, renderer, self.turns, served, settings, self.quotas)
         self.warmer = SessionWarmer(store, link, histories, renderer, self.turns, served, settings, on_warmed)

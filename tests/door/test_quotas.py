@@ -11,6 +11,7 @@ from pensieve.errors import PensieveError
 from pensieve.server.sessions import quotas
 from pensieve.server.tenants import TenantLimits, TenantTable
 from pensieve.v1 import pensieve_pb2 as pb
+from support.service.drawn_turns import drawing
 from support.service.service_rig import Rig, refusal, serving, spec, uid
 
 OTHER = (("tenant", "other"),)
@@ -103,6 +104,45 @@ async def test_stored_bytes() -> None:
         assert await rig.items(name)
         await rig.api.DeleteSession(pb.DeleteSessionRequest(name=name))
         assert await rig.session(await rig.create())
+
+
+async def test_choices_and_empty_rewinds_end_with_the_room() -> None:
+    limits = table(max_stored_bytes=100_000)
+    async with serving(tenants=limits, context_limit=4096) as rig:
+        name, turn = await rig.create(), drawing(3)
+        await rig.stream(name, turn)
+
+        def choice(candidate: int) -> pb.ChooseCandidateRequest:
+            return pb.ChooseCandidateRequest(session=name, request_id=turn.request_id, candidate=candidate)
+
+        def rewind(item: int, **fields: Any) -> pb.RewindSessionRequest:
+            return pb.RewindSessionRequest(name=name, item=item, **{"request_id": uid(), **fields})
+
+        await rig.api.ChooseCandidate(choice(1))
+        first = rewind(3)
+        await rig.api.RewindSession(first)
+        before = (await rig.store.usage("acme")).bytes
+        limits.replace({"acme": TenantLimits(max_stored_bytes=1)})
+        await rig.api.RewindSession(first)  # a repetition
+        again = await rig.run(name, turn)
+        assert again.chosen_candidate == 1, "reads go on"
+        assert_quota(await refusal(rig.api.RewindSession(rewind(3))), "max_stored_bytes")
+        assert_quota(await refusal(rig.api.RewindSession(rewind(3, erase=True))), "max_stored_bytes")
+        assert (await rig.store.usage("acme")).bytes == before
+        await rig.api.RewindSession(rewind(0, erase=True))
+        assert (await rig.store.usage("acme")).bytes < before, "erasing makes room"
+
+        limits.replace({"acme": TenantLimits(max_stored_bytes=100_000)})
+        turn = drawing(3)
+        await rig.stream(name, turn)
+        await rig.api.ChooseCandidate(choice(2))
+        before = (await rig.store.usage("acme")).bytes
+        limits.replace({"acme": TenantLimits(max_stored_bytes=1)})
+        for candidate in (0, 1):
+            assert_quota(await refusal(rig.api.ChooseCandidate(choice(candidate))), "max_stored_bytes")
+        chosen = (await rig.api.ChooseCandidate(choice(2))).turn
+        assert chosen.chosen_candidate == 2, "to choose the chosen one changes nothing"
+        assert (await rig.store.usage("acme")).bytes == before
 
 
 async def test_a_turn_that_runs_is_joined_without_room() -> None:

@@ -146,3 +146,22 @@ async def test_what_a_history_cannot_honour_is_refused() -> None:
         other = rig.client.with_options(api_key="other")
         with pytest.raises(NotFoundError):
             await other.conversations.retrieve(made.id)
+
+
+async def test_an_early_response_is_found_without_those_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with door() as rig:
+        made = await rig.client.conversations.create()
+        first = await rig.client.responses.create(model="tiny", input="hi", conversation=made.id)
+        for _ in range(3):
+            await rig.client.responses.create(model="tiny", input="on", conversation=made.id)
+        sessions = rig.service.conversations.sessions
+        listed, pages = sessions.items, list[int]()
+
+        async def counting(*given: Any, **fields: Any) -> Any:
+            page = await listed(*given, **fields)
+            pages.append(len(page.items))
+            return page
+
+        monkeypatch.setattr(sessions, "items", counting)
+        assert (await rig.client.responses.retrieve(first.id)).output_text == ANSWER
+        assert sum(pages) == 1, "its own answer is the one item that is looked at"

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from io import FileIO
@@ -19,6 +20,7 @@ import pytest
 from pensieve.config import EngineTuning
 from pensieve.core import Usage
 from pensieve.engine.messages import EngineReady
+from pensieve.replay.load.workload import load
 from pensieve.server.operations.recording import TraceRecorder, header, open_recorder
 from pensieve.server.values import TurnEnd
 from pensieve.store import Key
@@ -48,10 +50,14 @@ class FailingFile(FileIO):
 
 
 @asynccontextmanager
-async def recording(path: Path, room: int) -> AsyncIterator[TraceRecorder]:
+async def recording(
+    path: Path, room: int, counted: Counter[str] | None = None
+) -> AsyncIterator[TraceRecorder]:
+    """``counted``: turns by what became of them."""
     file = FailingFile(path, "ab")
     file.room = room
-    recorder = TraceRecorder(file, compressed=False)
+    counts = Counter[str]() if counted is None else counted
+    recorder = TraceRecorder(file, compressed=False, on_rows=lambda what, rows: counts.update({what: rows}))
     info = EngineReady(
         context_limit=9,
         vocab_size=9,
@@ -118,17 +124,72 @@ async def test_a_turn_that_was_never_admitted_has_its_length(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("room", [0, 700])
-async def test_a_full_disk_ends_the_recording_with_one_log_line(
+async def test_a_full_disk_pauses_the_recording_with_one_log_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     monkeypatch.setattr("pensieve.server.operations.recording.FLUSH_S", 0.0)
     path = tmp_path / "trace.jsonl"
-    async with recording(path, room) as recorder:
+    counted = Counter[str]()
+    async with recording(path, room, counted) as recorder:
         for number in range(50):
             recorder.turn_ended(ended(number))
             await asyncio.sleep(0)
     assert len(errors(caplog)) == 1 and os.strerror(errno.ENOSPC) in errors(caplog)[0]
-    assert all(json.loads(line) for line in path.read_text().splitlines()), "no half lines"
+    lines = path.read_text().splitlines()
+    assert all(json.loads(line) for line in lines), "no half lines"
+    assert counted["written"] == max(0, len(lines) - 1) and counted["written"] + counted["lost"] == 50
+
+
+@pytest.mark.parametrize("left", ["cut", "uncut"])
+async def test_the_recording_goes_on_when_there_is_room_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, left: str
+) -> None:
+    """Rows that waited are in it; a session with a lost row is another one behind the gap."""
+    module = "pensieve.server.operations.recording"
+    monkeypatch.setattr(f"{module}.FLUSH_S", 0.0)
+    monkeypatch.setattr(f"{module}.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(f"{module}.LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(f"{module}.QUEUED_ROWS", 4)
+    tried = threading.Event()
+    append = TraceRecorder._append
+
+    def appending(recorder: TraceRecorder, data: bytes) -> None:
+        try:
+            append(recorder, data)
+        except OSError:
+            tried.set()
+            raise
+
+    monkeypatch.setattr(TraceRecorder, "_append", appending)
+    if left == "uncut":  # a half line stays, because the disk does not even take it back
+
+        def truncate(file: FailingFile, size: int | None = None) -> int:
+            if not file.room:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return FileIO.truncate(file, size)
+
+        monkeypatch.setattr(FailingFile, "truncate", truncate)
+    path = tmp_path / "trace.jsonl"
+    counted = Counter[str]()
+    async with recording(path, 600, counted) as recorder:
+        while not tried.is_set():
+            recorder.turn_ended(ended(0))
+            await asyncio.sleep(0.001)
+        for number in range(1, 20):  # more than wait
+            recorder.turn_ended(ended(number))
+        assert counted["lost"] >= 15
+        recorder._file.room = 1 << 20  # type: ignore[attr-defined]
+        while recorder._paused:
+            await asyncio.sleep(0.001)
+        goes_on = Usage(context_tokens=13, new_tokens=5, output_tokens=3)
+        recorder.turn_ended(TurnEnd(Key("acme", "s19"), "length", True, 13, 5, goes_on, 1.0, 1.5, 2.0))
+    said = [one.getMessage() for one in caplog.records if "recording" in one.getMessage()]
+    assert len(said) == 2 and "pauses" in said[0] and "goes on" in said[1]
+    assert f"{counted['lost']} turns" in said[1]
+    found = rows(path)
+    assert len(found) == counted["written"]
+    assert (found[-1]["turn"], found[-1]["input_tokens"]) == (0, 13), "its session lost a turn"
+    assert len(load(path).conversations) == len(found), "a trace with a gap is one"
 
 
 async def test_a_disk_that_hangs_costs_no_memory_and_no_waiting(

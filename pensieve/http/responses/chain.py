@@ -266,7 +266,7 @@ async def answer_item(session: AsyncSession, turn: Turn) -> int | None:
     """
     if turn.output is None:
         return None
-    found = await session.items(after_item=turn.output.item - 1)
+    found = await session.items(after_item=turn.output.item - 1, limit=1)
     if not (found and found[0].item == turn.output.item):
         found = await session.items()
     answers = (one for one in found if one.request_id == turn.request_id and one.role is Role.ASSISTANT)

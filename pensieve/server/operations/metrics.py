@@ -260,6 +260,14 @@ class Metrics:
             "Refusals that were held back, because many logins from one address had failed.",
             registry=self.registry,
         )
+        self._recorded = Counter(
+            "pensieve_recorded_turns_total",
+            "Turns that --record has written, and those that are lost because the disk took none for too long.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        for what in ("written", "lost"):
+            self._recorded.labels(what)
         for start in ("cold", "warm"):
             self._first_token.labels(start)
         for seen_by in ("server", "client"):
@@ -321,6 +329,10 @@ class Metrics:
     def store_regression(self, seen_by: str) -> None:
         """``seen_by``: ``server``, or ``client`` for one that says so."""
         self._store_regressions.labels(seen_by).inc()
+
+    def recorded(self, outcome: str, turns: int) -> None:
+        """``outcome``: see ``TraceRecorder``. May be called from any thread."""
+        self._recorded.labels(outcome).inc(turns)
 
     def auth_failure(self) -> None:
         self._auth_failures.inc()

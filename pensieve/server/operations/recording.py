@@ -2,8 +2,8 @@
 
 One JSON object per line: a header (``TraceHeader``) per start of a server, a row (``TraceRow``) per turn as it ends.
 Never text, token ids, or names of tenants and sessions: a session is a hash under a salt that is drawn at start and
-kept nowhere. Recording never holds up or breaks serving: rows go through a bounded queue to a thread of its own, and
-the first failure ends the recording, not the server.
+kept nowhere. Recording never holds up or breaks serving: rows go through a bounded queue to a thread of its own. When
+the disk takes none, the recording pauses, tries again and goes on; rows that the queue has no room for are lost.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 from typing import Final
@@ -38,11 +39,18 @@ SCHEMA: Final = "pensieve.trace/1"
 FLUSH_S: Final = 1.0
 """A row is in the file at most this much later."""
 QUEUED_ROWS: Final = 1 << 16
-"""A disk that is so many rows behind will not catch up; recording ends instead of taking ever more memory."""
+"""Rows that wait for the disk. Further ones are lost, instead of taking ever more memory."""
+FIRST_PAUSE_S: Final = 1.0
+LONGEST_PAUSE_S: Final = 30.0
+"""After a failed write it is tried again, each time twice as late, and at least this often."""
 SESSIONS: Final = 1 << 18
 """Number of sessions that are followed; one that comes back after so many others is a new one in the trace."""
 CLOSE_S: Final = 5.0
 """How long the end of a server waits for the disk."""
+
+
+_HEADER: Final = b'{"pensieve":'
+"""What the line of a header begins with."""
 
 
 class TraceHeader(msgspec.Struct, frozen=True):
@@ -132,6 +140,10 @@ class FollowedSessions:
         self._begun = 0
         self._followed: OrderedDict[Key, _Followed] = OrderedDict()
 
+    def forget(self, key: Key) -> None:
+        """A row of the session is lost: its next one begins a new session in the trace."""
+        self._followed.pop(key, None)
+
     def place(self, end: TurnEnd) -> tuple[str, int, int]:
         """``session_id``, ``turn`` and ``input_tokens`` of the turn's row."""
         before = end.context_tokens - end.new_tokens
@@ -158,25 +170,42 @@ class FollowedSessions:
 class TraceRecorder:
     """Owner of the file. ``start`` once, ``turn_ended`` from the event loop, ``close`` in the end."""
 
-    def __init__(self, file: FileIO, *, compressed: bool) -> None:
-        """``file``: unbuffered, for appending. ``compressed``: rows are gzipped."""
+    def __init__(
+        self,
+        file: FileIO,
+        *,
+        compressed: bool,
+        on_rows: Callable[[str, int], None] = lambda _what, _rows: None,
+    ) -> None:
+        """``file``: unbuffered, for appending. ``compressed``: rows are gzipped.
+
+        ``on_rows`` hears, from any thread, how many turns were ``written`` or ``lost``.
+        """
         self._file = file
         self._compressed = compressed
         self._sessions = FollowedSessions()
         self._started_at = 0.0
         self._lines: queue.Queue[bytes | None] = queue.Queue(QUEUED_ROWS)
-        self._stopped = False
+        self._on_rows = on_rows
+        self._state = threading.Lock()
+        self._paused = False
+        """Whether it was said that rows do not reach the disk. Changed under ``_state``, as ``_lost`` is."""
+        self._lost = 0
+        """Turns that are missing since then."""
+        self._closing = threading.Event()
+        self._sound: int | None = None
+        """Size of the file before the write that failed."""
         self._thread = threading.Thread(target=self._write, name="trace", daemon=True)
 
     def start(self, head: TraceHeader) -> None:
         """Time 0 of the trace is now. Until then nothing is recorded."""
         self._started_at = asyncio.get_running_loop().time()
         self._thread.start()
-        self._put(msgspec.json.encode(head))
+        self._lines.put_nowait(msgspec.json.encode(head))
 
     def turn_ended(self, end: TurnEnd) -> None:
         """Never blocks, never raises."""
-        if self._stopped or not self._started_at:
+        if self._closing.is_set() or not self._started_at:
             return
         session_id, turn, input_tokens = self._sessions.place(end)
         first = end.first_token_at
@@ -196,7 +225,12 @@ class TraceRecorder:
             finish_reason=end.outcome,
             committed=end.committed,
         )
-        self._put(msgspec.json.encode(row))
+        try:
+            self._lines.put_nowait(msgspec.json.encode(row))
+        except queue.Full:
+            self._sessions.forget(end.key)
+            self._pause("the disk is too slow")
+            self._lose(1)
 
     async def close(self) -> None:
         """Write what is left, unless the disk takes too long, and close the file."""
@@ -204,40 +238,66 @@ class TraceRecorder:
 
     # ---- parts
 
-    def _put(self, line: bytes) -> None:
-        try:
-            self._lines.put_nowait(line)
-        except queue.Full:
-            self._stop("the disk is too slow")
+    def _pause(self, why: object) -> None:
+        with self._state:
+            said, self._paused = self._paused, True
+        if not said:
+            log.error("recording pauses until the disk takes it: %s", why)
 
-    def _stop(self, why: object) -> None:
-        if not self._stopped:
-            self._stopped = True
-            log.error("recording has ended: %s", why)
+    def _go_on(self) -> None:
+        with self._state:
+            said, lost = self._paused, self._lost
+            self._paused, self._lost = False, 0
+        if said:
+            log.warning("recording goes on; %d turns are missing in it", lost)
+
+    def _lose(self, rows: int) -> None:
+        with self._state:
+            self._lost += rows
+        self._on_rows("lost", rows)
 
     def _close(self) -> None:
+        self._closing.set()
         if self._thread.is_alive():
             with contextlib.suppress(queue.Full):  # The writer hangs in the disk: joining it says so.
                 self._lines.put(None, timeout=CLOSE_S)
             self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            self._stop("the disk does not answer")
+            self._pause("the disk does not answer")
             return  # Closing the file would wait for it as well; the process ends without.
         try:
             self._file.close()
         except OSError as error:
-            self._stop(error)
+            self._pause(error)
 
     def _write(self) -> None:
         """Body of the thread: all rows that come within ``FLUSH_S`` go to the file in one write."""
         more = True
-        while more and not self._stopped:
+        while more:
             lines, more = self._next_lines()
             if lines:
-                try:
-                    self._append(b"".join(line + b"\n" for line in lines))
-                except OSError as error:
-                    self._stop(error)
+                self._keep(lines)
+
+    def _keep(self, lines: list[bytes]) -> None:
+        """Write the lines, however often that has to be tried; when the server ends, once more."""
+        data = b"".join(line + b"\n" for line in lines)
+        turns = len(lines) - sum(line.startswith(_HEADER) for line in lines)
+        pause, last = FIRST_PAUSE_S, False
+        while True:
+            last = self._closing.is_set()
+            try:
+                self._append(data)
+            except OSError as error:
+                self._pause(error)
+                if last:
+                    self._lose(turns)
+                    return
+                self._closing.wait(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+            else:
+                self._on_rows("written", turns)
+                self._go_on()
+                return
 
     def _next_lines(self) -> tuple[list[bytes], bool]:
         """Lines to write, and whether more may come."""
@@ -258,18 +318,27 @@ class TraceRecorder:
             # A member of its own each time: what was written can be read whatever happens next. No time of day in it.
             data = gzip.compress(data, mtime=0)
         size = self._file.seek(0, os.SEEK_END)
+        if self._sound is not None and size > self._sound:  # a half line that could not be taken back then
+            self._file.truncate(self._sound)
+            size = self._sound
         left = memoryview(data)
         try:
             while left:
                 left = left[self._file.write(left) or 0 :]
         except OSError:
+            self._sound = size
             with contextlib.suppress(OSError):
                 self._file.truncate(size)
             raise
+        self._sound = None
 
 
-def open_recorder(path: Path) -> TraceRecorder:
+def open_recorder(
+    path: Path, on_rows: Callable[[str, int], None] = lambda _what, _rows: None
+) -> TraceRecorder:
     """A recorder that appends to ``path``, gzipped when that ends in ``.gz``; one server per file.
+
+    ``on_rows``: see ``TraceRecorder``.
 
     Raises OSError when the file cannot be written to or another server is writing it.
     """
@@ -282,7 +351,7 @@ def open_recorder(path: Path) -> TraceRecorder:
     except BlockingIOError as error:
         file.close()
         raise OSError(f"--record: another server is writing to {path}") from error
-    return TraceRecorder(file, compressed=path.suffix == ".gz")
+    return TraceRecorder(file, compressed=path.suffix == ".gz", on_rows=on_rows)
 
 
 def _rounded(seconds: float) -> float:

@@ -168,6 +168,8 @@ class Sessions:
     ) -> SessionRow:
         """Supersede the items after ``item``. Idempotent by request id.
 
+        A tenant that stores too much may cut items off, so that a session can go on; a rewind that cuts off none is
+        refused (ResourceExhausted).
         ``erase``: they are erased as well (``history.erased``), from the log and from the engine's cache.
         """
         known = bool(request_id) and await self._store.find_request(key, request_id) is not None
@@ -176,6 +178,9 @@ class Sessions:
             if not known:
                 session_records.check_item(base, item)
             record = session_records.rewind(base, item, request_id)
+            if not known and len(base.apply(record, "").items) == len(base.items):
+                # It cuts nothing off, and is a record all the same: without end, as others are not.
+                await self._quotas.change(key.tenant)
             if not erase:
                 return Change(record)
             log = [one for one in await self._store.read(key) if one.record.revision <= base.revision]

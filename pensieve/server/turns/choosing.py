@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from pensieve.errors import FailedPrecondition, NotFound, RevisionMismatch, TurnInProgress
@@ -30,20 +31,24 @@ class CandidateChooser:
         histories: Histories,
         renderer: Renderer,
         runner: TurnRunner,
+        may_grow: Callable[[str], Awaitable[None]],
     ) -> None:
+        """``may_grow`` raises ResourceExhausted for a tenant that stores too much."""
         self._store = store
         self._link = link
         self._histories = histories
         self._renderer = renderer
         self._runner = runner
+        self._may_grow = may_grow
 
     async def choose(
         self, key: Key, request_id: str, candidate: int, expected_revision: int | None
     ) -> TurnView:
         """The turn with that answer. Choosing the one that it has changes nothing, whatever came after the turn.
 
-        Raises NotFound (TURN_NOT_FOUND, CANDIDATE_NOT_FOUND), FailedPrecondition (TURN_NOT_LATEST), and what
-        ``HistoryStore.apply`` does: TurnInProgress, RevisionMismatch.
+        Raises NotFound (TURN_NOT_FOUND, CANDIDATE_NOT_FOUND), FailedPrecondition (TURN_NOT_LATEST), ResourceExhausted
+        (QUOTA_EXCEEDED: each choice is a record with the answer in it), and what ``HistoryStore.apply`` does:
+        TurnInProgress, RevisionMismatch.
         """
         for _ in range(_RACES):
             turn = await self._turn(key, request_id)
@@ -55,6 +60,7 @@ class CandidateChooser:
                 return view
             if not turn.latest:
                 raise FailedPrecondition("the session has changed since this turn", reason="TURN_NOT_LATEST")
+            await self._may_grow(key.tenant)
             try:
                 chosen = await self._apply(key, turn, candidate, expected_revision)
             except RevisionMismatch:
