@@ -79,6 +79,8 @@ class RawSession:
     """What the storage itself saw around it: indexes, expiry, unreadable parts."""
     stamp: str = ""
     """Changes with the session; only the storage that made it knows how."""
+    claimed: tuple[int, str] | None = None
+    """Revision and chain hash of the newest record as a row names them that failed its checksum."""
 
     @property
     def size(self) -> int:

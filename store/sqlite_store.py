@@ -1,7 +1,7 @@
 """History in one SQLite file, for one server. Durable against process kill, OS crash and power cut ("fsync").
 
-Changes are made by one thread that owns the one writing connection; single sessions and listings are each read by a
-thread of their own (``_sqlite.reader``), so no method blocks the event loop and no listing delays a commit. A second
+Changes are made by one thread that owns the one writing connection; rows, logs and listings are each read by a thread
+of their own (``_sqlite.reader``), so no method blocks the event loop and no listing delays a commit. A second
 server on the same file is refused by a lock file whose lock dies with its process. Because of that lock, a lease found
 at start belongs to a dead process and is ended at once, and leases go by this process' monotonic clock.
 
@@ -14,7 +14,7 @@ Writes that only move a lease are not flushed to the disk (``synchronous = NORMA
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Final, TypeVar
@@ -22,13 +22,15 @@ from typing import Final, TypeVar
 from pensieve.errors import DataLoss, PensieveError
 from pensieve.store import _leases, _rules
 from pensieve.store._clock import Moment, steady_clock_ms, wall_clock_ms
-from pensieve.store._codec import marking_damage, read_log
+from pensieve.store._codec import cut, marking_damage, read_log, store_rest
 from pensieve.store._listing import decode_cursor, encode_cursor, position
 from pensieve.store._marks import found_by
+from pensieve.store._reading import read_whole
 from pensieve.store._sqlite.database import SqliteDatabase
 from pensieve.store._sqlite.dump import SqliteDump
 from pensieve.store._sqlite.rows import DamagedSession, Rows
 from pensieve.store.contract import (
+    SLICE_RECORDS,
     BeginOutcome,
     BeginRequest,
     Counts,
@@ -36,6 +38,7 @@ from pensieve.store.contract import (
     HeldLease,
     Key,
     LoggedRecord,
+    LogSlice,
     MarkedTurn,
     Page,
     RenewalAnswer,
@@ -99,7 +102,8 @@ class SqliteStore:
         """Take the file. Raises FailedPrecondition when another server holds it or its schema is newer."""
         try:
             await self._database.open()
-            await self._write(Rows.end_leases)
+            for key in await self._write(Rows.end_leases):
+                await self._mend(key)
         except BaseException:
             await self.close()
             raise
@@ -130,7 +134,7 @@ class SqliteStore:
             now = self._now()
             return _rules.view(_rules.present(rows.meta(key), now), now)
 
-        return await self._read(work)
+        return await self._read(work, key.tenant)
 
     async def list_sessions(
         self, tenant: str, *, limit: int, cursor: str = "", labels: dict[str, str] | None = None
@@ -144,19 +148,30 @@ class SqliteStore:
             page = found[:limit]
             return Page(tuple(page), encode_cursor(position(page[-1])) if len(found) > limit else "")
 
-        return await self._database.list(work)
+        return await self._mending(lambda: self._database.list(work, tenant))
 
     async def usage(self, tenant: str) -> TenantUsage:
-        return await self._database.read(lambda rows: rows.usage(tenant, self._now()))
+        return await self._database.read(lambda rows: rows.usage(tenant, self._now()), tenant)
 
     async def read(self, key: Key, *, after_revision: int = 0, head_hash: str = "") -> list[LoggedRecord]:
-        def work(rows: Rows) -> list[LoggedRecord]:
+        async def fetch(after_revision: int, head_hash: str) -> LogSlice:
+            return await self.read_slice(key, after_revision=after_revision, head_hash=head_hash)
+
+        return await read_whole(fetch, after_revision, head_hash)
+
+    async def read_slice(
+        self, key: Key, *, after_revision: int = 0, head_hash: str = "", limit: int = SLICE_RECORDS
+    ) -> LogSlice:
+        def work(rows: Rows) -> LogSlice:
             row = _rules.present(rows.meta(key), self._now()).row
-            stored = rows.log(key, after_revision)
-            return read_log(key, row, stored, after_revision=after_revision, head_hash=head_hash)
+            stored = [*rows.base(key, after_revision), *cut(rows.log(key, after_revision + 1), limit)]
+            logged = read_log(
+                key, row, stored, after_revision=after_revision, head_hash=head_hash, limit=limit
+            )
+            return LogSlice(row, tuple(logged))
 
         async with marking_damage(self, key):
-            return await self._read(work)
+            return await self._mending(lambda: self._database.read_log(work, key.tenant))
 
     async def find_request(self, key: Key, request_id: str) -> int | None:
         def work(rows: Rows) -> int | None:
@@ -164,13 +179,13 @@ class SqliteStore:
             known = rows.known(key, request_id)
             return None if known is None else known.revision
 
-        return await self._read(work)
+        return await self._read(work, key.tenant)
 
     async def find_marked(
         self, tenant: str, mark: str, answer: str | None, *, limit: int
     ) -> list[MarkedTurn]:
         name = found_by(mark, answer)
-        return await self._database.read(lambda rows: rows.marked(tenant, name, self._now(), limit))
+        return await self._database.read(lambda rows: rows.marked(tenant, name, self._now(), limit), tenant)
 
     async def begin(self, key: Key, request: BeginRequest) -> BeginOutcome:
         def work(rows: Rows) -> BeginOutcome:
@@ -193,9 +208,23 @@ class SqliteStore:
 
         answers = await self._database.write_first(work)
         return [
-            await self._damaged(answer.key) if isinstance(answer, DamagedSession) else answer
+            await self._renewed_again(answer.key, leases, lease_ms)
+            if isinstance(answer, DamagedSession)
+            else answer
             for answer in answers
         ]
+
+    async def _renewed_again(self, key: Key, leases: Sequence[HeldLease], lease_ms: int) -> RenewalAnswer:
+        """After the session's row was made again, which ends its lease."""
+        await self._mend(key)
+        (lease,) = (one for one in leases if one.key == key)
+        try:
+            answer = await self._database.write_first(
+                lambda rows: _renewed(rows, lease, lease_ms, self._now())
+            )
+        except PensieveError as error:
+            return error
+        return _contradicts(key) if isinstance(answer, DamagedSession) else answer
 
     async def ask_to_end(self, key: Key, request_id: str, order: EndOrder) -> bool:
         def work(rows: Rows) -> bool:
@@ -236,17 +265,25 @@ class SqliteStore:
         counts: Counts,
         *,
         expected_revision: int | None = None,
+        rests: Sequence[Record] = (),
     ) -> SessionRow:
+        left = [store_rest(one) for one in rests]
+
         def work(rows: Rows) -> SessionRow:
             now, before = self._now(), rows.meta(key)
             known = rows.known(key, record.request_id)
             meta = _rules.apply(before, known, fingerprint, record, counts, expected_revision, now)
-            after = (
-                _rules.present(before, now) if meta is None else rows.append(key, meta, record, fingerprint)
-            )
-            return _rules.view(after, now)
+            if meta is None:
+                return _rules.view(_rules.present(before, now), now)
+            for one in left:
+                _rules.check_place(one, rows.hash_at(key, one.revision), meta)
+                rows.shrink(key, one)
+            return _rules.view(rows.append(key, meta, record, fingerprint), now)
 
-        return await self._write(work)
+        row = await self._write(work)
+        if left:
+            await self._database.erase_log()
+        return row
 
     async def delete(
         self, key: Key, *, expected_revision: int | None = None, allow_missing: bool = False
@@ -276,26 +313,39 @@ class SqliteStore:
             await self._database.erase_log()
         return removed
 
-    async def _read(self, work: Callable[[Rows], T]) -> T:
-        try:
-            return await self._database.read(work)
-        except DamagedSession as found:
-            raise await self._damaged(found.key) from found
+    async def _read(self, work: Callable[[Rows], T], tenant: str) -> T:
+        return await self._mending(lambda: self._database.read(work, tenant))
 
     async def _write(self, work: Callable[[Rows], T], *, flush: bool = True) -> T:
-        try:
-            return await self._database.write(work, flush=flush)
-        except DamagedSession as found:
-            raise await self._damaged(found.key) from found
+        return await self._mending(lambda: self._database.write(work, flush=flush))
 
-    async def _damaged(self, key: Key) -> DataLoss:
-        """Mark the session, with a row that can be read, and say what was found."""
-        log.error("what the history file says of a session cannot be read: the session is damaged")
-        await self.mark_damaged(key)
-        return DataLoss(f"session {key.session_id!r}: its rows are damaged", reason="HISTORY_CORRUPT")
+    async def _mending(self, call: Callable[[], Awaitable[T]]) -> T:
+        """``call``, and again once what it found to be wrong was made anew from the records."""
+        mended = set[Key]()
+        while True:
+            try:
+                return await call()
+            except DamagedSession as found:
+                if found.key in mended:
+                    await self.mark_damaged(found.key)
+                    raise _contradicts(found.key) from found
+                mended.add(found.key)
+                await self._mend(found.key)
+
+    async def _mend(self, key: Key) -> None:
+        log.error(
+            "the history file contradicts the records of session %r of tenant %r: what is derived of them is "
+            "made again",
+            *(key.session_id, key.tenant),
+        )
+        await self._database.write(lambda rows: rows.mend(key, self._now()))
 
     def _now(self) -> Moment:
         return Moment(self._wall_clock(), self._steady_clock())
+
+
+def _contradicts(key: Key) -> DataLoss:
+    return DataLoss(f"session {key.session_id!r}: its rows are damaged", reason="HISTORY_CORRUPT")
 
 
 def _renewed(rows: Rows, lease: HeldLease, lease_ms: int, now: Moment) -> RenewalAnswer | DamagedSession:

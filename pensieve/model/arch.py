@@ -25,7 +25,7 @@ class Rope:
 
     ``linear`` divides all frequencies by ``factor``. ``llama3`` does so for wavelengths above
     ``original_context / low_freq_factor``, leaves those below ``original_context / high_freq_factor`` alone and blends
-    between.
+    between. ``divisors`` come on top: one for the frequency of each pair of a head's values, () for none.
     """
 
     theta: float
@@ -34,6 +34,7 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context: int = 0
+    divisors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,7 +106,7 @@ class Checkpoint:
         order = sorted(self._fills, key=lambda name: (self._order[name], self._fills[name].source.data_ptr()))
         fills = [self._fills[name] for name in order]
         total = sum(fill.source.nbytes for fill in fills)
-        with _progress(total) as progress:
+        with progress_bar(total) as progress:
             task = progress.add_task(f"loading {self._folder.name}", total=total)
             fill_all(fills, self._device, lambda count: progress.advance(task, count))
 
@@ -119,7 +119,8 @@ def _joined_shape(parts: list[torch.Tensor]) -> tuple[int, ...] | None:
     return (sum(len(part) for part in parts), *rest.pop())
 
 
-def _progress(total_bytes: int) -> Progress:
+def progress_bar(total_bytes: int) -> Progress:
+    """Shows how far the loading of so many bytes is; nothing where they are few."""
     # On stderr: the server's stdout carries its ready line and nothing else.
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
     console = Console(stderr=True)

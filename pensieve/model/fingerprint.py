@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pensieve.model.files import MissingWeights, read_json, weight_files
+from pensieve.model.gguf import gguf_fingerprint
 
 SAMPLES: Final = 16
 BLOCK_BYTES: Final = 4096
@@ -28,6 +29,8 @@ def model_fingerprint(folder: Path, *, weights: bool = True) -> str:
 
     Raises ModelError when config.json is no JSON object or the index cannot be used, OSError when a file is unreadable.
     """
+    if folder.is_file():
+        return gguf_fingerprint(folder, weights=weights)
     digest = hashlib.sha256()
     digest.update(_config(folder / "config.json"))
     try:

@@ -11,13 +11,16 @@ from pensieve.core import Sampling
 from pensieve.model.arch import Arch, ModelError
 from pensieve.model.families import READERS, generation_defaults
 from pensieve.model.files import read_json
+from pensieve.model.gguf import gguf_arch, gguf_generation
 
 
 def load_arch(folder: Path) -> Arch:
     """The architecture of the model in ``folder``.
 
-    Reads config.json and, when there, generation_config.json. Raises ModelError.
+    Reads config.json and, when there, generation_config.json; of a GGUF file its metadata. Raises ModelError.
     """
+    if folder.is_file():
+        return gguf_arch(folder)
     config = read_json(folder / "config.json")
     if config is None:
         raise ModelError(f"{folder}: no config.json")
@@ -39,6 +42,8 @@ def load_arch(folder: Path) -> Arch:
 
 def load_generation(folder: Path) -> Sampling:
     """What a model's authors recommend; greedy unless they say ``do_sample``. Raises ModelError."""
+    if folder.is_file():
+        return gguf_generation(folder)
     try:
         return generation_defaults(read_json(folder / "generation_config.json") or {})
     except ModelError as error:

@@ -119,7 +119,7 @@ _TABLES: dict[str, _Names] = {
 
 
 class TensorSource(Protocol):
-    """Where weights come from: a ``Checkpoint``, or a ``DummySource``."""
+    """Where weights come from: a ``Checkpoint``, a ``GgufCheckpoint`` or a ``DummySource``."""
 
     @property
     def name(self) -> str:
@@ -148,6 +148,7 @@ def load_weights(
     shard: Shard = WHOLE,
 ) -> Weights:
     """The weights of the model in ``folder``, as ``dtype`` on ``device``; ``dummy``: random ones, no file is read.
+    ``folder`` may be a GGUF file.
 
     ``arch`` is that of the whole model; of a ``shard`` only its own part is read. Raises ModelError when files or
     tensors are missing, left over, unreadable or of the wrong shape, or do not fit.
@@ -159,6 +160,10 @@ def load_weights(
     try:
         if load_format == "dummy":
             return _Assembler(arch, DummySource(dtype, device), shard).weights()
+        if folder.is_file() and load_format == "safetensors":
+            raise ModelError(f"{folder}: is a GGUF file, and --load-format says safetensors")
+        if folder.is_file():
+            return _from_gguf(folder, arch, dtype, device, shard)
         checkpoint = Checkpoint(folder, dtype, device)
         if shard.rank == 0 and checkpoint.stale_index:
             log.warning("%s is not read: the folder has %s", files.INDEX, files.SINGLE)
@@ -173,6 +178,17 @@ def load_weights(
             f"{folder}: the weights, about {needed / 2**30:.1f} GiB in {dtype}, do not fit: now {free / 2**30:.1f} of "
             f"{total / 2**30:.1f} GiB are free on the GPU; use a smaller dtype or model, or free memory there"
         ) from error
+    return weights
+
+
+def _from_gguf(path: Path, arch: Arch, dtype: torch.dtype, device: torch.device, shard: Shard) -> Weights:
+    # Here, not above: it needs the package ``gguf``, which an installation may lack.
+    from pensieve.model.gguf_checkpoint import GgufCheckpoint
+
+    checkpoint = GgufCheckpoint(path, arch, dtype, device)
+    weights = _Assembler(arch, checkpoint, shard).weights()
+    checkpoint.require_all_used()
+    checkpoint.load()
     return weights
 
 

@@ -29,7 +29,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "model",
         values.text,
-        "Folder, hub id, or `demo`, which ships with the package.",
+        "Folder, GGUF file, hub id, `smollm2` (fetched once), or `demo`, which ships with the package.",
         "works offline",
         "MODEL",
     ),
@@ -150,7 +150,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "max-wait",
         values.duration(0, 3600),
-        "A turn that would wait longer in the queue is refused, with the time to come back; 0: none is.",
+        "A turn that would wait longer in the queue, or has, is refused with the time to come back; 0: none is.",
         "what readers wait for a first word",
         "TIME",
         unit="s",
@@ -263,7 +263,8 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "allow-rewriting-template",
         values.boolean,
-        "Take a chat template that changes earlier turns; the history keeps what was generated.",
+        "Take a chat template that rewrites more of earlier turns than thoughts and dates, which need no flag; "
+        "the history keeps what was generated.",
         "a rewritten history could not be cached",
         can_negate=False,
     ),

@@ -18,6 +18,7 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 from typing import Final
 
@@ -126,8 +127,10 @@ class App:
     async def _start(self) -> None:
         options = self._options
         self._door = door = Door(options.api_keys, self._metrics)
-        folder = await asyncio.to_thread(resolve_model, options.model)
+        folder = await _resolved(options.model)
         tokenizer = await asyncio.to_thread(_load_tokenizer, folder, options)
+        for warning in tokenizer.warnings:
+            log.warning(warning)
         store = await self._open_store()
         if options.record is not None:
             self._recorder = open_recorder(options.record)
@@ -256,6 +259,16 @@ class App:
         )
 
 
+async def _resolved(model: str) -> Path:
+    """The folder or file of the model. A server that is told to end while one is fetched does not wait for it."""
+    leaving = threading.Event()
+    try:
+        return await asyncio.to_thread(resolve_model, model, leaving)
+    except asyncio.CancelledError:
+        leaving.set()
+        raise
+
+
 def _sampling_defaults(folder: Path) -> SamplingDefaults:
     """The values that the model's authors recommend (generation_config.json): greedy unless they say otherwise."""
     recommended = load_generation(folder)
@@ -280,9 +293,9 @@ def _explained(error: BaseException) -> BaseException:
     """An error that an operator can act on becomes a StartError of one line; any other is a bug and stays as it is."""
     if isinstance(error, PensieveError):
         return StartError(error.message)
-    if isinstance(error, ModelError | OSError):
+    if isinstance(error, OSError):
         return StartError(str(error))
-    if isinstance(error, ValueError | GatewayError | BindError):
+    if isinstance(error, ModelError | ValueError | GatewayError | BindError):
         return StartError(str(error), status=2)
     return error
 

@@ -18,6 +18,7 @@ from transformers.tokenization_utils_tokenizers import TokenizersBackend
 from pensieve.errors import InvalidArgument
 from pensieve.model.arch import ModelError
 from pensieve.model.ends import default_ends, named_ends
+from pensieve.tokenizer.gguf import GgufTokenizer, read_tokenizer
 
 _FILES = (
     "tokenizer.json",
@@ -31,6 +32,7 @@ _FILES = (
 _GENERIC = "TokenizersBackend"
 
 log = logging.getLogger(__name__)
+_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,8 @@ class TokenizerFolder:
     eos_token: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    named_tokens: tuple[str, ...]
+    """Those that the tokenizer names for itself: padding, unknown, and so on."""
     adds_bos: bool
     """Whether the tokenizer puts BOS before a text by itself."""
     vocab_size: int
@@ -56,8 +60,10 @@ class TokenizerFolder:
 
 
 def read_folder(folder: Path) -> TokenizerFolder:
-    """What the folder says. Raises InvalidArgument, with file and field, when it has no tokenizer that can be read or
-    when its files do not go together."""
+    """What the folder or GGUF file says. Raises InvalidArgument, with file and field, when it has no tokenizer that can
+    be read or when its files do not go together."""
+    if folder.is_file():
+        return _of_gguf(read_tokenizer(folder))
     config, settings = _read_json(folder / "config.json"), _read_json(folder / "tokenizer_config.json")
     tokenizer = _load(folder, config, settings)
     backend = tokenizer.backend_tokenizer
@@ -81,9 +87,30 @@ def read_folder(folder: Path) -> TokenizerFolder:
         eos_token=tokenizer.eos_token or "",
         bos_token_id=bos,
         eos_token_ids=_ends(folder, config, eos, vocab_size),
+        named_tokens=tuple(
+            str(token) for name in _NAMED if isinstance(token := getattr(tokenizer, name, None), str)
+        ),
         adds_bos=bos is not None and first == [bos],
         vocab_size=vocab_size,
         sha256=_hash_files(folder),
+    )
+
+
+def _of_gguf(found: GgufTokenizer) -> TokenizerFolder:
+    return TokenizerFolder(
+        backend=found.backend,
+        decoder=json.loads(found.backend.to_str())["decoder"],
+        template=found.template,
+        named_templates=(),
+        tool_template=False,
+        bos_token=found.bos_token,
+        eos_token=found.eos_token,
+        bos_token_id=found.bos_token_id,
+        eos_token_ids=found.eos_token_ids,
+        named_tokens=(),
+        adds_bos=found.adds_bos,
+        vocab_size=found.vocab_size,
+        sha256=found.sha256,
     )
 
 

@@ -22,6 +22,7 @@ from pensieve.store._clock import Moment
 from pensieve.store._sqlite.errors import is_damage, is_full, leaves_file_known, translated, translated_os
 from pensieve.store._sqlite.file import SqliteFile
 from pensieve.store._sqlite.reader import InterruptedRead, SqliteReader
+from pensieve.store._sqlite.request_ids import RequestIds
 from pensieve.store._sqlite.rows import Rows
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,10 @@ class SqliteDatabase:
         """Changes that go before those that wait for the thread; emptied by the thread alone."""
         self._erasing = False
         """Deleted content is still in the log of changes."""
+        self._ids = RequestIds()
+        """Belongs to the thread, for the connection that it was filled from."""
+        self._seen: tuple[int, int] = (0, 0)
+        """Connection and data version for which ``_ids`` holds: another program's change makes another one."""
 
     async def open(self) -> None:
         """Raises FailedPrecondition when another server holds the file or its schema is newer; Unavailable."""
@@ -65,13 +70,17 @@ class SqliteDatabase:
             self._thread.shutdown(wait=False)
             self._thread = None
 
-    async def read(self, work: Callable[[Rows], T]) -> T:
-        """``work`` in one read transaction; it may run more than once."""
-        return await self._read(work, self.file.reads)
+    async def read(self, work: Callable[[Rows], T], tenant: str) -> T:
+        """``work`` in one read transaction; it may run more than once. For what reads a row or two."""
+        return await self._read(work, self.file.reads, tenant)
 
-    async def list(self, work: Callable[[Rows], T]) -> T:
+    async def read_log(self, work: Callable[[Rows], T], tenant: str) -> T:
+        """Like ``read``, for a slice of a log."""
+        return await self._read(work, self.file.logs, tenant)
+
+    async def list(self, work: Callable[[Rows], T], tenant: str) -> T:
         """Like ``read``, for what may take long: single sessions are read meanwhile."""
-        return await self._read(work, self.file.listings)
+        return await self._read(work, self.file.listings, tenant)
 
     async def write(self, work: Callable[[Rows], T], *, flush: bool = True) -> T:
         """``work`` in one transaction, which is rolled back when anything raises."""
@@ -108,10 +117,10 @@ class SqliteDatabase:
         """Raises Unavailable or DataLoss when no change could be made; tries one if none was made just now."""
         await self._in_thread(self._prove_writable)
 
-    async def _read(self, work: Callable[[Rows], T], reader: SqliteReader) -> T:
+    async def _read(self, work: Callable[[Rows], T], reader: SqliteReader, tenant: str) -> T:
         for _ in range(READ_ATTEMPTS):
             try:
-                return await reader.run(lambda connection: work(Rows(connection)))
+                return await reader.run(lambda connection: work(Rows(connection)), tenant)
             except InterruptedRead:
                 await self._counted(self.file.connection)
             except sqlite3.DatabaseError as error:
@@ -127,8 +136,10 @@ class SqliteDatabase:
             connection.execute(f"PRAGMA synchronous = {'FULL' if flush else 'NORMAL'}")
             connection.execute("BEGIN IMMEDIATE")
             try:
-                result = work(Rows(connection))
+                rows = Rows(connection, self._remembered(connection))
+                result = work(rows)
                 connection.execute("COMMIT")
+                rows.committed()
             except BaseException:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
@@ -146,6 +157,13 @@ class SqliteDatabase:
         if self.file.wants_emptying and self._thread is not None:
             self._thread.submit(self._tidy)  # behind this change, whose caller need not wait for it
         return result
+
+    def _remembered(self, connection: sqlite3.Connection) -> RequestIds:
+        ((version,),) = connection.execute("PRAGMA data_version").fetchall()
+        if (id(connection), version) != self._seen:
+            self._ids.clear()
+            self._seen = id(connection), version
+        return self._ids
 
     def _prove_writable(self) -> None:
         self.file.connection()

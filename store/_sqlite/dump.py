@@ -7,12 +7,11 @@ the server's lock.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from urllib.parse import quote
 
 import msgspec
@@ -20,18 +19,16 @@ import msgspec
 from pensieve.errors import FailedPrecondition, PensieveError
 from pensieve.store import _refusals
 from pensieve.store._clock import wall_clock_ms
-from pensieve.store._codec import StoredRecord
-from pensieve.store._marks import markings_of_log
 from pensieve.store._raw import Finding, Mode, Problem, RawSession, Remedy, finding, in_order
-from pensieve.store._rules import Known, Meta
+from pensieve.store._rules import Meta
 from pensieve.store._sqlite.durable import log_of_changes
 from pensieve.store._sqlite.errors import lenient_text, primary_code, translated
 from pensieve.store._sqlite.file import BUSY_TIMEOUT_MS, SqliteFile
 from pensieve.store._sqlite.places import size_of
+from pensieve.store._sqlite.raw_rows import DERIVES, found_number, read_raw
 from pensieve.store._sqlite.rows import Rows
 from pensieve.store._sqlite.schema import SCHEMA, found_schema
 from pensieve.store.contract import Key
-from pensieve.store.records import State
 
 _TENANTS: Final = "SELECT tenant, COUNT(*), SUM(bytes) FROM sessions WHERE deleted = 0 GROUP BY tenant"
 
@@ -47,8 +44,8 @@ class SqliteDump:
         self._path = path
         self._file: SqliteFile | None = None
         self._connection: sqlite3.Connection | None = None
-        self._derives = False
-        """Whether the file keeps sizes, sums and labels: an older one that is only read does not yet."""
+        self._schema = SCHEMA
+        """The file's: one that is only read may be older."""
         self.store_id = ""
 
     @property
@@ -67,7 +64,6 @@ class SqliteDump:
                 self.store_id = self._file.store_id
                 self._connection.execute("PRAGMA synchronous = FULL")
                 self._connection.execute("BEGIN IMMEDIATE")
-                self._derives = True
                 return
             self._connection = _read_only(self._path)
             try:
@@ -76,7 +72,7 @@ class SqliteDump:
                 if primary_code(error) not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
                     raise
                 raise _unreadable(self._path) from error
-            self._derives = found_schema(self._connection, self._path) == SCHEMA
+            self._schema = found_schema(self._connection, self._path)
             if mode is Mode.SNAPSHOT:
                 self._connection.execute("BEGIN")
                 self._connection.execute("SELECT 1 FROM sessions LIMIT 1").fetchall()  # takes the snapshot
@@ -125,7 +121,7 @@ class SqliteDump:
                 if orphans:
                     detail = f"{orphans} rows of {table} belong to no session"
                     found.append(finding(None, Problem.FILE, detail, Remedy.NONE))
-            if self._derives:
+            if self._schema >= DERIVES:
                 kept = set(self._sql.execute("SELECT * FROM tenants WHERE sessions <> 0 OR bytes <> 0"))
                 if kept != set(self._sql.execute(_TENANTS)):
                     detail = "what tenants take is not the sum of their sessions"
@@ -161,62 +157,8 @@ class SqliteDump:
         return self._connection
 
     def _read(self, key: Key) -> RawSession | None:
-        found = self._sql.execute(
-            "SELECT id, update_ms, expire_ms, deleted, leased, meta FROM sessions NOT INDEXED"
-            " WHERE id = (SELECT id FROM sessions WHERE tenant = ? AND session_id = ?)",
-            (key.tenant, key.session_id),
-        ).fetchone()
-        if found is None:
-            return None
-        at, *columns, blob = found
-        log = self._sql.execute(
-            "SELECT revision, data, crc, head_hash FROM records WHERE session = ? ORDER BY revision", (at,)
-        )
-        records = tuple(_stored(*row) for row in log)
-        asked = self._sql.execute(
-            "SELECT request_id, fingerprint, revision FROM requests WHERE session = ?", (at,)
-        )
-        requests = {
-            str(name): Known(str(fingerprint), _number(revision)) for name, fingerprint, revision in asked
-        }
-        stamp = hashlib.sha1(repr(blob).encode(), usedforsecurity=False).hexdigest()
-        try:
-            meta = _meta_decoder.decode(blob)
-        except (msgspec.MsgspecError, TypeError, ValueError) as error:
-            unreadable = finding(
-                key, Problem.ROW, f"its row cannot be decoded ({type(error).__name__})", Remedy.REBUILD
-            )
-            return RawSession(key, None, records, requests, (unreadable,), stamp)
-        if (meta.row.tenant, meta.row.session_id) != (key.tenant, key.session_id):
-            foreign = finding(key, Problem.ROW, "its row is that of another session", Remedy.REBUILD)
-            return RawSession(key, None, records, requests, (foreign,), stamp)
-        wrong = [*_of_columns(key, meta, columns), *self._derived(key, at, meta, records)]
-        return RawSession(key, meta, records, requests, tuple(wrong), stamp)
-
-    def _derived(self, key: Key, at: int, meta: Meta, log: tuple[StoredRecord, ...]) -> Iterator[Finding]:
-        """What the file keeps of the session beside its row: its size, and its labels for listings by them."""
-        if not self._derives:
-            return
-        ((size,),) = self._sql.execute("SELECT bytes FROM sessions WHERE id = ?", (at,))
-        if size != sum(len(entry.data) for entry in log):
-            detail = f"its records take {sum(len(entry.data) for entry in log)} bytes, column bytes is {size}"
-            yield finding(key, Problem.LISTING, detail, Remedy.REBUILD)
-        row = meta.row
-        labels = self._sql.execute(
-            "SELECT name, value, tenant, update_ms, session_id FROM labels WHERE session = ?", (at,)
-        )
-        right = {
-            (name, value, row.tenant, row.update_ms, row.session_id) for name, value in row.labels.items()
-        }
-        if set(labels) != right:
-            yield finding(
-                key, Problem.LISTING, "it is listed under other labels than its own", Remedy.REBUILD
-            )
-        found_by = self._sql.execute("SELECT found_by, time_ms, revision FROM marks WHERE session = ?", (at,))
-        if set(found_by) != set(markings_of_log(log)):
-            yield finding(
-                key, Problem.LISTING, "its turns are found by other marks than theirs", Remedy.REBUILD
-            )
+        number = found_number(self._sql, key, self._schema)
+        return None if number is None else read_raw(self._sql, key, number, self._schema)
 
     @contextlib.contextmanager
     def _one_moment(self) -> Iterator[None]:
@@ -266,31 +208,3 @@ def _known_store(connection: sqlite3.Connection, path: Path) -> str:
     if found_schema(connection, path) == 0:
         raise FailedPrecondition(f"{path} is not a history file", reason="STORE_FOREIGN")
     return str(connection.execute("SELECT value FROM store WHERE name = 'store_id'").fetchone()[0])
-
-
-def _stored(revision: Any, data: Any, crc: Any, chain: Any) -> StoredRecord:
-    """A record's row. What is not shaped like one becomes one that no check accepts."""
-    return StoredRecord(
-        _number(revision),
-        data if isinstance(data, bytes) else b"",
-        _number(crc),
-        chain if isinstance(chain, str) else "",
-    )
-
-
-def _number(value: Any) -> int:
-    """-1 for what is none."""
-    return value if isinstance(value, int) else -1
-
-
-def _of_columns(key: Key, meta: Meta, columns: list[Any]) -> Iterator[Finding]:
-    """The columns beside ``meta`` are what listing, expiry and leases are found by."""
-    row = meta.row
-    wanted = [row.update_ms, row.expire_ms, row.state is State.DELETED, meta.lease is not None]
-    for name, found, right in zip(
-        ("update_ms", "expire_ms", "deleted", "leased"), columns, wanted, strict=True
-    ):
-        if found != right:
-            detail = f"column {name} is {found}, its row says {int(right)}"
-            problem = Problem.EXPIRY if name == "expire_ms" else Problem.LISTING
-            yield finding(key, problem, detail, Remedy.REBUILD)

@@ -2,55 +2,86 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from pensieve.errors import FailedPrecondition
 from pensieve.store._clock import Moment
 from pensieve.store._codec import StoredRecord, store_record
+from pensieve.store._examine import examine
+from pensieve.store._fix import fixed
 from pensieve.store._leases import lapsed
 from pensieve.store._listing import Position
 from pensieve.store._marks import Marking, markings, markings_of_log
+from pensieve.store._raw import RawSession
 from pensieve.store._rules import Known, Meta, at_head, is_gone
 from pensieve.store._salvage import salvaged
+from pensieve.store._sqlite.proofs import crc_of_request, crc_of_row, name_of
+from pensieve.store._sqlite.raw_rows import (
+    columns_of,
+    found_number,
+    proven_request,
+    read_raw,
+    read_row,
+    shaped,
+)
+from pensieve.store._sqlite.request_ids import RequestIds
 from pensieve.store.contract import Key, MarkedTurn, TenantUsage
-from pensieve.store.records import Record, State
+from pensieve.store.records import Record
 
 _ID = "(SELECT id FROM sessions WHERE tenant = ? AND session_id = ?)"
 _COUNTED: Final = 1000
 """Up to here it is found out how many sessions carry a label, to begin with the rarest."""
 
 _meta_encoder = msgspec.msgpack.Encoder()
-_meta_decoder = msgspec.msgpack.Decoder(Meta)
 
 
 class DamagedSession(Exception):
-    """What the file says of a session cannot be read, or contradicts itself."""
+    """The file contradicts itself about a session: its records decide (``Rows.mend``)."""
 
     def __init__(self, key: Key) -> None:
         super().__init__(key)
         self.key = key
 
 
-class Rows:
-    """Statements over one connection. Raises ``sqlite3`` errors as they come."""
+class _Head(NamedTuple):
+    """A row of ``sessions`` whose checksum holds."""
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    number: int
+    requests_sum: int
+    meta: Meta
+
+
+class Rows:
+    """Statements over one connection, in one transaction. Raises ``sqlite3`` errors as they come.
+
+    What the file derives from its records is believed as far as a checksum, a count or a sum proves it. Anything else
+    raises DamagedSession.
+    """
+
+    def __init__(self, connection: sqlite3.Connection, ids: RequestIds | None = None) -> None:
+        """``ids``: request ids that the one writer of the file remembers."""
         self._connection = connection
+        self._ids = ids
+        self._appended: dict[int, list[tuple[str, int]]] = {}
+        """Request ids that this transaction adds, with their checksums, by number of the session."""
+        self._numbers: dict[Key, int] = {}
+        """What this transaction has found or given."""
+
+    def committed(self) -> None:
+        """Remember what the transaction has added, now that it is part of the file."""
+        if self._ids is not None:
+            for number, added in self._appended.items():
+                self._ids.add(number, added)
 
     def meta(self, key: Key) -> Meta | None:
         """Raises DamagedSession."""
-        found = self._one(
-            "SELECT meta FROM sessions WHERE tenant = ? AND session_id = ?", key.tenant, key.session_id
-        )
-        if found is None:
-            return None
-        meta = _decoded(found[0])
-        if meta is None:
-            raise DamagedSession(key)
-        return meta
+        head = self._head(key)
+        return None if head is None else head.meta
 
     def salvaged(self, key: Key) -> Meta | None:
         """The session's metadata, made up from its log where its row cannot be read: a damaged session."""
@@ -61,28 +92,66 @@ class Rows:
                 "SELECT CAST(update_ms AS INTEGER) FROM sessions WHERE tenant = ? AND session_id = ?",
                 *(key.tenant, key.session_id),
             )
-            return salvaged(key, self.log(key, 0), update_ms=found[0] if found is not None else 0)
+            return salvaged(key, list(self.log(key, 0)), update_ms=found[0] if found is not None else 0)
+
+    def mend(self, key: Key, now: Moment) -> Meta | None:
+        """Make what is derived of the session again from its records; the metadata that it has then.
+
+        A session whose records are not whole becomes DAMAGED. The lease of a row that is sound stays.
+        """
+        number = found_number(self._connection, key)
+        if number is None:
+            return None
+        raw = read_raw(self._connection, key, number)
+        try:
+            fix = fixed(examine(raw), truncate=False, now=now.wall_ms)
+        except FailedPrecondition:  # records of a newer program
+            fix = None
+        if fix is None and raw.meta is not None:
+            return raw.meta
+        session = raw if fix is None else fix.session
+        meta = session.meta
+        if meta is None:
+            meta = salvaged(key, raw.log, update_ms=now.wall_ms)
+        elif raw.meta is not None:
+            meta = Meta(meta.row, meta.create_fingerprint, raw.meta.lease)
+        if session.log == raw.log:
+            self._derive(key, number, meta, session)
+        else:
+            self.replace(key, meta, session.log, session.requests)
+        return meta
 
     def put(self, key: Key, meta: Meta) -> None:
         """Insert or replace the session's row; its records stay."""
-        self._connection.execute(
-            "INSERT INTO sessions (tenant, session_id, update_ms, expire_ms, deleted, leased, meta)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (tenant, session_id) DO UPDATE SET"
-            " update_ms = excluded.update_ms, expire_ms = excluded.expire_ms, deleted = excluded.deleted,"
-            " leased = excluded.leased, meta = excluded.meta",
-            (
-                key.tenant,
-                key.session_id,
-                meta.row.update_ms,
-                meta.row.expire_ms,
-                meta.row.state is State.DELETED,
-                meta.lease is not None,
-                _meta_encoder.encode(meta),
-            ),
+        blob = _meta_encoder.encode(meta)
+        values = (*columns_of(meta), crc_of_row(key, blob), blob, key.tenant, key.session_id)
+        changed = self._connection.execute(
+            "UPDATE sessions SET update_ms = ?, expire_ms = ?, deleted = ?, leased = ?, crc = ?, meta = ?"
+            " WHERE tenant = ? AND session_id = ?",
+            values,
         )
+        if changed.rowcount == 0:
+            self._insert(self._free_number(), values)
+
+    def _insert(self, number: int, values: tuple[object, ...]) -> None:
+        self._connection.execute(
+            "INSERT INTO sessions (id, update_ms, expire_ms, deleted, leased, crc, meta, tenant, session_id)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (number, *values),
+        )
+
+    def _free_number(self) -> int:
+        """A number that no row of any table names: a row that was lost may have left its records behind."""
+        found = self._one(
+            "SELECT MAX((SELECT COALESCE(MAX(id), 0) FROM sessions), (SELECT COALESCE(MAX(session), 0) FROM records),"
+            " (SELECT COALESCE(MAX(session), 0) FROM requests), (SELECT COALESCE(MAX(session), 0) FROM labels),"
+            " (SELECT COALESCE(MAX(session), 0) FROM marks))"
+        )
+        return int(found[0]) + 1 if found is not None else 1
 
     def erase(self, key: Key) -> None:
         """Remove the session with its records and request ids; nothing happens when there is none."""
+        self._numbers.pop(key, None)
         self._connection.execute(
             "DELETE FROM sessions WHERE tenant = ? AND session_id = ?", (key.tenant, key.session_id)
         )
@@ -97,19 +166,18 @@ class Rows:
         self.put(key, after)
         try:
             self._connection.execute(
-                f"INSERT INTO records (session, revision, data, crc, head_hash) VALUES ({_ID}, ?, ?, ?, ?)",
-                (key.tenant, key.session_id, *stored),
+                "INSERT INTO records (session, revision, data, crc, head_hash, named) VALUES (?, ?, ?, ?, ?, ?)",
+                (self._number(key), *stored, name_of(key) if record.revision == 1 else None),
             )
             if record.request_id and fingerprint is not None:
-                self._connection.execute(
-                    f"INSERT INTO requests (session, request_id, fingerprint, revision) VALUES ({_ID}, ?, ?, ?)",
-                    (key.tenant, key.session_id, record.request_id, fingerprint, record.revision),
-                )
+                self._ask(key, record.request_id, Known(fingerprint, record.revision))
         except sqlite3.IntegrityError as error:  # the file holds records that the row does not know
             raise DamagedSession(key) from error
         if record.labels is not None or record.revision == 1:
             self._label(key, after)
-        self._mark(key, markings(record))
+        marked = markings(record)
+        if marked:
+            self._mark(self._number(key), key.tenant, marked)
         return after
 
     def replace(
@@ -118,31 +186,138 @@ class Rows:
         """Make the session exactly this, whatever there was."""
         self.erase(key)
         self.put(key, meta)
+        number = self._number(key)
+        self.fill(number, key, log)
+        self._derive(key, number, meta, RawSession(key, meta, tuple(log), requests))
+
+    def fill(self, number: int, key: Key, log: Iterable[StoredRecord]) -> None:
+        """Add the records of a session that has none."""
         self._connection.executemany(
-            f"INSERT INTO records (session, revision, data, crc, head_hash) VALUES ({_ID}, ?, ?, ?, ?)",
-            ((key.tenant, key.session_id, *entry) for entry in log),
+            "INSERT INTO records (session, revision, data, crc, head_hash, named) VALUES (?, ?, ?, ?, ?, ?)",
+            ((number, *entry, name_of(key) if entry.revision == 1 else None) for entry in log),
         )
+
+    def _derive(self, key: Key, number: int, meta: Meta, session: RawSession) -> None:
+        """Make the row of that number, and all that is kept beside its records, anew. The records are there."""
+        blob = _meta_encoder.encode(meta)
+        values = (*columns_of(meta), crc_of_row(key, blob), blob, key.tenant, key.session_id)
+        for table in ("requests", "labels", "marks"):
+            self._connection.execute(f"DELETE FROM {table} WHERE session = ?", (number,))
+        changed = self._connection.execute(
+            "UPDATE sessions SET update_ms = ?, expire_ms = ?, deleted = ?, leased = ?, crc = ?, meta = ?,"
+            " tenant = ?, session_id = ? WHERE id = ?",
+            (*values, number),
+        )
+        if changed.rowcount == 0:
+            self._insert(number, values)
+        self._connection.execute(
+            "UPDATE records SET named = ? WHERE session = ? AND revision = 1", (name_of(key), number)
+        )
+        proven = [
+            (number, request_id, *known, crc_of_request(number, request_id, *known))
+            for request_id, known in session.requests.items()
+        ]
         self._connection.executemany(
-            f"INSERT INTO requests (session, request_id, fingerprint, revision) VALUES ({_ID}, ?, ?, ?)",
-            ((key.tenant, key.session_id, name, *known) for name, known in requests.items()),
+            "INSERT INTO requests (session, request_id, fingerprint, revision, crc) VALUES (?, ?, ?, ?, ?)",
+            proven,
         )
+        self._connection.execute(
+            "UPDATE sessions SET requests_sum = ?, marks = 0, bytes = ? WHERE id = ?",
+            (sum(one[-1] for one in proven), session.size, number),
+        )
+        if self._ids is not None:
+            self._ids.forget(number)
         self._label(key, meta)
-        self._mark(key, markings_of_log(log))
+        self._mark(number, key.tenant, markings_of_log(session.log))
+
+    def shrink(self, key: Key, rest: StoredRecord) -> None:
+        """Put what is left of an erased record in its place, and forget what its turn was found by."""
+        at = (key.tenant, key.session_id, rest.revision)
+        self._connection.execute(
+            f"UPDATE records SET data = ?, crc = ? WHERE session = {_ID} AND revision = ?",
+            (rest.data, rest.crc, *at),
+        )
+        self._connection.execute(f"DELETE FROM marks WHERE session = {_ID} AND revision = ?", at)
 
     def known(self, key: Key, request_id: str) -> Known | None:
+        """What was committed under the request id; None is proven, too. Raises DamagedSession."""
+        head = self._head(key)
+        if head is None:
+            return None
+        ids = None if self._ids is None else self._ids.of(head.number, head.requests_sum)
+        if ids is not None and request_id not in ids:
+            return None
+        found = self._one(
+            "SELECT fingerprint, revision, crc FROM requests WHERE session = ? AND request_id = ?",
+            *(head.number, request_id),
+        )
+        if found is not None:
+            known = proven_request(head.number, request_id, *found)
+        elif ids is None and self._all_known(head):
+            return None
+        else:
+            known = None
+        if known is None:
+            raise DamagedSession(key)
+        return known
+
+    def _all_known(self, head: _Head) -> bool:
+        """Whether the file has each request id of the session that was ever committed."""
+        total, ids = 0, list[str]()
+        for request_id, fingerprint, revision, crc in self._connection.execute(
+            "SELECT request_id, fingerprint, revision, crc FROM requests WHERE session = ?", (head.number,)
+        ):
+            if proven_request(head.number, request_id, fingerprint, revision, crc) is None:
+                return False
+            ids.append(request_id)
+            total += crc
+        if total != head.requests_sum:
+            return False
+        if self._ids is not None:
+            self._ids.keep(head.number, total, ids)
+        return True
+
+    def _head(self, key: Key) -> _Head | None:
         """Raises DamagedSession."""
         found = self._one(
-            f"SELECT fingerprint, revision FROM requests WHERE session = {_ID} AND request_id = ?",
-            key.tenant,
-            key.session_id,
-            request_id,
+            "SELECT id, requests_sum, crc, meta, update_ms, expire_ms, deleted, leased FROM sessions"
+            " WHERE tenant = ? AND session_id = ?",
+            *(key.tenant, key.session_id),
         )
         if found is None:
+            if self._one("SELECT 1 FROM records WHERE named = ?", name_of(key)) is not None:
+                raise DamagedSession(key)
             return None
-        fingerprint, revision = found
-        if not isinstance(fingerprint, str) or not isinstance(revision, int):
+        number, requests_sum, crc, blob, *columns = found
+        self._numbers[key] = number
+        meta = read_row(key, crc, blob).meta
+        if meta is None or columns_of(meta) != tuple(columns):
             raise DamagedSession(key)
-        return Known(fingerprint, revision)
+        return _Head(number, requests_sum, meta)
+
+    def _number(self, key: Key) -> int:
+        if key in self._numbers:
+            return self._numbers[key]
+        found = self._one(
+            "SELECT id FROM sessions WHERE tenant = ? AND session_id = ?", key.tenant, key.session_id
+        )
+        if found is None:
+            raise DamagedSession(key)
+        self._numbers[key] = int(found[0])
+        return self._numbers[key]
+
+    def _ask(self, key: Key, request_id: str, known: Known) -> None:
+        """Remember what was committed under a request id."""
+        number = self._number(key)
+        crc = crc_of_request(number, request_id, *known)
+        self._connection.execute(
+            "INSERT INTO requests (session, request_id, fingerprint, revision, crc) VALUES (?, ?, ?, ?, ?)",
+            (number, request_id, *known, crc),
+        )
+        self._connection.execute(
+            "UPDATE sessions SET requests_sum = requests_sum + ? WHERE id = ?", (crc, number)
+        )
+        self._appended.setdefault(number, []).append((request_id, crc))
 
     def marked(self, tenant: str, name: str, now: Moment, limit: int) -> list[MarkedTurn]:
         """Turns of the tenant's live sessions that are found by ``name``, newest first."""
@@ -163,8 +338,13 @@ class Rows:
         )
         return "" if found is None else str(found[0])
 
-    def log(self, key: Key, from_revision: int) -> list[StoredRecord]:
-        """Records with a revision of at least ``from_revision``, oldest first.
+    def base(self, key: Key, revision: int) -> list[StoredRecord]:
+        """What a slice of the log begins behind: that record without its bytes; nothing when there is none."""
+        chain = self.hash_at(key, revision) if revision else ""
+        return [StoredRecord(revision, b"", 0, chain)] if chain else []
+
+    def log(self, key: Key, from_revision: int) -> Iterator[StoredRecord]:
+        """Records with a revision of at least ``from_revision``, oldest first, each read when it is asked for.
 
         What is not shaped like a record becomes one that no check accepts.
         """
@@ -173,10 +353,13 @@ class Rows:
             " ORDER BY revision",
             (key.tenant, key.session_id, from_revision),
         )
-        return [_shaped(*row) for row in cursor]
+        return (shaped(*row) for row in cursor)
 
     def newest(self, tenant: str, start: Position, labels: dict[str, str], now: Moment) -> Iterator[Meta]:
-        """The tenant's live sessions after ``start`` that carry ``labels``, newest update first."""
+        """The tenant's live sessions after ``start`` that carry ``labels``, newest update first.
+
+        Raises DamagedSession.
+        """
         place, source, given = "s", "sessions AS s", list[str]()
         conditions = "s.deleted = 0 AND (s.leased = 1 OR s.expire_ms = 0 OR s.expire_ms > ?)"
         if labels:
@@ -187,15 +370,20 @@ class Rows:
             conditions += carried * len(others)
             given = [text for label in (first, *others) for text in label]
         cursor = self._connection.execute(
-            f"SELECT s.session_id, s.meta FROM {source} WHERE {place}.tenant = ?"
+            f"SELECT s.session_id, s.meta, s.crc, s.update_ms, s.expire_ms, s.deleted, s.leased FROM {source}"
+            f" WHERE {place}.tenant = ?"
             f" AND ({place}.update_ms, {place}.session_id) < (?, ?) AND {conditions}"
             f" ORDER BY {place}.update_ms DESC, {place}.session_id DESC",
             (tenant, start.update_ms, start.session_id, now.wall_ms, *given),
         )
-        for session_id, blob in cursor:
-            meta = _decoded(blob) or self.salvaged(Key(tenant, str(session_id)))
-            if meta is not None and not is_gone(meta, now):
-                yield meta
+        with contextlib.closing(cursor):  # an open one would keep the next read at this moment
+            for session_id, blob, crc, *columns in cursor:
+                key = Key(tenant, str(session_id))
+                meta = read_row(key, crc, blob).meta
+                if meta is None or columns_of(meta) != tuple(columns):
+                    raise DamagedSession(key)
+                if not is_gone(meta, now):
+                    yield meta
 
     def usage(self, tenant: str, now: Moment) -> TenantUsage:
         """What the tenant's live sessions take."""
@@ -211,28 +399,41 @@ class Rows:
         gone, gone_size = expired or (0, 0)
         return TenantUsage(sessions - gone, size - gone_size)
 
-    def end_leases(self) -> None:
-        """Let every lease lapse; the pending turns' seeds stay."""
-        rows = self._connection.execute("SELECT meta FROM sessions WHERE leased = 1").fetchall()
-        for meta in filter(None, (_decoded(blob) for (blob,) in rows)):
-            self.put(Key(meta.row.tenant, meta.row.session_id), lapsed(meta))
+    def end_leases(self) -> list[Key]:
+        """Let every lease lapse; the pending turns' seeds stay. Sessions whose rows are damaged are returned."""
+        found = self._connection.execute(
+            "SELECT tenant, session_id FROM sessions WHERE leased = 1"
+        ).fetchall()
+        damaged = []
+        for tenant, session_id in found:
+            key = Key(str(tenant), str(session_id))
+            try:
+                meta = self.meta(key)
+            except DamagedSession:
+                damaged.append(key)
+                continue
+            if meta is not None:
+                self.put(key, lapsed(meta))
+        return damaged
 
     def purge(self, now: Moment, most: int) -> int:
         """Remove up to ``most`` sessions and tombstones whose time is over; returns how many.
 
-        None whose row cannot be read: nobody knows its time.
+        A session whose row fails its checksum stays: its time is not known.
         """
         over = self._connection.execute(
-            "SELECT tenant, session_id, meta FROM sessions WHERE expire_ms > 0 AND expire_ms <= ?"
+            "SELECT tenant, session_id FROM sessions WHERE expire_ms > 0 AND expire_ms <= ?"
             " ORDER BY expire_ms LIMIT ?",
             (now.wall_ms, most),
         ).fetchall()
         removed = 0
-        for tenant, session_id, blob in over:
-            meta = _decoded(blob)
-            if meta is not None and is_gone(meta, now):
-                self.erase(Key(tenant, session_id))
-                removed += 1
+        for tenant, session_id in over:
+            key = Key(str(tenant), str(session_id))
+            with contextlib.suppress(DamagedSession):
+                meta = self.meta(key)
+                if meta is not None and is_gone(meta, now):
+                    self.erase(key)
+                    removed += 1
         return removed
 
     def beat(self, now: Moment) -> None:
@@ -241,20 +442,24 @@ class Rows:
 
     def _label(self, key: Key, meta: Meta) -> None:
         """Enter the session's labels in the listing, in place of those it had."""
-        self._connection.execute(f"DELETE FROM labels WHERE session = {_ID}", (key.tenant, key.session_id))
+        number, row = self._number(key), meta.row
+        self._connection.execute("DELETE FROM labels WHERE session = ?", (number,))
         self._connection.executemany(
-            f"INSERT INTO labels VALUES ({_ID}, ?, ?, ?, ?, ?)",
+            "INSERT INTO labels VALUES (?, ?, ?, ?, ?, ?)",
             [
-                (key.tenant, key.session_id, name, value, key.tenant, meta.row.update_ms, key.session_id)
-                for name, value in meta.row.labels.items()
+                (number, name, value, key.tenant, row.update_ms, key.session_id)
+                for name, value in row.labels.items()
             ],
         )
+        self._connection.execute("UPDATE sessions SET labels = ? WHERE id = ?", (len(row.labels), number))
 
-    def _mark(self, key: Key, entries: Iterable[Marking]) -> None:
+    def _mark(self, number: int, tenant: str, entries: Iterable[Marking]) -> None:
+        made = [(number, *one, tenant) for one in entries]
         self._connection.executemany(
-            f"INSERT OR REPLACE INTO marks (session, found_by, time_ms, revision, tenant) VALUES ({_ID}, ?, ?, ?, ?)",
-            ((key.tenant, key.session_id, *one, key.tenant) for one in entries),
+            "INSERT OR REPLACE INTO marks (session, found_by, time_ms, revision, tenant) VALUES (?, ?, ?, ?, ?)",
+            made,
         )
+        self._connection.execute("UPDATE sessions SET marks = marks + ? WHERE id = ?", (len(made), number))
 
     def _carriers(self, tenant: str, name: str, value: str) -> int:
         """How many of the tenant's sessions carry the label, counted up to a bound."""
@@ -267,20 +472,3 @@ class Rows:
     def _one(self, statement: str, *values: object) -> tuple[Any, ...] | None:
         found: tuple[Any, ...] | None = self._connection.execute(statement, values).fetchone()
         return found
-
-
-def _decoded(blob: object) -> Meta | None:
-    """None for what is no metadata."""
-    try:
-        return _meta_decoder.decode(blob) if isinstance(blob, bytes) else None
-    except (msgspec.MsgspecError, ValueError):
-        return None
-
-
-def _shaped(revision: object, data: object, crc: object, head_hash: object) -> StoredRecord:
-    return StoredRecord(
-        revision if isinstance(revision, int) else -1,
-        data if isinstance(data, bytes) else b"",
-        crc if isinstance(crc, int) else -1,
-        head_hash if isinstance(head_hash, str) else "",
-    )

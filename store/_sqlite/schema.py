@@ -18,10 +18,12 @@ import msgspec
 from pensieve.errors import DataLoss, FailedPrecondition
 from pensieve.store import _refusals
 from pensieve.store._rules import Meta
+from pensieve.store._sqlite.proofs import crc_of_request, crc_of_row, name_of
+from pensieve.store.contract import Key
 
 log = logging.getLogger(__name__)
 
-SCHEMA: Final = 3
+SCHEMA: Final = 4
 
 _FIRST = """
 CREATE TABLE store (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -115,6 +117,16 @@ CREATE TABLE marks (
 CREATE INDEX marks_found ON marks (tenant, found_by, time_ms);
 """
 
+_FOURTH = """
+ALTER TABLE sessions ADD COLUMN crc INTEGER NOT NULL DEFAULT -1;          -- proofs.crc_of_row
+ALTER TABLE sessions ADD COLUMN requests_sum INTEGER NOT NULL DEFAULT 0;  -- of crc over the session's requests
+ALTER TABLE sessions ADD COLUMN marks INTEGER NOT NULL DEFAULT 0;         -- how many rows of marks it has
+ALTER TABLE sessions ADD COLUMN labels INTEGER NOT NULL DEFAULT 0;        -- how many rows of labels it has
+ALTER TABLE requests ADD COLUMN crc INTEGER NOT NULL DEFAULT -1;          -- proofs.crc_of_request
+ALTER TABLE records ADD COLUMN named TEXT;                                -- proofs.name_of, in revision 1
+CREATE INDEX records_named ON records (named) WHERE named IS NOT NULL;
+"""
+
 
 def found_schema(connection: sqlite3.Connection, path: Path) -> int:
     """The file's schema, 0 for an empty file. Raises FailedPrecondition (STORE_VERSION, STORE_FOREIGN)."""
@@ -146,6 +158,9 @@ def bring_up(connection: sqlite3.Connection, found: int) -> str:
                 _run(connection, _SECOND_KEPT)
             if found < 3:
                 _run(connection, _THIRD)  # records of before have no mark
+            if found < 4:
+                _run(connection, _FOURTH)
+                _prove(connection)
             connection.execute(f"PRAGMA user_version = {SCHEMA}")
             connection.execute("COMMIT")
         except BaseException:
@@ -183,3 +198,41 @@ def _enter_labels(connection: sqlite3.Connection) -> None:
                 for name, value in row.labels.items()
             ],
         )
+
+
+def _prove(connection: sqlite3.Connection) -> None:
+    """Add the checksums, counts and names that an older file lacks. What is wrong already fails its checksum."""
+    connection.create_function("crc_of_request", 4, _crc_of_request, deterministic=True)
+    connection.execute("UPDATE requests SET crc = crc_of_request(session, request_id, fingerprint, revision)")
+    connection.execute(
+        "UPDATE sessions SET"
+        " requests_sum = (SELECT COALESCE(SUM(crc), 0) FROM requests WHERE session = sessions.id),"
+        " marks = (SELECT COUNT(*) FROM marks WHERE session = sessions.id),"
+        " labels = (SELECT COUNT(*) FROM labels WHERE session = sessions.id)"
+    )
+    decoder, last = msgspec.msgpack.Decoder(Meta), -1
+    while rows := connection.execute(
+        "SELECT id, tenant, session_id, meta FROM sessions WHERE id > ? ORDER BY id LIMIT 1000",
+        (last,),
+    ).fetchall():
+        for last, tenant, session_id, blob in rows:
+            key = Key(str(tenant), str(session_id))
+            try:
+                row = decoder.decode(blob).row
+            except (msgspec.MsgspecError, ValueError, TypeError):
+                continue
+            if Key(row.tenant, row.session_id) == key:
+                crc = crc_of_row(key, blob)
+                connection.execute("UPDATE sessions SET crc = ? WHERE id = ?", (crc, last))
+                connection.execute(
+                    "UPDATE records SET named = ? WHERE session = ? AND revision = 1", (name_of(key), last)
+                )
+
+
+def _crc_of_request(session: object, request_id: object, fingerprint: object, revision: object) -> int:
+    """-1 for a row that holds other types than a request's."""
+    if not (isinstance(session, int) and isinstance(revision, int)):
+        return -1
+    if not (isinstance(request_id, str) and isinstance(fingerprint, str)):
+        return -1
+    return crc_of_request(session, request_id, fingerprint, revision)

@@ -9,13 +9,13 @@ from typing import Protocol
 
 import msgspec
 
+from pensieve.store._examine import examine
+from pensieve.store._fix import fixed
 from pensieve.store._raw import RawSession, RawStore, at_rest, is_over, is_running
 from pensieve.store._rules import Meta
 from pensieve.store.contract import Key
 from pensieve.store.maintenance.archive import ArchiveWriter, Totals, read_sessions
 from pensieve.store.maintenance.merge import MergeChoice, choose
-from pensieve.store.maintenance.repair import fixed
-from pensieve.store.maintenance.verify import examine
 from pensieve.store.records import State
 
 Progress = Callable[[str, int, int | None], None]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 
+from pensieve.store._examine import Examined
 from pensieve.store._raw import RawSession, is_over, is_running
-from pensieve.store.maintenance.verify import Examined
 from pensieve.store.records import State
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 
 from pensieve.store import _refusals
+from pensieve.store._examine import Examined, examine
+from pensieve.store._fix import fixed
 from pensieve.store._raw import Finding, RawSession, RawStore, Remedy
 from pensieve.store.contract import Key
 from pensieve.store.maintenance.archive import ArchiveWriter, Totals
 from pensieve.store.maintenance.copying import Progress, silent
-from pensieve.store.maintenance.repair import fixed
-from pensieve.store.maintenance.verify import Examined, examine
 
 
 class Survey(msgspec.Struct):

@@ -110,7 +110,9 @@ def wrong_request(patient: Patient) -> None:
 
 
 def stray_request(patient: Patient) -> None:
-    execute(patient, "INSERT INTO requests SELECT id, 'never', 'fp', 3 FROM sessions WHERE session_id = 's1'")
+    execute(
+        patient, "INSERT INTO requests SELECT id, 'never', 'fp', 3, 0 FROM sessions WHERE session_id = 's1'"
+    )
 
 
 def hidden_column(patient: Patient) -> None:

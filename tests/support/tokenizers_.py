@@ -56,6 +56,12 @@ QWEN3 = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 DATED = "{{ 'Today is ' + strftime_now('%d %B %Y') + '\n' }}" + CHATML
+SHORTENS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' "
+    "+ (m.content if loop.revindex < 3 else m.content | upper) + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Rewrites what is older than two messages."""
 LATE_SYSTEM = (
     "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] + ' ' %}"
     "{% set rest = messages[1:] %}"

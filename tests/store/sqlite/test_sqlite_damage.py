@@ -132,8 +132,6 @@ def calls(store: HistoryStore, at: Key) -> list[Callable[[], Awaitable[object]]]
         "UPDATE records SET head_hash = 'no hash' WHERE revision = 1",
         "UPDATE records SET head_hash = x'00' WHERE revision = 4",
         "UPDATE records SET revision = 9 WHERE revision = 3",
-        "UPDATE requests SET revision = 'text'",
-        "UPDATE requests SET fingerprint = x'00'",
     ],
 )
 async def test_a_value_that_is_none_is_a_loss_of_its_session(tmp_path: Path, change: str) -> None:

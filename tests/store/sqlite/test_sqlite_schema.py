@@ -39,7 +39,11 @@ async def make_first_schema(path: Path) -> None:
             connection.execute(f"DROP TRIGGER {name}")
         for table in ("labels", "tenants", "marks"):
             connection.execute(f"DROP TABLE {table}")
-        connection.execute("ALTER TABLE sessions DROP COLUMN bytes")
+        connection.execute("DROP INDEX records_named")
+        for column in ("bytes", "crc", "requests_sum", "marks", "labels"):
+            connection.execute(f"ALTER TABLE sessions DROP COLUMN {column}")
+        connection.execute("ALTER TABLE requests DROP COLUMN crc")
+        connection.execute("ALTER TABLE records DROP COLUMN named")
         connection.execute("UPDATE sessions SET meta = x'C1' WHERE session_id = 'broken'")
         connection.execute("PRAGMA user_version = 1")
 

@@ -168,19 +168,27 @@ async def test_ping_tells_of_a_damaged_file(tmp_path: Path) -> None:
     await store.close()
 
 
-async def test_an_unreadable_row_damages_its_session_alone(store: SqliteStore) -> None:
-    """Whoever meets it is told of the loss; after that the session is like any damaged one."""
+async def test_an_unreadable_row_is_made_again_from_its_records(
+    store: SqliteStore, caplog: pytest.LogCaptureFixture
+) -> None:
     before = await store.load(KEY)
     behind(store.path, "UPDATE sessions SET meta = x'C1FF' WHERE session_id = ?", KEY.session_id)
     listed = {one.session_id: one.state for one in (await store.list_sessions(TENANT, limit=9)).rows}
-    assert listed == {"s1": State.DAMAGED, "s2": State.ACTIVE}
-    with pytest.raises(DataLoss) as caught:
-        await store.begin(KEY, request("r2", "t2"))
-    assert caught.value.reason == "HISTORY_CORRUPT"
+    assert listed == {"s1": State.ACTIVE, "s2": State.ACTIVE}
     after = await store.load(KEY)
-    assert after.state is State.DAMAGED
     assert (after.revision, after.head_hash, after.item_count) == (before.revision, before.head_hash, 2)
     assert len(await store.read(KEY)) == 2
+    await whole_turn(store, KEY, 2)
+    await whole_turn(store, OTHER, 1)
+    await store.ping()
+    assert caplog.text.count("is made again") == 1
+
+
+async def test_an_unreadable_row_of_a_broken_log_damages_its_session_alone(store: SqliteStore) -> None:
+    behind(store.path, "UPDATE sessions SET meta = x'C1FF' WHERE session_id = ?", KEY.session_id)
+    behind(store.path, "UPDATE records SET data = x'01' WHERE session = 1 AND revision = 2")
+    listed = {one.session_id: one.state for one in (await store.list_sessions(TENANT, limit=9)).rows}
+    assert listed == {"s1": State.DAMAGED, "s2": State.ACTIVE}
     with pytest.raises(FailedPrecondition):
         await store.begin(KEY, request("r2", "t2"))
     await whole_turn(store, OTHER, 1)
@@ -194,7 +202,7 @@ async def test_an_unreadable_row_can_be_deleted_and_does_not_keep_a_server_from_
     behind(store.path, "UPDATE sessions SET meta = x'' WHERE session_id = 's2'")
     await store.close()
     await store.open()
-    assert await store.purge_expired() == 0, "nobody knows when it would have expired"
+    assert await store.purge_expired() == 0, "its row does not prove when it would have expired"
     await store.delete(OTHER)
     await store.delete(KEY)
     assert await store.usage(TENANT) == TenantUsage(0, 0)
@@ -232,7 +240,7 @@ async def test_neither_commits_nor_reads_wait_for_a_listing(store: SqliteStore) 
         assert again.row.revision == seen.row.revision, "a read sees one state of the file"
         return again.row.revision
 
-    slow = asyncio.create_task(store._database.list(listing))
+    slow = asyncio.create_task(store._database.list(listing, KEY.tenant))
     try:
         assert await asyncio.to_thread(entered.wait, 60)
         await whole_turn(store, KEY, 2)
@@ -252,8 +260,8 @@ async def test_a_listing_by_label_looks_at_the_sessions_that_carry_it(
         labels = {"common": "yes", "rare": str(number // 5)}
         await store.create(row(key(f"n{number:02}"), labels=labels), first_record(), "fp")
     looked_at, steps = [], []
-    decoded = sqlite_rows._decoded
-    monkeypatch.setattr(sqlite_rows, "_decoded", lambda blob: (looked_at.append(1), decoded(blob))[1])
+    read_row = sqlite_rows.read_row
+    monkeypatch.setattr(sqlite_rows, "read_row", lambda *row: (looked_at.append(1), read_row(*row))[1])
     reader = store._database.file.listings._connection
     assert reader is not None
     reader.set_progress_handler(lambda: steps.append(1), 1)
@@ -291,7 +299,7 @@ async def test_a_read_without_end_does_not_let_the_log_of_changes_grow_without_e
         reading.set()
         rows._connection.execute(ENDLESS).fetchone()
 
-    slow = asyncio.create_task(store._database.list(endless))
+    slow = asyncio.create_task(store._database.list(endless, KEY.tenant))
     assert await asyncio.to_thread(reading.wait, 60)
     largest = 0
     for base in range(2, 42):

@@ -94,6 +94,11 @@ def _of_log(examined: Examined, problem: str | None) -> Iterator[Finding]:
     beyond = max((known.revision for known in session.requests.values()), default=0)
     if problem is None and row is None and beyond > history.revision:
         problem = f"record {history.revision + 1} is missing, a request id names {beyond}"
+    if problem is None and session.claimed is not None:
+        # One of the two may be what fails the row's checksum.
+        revision, head_hash = session.claimed
+        if revision != history.revision and head_hash != history.head_hash:
+            problem = f"record {history.revision} is not the newest that its row names, {revision}"
     if problem is not None:
         yield finding(session.key, Problem.LOG, problem, Remedy.MARK)
 

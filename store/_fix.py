@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from pensieve.store._examine import Examined
 from pensieve.store._raw import Problem, RawSession, Remedy, at_rest
 from pensieve.store._rules import Known, Meta, ttl_ms
-from pensieve.store.maintenance.verify import Examined
 from pensieve.store.records import SessionRow, State
 
 

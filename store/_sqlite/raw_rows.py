@@ -1,0 +1,193 @@
+"""A session as the history file holds it, with everything about it that contradicts its records."""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from pensieve.store._codec import StoredRecord
+from pensieve.store._marks import markings_of_log
+from pensieve.store._raw import Finding, Problem, RawSession, Remedy, finding
+from pensieve.store._rules import Known, Meta
+from pensieve.store._sqlite.proofs import crc_of_request, crc_of_row, name_of
+from pensieve.store.contract import Key
+from pensieve.store.records import State
+
+PROVES: Final = 4
+"""The first schema with checksums of derived rows."""
+DERIVES: Final = 2
+"""The first schema with sizes, sums and labels."""
+
+_meta_decoder = msgspec.msgpack.Decoder(Meta)
+
+
+class ReadRow(NamedTuple):
+    """What a row of ``sessions`` says. ``meta`` is None where its checksum fails or it cannot be decoded."""
+
+    meta: Meta | None
+    problem: str
+    """Why ``meta`` is None."""
+    claimed: tuple[int, str] | None
+    """Revision and chain hash of the newest record, as the row names them, proven or not."""
+
+
+def columns_of(meta: Meta) -> tuple[int, int, int, int]:
+    """update_ms, expire_ms, deleted, leased of the row that has this metadata."""
+    row = meta.row
+    return row.update_ms, row.expire_ms, int(row.state is State.DELETED), int(meta.lease is not None)
+
+
+def read_row(key: Key, crc: object, blob: object) -> ReadRow:
+    """``crc``: None in a file that has none."""
+    try:
+        if not isinstance(blob, bytes):
+            raise TypeError
+        meta = _meta_decoder.decode(blob)
+    except (msgspec.MsgspecError, TypeError, ValueError) as error:
+        return ReadRow(None, f"its row cannot be decoded ({type(error).__name__})", None)
+    if (meta.row.tenant, meta.row.session_id) != (key.tenant, key.session_id):
+        return ReadRow(None, "its row is that of another session", None)
+    if crc is not None and crc != crc_of_row(key, blob):
+        return ReadRow(None, "its row fails its checksum", (meta.row.revision, meta.row.head_hash))
+    return ReadRow(meta, "", (meta.row.revision, meta.row.head_hash))
+
+
+def found_number(connection: sqlite3.Connection, key: Key, schema: int = PROVES) -> int | None:
+    """The session's number in the file, by its row or else by its first record. Raises sqlite3's errors."""
+    found = connection.execute(
+        "SELECT id FROM sessions WHERE tenant = ? AND session_id = ?", (key.tenant, key.session_id)
+    ).fetchone()
+    if found is None and schema >= PROVES:
+        found = connection.execute("SELECT session FROM records WHERE named = ?", (name_of(key),)).fetchone()
+    return None if found is None else int(found[0])
+
+
+def read_raw(connection: sqlite3.Connection, key: Key, number: int, schema: int = PROVES) -> RawSession:
+    """The session of that number and all that is kept of it. Raises sqlite3's errors."""
+    kept = ", bytes" if schema >= DERIVES else ", 0"
+    kept += ", crc, requests_sum, marks, labels" if schema >= PROVES else ", NULL, 0, 0, 0"
+    row = connection.execute(
+        f"SELECT update_ms, expire_ms, deleted, leased, meta, tenant, session_id{kept} FROM sessions WHERE id = ?",
+        (number,),
+    ).fetchone()
+    log = tuple(
+        shaped(*one)
+        for one in connection.execute(
+            "SELECT revision, data, crc, head_hash FROM records WHERE session = ? ORDER BY revision",
+            (number,),
+        )
+    )
+    requests, total, wrong = _requests(connection, number, schema)
+    findings = [finding(key, Problem.REQUESTS, detail, Remedy.REBUILD) for detail in wrong]
+    if row is None:
+        lost = finding(key, Problem.ROW, "its row is gone", Remedy.REBUILD)
+        return RawSession(key, None, log, requests, (lost, *findings))
+    *columns, blob, tenant, session_id, size, crc, requests_sum, marks, labels = row
+    stamp = hashlib.sha1(repr(blob).encode(), usedforsecurity=False).hexdigest()
+    if (tenant, session_id) != (key.tenant, key.session_id):
+        read = ReadRow(None, "its row has another name", None)
+    else:
+        read = read_row(key, crc, blob)
+    if read.meta is None:
+        lost = finding(key, Problem.ROW, read.problem, Remedy.REBUILD)
+        return RawSession(key, None, log, requests, (lost, *findings), stamp, read.claimed)
+    findings += _of_columns(key, read.meta, columns)
+    if schema >= PROVES and total != requests_sum:
+        detail = "its request ids are not the ones that were written"
+        findings.append(finding(key, Problem.REQUESTS, detail, Remedy.REBUILD))
+    if schema >= DERIVES:
+        findings += _derived(connection, key, number, read.meta, log, size)
+    if schema >= PROVES:
+        findings += _counted(connection, key, number, read.meta, marks, labels)
+    return RawSession(key, read.meta, log, requests, tuple(findings), stamp)
+
+
+def shaped(revision: object, data: object, crc: object, head_hash: object) -> StoredRecord:
+    """A row of ``records``. What is not shaped like one becomes one that no check accepts."""
+    return StoredRecord(
+        revision if isinstance(revision, int) else -1,
+        data if isinstance(data, bytes) else b"",
+        crc if isinstance(crc, int) else -1,
+        head_hash if isinstance(head_hash, str) else "",
+    )
+
+
+def proven_request(
+    session: int, request_id: object, fingerprint: object, revision: object, crc: object
+) -> Known | None:
+    """None for a row of ``requests`` that fails its checksum."""
+    if not (isinstance(request_id, str) and isinstance(fingerprint, str) and isinstance(revision, int)):
+        return None
+    right = crc_of_request(session, request_id, fingerprint, revision) == crc
+    return Known(fingerprint, revision) if right else None
+
+
+def _requests(
+    connection: sqlite3.Connection, number: int, schema: int
+) -> tuple[dict[str, Known], int, list[str]]:
+    """The sound rows, the sum of their checksums, and what is wrong with the others."""
+    requests: dict[str, Known] = {}
+    total = bad = 0
+    crc_column = "crc" if schema >= PROVES else "NULL"
+    for name, fingerprint, revision, crc in connection.execute(
+        f"SELECT request_id, fingerprint, revision, {crc_column} FROM requests WHERE session = ?", (number,)
+    ):
+        if crc is None:
+            requests[str(name)] = Known(str(fingerprint), revision if isinstance(revision, int) else -1)
+        elif (known := proven_request(number, name, fingerprint, revision, crc)) is None:
+            bad += 1
+        else:
+            requests[name] = known
+            total += crc
+    return requests, total, [f"{bad} of its request ids fail their checksum"] if bad else []
+
+
+def _derived(
+    connection: sqlite3.Connection, key: Key, number: int, meta: Meta, log: Sequence[StoredRecord], size: int
+) -> Iterator[Finding]:
+    """What the file keeps of the session beside its row: its size, its labels and marks."""
+    right_size = sum(len(entry.data) for entry in log)
+    if size != right_size:
+        detail = f"its records take {right_size} bytes, column bytes is {size}"
+        yield finding(key, Problem.LISTING, detail, Remedy.REBUILD)
+    row = meta.row
+    labels = connection.execute(
+        "SELECT name, value, tenant, update_ms, session_id FROM labels WHERE session = ?", (number,)
+    )
+    right = {(name, value, row.tenant, row.update_ms, row.session_id) for name, value in row.labels.items()}
+    if set(labels) != right:
+        yield finding(key, Problem.LISTING, "it is listed under other labels than its own", Remedy.REBUILD)
+    found_by = connection.execute(
+        "SELECT found_by, time_ms, revision, tenant FROM marks WHERE session = ?", (number,)
+    )
+    if set(found_by) != {(*one, row.tenant) for one in markings_of_log(log)}:
+        yield finding(key, Problem.LISTING, "its turns are found by other marks than theirs", Remedy.REBUILD)
+
+
+def _counted(
+    connection: sqlite3.Connection, key: Key, number: int, meta: Meta, marks: int, labels: int
+) -> Iterator[Finding]:
+    ((kept,),) = connection.execute("SELECT COUNT(*) FROM marks WHERE session = ?", (number,))
+    if kept != marks or labels != len(meta.row.labels):
+        detail = "its marks and labels are not as many as were written"
+        yield finding(key, Problem.LISTING, detail, Remedy.REBUILD)
+    if meta.row.state is not State.DELETED:
+        first = connection.execute(
+            "SELECT named FROM records WHERE session = ? AND revision = 1", (number,)
+        ).fetchone()
+        if first is not None and first[0] != name_of(key):
+            yield finding(key, Problem.LISTING, "its first record does not name it", Remedy.REBUILD)
+
+
+def _of_columns(key: Key, meta: Meta, columns: list[Any]) -> Iterator[Finding]:
+    """The columns beside ``meta`` are what listing, expiry and leases are found by."""
+    names = ("update_ms", "expire_ms", "deleted", "leased")
+    for name, found, right in zip(names, columns, columns_of(meta), strict=True):
+        if found != right:
+            detail = f"column {name} is {found}, its row says {right}"
+            problem = Problem.EXPIRY if name == "expire_ms" else Problem.LISTING
+            yield finding(key, problem, detail, Remedy.REBUILD)
