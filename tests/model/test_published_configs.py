@@ -116,6 +116,14 @@ def test_a_window_of_a_llama_limits_the_context(base: Path, tmp_path: Path) -> N
     assert load_arch(changed(base, tmp_path, "llama", {"sliding_window": 40})).context_limit == 40
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_a_window_that_no_layer_has_limits_nothing(base: Path, tmp_path: Path, family: Family) -> None:
+    config = {"sliding_window": 40, "use_sliding_window": True, "layer_types": ABSENT}
+    behind = changed(base, tmp_path / "a", family, config | {"max_window_layers": 3})
+    within = changed(base, tmp_path / "b", family, config | {"max_window_layers": 2})
+    assert (load_arch(behind).context_limit, load_arch(within).context_limit) == (512, 40)
+
+
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 
 
