@@ -76,7 +76,7 @@ def test_names_of_models(hub: StandInHub, tmp_path: Path) -> None:
     # What is here serves without the hub.
     away = resolve(hub, tmp_path, "org/quants:Q4_1", "org/quants:Q5_0", "org/one", url="http://127.0.0.1:9")
     assert away[::2] == [found[0], found[3]]
-    assert "no quantisation Q5_0" in away[1]
+    assert away[1].startswith("refused: org/quants:Q5_0: not here, and the hub cannot be reached (")
 
 
 def test_what_is_not_there_is_one_line_and_leaves_nothing(hub: StandInHub, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_what_is_not_there_is_one_line_and_leaves_nothing(hub: StandInHub, tmp_p
         "org/folder:Q8_0": "no quantisation Q8_0 there; the repository has no GGUF file",
         "hf.co/org/missing:Q8_0": "hf.co/org/missing:Q8_0: not here, and the hub refused it: ",
         "org/broken:Q8_0": "is cut short",
-        "org/nothing": "no config.json; not a model folder",
+        "org/nothing": "org/nothing: has neither a model folder nor a GGUF file",
         "a b:Q8_0": "a b:Q8_0: neither a folder here nor a hub id",
     }
     lines = resolve(hub, tmp_path, *refused)
