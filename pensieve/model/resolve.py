@@ -43,6 +43,8 @@ def resolve_model(name: str, leaving: threading.Event | None = None) -> Path:
     if is_path(name):
         raise ModelError(f"{name}: no such folder")
     found = download(name)
+    if not found.exists():
+        raise ModelError(f"{name}: has neither a model folder nor a GGUF file")
     return _folder(found) if found.is_dir() else _checked(found, name)
 
 

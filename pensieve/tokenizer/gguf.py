@@ -210,10 +210,10 @@ def _bpe(file: GgufFile, vocab: list[str], merges: list[tuple[str, str]], **opti
     if len(ids) < len(vocab):
         twice = next(token for index, token in enumerate(vocab) if ids[token] != index)
         raise GgufError(f"{file.path}: token {twice!r} stands twice in tokenizer.ggml.tokens")
-    wrong = next((pair for pair in merges if len(pair) != 2 or any(part not in ids for part in pair)), None)
-    if wrong is not None or any("".join(pair) not in ids for pair in merges):
+    wrong = next((pair for pair in merges if not ids.keys() >= {*pair, "".join(pair)}), None)
+    if wrong is not None:
         raise GgufError(
-            f"{file.path}: tokenizer.ggml.merges joins what is no token, as in {wrong or merges[0]!r}"
+            f"{file.path}: tokenizer.ggml.merges joins {wrong[0]!r} and {wrong[1]!r}: not all of them are tokens"
         )
     return Tokenizer(BPE(vocab=ids, merges=merges, **options))
 
