@@ -25,7 +25,7 @@ EXPERIMENTS ?= systems-13b-sharegpt
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-gpu lint structure types docs proto proto-release bench-replay bench-ops bench-engine bench-step-parts bench-evaluate prepared programs redis chromium haproxy promtool clean
+.PHONY: help setup demo test test-gpu lint structure types docs proto proto-release bench-replay bench-ops bench-engine bench-step-parts bench-evaluate prepared programs tokenizers redis chromium haproxy promtool clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -130,6 +130,9 @@ bench-step-parts: ## Where a decode step's time goes on this GPU, and what other
 
 bench-evaluate: ## Systems and ablations on GPUs: EXPERIMENTS= names of bench/evaluation/experiments.py (GPU_ARGS=--devices 0,1 …)
 	@$(FIND_GPU); "$$python" bench/evaluate.py $(EXPERIMENTS) --results build/evaluation $(GPU_ARGS)
+
+tokenizers: setup ## Fetch the published tokenizers and chat templates that tests/tokenizer reads, into a cache
+	@$(BIN)/python -P tests/support/real_tokenizers.py
 
 # The Redis store is tested against a real server, the HTML report in a real browser, several servers behind a real proxy.
 # Without the right to install one, its tests are left out, loudly.

@@ -70,7 +70,7 @@ def create_session(
     config: pb.SessionConfig,
     labels: Mapping[str, str] | None,
     initial_items: Sequence[InputLike],
-    followed_by: Sequence[Role],
+    followed_by: Sequence[Role] = (),
     request_id: str | None,
 ) -> Flow[SessionInfo]:
     request = pb.CreateSessionRequest(

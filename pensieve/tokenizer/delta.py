@@ -380,8 +380,7 @@ class _Writer:
         if not self._items:
             return 0
         last, (_, end) = self._items[-1], find(text, len(self._items) - 1)
-        closed = self._template.closing_end(last.role, text, end)
-        after = closed if closed is not None else end
+        after = self._closing_end(last.role, text, end, is_first=len(self._items) == 1)
         if last.verbatim or last.role is not Role.ASSISTANT:
             return after
         stop = self._ends.after(text, end, len(text))
@@ -404,7 +403,11 @@ class _Writer:
         at = start
         for number, message in enumerate(self._group):
             place = marks.get(number, -1)
-            at = self._message_end(text, message.role, at, place if place >= at else None, limits[number])
+            is_first = not number and not self._items
+            if message.role is Role.SYSTEM and is_first and place >= at:
+                at = self._closing_end(message.role, text, place, is_first=True)
+            else:
+                at = self._message_end(text, message.role, at, place if place >= at else None, limits[number])
             ends.append(at)
         return ends
 
@@ -415,8 +418,18 @@ class _Writer:
         if content_end is None:
             closed = self._template.next_closing_end(role, text, at, limit)
             return closed if closed is not None else at
-        closed = self._template.closing_end(role, text, content_end)
-        return closed if closed is not None else content_end
+        return self._closing_end(role, text, content_end, is_first=False)
+
+    def _closing_end(self, role: Role, text: str, start: int, *, is_first: bool) -> int:
+        """Where the closing of a message ends whose content ends at ``start``, or ``start`` where there is none.
+
+        ``is_first``: of the conversation. Behind a system prompt that is first, many templates show the tools.
+        """
+        if role is Role.SYSTEM and is_first:
+            closing = self._template.system_closing(self._occasion.tools, self._occasion.when)
+            return start + len(closing) if text.startswith(closing, start) else start
+        closed = self._template.closing_end(role, text, start)
+        return closed if closed is not None else start
 
 
 def _any(_: str) -> bool:

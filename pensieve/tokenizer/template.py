@@ -205,6 +205,16 @@ class ChatTemplate:
         match = self._closing_patterns[role].match(text, start)
         return None if match is None else match.end()
 
+    def system_closing(self, tools: Tools, when: dt.datetime) -> str:
+        """The text behind a system prompt that is all there is, tools included; "" where no conversation ends so."""
+        try:
+            text = self._marked.say(
+                self._marked.messages((Role.SYSTEM,), [marker(0)]), tools=tools, when=when
+            )
+            return text[find(text, 0)[1] :]
+        except TemplateRefused:
+            return ""
+
     def next_closing_end(self, role: Role, text: str, start: int, stop: int) -> int | None:
         """Where the first closing in ``text[start:stop]`` ends; None when there is none, or only an empty one."""
         match = self._closing_patterns[role].search(text, start, stop) if self.closings[role] else None

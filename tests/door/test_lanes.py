@@ -172,6 +172,23 @@ async def test_each_text_waits_in_its_tenants_name(monkeypatch: pytest.MonkeyPat
     assert seen[:3] == ["acme", "acme", "other"] and set(seen[3:]) == {"acme"}
 
 
+@pytest.mark.fault(36)
+async def test_many_short_messages_are_as_much_work_as_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    plain = TextLanes.run
+
+    async def run(self: TextLanes, tenant: str, chars: int, work: Any) -> Any:
+        seen.append(chars)
+        return await plain(self, tenant, chars, work)
+
+    monkeypatch.setattr(TextLanes, "run", run)
+    async with serving(context_limit=1 << 16) as rig:
+        await rig.create(initial_items=[user("a")] * 1000)
+        assert seen.pop() > SHORT_CHARS, "it would stand in the way of short ones"
+        await rig.run(await rig.create(), "hi")
+        assert seen.pop() <= SHORT_CHARS
+
+
 TOO_LONG = ("OUT_OF_RANGE", "CONTEXT_LIMIT_EXCEEDED")
 
 
@@ -185,12 +202,15 @@ async def test_what_can_never_fit_is_not_tokenised(monkeypatch: pytest.MonkeyPat
         name = await rig.create()
         monkeypatch.setattr(TextLanes, "run", never)
         huge = [user("x" * 900_000)]
+        many = [user("x")] * 300  # each has a control token of its own
         dropping = pb.SessionConfig(overflow_policy=pb.OVERFLOW_POLICY_DROP_OLDEST_TURNS)
         for call in (
             rig.api.CountTokens(pb.CountTokensRequest(input=huge)),
             rig.api.CountTokens(pb.CountTokensRequest(session=name, input=huge)),
             rig.create(initial_items=huge),
             rig.create(initial_items=huge, config=dropping),
+            rig.create(initial_items=many),
+            rig.api.AppendItems(pb.AppendItemsRequest(name=name, items=many)),
         ):
             error = await refusal(call)
             assert (error.code, error.reason) == TOO_LONG

@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import BadRequestError
+from transformers import PreTrainedTokenizerFast
 
 from support.http.http_rig import HttpRig
 from support.http.tool_rig import OSLO, ROME, context_of, tool_door
-from support.tool_templates import WEATHER
+from support.tool_templates import STYLES, WEATHER, write_model
 
 FUNCTION = WEATHER["function"]
 TOOL: Any = {"type": "function", "strict": True, **FUNCTION}
@@ -346,3 +348,37 @@ async def test_bad_input_is_refused_by_name() -> None:
             await say(rig, [{"role": "user", "content": "hi"}, message, {"role": "user", "content": "?"}])
         assert caught.value.param == "messages[1].tool_calls[0].function.arguments"
         assert not rig.service.link.generations
+
+
+THOUGHT = "<think>\nHm.\n</think>\n\n"
+
+
+async def test_a_resent_history_is_what_the_template_writes_of_the_whole_conversation(tmp_path: Path) -> None:
+    """Whatever the door knows nothing of is imported; thoughts of earlier answers are not in it, and none is added."""
+    folder = write_model(tmp_path, *STYLES["last thinks"])
+    oracle = PreTrainedTokenizerFast.from_pretrained(str(folder))
+    said: list[Any] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": f"{THOUGHT}Hi."},
+        {"role": "user", "content": "And now?"},
+        {"role": "assistant", "content": "Now."},
+        {"role": "user", "content": "the end"},
+    ]
+    whole = oracle.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    assert "<think>" not in whole and "Hm." not in whole
+    async with tool_door("Bye.", style="last thinks") as rig:
+        await say(rig, said, tools=[])
+        assert context_of(rig) == whole
+        await respond(rig, said, tools=[])
+        assert context_of(rig) == whole
+        await say(rig, said, tools=[], extra_body={"session": "my-own"})
+        assert context_of(rig) == whole
+
+
+async def test_what_was_generated_stays_as_it_was_generated() -> None:
+    async with tool_door(f"{THOUGHT}Hi.", "Bye.", style="last thinks") as rig:
+        first = await respond(rig, "hello", tools=[])
+        await respond(rig, "and now?", tools=[], previous_response_id=first.id)
+        before, after = (context_of(rig, turn) for turn in (0, 1))
+        assert after.startswith(f"{before}{THOUGHT}Hi.<|im_end|>\n<|im_start|>user\nand now?")

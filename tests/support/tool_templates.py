@@ -49,6 +49,26 @@ THINKING = QWEN25.replace(
 )
 """A model that thinks in tags, as it likes."""
 
+LAST_THINKS = """\
+{%- set ns = namespace(query=-1) %}
+{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.query = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}
+{%- set words = m.content.split('</think>')[-1].lstrip('\\n') %}
+{%- set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\\n') if '</think>' in m.content else '' %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if loop.index0 > ns.query and (loop.last or thought) %}
+{{- '<think>\\n' + thought + '\\n</think>\\n\\n' }}{%- endif %}
+{{- words + '<|im_end|>\\n' }}
+{%- elif m.role == 'tool' %}
+{{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}
+{%- else %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+"""Shows the thoughts since the last question only, and an empty one in a last answer without."""
+
 LLAMA31 = """\
 {{- bos_token }}
 {%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] | trim %}
@@ -118,7 +138,7 @@ MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[TOOL
          "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "</think>")  # fmt: skip
 STYLES = {
     "qwen": (QWEN25, "<|im_end|>"), "llama": (LLAMA31, "<|eot_id|>"), "mistral": (MISTRAL, "</s>"),
-    "thinking": (THINKING, "<|im_end|>"),
+    "thinking": (THINKING, "<|im_end|>"), "last thinks": (LAST_THINKS, "<|im_end|>"),
 }  # fmt: skip
 WEATHER = {
     "type": "function",

@@ -276,3 +276,22 @@ def test_the_work_of_an_import_is_linear_in_its_messages(
     shown = 0
     model.chat.render(history, [TextMessage(U, "hi")], generation_prompt=True, when=WHEN)
     assert shown < 400, "a turn looks at its whole history"
+
+
+def test_a_system_prompt_and_the_first_turn_are_one_conversation(model: Model) -> None:
+    """A session is created with a system prompt, and tools; its first turn comes later."""
+    for seed in range(CONVERSATIONS):
+        draw = random.Random(f"first{model.name}{seed}")
+        tools = TOOLS if model.name in TAKES_TOOLS and draw.random() < 0.5 else ""
+        system = TextMessage(S, draw.choice(WORDS) + a_text(draw, model.control))
+        asked = [TextMessage(U, "Well, " + a_text(draw, model.control))]
+        first = model.imported([system], tools)
+        turn = model.chat.render(
+            [model.chat.seen(S, first[0])], asked, generation_prompt=True, tools=tools, when=WHEN
+        )
+        context = [*first[0], *turn.item_tokens[0].tolist(), *turn.generation_prompt.tolist()]
+        whole = model.whole([system, *asked], tools, prompt=True)
+        if model.name == "gemma3":  # system prompt and question are one run of text, and were encoded apart
+            assert model.oracle.decode(context) == model.oracle.decode(whole)
+        else:
+            assert context == whole, (seed, system, asked)
