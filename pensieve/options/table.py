@@ -263,7 +263,8 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "allow-rewriting-template",
         values.boolean,
-        "Take a chat template that changes earlier turns; the history keeps what was generated.",
+        "Take a chat template that rewrites more of earlier turns than thoughts and dates, which need no flag; "
+        "the history keeps what was generated.",
         "a rewritten history could not be cached",
         can_negate=False,
     ),

@@ -129,6 +129,8 @@ class App:
         self._door = door = Door(options.api_keys, self._metrics)
         folder = await _resolved(options.model)
         tokenizer = await asyncio.to_thread(_load_tokenizer, folder, options)
+        for warning in tokenizer.warnings:
+            log.warning(warning)
         store = await self._open_store()
         if options.record is not None:
             self._recorder = open_recorder(options.record)

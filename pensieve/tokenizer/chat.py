@@ -3,8 +3,8 @@
 Items are only appended to, and their ids concatenated are the model's context. Each owns the text that introduces it:
 
     user, system, tool text   what introduces it + content + closing
-    imported answer           what introduces it + content + closing up to its end-of-sequence token; the last message of
-                              an import has all of its closing
+    imported answer           what introduces it + content + closing up to its end-of-sequence token; the last message
+                              of an import has all of its closing
     generated answer          the generation prompt + what the model produced
     whatever follows          what is left of the answer's closing; all of it when the answer was cut short
     verbatim tokens           nothing, before and after
@@ -35,7 +35,7 @@ from pensieve.tokenizer.delta import (
 )
 from pensieve.tokenizer.detokenizer import Detokenizer, TokenBytes
 from pensieve.tokenizer.encoding import Before, TextEncoder, added_words
-from pensieve.tokenizer.folder import TokenizerFolder, read_folder
+from pensieve.tokenizer.folder import TokenizerFolder, read_folder, words_without_row
 from pensieve.tokenizer.marked import Roles
 from pensieve.tokenizer.rows import PROBE_TOOLS, chosen_template, require_embeddings
 from pensieve.tokenizer.template import PLAIN_TEMPLATE, ChatTemplate, TemplateError, plain_text
@@ -133,9 +133,10 @@ class ChatTokenizer:
 
         ``tools``: definitions of functions as JSON, which ``check_tools`` has let through; they stand before the first
         user's words. ``follow``: roles of messages that will be rendered behind ``new``, where that is known already.
-        ``when``: what a template that writes a date takes the time to be. ``check``: called now and then; what it raises
-        ends the work. With nothing new, the generation prompt follows the history (regenerate). Raises TemplateError
-        when the template does not take such a conversation, InvalidArgument on a token id outside the vocabulary.
+        ``when``: what a template that writes a date takes the time to be. ``check``: called now and then; what it
+        raises ends the work. With nothing new, the generation prompt follows the history (regenerate). Raises
+        TemplateError when the template does not take such a conversation, InvalidArgument on a token id outside the
+        vocabulary.
         """
         occasion = Occasion(Tools(tools), when or dt.datetime.now(), check)
         delta = DeltaRenderer(self._template, self._encoder, self._ends, history, occasion)
@@ -275,9 +276,9 @@ class ChatTokenizer:
 def _control_words(folder: TokenizerFolder, template: ChatTemplate, eos_texts: Sequence[str]) -> set[str]:
     """The added words that only the chat template may write: text of a message that spells one is text.
 
-    These are the special ones that the template writes, whatever it is given; what begins and ends a text; and words
-    that are not special, but around messages of a plain conversation. All others mean in a message what they mean to
-    the tokenizer.
+    These are the special ones that the template writes, whatever it is given; what begins and ends a text; words that
+    are not special, but around messages of a plain conversation; and words for which the model has no embedding. All
+    others mean in a message what they mean to the tokenizer.
     """
     system, user, assistant, tool = Role.SYSTEM, Role.USER, Role.ASSISTANT, Role.TOOL
     plain = "".join(plain_text(template, roles) for roles in ((user, assistant, user), (system, user)))
@@ -287,9 +288,5 @@ def _control_words(folder: TokenizerFolder, template: ChatTemplate, eos_texts: S
         text
         for text, special in added_words(folder.backend)
         if text.strip()
-        and (
-            text in named
-            or text in plain
-            or (special and (text in tools or text in template.source))
-        )
-    } - {"<think>", "</think>"}
+        and (text in named or text in plain or (special and (text in tools or text in template.source)))
+    } - {"<think>", "</think>"} | set(words_without_row(folder).values())

@@ -1,8 +1,8 @@
-"""What new messages add behind a history: the template writes all of them at once, behind the last few of the history.
+"""What new messages add behind a history: the template writes all of them at once, behind the history's last few.
 
-The whole text is what ``apply_chat_template`` gives, whatever the template does with contents: an import without a history
-is the conversation itself. Where one item ends and the next begins is seen by marks in the contents. The text is written
-with marks and without; a template that writes something else because of a mark is asked again with fewer.
+The whole text is what ``apply_chat_template`` gives, whatever the template does with contents: an import without a
+history is the conversation itself. Marks in the contents show where one item ends and the next begins. The text is
+written with marks and without; a template that writes something else because of a mark is asked again with fewer.
 """
 
 from __future__ import annotations
@@ -219,7 +219,9 @@ class _Writer:
         self._occasion = occasion
         if items and items[-1].role is group[0].role is Role.TOOL:
             # Results that were rendered earlier are closed: others begin anew.
-            items = items[: max((n + 1 for n, item in enumerate(items) if item.role is not Role.TOOL), default=0)]
+            items = items[
+                : max((n + 1 for n, item in enumerate(items) if item.role is not Role.TOOL), default=0)
+            ]
         self._items = items
         texts = [text for one in group for text in _strings(one)]
         self._sign = next(sign for sign in map(chr, _SIGNS) if not any(sign in text for text in texts))

@@ -1,9 +1,9 @@
 """Turns text into token ids, with a hard line between what the template says and what people say.
 
-A conversation is encoded as transformers encodes the text of ``apply_chat_template``: the tokenizer finds its added words
-itself, and text between two of them is one run. Text of a message never becomes a control token: the caller names the
-places where a message spells one (``shields``), and these runs are encoded again with control tokens switched off. So
-``<|im_end|>`` typed by a user is just nine characters.
+A conversation is encoded as transformers encodes the text of ``apply_chat_template``: the tokenizer finds its added
+words itself, and text between two of them is one run. Text of a message never becomes a control token: the caller names
+the places where a message spells one (``shields``), and these runs are encoded again with control tokens switched off.
+So ``<|im_end|>`` typed by a user is just nine characters.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class TextEncoder:
         return result
 
     def _is_added(self, made: Encoded, number: int, text: str) -> bool:
-        """Whether a token is an added word that the text spells: the unknown token is one, too, and stands for others."""
+        """Whether a token is an added word that the text spells; the unknown token stands for other texts, too."""
         content = self._added.get(made.ids[number])
         return content is not None and text[made.starts[number] : made.ends[number]].strip() == content
 

@@ -1,14 +1,15 @@
 """A chat template, and what its text around messages depends on.
 
 Templates are programs over the whole conversation. Pensieve lets the program write what is new, behind the last few
-messages, and keeps what was written before. That is right when the text of a longer conversation starts with the text of
-the shorter one. ``ChatTemplate`` tries this when it is made, with markers in place of contents:
+messages, and keeps what was written before. That is right when the text of a longer conversation starts with the text
+of the shorter one. ``ChatTemplate`` tries this when it is made, with markers in place of contents:
 
     <|im_start|>user\\n TEXT <|im_end|>\\n <|im_start|>assistant\\n TEXT <|im_end|>\\n ...
     `---- opening ---'      `-- closing -' `------ opening -------'      `-- closing -'
 
-Two kinds of published templates do not only append, and are served all the same, with a warning: those that take thoughts
-out of earlier answers, and those that write a date. Templates that rewrite more are refused unless the operator allows it.
+Two kinds of published templates do not only append, and are served all the same, with a warning: those that take
+thoughts out of earlier answers, and those that write a date. Templates that rewrite more are refused unless the
+operator allows it.
 """
 
 from __future__ import annotations
@@ -55,12 +56,10 @@ _OPTIONS = (
 )
 _CHANGES = "earlier text changes when a message follows"
 DROPS_THOUGHTS: Final = (
-    "the chat template takes thoughts out of earlier answers: an answer that was generated here stays in the context as "
-    "it was generated; a conversation that is imported is as the template writes it"
+    "the chat template takes thoughts out of earlier answers: an answer that was generated here stays in the context "
+    "as it was generated; a conversation that is imported is as the template writes it"
 )
-WRITES_DATE: Final = (
-    "the chat template writes the current date: a session keeps the date of its creation for as long as it lives"
-)
+WRITES_DATE: Final = "the chat template writes the current date: a session keeps the date of its creation"
 _LATE: Final = dt.datetime(2014, 11, 25, 16, 17, 18)
 _TAGS: Final = ("think", "thinking", "thought", "reasoning", "seed:think")
 _THOUGHT: Final = re.compile(
@@ -220,7 +219,7 @@ class ChatTemplate:
         )
 
     def _added(self, roles: Roles, tools: Tools = NO_TOOLS) -> str:
-        """The text between the last content and what was written before it. Raises TemplateRefused when that changes."""
+        """The text between what was written before and the last content. Raises TemplateRefused when that changes."""
         last = len(roles) - 1
         try:
             text = self._marked.text(roles, tools)
@@ -409,6 +408,8 @@ def _with_any_ids(closing: str) -> re.Pattern[str]:
 def plain_text(template: ChatTemplate, roles: Roles) -> str:
     """A conversation of these roles with markers as contents; "" when the template does not take it."""
     try:
-        return template.say(template.marked(roles, [marker(n) for n in range(len(roles))]), NO_TOOLS, ANY_TIME)
+        return template.say(
+            template.marked(roles, [marker(n) for n in range(len(roles))]), NO_TOOLS, ANY_TIME
+        )
     except TemplateRefused:
         return ""

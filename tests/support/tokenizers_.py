@@ -57,8 +57,9 @@ QWEN3 = (
 )
 DATED = "{{ 'Today is ' + strftime_now('%d %B %Y') + '\n' }}" + CHATML
 SHORTENS = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content if loop.revindex < 3 else m.content | upper) "
-    "+ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' "
+    "+ (m.content if loop.revindex < 3 else m.content | upper) + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """Rewrites what is older than two messages."""
 LATE_SYSTEM = (

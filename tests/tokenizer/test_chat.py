@@ -174,7 +174,9 @@ def test_control_strings_in_text_are_only_text(chat: ChatTokenizer) -> None:
 def test_added_words_follow_the_tokenizer(tmp_path: Path) -> None:
     """Special or not: what is no control token means in a message what it means to the tokenizer."""
     backend = Tokenizer.from_str(tiny.byte_level())
-    backend.add_tokens([AddedToken("Zanzibar", single_word=True), AddedToken("[NOTE]", special=True, lstrip=True)])
+    backend.add_tokens(
+        [AddedToken("Zanzibar", single_word=True), AddedToken("[NOTE]", special=True, lstrip=True)]
+    )
     backend.add_tokens([AddedToken("<|fim|>", special=True), AddedToken("nor\u006dal", normalized=True)])
     folder = tiny.write_folder(tmp_path, backend.to_str(), tiny.CHATML, eos="<|im_end|>")
     chat, oracle = ChatTokenizer.from_folder(folder), PreTrainedTokenizerFast.from_pretrained(str(folder))
@@ -311,7 +313,10 @@ def test_broken_template(tmp_path: Path) -> None:
 def test_a_date_is_that_of_the_occasion(tmp_path: Path) -> None:
     folder = tiny.write_folder(tmp_path, tiny.byte_level(), tiny.DATED, eos="<|im_end|>")
     chat = ChatTokenizer.from_folder(folder)
-    for when, shown in ((dt.datetime(2024, 2, 29), "29 February 2024"), (dt.datetime(2024, 3, 1), "01 March")):
+    for when, shown in (
+        (dt.datetime(2024, 2, 29), "29 February 2024"),
+        (dt.datetime(2024, 3, 1), "01 March"),
+    ):
         rendered = chat.render([], [TextMessage(U, "hi")], generation_prompt=False, when=when)
         assert shown in chat.decode(rendered.item_tokens[0])
 
