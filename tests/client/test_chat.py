@@ -238,14 +238,14 @@ def test_the_session_is_warmed_while_the_user_types(
 
 def test_nothing_waits_for_warming(server: FakeServerThread, monkeypatch: pytest.MonkeyPatch) -> None:
     hold = threading.Event()
-    monkeypatch.setattr("pensieve.client.Session.warm", lambda _: hold.wait(20))
+    over: list[bool] = []
+    monkeypatch.setattr("pensieve.client.Session.warm", lambda _: over.append(hold.wait(60)))
     feed(monkeypatch, "/fork", "/fork", "one")
     with Client(server.target) as client:
         chat, out, _ = interactive(client)
         chat.session.send("zero")
-        began = time.monotonic()
         chat.run()
-        assert answer_to("one") in out.getvalue() and time.monotonic() - began < 10
+        assert answer_to("one") in out.getvalue() and not over
     hold.set()
 
 

@@ -20,7 +20,7 @@ async def _killed(caller: Caller, server: FaultServer) -> None:
     pid = server.engine_pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    await caller.becomes(NOT_SERVING, 5)
+    await caller.becomes(NOT_SERVING)
     server.release()
 
 

@@ -106,11 +106,8 @@ async def test_a_turn_outlives_the_engine_that_hangs_in_it(tmp_path: Path) -> No
             pieces = aiter(stream)  # held, or the stream would be given up
             await anext(pieces)
             server.hold()
-            began = time.monotonic()
             await caller.becomes(NOT_SERVING)
-            assert time.monotonic() - began < 10, (
-                "a busy machine may need longer than promised, not twice as long"
-            )
+            assert server.engine_pid == pid, "health says so long before the engine is given up"
             async with asyncio.timeout(30):
                 while server.engine_pid in (pid, None):
                     await asyncio.sleep(0.01)

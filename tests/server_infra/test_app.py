@@ -194,7 +194,7 @@ async def test_sigterm_lets_the_running_turn_finish_and_refuses_new_ones(tmp_pat
             stream = caller.turn(session, tokens=150)
             await first_delta(stream)
             server.terminate()
-            await caller.becomes(NOT_SERVING, 5)
+            await caller.becomes(NOT_SERVING)
             assert await admin.health() == NOT_SERVING
             error = await refused(rest(caller.turn(other)))
             assert (error.code, error.reason) == ("UNAVAILABLE", "DRAINING")
@@ -219,7 +219,7 @@ async def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
             stream = caller.turn(await caller.session(), tokens=4000)
             await first_delta(stream)
             server.terminate()
-            await caller.becomes(NOT_SERVING, 5)
+            await caller.becomes(NOT_SERVING)
             server.process.send_signal(signal.SIGINT)
             assert (await refused(rest(stream))).code == "UNAVAILABLE"
         assert server.finish()[0] == 0
@@ -308,6 +308,6 @@ async def test_keys_guard_both_ports(tmp_path: Path) -> None:
             assert (await refused(admin.admin.Drain(drain))).code == "UNAUTHENTICATED"
             assert (await refused(admin.admin.Drain(drain, metadata=(user,)))).reason == "SCOPE_MISSING"
             await admin.admin.Drain(drain, metadata=(ops,), timeout=10)
-            await admin.becomes(NOT_SERVING, 5)
+            await admin.becomes(NOT_SERVING)
         text = await asyncio.to_thread(http, server.admin, "/metrics")
         assert "pensieve_auth_failures_total 4.0" in text

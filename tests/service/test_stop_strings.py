@@ -88,8 +88,7 @@ def test_tokens_end_where_the_text_does(kind: str, data: st.DataObject) -> None:
     expected = text[: min(ends)[1]] if ends and output.stop is not None else text
     assert (final, "".join(output.pieces)) == (expected, expected)
     assert chat.decode(output.tokens) == expected
-    drawn = len(output.tokens) if output.drawn is None else output.drawn
-    assert output.tokens[:drawn] == ids[:drawn] and output.tokens[: len(shown)] == shown
+    assert output.tokens[: len(shown)] == shown
     again = replayed_text(chat, output.tokens, final)
     assert (again.tokens, again.pieces) == (output.tokens, output.pieces)
 
@@ -100,7 +99,7 @@ def test_a_token_that_a_stop_string_begins_in_is_spelled_anew() -> None:
     for one in [*hello, *encode(" world")]:
         output.push(one)
     assert output.finish() == "hel" and tokenizer().decode(output.tokens) == "hel"
-    assert output.tokens != hello[: len(output.tokens)] and output.drawn == 0
+    assert output.tokens != hello[: len(output.tokens)]
 
 
 async def stopped(rig: Rig, turn: pb.TurnSpec, tokens: list[int], name: str = "") -> tuple[str, pb.Turn]:
@@ -155,21 +154,25 @@ async def test_each_candidate_ends_before_its_stop_string() -> None:
         assert "fox" not in tokenizer().decode(last.tokens.ids)
 
 
-async def test_log_probabilities_are_those_of_drawn_tokens() -> None:
+async def test_each_token_has_log_probabilities_and_their_sum_is_that_of_what_was_drawn() -> None:
     async with serving(answer=None) as rig:
-        options = pb.OutputOptions(top_logprobs=0, token_ids=True)
-        turn = spec("hi", sampling=pb.SamplingParams(stop=["ox"]), output=options)
+        options = pb.OutputOptions(top_logprobs=1, token_ids=True)
+        turn = spec("hi", sampling=pb.SamplingParams(stop=["k brown"]), output=options)
         name = await rig.create()
         call = rig.call(name, turn)
         generation = await rig.link.next_generation()
         generation.admit()
-        tokens = encode("the quick fox")
-        generation.emit(*tokens)
+        tokens = encode("the quick brown fox")
+        for one in tokens:
+            generation.emit(one)
         deltas = [event.delta for event in [event async for event in call] if event.HasField("delta")]
-        scored = [one.token_id for delta in deltas for one in delta.logprobs]
+        scores = [one for delta in deltas for one in delta.logprobs]
         shown = [one for delta in deltas for one in delta.tokens.ids]
-        assert scored == tokens[: len(scored)] == shown[: len(scored)]
-        assert tokenizer().decode(shown) == "the quick f"
+        assert [one.token_id for one in scores] == shown and all(len(one.top) == 1 for one in scores)
+        assert b"".join(one.piece for one in scores) == b"the quic"
+        whole = next(at for at, (one, other) in enumerate(zip(shown, tokens, strict=False)) if one != other)
+        assert 0 < whole < len(shown), "a token was cut"
+        assert [one.logprob for one in scores] == [-0.5] * (whole + 1) + [0.0] * (len(shown) - whole - 1)
 
 
 async def test_the_answer_behind_a_stop_string_is_that_of_a_stateless_run(tmp_path: Path) -> None:

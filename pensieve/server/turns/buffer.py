@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 from collections.abc import Iterable, Sequence
 
 from pensieve.core import TokenLogprob
@@ -42,13 +43,10 @@ class TurnBuffer:
         self._wake()
 
     def take(self, candidate: int, tokens: Iterable[int], logprobs: Iterable[TokenLogprob]) -> OutputText:
-        """Append output tokens of a candidate; returns its output. Those behind a stop string are dropped."""
+        """Append output tokens of a candidate, each with its log-probabilities or none with any; returns its output."""
         output = self.outputs[candidate]
-        for token in tokens:
-            output.push(token)
-        output.logprobs.extend(logprobs)
-        # None for a stop string, what lies behind it, and tokens that the model did not draw.
-        del output.logprobs[len(output.tokens) if output.drawn is None else output.drawn :]
+        for token, score in itertools.zip_longest(tokens, logprobs):
+            output.push(token, score)
         self._wake()
         return output
 

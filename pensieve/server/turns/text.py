@@ -54,8 +54,6 @@ class OutputText:
         self._undecided: list[tuple[int, int]] = []
         self._first: int | None = None
         """Index of the first token that adds anything to the text."""
-        self.drawn: int | None = None
-        """How many of the tokens the model drew; the others stand for a part of one. None: all."""
         self.tokens: list[int] = []
         self.pieces: list[str] = []
         self.logprobs: list[TokenLogprob] = []
@@ -68,8 +66,8 @@ class OutputText:
         self.cut_short = False
         """Tokens that streams may have shown were taken back: the turn was cancelled."""
 
-    def push(self, token: int) -> None:
-        """One more output token. Ignored after a stop string."""
+    def push(self, token: int, score: TokenLogprob | None = None) -> None:
+        """One more output token, with its log-probabilities if the turn has them. Ignored after a stop string."""
         if self.stop is not None:
             return
         counts = len(self.tokens) + 1 >= self._min_tokens
@@ -81,6 +79,8 @@ class OutputText:
             self._first = len(self.tokens)
         self.tokens.append(token)
         self.pieces.append(piece)
+        if score is not None:
+            self.logprobs.append(score)
         self._chars += len(piece)
         self._look_for_stops(piece, counts=counts)
         self._end_with_call(piece)
@@ -159,17 +159,22 @@ class OutputText:
     def _end_before_stop(self) -> None:
         """The tokens end where the text does."""
         kept, rest = self.ready, self._final_chars - sum(map(len, self.pieces[: self.ready]))
-        text = "".join(self.pieces[kept:])[:rest]
-        self.drawn = kept
-        del self.tokens[kept:], self.pieces[kept:], self.clean[kept + 1 :]
+        text, cut = "".join(self.pieces[kept:])[:rest], list[TokenLogprob]()
+        for score, piece in zip(self.logprobs[kept:], self.pieces[kept:], strict=False):
+            if rest > 0:
+                cut.append(score)
+                rest -= len(piece)
+        del self.tokens[kept:], self.pieces[kept:], self.logprobs[kept:], self.clean[kept + 1 :]
         self._undecided.clear()
         self._stream = self._tokenizer.detokenizer()
         self._stream.push(self.tokens)
         # Without a spelling the answer ends with its last whole token: no text is shown that the history lacks.
-        for token in (self._tokenizer.spelled(text, self.tokens) or ()) if text else ():
+        spelled = (self._tokenizer.spelled(text, self.tokens) or ()) if text else ()
+        for token in spelled:
             self.tokens.append(token)
             self.pieces.append(self._stream.push((token,)))
             self.clean.append(not self._stream.pending)
+        self.logprobs += _shared_out(cut, spelled)
         self._chars = self._final_chars = sum(map(len, self.pieces))
         self.ready = len(self.tokens)
 
@@ -200,6 +205,20 @@ class OutputText:
         self._stream = self._tokenizer.detokenizer()
         self._stream.push(self.tokens)
         self._chars = sum(map(len, self.pieces))
+
+
+def _shared_out(drawn: list[TokenLogprob], spelled: tuple[int, ...]) -> list[TokenLogprob]:
+    """The log-probabilities of tokens that stand for the beginning of ``drawn``; none without any.
+
+    The first has those of what was drawn. The others follow from that, and are certain: so the sum stays what it was.
+    """
+    if not drawn:
+        return []
+    found = [TokenLogprob(token, 0.0, ((token, 0.0),) if drawn[0].top else ()) for token in spelled]
+    if found:
+        total = sum(score.logprob for score in drawn)
+        found[0] = msgspec.structs.replace(found[0], logprob=total, top=drawn[0].top)
+    return found
 
 
 def replayed_text(tokenizer: ChatTokenizer, tokens: Iterable[int], text: str) -> OutputText:
