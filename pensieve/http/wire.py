@@ -85,6 +85,17 @@ class _Outlet:
         self.close = close
 
 
+class _Headers:
+    """Headers of every answer, as uvicorn adds them: the last answer of a connection says that it is."""
+
+    def __init__(self, default: list[tuple[bytes, bytes]], ends: Callable[[], bool]) -> None:
+        self._default = default
+        self._ends = ends
+
+    def __add__(self, more: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        return [*self._default, *([(b"connection", b"close")] if self._ends() else []), *more]
+
+
 class Guarded(HttpToolsProtocol):
     """One connection. See the module docstring."""
 
@@ -102,6 +113,10 @@ class Guarded(HttpToolsProtocol):
         self._body_bytes = self._framing = 0
         self._left_over = AHEAD
         """Bytes of a body that are read and dropped behind its answer, before the connection is closed instead."""
+        self._framed = b""
+        """The header lines of the request that say how long its body is."""
+        self._repeats = False
+        """The parser hears a head that was parsed before."""
         self._dropped: int | None = None
         """Bytes that were dropped since the answer that ends the connection; None before it."""
         self._lingering: asyncio.TimerHandle | None = None
@@ -191,9 +206,7 @@ class Guarded(HttpToolsProtocol):
     @property
     def _wanted(self) -> bool:
         """Whether somebody waits for what comes next."""
-        if self._in_message:
-            return not (self._in_body and self.flow.read_paused)
-        return self.idle
+        return not self.flow.read_paused if self._in_body else self.idle
 
     def _read_at_once(self, size: int) -> None:
         with contextlib.suppress(AttributeError):  # uvloop has a buffer of its own
@@ -225,8 +238,8 @@ class Guarded(HttpToolsProtocol):
                 self._framing += len(piece) - (self._body_bytes - body_bytes)
                 if self._framing > FRAMING + self._body_bytes // 8:
                     raise _Refused(_no_http("the chunks of the body are too small: send larger ones"))
-        except httptools.HttpParserUpgrade:
-            return  # to a protocol that is not spoken here: the request is answered as it is
+        except httptools.HttpParserUpgrade as upgrade:
+            self._ignore_upgrade(piece[upgrade.args[0] :])
         except _Refused as refused:
             self._refuse(refused.failure)
         except httptools.HttpParserError as error:
@@ -236,13 +249,28 @@ class Guarded(HttpToolsProtocol):
             )
             self._refuse(failure)
 
+    def _ignore_upgrade(self, rest: bytes) -> None:
+        """The request is answered as it is. The parser has skipped its body: another one, told its length, finds it."""
+        self._waiting[:0] = rest
+        if self._in_body:
+            self.parser = httptools.HttpRequestParser(self)
+            self._repeats = True
+            self.parser.feed_data(b"POST / HTTP/1.1\r\n" + self._framed + b"\r\n")
+            self._repeats = False
+
     # ---- what the parser finds
 
     def on_message_begin(self) -> None:
+        if self._repeats:
+            return
         super().on_message_begin()
         self.scope["state"][ADMITTED] = self.admitted
         self._in_message = True
         self._lines = 0
+
+    def on_url(self, url: bytes) -> None:
+        if not self._repeats:
+            super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_body:
@@ -255,6 +283,8 @@ class Guarded(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._repeats:
+            return
         self._head_bytes = 0
         self._in_body = True
         self._body_bytes = self._framing = 0
@@ -265,9 +295,21 @@ class Guarded(HttpToolsProtocol):
             raise _Refused(_no_http("the request must have one Host header"))
         if codings not in ([], [b"chunked"]):
             raise _Refused(_no_http("a body with this transfer-encoding is not read"))
+        lines = [line for line in self.headers if line[0] in (b"content-length", b"transfer-encoding")]
+        self._framed = b"".join(b"%b: %b\r\n" % line for line in lines if line[1] != b"0")
         super().on_headers_complete()
         self.cycle.transport = _Outlet(self.transport, self._end_gently)  # type: ignore[assignment]
+        self.cycle.default_headers = _Headers(  # type: ignore[assignment]
+            self.cycle.default_headers, functools.partial(self._leaves_much, self.cycle)
+        )
         self.flow.pause_reading()
+
+    def _leaves_much(self, cycle: Any) -> bool:
+        """Whether more of the request's body is unread than is worth reading for the next request."""
+        if cycle is not self.cycle or not self._in_body:
+            return False
+        announced = next((value for name, value in self.headers if name == b"content-length"), None)
+        return announced is None or int(announced) - self._body_bytes > AHEAD
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
@@ -289,6 +331,8 @@ class Guarded(HttpToolsProtocol):
         cycle.message_event.set()
 
     def on_message_complete(self) -> None:
+        if self._framed and self.parser.should_upgrade():
+            return  # its body is still to come: see ``_ignore_upgrade``
         self._in_message = self._in_body = False
         super().on_message_complete()
 

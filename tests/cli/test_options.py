@@ -329,6 +329,8 @@ def test_options_of_the_door(tmp_path: Path) -> None:
     assert (options.http_trusted_proxy, options.http_patience_s) == ("10.0.0.0/8 ::1", 3.0)
     assert "got 'a.example'" in refusal({"http-cors-origin": "https://b.example a.example"})
     assert "got 'https://a.example/'" in refusal({"http-cors-origin": "https://a.example/"})
+    assert resolve({"http-host": "Chat.lan box"}).options.http_host == "chat.lan box"
+    assert "got 'chat.lan:80'" in refusal({"http-host": "chat.lan:80"})
     assert "got 'proxy.local'" in refusal({"http-trusted-proxy": "proxy.local"})
 
 

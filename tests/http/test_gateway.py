@@ -12,8 +12,14 @@ from click.testing import CliRunner
 from openai import APIStatusError, OpenAI
 
 from pensieve.cli.gateway import gateway as gateway_command
+from pensieve.http.common.settings import DoorSettings
+from pensieve.http.run import needs_no_key
+from pensieve.server.operations.metrics import Metrics
+from pensieve.server.rpc.door import Door
 from pensieve.spawn import ServerProcess
 from support.http.gateway import gateway
+from support.http.http_rig import BearerTenant
+from support.service.service_rig import serving
 
 pytestmark = pytest.mark.timeout(300)
 LENGTH = 20
@@ -130,3 +136,24 @@ def test_a_certificate_needs_its_key(tmp_path: Path) -> None:
     broken = CliRunner().invoke(gateway_command, [*arguments, "--tls-key", str(tmp_path / "cert.pem")])
     assert broken.exit_code == 2 and broken.stdout == "", "it is not ready"
     assert "are not a certificate in PEM and its key" in broken.stderr
+
+
+def test_a_network_is_not_served_unasked(tmp_path: Path) -> None:
+    """Off loopback a door takes TLS for its callers, and keys of the server behind it."""
+
+    def opened(*more: str) -> Any:
+        return CliRunner().invoke(
+            gateway_command, ["--target", "127.0.0.1:1", "--listen", "0.0.0.0:0", *more]
+        )
+
+    said = opened()
+    assert said.exit_code == 2 and said.stdout == ""
+    assert "--listen: 0.0.0.0:0 is not loopback; give --tls-cert and --tls-key" in said.stderr
+
+
+async def test_the_start_finds_out_whether_the_server_asks_for_keys(tmp_path: Path) -> None:
+    async with serving(door=Door(None, Metrics())) as open_to_all:
+        assert await needs_no_key(DoorSettings(open_to_all.target))
+    async with serving(authorizer=BearerTenant()) as keyed:
+        assert not await needs_no_key(DoorSettings(keyed.target))
+    assert not await needs_no_key(DoorSettings(f"unix:{tmp_path / 'nowhere'}"))

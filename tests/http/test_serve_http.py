@@ -22,6 +22,8 @@ import msgspec
 import pytest
 from openai import APIConnectionError, OpenAI
 
+from pensieve.http.common.readiness import Readiness
+from pensieve.http.common.settings import DoorSettings
 from pensieve.server.gateway import keeper
 from pensieve.server.gateway.keeper import Gateway, GatewayError
 from pensieve.server.gateway.process import GatewayCommand
@@ -153,6 +155,44 @@ def test_the_chain_goes_on_after_a_power_cut(tmp_path: Path) -> None:
         assert chain[0].usage.total_tokens < branch.usage.input_tokens < more.usage.input_tokens
         server.terminate()
         assert server.finish() == (0, "")
+
+
+def test_private_sockets_that_are_removed_are_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs that tidy up temporary folders take them away while a server runs."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    with launched(tmp_path, SLOW, http=ANY_PORT) as server, client_of(server) as client:
+        first = respond(client, "My name is Ada.")
+        (folder,) = (tmp_path / "temporary").glob("pensieve-*")
+        shutil.rmtree(folder)
+        until(
+            lambda: (folder / "http").is_socket() and (folder / "admin").is_socket(),
+            "they are not made again",
+        )
+        assert folder.stat().st_mode & 0o777 == 0o700
+        os.kill(door_of(server), signal.SIGKILL)  # the next one has no connection yet
+        with client_of(server) as later:
+            assert respond(later, "And now?", previous_response_id=first.id).usage.output_tokens
+        assert page(server.http, "/ready") == '{"status":"ok"}'
+        assert page(server.admin, "/readyz/http") == "ok\n"
+        assert "a private socket was removed, and is there again" in server.stderr
+        server.terminate()
+        assert server.finish() == (0, "")
+
+
+async def test_a_door_that_does_not_reach_the_service_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with kept(monkeypatch, StandIn) as (door, _):
+        assert door._process is not None and door.problem == ""
+        monkeypatch.setattr(StandIn, "away", True)
+        assert door.problem == "the HTTP door does not reach the service"
+
+
+async def test_a_socket_that_is_gone_is_seen_while_a_connection_is_there(tmp_path: Path) -> None:
+    readiness = Readiness(DoorSettings(f"unix:{tmp_path / 'http'}"))
+    assert await readiness.problem() == "the service's socket is gone"
+    await readiness.close()
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl")

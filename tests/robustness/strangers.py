@@ -85,9 +85,10 @@ ATTACKS: Final[dict[str, tuple[Sender, int]]] = {
 def send(name: str, port: int, seconds: float) -> None:
     """Run an attack for so long: a sender whose connection ends comes again at once."""
     sender, count = ATTACKS[name]
+    until = time.monotonic() + seconds
 
     async def again(number: int) -> None:
-        while True:
+        while time.monotonic() < until:
             with contextlib.suppress(OSError, TimeoutError):
                 await sender(port, number)
             await asyncio.sleep(0)
