@@ -295,8 +295,8 @@ async def test_slow_bodies_make_way_for_other_callers(monkeypatch: pytest.Monkey
         mine = stack.enter_context(shared.place("a", lambda: None))
         with pytest.raises(Exception, match="too many large bodies"):
             await shared.take(mine, 10)
-        for one in greedy:
-            one.coming = False
+        for one in (*greedy, other):
+            one.coming = False  # they wait for this server now
         third = stack.enter_context(shared.place("c", lambda: None))
         with pytest.raises(Exception, match="too many large bodies"):
             await shared.take(third, 20)
