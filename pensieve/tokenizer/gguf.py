@@ -62,7 +62,7 @@ PRE_TOKENIZERS: Final = {
     "deepseek-r1-qwen": _Words(_QWEN2),
     "tekken": _Words(_TEKKEN, ignore_merges=True, adds_bos=True),
 }
-"""What ``tokenizer.ggml.pre`` names, as llama.cpp cuts."""
+"""The pre-tokenizers that a file may name, as llama.cpp cuts."""
 
 
 @dataclass(frozen=True, slots=True)
