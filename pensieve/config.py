@@ -117,9 +117,11 @@ class EngineOptions(EngineTuning, frozen=True, kw_only=True, forbid_unknown_fiel
     """What an engine process is started with; sizes still as written."""
 
     model: str
-    """Local folder with config.json, safetensors and tokenizer; already resolved (never ``demo`` or a hub id)."""
+    """Local folder with config.json, safetensors and tokenizer, or a GGUF file; never ``demo`` or a hub id."""
     torch_threads: int = 0
     """CPU threads of the worker; 0: all cores."""
+    eos_token_ids: tuple[int, ...] | None = None
+    """Tokens that end a turn; None: those that config.json and generation_config.json name."""
 
 
 def batch_limits(options: EngineTuning, device: str) -> tuple[int, int]:

@@ -154,6 +154,12 @@ class HintReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Hints that had no effect, by their names in ``pensieve.v1.TurnHints``."""
 
 
+class ContextLimit(int):
+    """A number of tokens that every context must stay below; ``note`` says what sets it and how to raise it."""
+
+    note: str = ""
+
+
 class TokenText(msgspec.Struct, frozen=True, array_like=True):
     """What a token stands for in a text."""
 

@@ -2,6 +2,7 @@
 
 A stored record is one format byte followed by msgpack. ``crc`` tells which record is bad; the chain (each hash covers
 the hash before it and the record's bytes) tells that a record is missing, repeated, swapped or from another history.
+What is left of a record after an erasure names the chain hashes before and after it, so that it fits in its place only.
 Neither Redis' append-only file nor SQLite's pages carry a checksum over values, so the store brings its own.
 """
 
@@ -9,21 +10,25 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
 from pensieve.errors import DataLoss, FailedPrecondition
 from pensieve.store._refusals import corrupt, diverged, wrong_revision
-from pensieve.store.contract import HistoryStore, Key, LoggedRecord
-from pensieve.store.records import Record, SessionRow
+from pensieve.store.contract import SLICE_RECORDS, HistoryStore, Key, LoggedRecord
+from pensieve.store.records import Erasure, Record, SessionRow
 
 FORMAT = 1
-"""First byte of every stored record. Fields are added under the same number; it grows when meaning changes."""
+"""First byte of a stored record. Fields are added under the same number; it grows when meaning changes."""
+FORMAT_ERASED: Final = 2
+"""First byte of what is left of a record when content was erased: its chain hash is not over these bytes."""
 
 HASH_BYTES = 20
+SLICE_BYTES: Final = 512 << 10
+"""Size of what one slice of a log reads: some milliseconds of work. The record that exceeds it is the last one."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Record)
@@ -42,7 +47,7 @@ class StoredRecord(NamedTuple):
 
 def encode_record(record: Record) -> bytes:
     """The bytes that are stored of ``record``."""
-    return bytes((FORMAT,)) + _encoder.encode(record)
+    return bytes((FORMAT if record.erased is None else FORMAT_ERASED,)) + _encoder.encode(record)
 
 
 def chain_hash(previous: str, data: bytes) -> str:
@@ -54,6 +59,13 @@ def store_record(record: Record, previous: str) -> StoredRecord:
     """Encode ``record`` as the one after chain hash ``previous``."""
     data = encode_record(record)
     return StoredRecord(record.revision, data, zlib.crc32(data), chain_hash(previous, data))
+
+
+def store_rest(rest: Record) -> StoredRecord:
+    """Encode what is left of a record after an erasure; it takes the place of the whole one."""
+    assert rest.erased is not None, "only what was erased keeps the chain hash that it had"
+    data = encode_record(rest)
+    return StoredRecord(rest.revision, data, zlib.crc32(data), rest.erased.chain)
 
 
 def head_hash_after(record: Record, previous: str) -> str:
@@ -69,24 +81,34 @@ def decode_record(data: bytes) -> Record:
     """
     if not data:
         raise ValueError("empty record")
-    if data[0] > FORMAT:
+    if data[0] > FORMAT_ERASED:
         raise FailedPrecondition(
-            f"a record has format {data[0]}, this program reads up to {FORMAT}: upgrade Pensieve",
+            f"a record has format {data[0]}, this program reads up to {FORMAT_ERASED}: upgrade Pensieve",
             reason="STORE_VERSION",
         )
-    if data[0] != FORMAT:
+    if data[0] not in (FORMAT, FORMAT_ERASED):
         raise ValueError(f"unknown record format {data[0]}")
-    return _decoder.decode(data[1:])
+    record = _decoder.decode(data[1:])
+    if (record.erased is not None) != (data[0] == FORMAT_ERASED):
+        raise ValueError("the format of the record is not the one that its content has")
+    return record
 
 
 def read_log(
-    key: Key, row: SessionRow, stored: Sequence[StoredRecord], *, after_revision: int, head_hash: str
+    key: Key,
+    row: SessionRow,
+    stored: Sequence[StoredRecord],
+    *,
+    after_revision: int,
+    head_hash: str,
+    limit: int = SLICE_RECORDS,
 ) -> list[LoggedRecord]:
-    """Verify and decode the records after ``after_revision`` up to the row's head.
+    """Verify and decode one slice of a log: the records after ``after_revision``, at most to the row's head.
 
-    ``stored``: all records with a revision of at least ``after_revision``, oldest first. ``head_hash``: the chain hash
-    there as the caller knows it, "" if unknown. Raises DataLoss: HISTORY_CORRUPT names the bad revision;
-    HISTORY_REGRESSED means that the store is sound but behind the caller, or on another branch than the caller.
+    ``stored``: the records from ``after_revision`` on, oldest first; it ends before the row's head only where
+    ``is_full`` says so. ``head_hash``: the chain hash at ``after_revision`` as the caller knows it, "" if unknown.
+    Raises DataLoss: HISTORY_CORRUPT names the bad revision; HISTORY_REGRESSED means that the store is sound but behind
+    the caller, or on another branch than the caller.
     """
     if after_revision > row.revision:
         raise wrong_revision(row.revision, after_revision)
@@ -96,10 +118,27 @@ def read_log(
         if not stored or stored[0].revision != after_revision:
             raise corrupt(key, after_revision, "is missing")
         base, rest = stored[0].head_hash, stored[1:]
-    logged = _verify(key, row, rest, after_revision, base)
+    logged = _verify(key, row, rest, after_revision, base, is_full(rest, limit))
     if head_hash and head_hash != base:
         raise diverged(after_revision)
     return logged
+
+
+def is_full(entries: Sequence[StoredRecord], limit: int) -> bool:
+    """Whether a slice takes no further entry, so that the log may go on behind it."""
+    return len(entries) >= limit or sum(len(entry.data) for entry in entries) >= SLICE_BYTES
+
+
+def cut(entries: Iterable[StoredRecord], limit: int) -> list[StoredRecord]:
+    """The first ``entries``, until the slice of them is full."""
+    taken: list[StoredRecord] = []
+    size = 0
+    for entry in entries:
+        taken.append(entry)
+        size += len(entry.data)
+        if len(taken) >= limit or size >= SLICE_BYTES:
+            break
+    return taken
 
 
 @asynccontextmanager
@@ -114,9 +153,17 @@ async def marking_damage(store: HistoryStore, key: Key) -> AsyncIterator[None]:
 
 
 def _verify(
-    key: Key, row: SessionRow, stored: Sequence[StoredRecord], after_revision: int, base_hash: str
+    key: Key,
+    row: SessionRow,
+    stored: Sequence[StoredRecord],
+    after_revision: int,
+    base_hash: str,
+    goes_on: bool,
 ) -> list[LoggedRecord]:
-    """Records ``after_revision + 1 … row.revision``; they must lead from ``base_hash`` to ``row.head_hash``."""
+    """Records from ``after_revision + 1`` on; they must lead from ``base_hash`` to ``row.head_hash``.
+
+    ``goes_on``: they may end before the head.
+    """
     expected = after_revision
     running = base_hash
     logged: list[LoggedRecord] = []
@@ -125,6 +172,8 @@ def _verify(
         logged.append(verify_next(key, entry, expected, running))
         running = logged[-1].head_hash
     if expected < row.revision:
+        if goes_on:
+            return logged
         raise corrupt(key, expected + 1, "is missing")
     if expected > row.revision or running != row.head_hash:
         raise corrupt(key, expected, "is not the one that the session's row names as newest")
@@ -135,14 +184,19 @@ def verify_next(key: Key, entry: StoredRecord, revision: int, previous: str) -> 
     """``entry`` as the record of ``revision`` behind the chain hash ``previous``. Raises DataLoss (HISTORY_CORRUPT)."""
     if entry.revision != revision:
         raise corrupt(key, revision, "is missing")
+    if zlib.crc32(entry.data) != entry.crc:
+        raise corrupt(key, entry.revision, "fails its checksum")
+    if entry.data[:1] == bytes((FORMAT_ERASED,)):
+        record = _decoded(key, entry)
+        if record.erased != Erasure(previous, entry.head_hash):
+            raise corrupt(key, entry.revision, "does not continue the chain")
+        return LoggedRecord(record, entry.head_hash)
     running = _verified(key, entry, previous)
     return LoggedRecord(_decoded(key, entry), running)
 
 
 def _verified(key: Key, entry: StoredRecord, previous: str) -> str:
     """The chain hash after ``entry``, which must equal the stored one."""
-    if zlib.crc32(entry.data) != entry.crc:
-        raise corrupt(key, entry.revision, "fails its checksum")
     try:
         running = chain_hash(previous, entry.data)
     except ValueError as error:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from pensieve.errors import PensieveError
 from pensieve.store.records import Record, SessionRow
+
+SLICE_RECORDS: Final = 256
+"""Number of records that ``read_slice`` reads unless it is told another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,14 @@ class LoggedRecord:
 
     record: Record
     head_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class LogSlice:
+    """Some records of a log that follow one another, and the session's row of the same moment."""
+
+    row: SessionRow
+    records: tuple[LoggedRecord, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +217,18 @@ class HistoryStore(Protocol):
         bad checksum, a gap, or a chain that does not continue; the session is then DAMAGED: readable, not writable.
         Raises DataLoss (HISTORY_REGRESSED), and damages nothing, when the store's log is sound but is behind
         ``after_revision`` or had another hash there: the caller's copy is the wrong one, or a fail-over lost records.
+
+        The log is read slice by slice, so that a long one holds up no other reader.
+        """
+        ...
+
+    async def read_slice(
+        self, key: Key, *, after_revision: int = 0, head_hash: str = "", limit: int = SLICE_RECORDS
+    ) -> LogSlice:
+        """The first records after ``after_revision``, at most ``limit``, and fewer when they are large.
+
+        At least one, unless ``after_revision`` is the row's. They are verified as by ``read``, but that the chain leads
+        to the row's head is proven only by a slice that reaches it. Raises as ``read`` does.
         """
         ...
 
@@ -276,10 +299,15 @@ class HistoryStore(Protocol):
         counts: Counts,
         *,
         expected_revision: int | None = None,
+        rests: Sequence[Record] = (),
     ) -> SessionRow:
         """Append a REWIND or UPDATE record. Idempotent by its request id (when not empty).
 
         ``record.revision`` must be the current revision + 1, else RevisionMismatch. TurnInProgress while a turn runs.
+        ``rests``: what is left of the records that this one erases. In the same change each takes the place of the
+        whole one, and what its turn was found by goes with the content; RevisionMismatch where the log has another
+        record in that place. The request ids stay known. As with ``delete``, nothing of the content stays in the
+        store's own files; the change is acknowledged after that.
         """
         ...
 

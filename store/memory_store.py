@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from pensieve.errors import PensieveError
 from pensieve.store import _leases, _rules
 from pensieve.store._clock import Moment, steady_clock_ms, wall_clock_ms
-from pensieve.store._codec import StoredRecord, marking_damage, read_log, store_record
+from pensieve.store._codec import StoredRecord, cut, marking_damage, read_log, store_record, store_rest
 from pensieve.store._listing import decode_cursor, encode_cursor, has_labels, position
 from pensieve.store._marks import found_by, markings
+from pensieve.store._reading import read_whole
 from pensieve.store._rules import Known, Meta
 from pensieve.store.contract import (
+    SLICE_RECORDS,
     BeginOutcome,
     BeginRequest,
     Counts,
@@ -22,6 +24,7 @@ from pensieve.store.contract import (
     HeldLease,
     Key,
     LoggedRecord,
+    LogSlice,
     MarkedTurn,
     Page,
     RenewalAnswer,
@@ -41,7 +44,7 @@ class _Session:
 
 
 class MemoryStore:
-    """``HistoryStore`` over dicts. No method awaits anything, so each is atomic on its event loop."""
+    """``HistoryStore`` over dicts. No method but ``read`` lets others run, so each is atomic on its event loop."""
 
     def __init__(
         self, *, clock: Callable[[], int] = wall_clock_ms, steady: Callable[[], int] = steady_clock_ms
@@ -114,11 +117,23 @@ class MemoryStore:
         return TenantUsage(len(live), sum(len(stored.data) for session in live for stored in session.log))
 
     async def read(self, key: Key, *, after_revision: int = 0, head_hash: str = "") -> list[LoggedRecord]:
-        now = self._now()
-        row = _rules.present(self._meta(key), now).row
-        stored = [entry for entry in self._sessions[key].log if entry.revision >= after_revision]
+        async def fetch(after_revision: int, head_hash: str) -> LogSlice:
+            return await self.read_slice(key, after_revision=after_revision, head_hash=head_hash)
+
+        return await read_whole(fetch, after_revision, head_hash)
+
+    async def read_slice(
+        self, key: Key, *, after_revision: int = 0, head_hash: str = "", limit: int = SLICE_RECORDS
+    ) -> LogSlice:
+        row = _rules.present(self._meta(key), self._now()).row
+        log = self._sessions[key].log
+        stored = log[max(0, after_revision - 1) : after_revision] if after_revision else []
+        stored += cut((entry for entry in log[after_revision:]), limit)
         async with marking_damage(self, key):
-            return read_log(key, row, stored, after_revision=after_revision, head_hash=head_hash)
+            logged = read_log(
+                key, row, stored, after_revision=after_revision, head_hash=head_hash, limit=limit
+            )
+        return LogSlice(row, tuple(logged))
 
     async def find_request(self, key: Key, request_id: str) -> int | None:
         _rules.present(self._meta(key), self._now())
@@ -174,13 +189,24 @@ class MemoryStore:
         counts: Counts,
         *,
         expected_revision: int | None = None,
+        rests: Sequence[Record] = (),
     ) -> SessionRow:
         now = self._now()
         known = self._known(key, record.request_id)
         meta = _rules.apply(self._meta(key), known, fingerprint, record, counts, expected_revision, now)
         if meta is None:
             return self._view(key, now)
-        return self._append(self._sessions[key], meta, record, fingerprint=fingerprint, now=now)
+        session = self._sessions[key]
+        left = [store_rest(one) for one in rests]
+        for one in left:
+            _rules.check_place(one, session.log[one.revision - 1].head_hash, meta)
+        for one in left:
+            session.log[one.revision - 1] = one
+        gone = {one.revision for one in left}
+        for name in session.marks if gone else ():
+            found = self._marks[key.tenant, name]
+            found[:] = [one for one in found if one.session_id != key.session_id or one.revision not in gone]
+        return self._append(session, meta, record, fingerprint=fingerprint, now=now)
 
     async def delete(
         self, key: Key, *, expected_revision: int | None = None, allow_missing: bool = False

@@ -8,6 +8,7 @@ and append items. Item numbers start at 1 and are never reused, so a superseded 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -95,6 +96,8 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     """Definitions of functions that the model may call, JSON; the chat template shows them at the beginning."""
     binding: ModelBinding | None = None
     """Set by the server, never by a client; None: made before it was kept."""
+    begun_ms: int = 0
+    """The time that a chat template which writes a date is given. Set by the server; 0: the template writes none."""
 
 
 class Item(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -113,6 +116,8 @@ class Item(msgspec.Struct, frozen=True, omit_defaults=True):
     """``tokens`` came from the client as they are, so no glue is added around them."""
     call_id: str = ""
     """Of a tool's result: the call that it belongs to."""
+    erased: bool = False
+    """Text and tokens were erased. The number stays used, and no history has the item, of no revision."""
 
 
 class CandidateAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -160,8 +165,17 @@ class CandidateChange(msgspec.Struct, frozen=True, omit_defaults=True):
     candidate: int
 
 
+class Erasure(msgspec.Struct, frozen=True):
+    """The place in the hash chain of a record that lost content: the chain goes on as it was."""
+
+    follows: str
+    """Chain hash (hex) before the record."""
+    chain: str
+    """Chain hash after the record, over its bytes as they were first stored."""
+
+
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One committed change. Immutable."""
+    """One committed change. Immutable, but that an erasing change takes content out of it."""
 
     revision: int
     kind: RecordKind
@@ -179,6 +193,10 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     candidate: CandidateChange | None = None
     """Set in an UPDATE that gives the latest turn another of its answers. Programs that do not know this field yet
     fold such a record like any other."""
+    erases: tuple[int, ...] = ()
+    """Set in a REWIND that erases: revisions of the records that lost content by it."""
+    erased: Erasure | None = None
+    """Set in a record of which content was erased."""
 
 
 class State(enum.StrEnum):
@@ -239,20 +257,31 @@ class History:
 
     def apply(self, record: Record, head_hash: str) -> History:
         """This history after one more record. Pure. Raises ValueError when the record is not the next one."""
-        if record.revision != self.revision + 1:
-            raise ValueError(f"record {record.revision} cannot follow revision {self.revision}")
-        items = self.truncated(record.keep_items) if record.keep_items is not None else self.items
-        hidden = record.hidden_before if record.hidden_before is not None else self.hidden_before
-        return History(
-            revision=record.revision,
-            head_hash=head_hash,
-            items=items + record.items,
-            head_item=max([self.head_item, *(item.number for item in record.items)]),
-            config=record.config if record.config is not None else self.config,
-            labels=tuple(sorted(record.labels.items())) if record.labels is not None else self.labels,
-            hidden_before=hidden,
-            was_generated=self.was_generated or any(item.finish_reason is not None for item in record.items),
-        )
+        return self.after([(record, head_hash)])
+
+    def after(self, records: Iterable[tuple[Record, str]]) -> History:
+        """This history after more records, each with its chain hash, in time linear in their items.
+
+        Pure. Raises ValueError when a record is not the next one.
+        """
+        items = list(self.items)
+        revision, head_hash, head_item = self.revision, self.head_hash, self.head_item
+        config, labels, hidden = self.config, self.labels, self.hidden_before
+        was_generated = self.was_generated
+        for record, chain in records:
+            if record.revision != revision + 1:
+                raise ValueError(f"record {record.revision} cannot follow revision {revision}")
+            revision, head_hash = record.revision, chain
+            if record.keep_items is not None:
+                while items and items[-1].number > record.keep_items:  # numbers only grow
+                    items.pop()
+            items += [item for item in record.items if not item.erased]
+            head_item = max([head_item, *(item.number for item in record.items)])
+            config = record.config if record.config is not None else config
+            labels = tuple(sorted(record.labels.items())) if record.labels is not None else labels
+            hidden = record.hidden_before if record.hidden_before is not None else hidden
+            was_generated = was_generated or any(item.finish_reason is not None for item in record.items)
+        return History(revision, head_hash, tuple(items), head_item, config, labels, hidden, was_generated)
 
     def truncated(self, keep: int) -> tuple[Item, ...]:
         """Live items with a number of at most ``keep``."""

@@ -15,9 +15,10 @@ from redis.exceptions import ResponseError
 
 from pensieve.errors import DataLoss, Unavailable
 from pensieve.store import _refusals
-from pensieve.store._codec import marking_damage, read_log, store_record
+from pensieve.store._codec import SLICE_BYTES, marking_damage, read_log, store_record, store_rest
 from pensieve.store._leases import only
 from pensieve.store._marks import found_by, markings
+from pensieve.store._reading import read_whole
 from pensieve.store._redis import scripts
 from pensieve.store._redis.acknowledged import Acknowledged
 from pensieve.store._redis.dump import RedisDump
@@ -41,6 +42,7 @@ from pensieve.store._redis.safe_heads import SafeHeads
 from pensieve.store._redis.several import all_ended
 from pensieve.store._rules import TOMBSTONE_MS, check_first
 from pensieve.store.contract import (
+    SLICE_RECORDS,
     Began,
     BeginOutcome,
     BeginRequest,
@@ -50,6 +52,7 @@ from pensieve.store.contract import (
     HeldLease,
     Key,
     LoggedRecord,
+    LogSlice,
     MarkedTurn,
     Page,
     RenewalAnswer,
@@ -155,18 +158,28 @@ class RedisStore:
         return await self._index.usage(tenant)
 
     async def read(self, key: Key, *, after_revision: int = 0, head_hash: str = "") -> list[LoggedRecord]:
-        outcome, *values = await self._link.call(self._read, session_keys(key), [after_revision])
-        if outcome != b"OK":
-            await self._refuse(key, outcome, values)
-        fields = as_fields(values[1])
-        async with marking_damage(self, key):
-            row = read_row(key, fields, int(values[0]))
-            stored = parse_log(values[2])
-            logged = read_log(key, row, stored, after_revision=after_revision, head_hash=head_hash)
-            if after_revision == 0:
-                check_requests(key, as_fields(values[3]), logged)
-        await self._safe.shown(row, fields)
-        return logged
+        requests: Fields = {}
+        known_to = 0
+
+        async def fetch(after_revision: int, head_hash: str) -> LogSlice:
+            nonlocal requests, known_to
+            begins = after_revision == 0
+            piece, asked = await self._slice(key, after_revision, head_hash, SLICE_RECORDS, requests=begins)
+            if begins:
+                requests, known_to = asked, piece.row.revision
+            async with marking_damage(self, key):
+                check_requests(
+                    key, requests, (one for one in piece.records if one.record.revision <= known_to)
+                )
+            return piece
+
+        return await read_whole(fetch, after_revision, head_hash)
+
+    async def read_slice(
+        self, key: Key, *, after_revision: int = 0, head_hash: str = "", limit: int = SLICE_RECORDS
+    ) -> LogSlice:
+        piece, _ = await self._slice(key, after_revision, head_hash, limit, requests=False)
+        return piece
 
     async def find_request(self, key: Key, request_id: str) -> int | None:
         outcome, *values = await self._link.call(self._find, session_keys(key), [request_id])
@@ -259,13 +272,24 @@ class RedisStore:
         counts: Counts,
         *,
         expected_revision: int | None = None,
+        rests: Sequence[Record] = (),
     ) -> SessionRow:
         args = await self._record_args(key, record, fingerprint, counts)
         args.insert(0, "" if expected_revision is None else expected_revision)
-        reply = await self._append(self._apply, key, args)
-        return await self._entered(
+        left = [store_rest(one) for one in rests]
+        reply = await self._append(
+            self._apply, key, [*args, len(left), *(word for one in left for word in one)]
+        )
+        row = await self._entered(
             key, reply, request_id=record.request_id, expected=expected_revision, offered=record.revision
         )
+        if left:
+            try:
+                await self._index.unmark(key, {one.revision for one in left})
+            except (Unavailable, DataLoss) as error:
+                # They are digests, and hints: the turn is not shown to who finds it by them.
+                log.warning("what erased turns were found by stays in the index: %s", error)
+        return row
 
     async def delete(
         self, key: Key, *, expected_revision: int | None = None, allow_missing: bool = False
@@ -289,6 +313,26 @@ class RedisStore:
     async def purge_expired(self) -> int:
         """Redis drops expired sessions by itself; this drops what is left of them in the listings."""
         return await self._index.purge()
+
+    async def _slice(
+        self, key: Key, after_revision: int, head_hash: str, limit: int, *, requests: bool
+    ) -> tuple[LogSlice, Fields]:
+        """A slice of the log, and the map of all request ids if it is asked for."""
+        args = [after_revision, limit, SLICE_BYTES, int(requests)]
+        outcome, *values = await self._link.call(self._read, session_keys(key), args)
+        if outcome != b"OK":
+            await self._refuse(key, outcome, values)
+        fields = as_fields(values[1])
+        async with marking_damage(self, key):
+            row = read_row(key, fields, int(values[0]))
+            logged = read_log(
+                *(key, row, parse_log(values[2])),
+                after_revision=after_revision,
+                head_hash=head_hash,
+                limit=limit,
+            )
+        await self._safe.shown(row, fields)
+        return LogSlice(row, tuple(logged)), as_fields(values[3])
 
     async def _record_args(self, key: Key, record: Record, fingerprint: str, counts: Counts) -> list[Any]:
         """``record`` encoded on the head that the log has now; the script checks that it still has it."""

@@ -1,7 +1,7 @@
 """History in one SQLite file, for one server. Durable against process kill, OS crash and power cut ("fsync").
 
-Changes are made by one thread that owns the one writing connection; single sessions and listings are each read by a
-thread of their own (``_sqlite.reader``), so no method blocks the event loop and no listing delays a commit. A second
+Changes are made by one thread that owns the one writing connection; rows, logs and listings are each read by a thread
+of their own (``_sqlite.reader``), so no method blocks the event loop and no listing delays a commit. A second
 server on the same file is refused by a lock file whose lock dies with its process. Because of that lock, a lease found
 at start belongs to a dead process and is ended at once, and leases go by this process' monotonic clock.
 
@@ -22,13 +22,15 @@ from typing import Final, TypeVar
 from pensieve.errors import DataLoss, PensieveError
 from pensieve.store import _leases, _rules
 from pensieve.store._clock import Moment, steady_clock_ms, wall_clock_ms
-from pensieve.store._codec import marking_damage, read_log
+from pensieve.store._codec import cut, marking_damage, read_log, store_rest
 from pensieve.store._listing import decode_cursor, encode_cursor, position
 from pensieve.store._marks import found_by
+from pensieve.store._reading import read_whole
 from pensieve.store._sqlite.database import SqliteDatabase
 from pensieve.store._sqlite.dump import SqliteDump
 from pensieve.store._sqlite.rows import DamagedSession, Rows
 from pensieve.store.contract import (
+    SLICE_RECORDS,
     BeginOutcome,
     BeginRequest,
     Counts,
@@ -36,6 +38,7 @@ from pensieve.store.contract import (
     HeldLease,
     Key,
     LoggedRecord,
+    LogSlice,
     MarkedTurn,
     Page,
     RenewalAnswer,
@@ -131,7 +134,7 @@ class SqliteStore:
             now = self._now()
             return _rules.view(_rules.present(rows.meta(key), now), now)
 
-        return await self._read(work)
+        return await self._read(work, key.tenant)
 
     async def list_sessions(
         self, tenant: str, *, limit: int, cursor: str = "", labels: dict[str, str] | None = None
@@ -145,24 +148,35 @@ class SqliteStore:
             page = found[:limit]
             return Page(tuple(page), encode_cursor(position(page[-1])) if len(found) > limit else "")
 
-        return await self._mending(lambda: self._database.list(work))
+        return await self._mending(lambda: self._database.list(work, tenant))
 
     async def usage(self, tenant: str) -> TenantUsage:
-        return await self._database.read(lambda rows: rows.usage(tenant, self._now()))
+        return await self._database.read(lambda rows: rows.usage(tenant, self._now()), tenant)
 
     async def read(self, key: Key, *, after_revision: int = 0, head_hash: str = "") -> list[LoggedRecord]:
-        def work(rows: Rows) -> list[LoggedRecord]:
+        async def fetch(after_revision: int, head_hash: str) -> LogSlice:
+            return await self.read_slice(key, after_revision=after_revision, head_hash=head_hash)
+
+        return await read_whole(fetch, after_revision, head_hash)
+
+    async def read_slice(
+        self, key: Key, *, after_revision: int = 0, head_hash: str = "", limit: int = SLICE_RECORDS
+    ) -> LogSlice:
+        def work(rows: Rows) -> LogSlice:
             row = _rules.present(rows.meta(key), self._now()).row
-            stored = rows.log(key, after_revision)
-            return read_log(key, row, stored, after_revision=after_revision, head_hash=head_hash)
+            stored = [*rows.base(key, after_revision), *cut(rows.log(key, after_revision + 1), limit)]
+            logged = read_log(
+                key, row, stored, after_revision=after_revision, head_hash=head_hash, limit=limit
+            )
+            return LogSlice(row, tuple(logged))
 
         async with marking_damage(self, key):
             try:
-                return await self._read(work)
+                return await self._mending(lambda: self._database.read_log(work, key.tenant))
             except DataLoss as error:
                 if error.reason != "HISTORY_CORRUPT" or not await self._found_again(key):
                     raise
-            return await self._read(work)
+            return await self._mending(lambda: self._database.read_log(work, key.tenant))
 
     async def find_request(self, key: Key, request_id: str) -> int | None:
         def work(rows: Rows) -> int | None:
@@ -170,13 +184,13 @@ class SqliteStore:
             known = rows.known(key, request_id)
             return None if known is None else known.revision
 
-        return await self._read(work)
+        return await self._read(work, key.tenant)
 
     async def find_marked(
         self, tenant: str, mark: str, answer: str | None, *, limit: int
     ) -> list[MarkedTurn]:
         name = found_by(mark, answer)
-        return await self._database.read(lambda rows: rows.marked(tenant, name, self._now(), limit))
+        return await self._database.read(lambda rows: rows.marked(tenant, name, self._now(), limit), tenant)
 
     async def begin(self, key: Key, request: BeginRequest) -> BeginOutcome:
         def work(rows: Rows) -> BeginOutcome:
@@ -256,17 +270,25 @@ class SqliteStore:
         counts: Counts,
         *,
         expected_revision: int | None = None,
+        rests: Sequence[Record] = (),
     ) -> SessionRow:
+        left = [store_rest(one) for one in rests]
+
         def work(rows: Rows) -> SessionRow:
             now, before = self._now(), rows.meta(key)
             known = rows.known(key, record.request_id)
             meta = _rules.apply(before, known, fingerprint, record, counts, expected_revision, now)
-            after = (
-                _rules.present(before, now) if meta is None else rows.append(key, meta, record, fingerprint)
-            )
-            return _rules.view(after, now)
+            if meta is None:
+                return _rules.view(_rules.present(before, now), now)
+            for one in left:
+                _rules.check_place(one, rows.hash_at(key, one.revision), meta)
+                rows.shrink(key, one)
+            return _rules.view(rows.append(key, meta, record, fingerprint), now)
 
-        return await self._write(work)
+        row = await self._write(work)
+        if left:
+            await self._database.erase_log()
+        return row
 
     async def delete(
         self, key: Key, *, expected_revision: int | None = None, allow_missing: bool = False
@@ -296,8 +318,8 @@ class SqliteStore:
             await self._database.erase_log()
         return removed
 
-    async def _read(self, work: Callable[[Rows], T]) -> T:
-        return await self._mending(lambda: self._database.read(work))
+    async def _read(self, work: Callable[[Rows], T], tenant: str) -> T:
+        return await self._mending(lambda: self._database.read(work, tenant))
 
     async def _write(self, work: Callable[[Rows], T], *, flush: bool = True) -> T:
         return await self._mending(lambda: self._database.write(work, flush=flush))

@@ -29,6 +29,8 @@ LEAVES: dict[str, set[str]] = {
     "errors": set(),
     "extras": set(),
     "frames": set(),
+    "gguf": set(),
+    "hosts": set(),
     "kernels": set(),
     "lifeline": set(),
     "logs": set(),

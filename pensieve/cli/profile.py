@@ -57,13 +57,19 @@ def _measure_machine(worker: Worker, name: str, longest: int, path: Path) -> Non
     )
 
 
+class _BadModel(click.ClickException):
+    """The model cannot be served: bad input, as a bad option is."""
+
+    exit_code = 2
+
+
 @click.command()
 @click.option(
     "--model",
     default="demo",
     show_default=True,
     metavar="MODEL",
-    help="Folder, hub id or `demo`.",
+    help="Folder, GGUF file, hub id, `smollm2` or `demo`.",
     shell_complete=models,
 )
 @click.option("--device", type=click.Choice(get_args(DeviceName)), default="auto", show_default=True)
@@ -177,7 +183,9 @@ def profile(
                 tensor_parallel=tensor_parallel,
             )
         )
-    except (ModelError, ValueError) as error:
+    except ModelError as error:
+        raise _BadModel(str(error)) from error
+    except ValueError as error:
         raise click.ClickException(str(error)) from error
     with contextlib.closing(worker):
         points = _measure_with_progress(prober(worker), longest, chunk_tokens, repeats)

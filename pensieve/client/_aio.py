@@ -36,6 +36,7 @@ from pensieve.client.arguments.options import (
     TurnOptions,
 )
 from pensieve.client.arguments.signatures import with_options
+from pensieve.client.arguments.words import Role
 
 
 class AsyncClient:
@@ -82,6 +83,7 @@ class AsyncClient:
         tools: Tools | None = None,
         default_sampling: SamplingOptions | None = None,
         initial_items: Sequence[InputLike] = (),
+        followed_by: Sequence[Role] = (),
         request_id: str | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncSession:
@@ -90,9 +92,10 @@ class AsyncClient:
         ``system_prompt``: what the model is told first. ``session_id``: lower-case letters, digits and hyphens, 3 to
         63; left out: the server makes one. ``labels``: to find it by, with ``sessions``. ``ttl``: seconds without use
         after which it is erased. ``overflow``: what happens to a turn that does not fit the context. ``tools``:
-        functions that the model may call. ``initial_items`` imports a transcript. ``share_prefixes=False``: its cached
-        state is never used by another session, nor that of another by it. ``request_id``: the same one makes no second
-        session.
+        functions that the model may call. ``initial_items`` imports a transcript; ``followed_by``: the roles of what
+        its first turn gives, for chat templates that look at what follows an answer. ``share_prefixes=False``: its
+        cached state is never used by another session, nor that of another by it. ``request_id``: the same one makes no
+        second session.
 
         Raises AlreadyExists when ``session_id`` is taken by another session.
         """
@@ -112,6 +115,7 @@ class AsyncClient:
                 config=config,
                 labels=labels,
                 initial_items=initial_items,
+                followed_by=followed_by,
                 request_id=request_id,
             )
         )
@@ -252,17 +256,23 @@ class AsyncSession(SessionView):
         self,
         items: Sequence[InputLike],
         *,
+        followed_by: Sequence[Role] = (),
         expected_revision: int | None = None,
         request_id: str | None = None,
     ) -> tuple[Item, ...]:
         """Add items behind the history without a turn, as ``create_session`` imports them; as they are in it."""
-        return await self._link.run(self._core.append(items, expected_revision, request_id))
+        return await self._link.run(self._core.append(items, followed_by, expected_revision, request_id))
 
     async def rewind(
-        self, *, to_item: int, expected_revision: int | None = None, request_id: str | None = None
+        self,
+        *,
+        to_item: int,
+        erase: bool = False,
+        expected_revision: int | None = None,
+        request_id: str | None = None,
     ) -> SessionInfo:
-        """Drop everything after item ``to_item``."""
-        return await self._link.run(self._core.rewind(to_item, expected_revision, request_id))
+        """Drop everything after item ``to_item``; with ``erase`` nothing of it can be read any more."""
+        return await self._link.run(self._core.rewind(to_item, expected_revision, request_id, erase=erase))
 
     async def fork(
         self,

@@ -70,6 +70,7 @@ def create_session(
     config: pb.SessionConfig,
     labels: Mapping[str, str] | None,
     initial_items: Sequence[InputLike],
+    followed_by: Sequence[Role],
     request_id: str | None,
 ) -> Flow[SessionInfo]:
     request = pb.CreateSessionRequest(
@@ -78,6 +79,7 @@ def create_session(
         config=config,
         labels=labels or {},
         initial_items=[_requests.input_item(one) for one in initial_items],
+        followed_by=[_requests.role(one) for one in followed_by],
     )
     response = yield from call(settings, "CreateSession", request)
     return decode.session(response.session)
@@ -96,6 +98,23 @@ def find_turn(
     except NotFound:
         return None
     return FoundTurn(decode.turn(response.turn), response.candidate)
+
+
+def claim(
+    settings: ClientSettings, request_id: str, session: str, fingerprint: str, plan: str
+) -> Flow[tuple[str, str]]:
+    request = pb.ClaimRequestIdRequest(
+        request_id=request_id, session=_requests.session_name(session), fingerprint=fingerprint, plan=plan
+    )
+    response = yield from call(settings, "ClaimRequestId", request)
+    return response.session.removeprefix("sessions/"), response.plan
+
+
+def give_up_claim(settings: ClientSettings, request_id: str, session: str) -> Flow[None]:
+    request = pb.ClaimRequestIdRequest(
+        request_id=request_id, session=_requests.session_name(session), refused=True
+    )
+    yield from call(settings, "ClaimRequestId", request)
 
 
 class SessionCore:
@@ -238,12 +257,17 @@ class SessionCore:
             request.page_token = response.next_page_token
 
     def append(
-        self, items: Sequence[InputLike], expected_revision: int | None, request_id: str | None
+        self,
+        items: Sequence[InputLike],
+        followed_by: Sequence[Role],
+        expected_revision: int | None,
+        request_id: str | None,
     ) -> Flow[tuple[Item, ...]]:
         request = pb.AppendItemsRequest(
             name=self.name,
             request_id=make_id(self.name, request_id),
             items=[_requests.input_item(one) for one in items],
+            followed_by=[_requests.role(one) for one in followed_by],
             expected_revision=expected_revision,
         )
         response = yield from self.call("AppendItems", request)
@@ -251,12 +275,13 @@ class SessionCore:
         return tuple(decode.item(one) for one in response.items)
 
     def rewind(
-        self, to_item: int, expected_revision: int | None, request_id: str | None
+        self, to_item: int, expected_revision: int | None, request_id: str | None, *, erase: bool = False
     ) -> Flow[SessionInfo]:
         request = pb.RewindSessionRequest(
             name=self.name,
             request_id=make_id(self.name, request_id),
             item=to_item,
+            erase=erase,
             expected_revision=expected_revision,
         )
         response = yield from self.call("RewindSession", request)

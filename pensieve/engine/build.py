@@ -31,6 +31,7 @@ def build_engine(options: EngineOptions) -> Engine:
     scheduler = Scheduler(scheduler_config(options, worker.arch, info), cache)
     ready = EngineReady(
         context_limit=scheduler.context_limit,
+        model_context_limit=info.context_limit,
         vocab_size=worker.arch.vocab_size,
         device=info.device,
         dtype=info.dtype,
@@ -67,7 +68,7 @@ def scheduler_config(options: EngineOptions, arch: Arch, info: WorkerInfo) -> Sc
     """The scheduler's share of the options."""
     return SchedulerConfig(
         context_limit=info.context_limit,
-        eos_token_ids=arch.eos_token_ids,
+        eos_token_ids=arch.eos_token_ids if options.eos_token_ids is None else options.eos_token_ids,
         max_batch_tokens=info.max_batch_tokens,
         max_running=info.max_running,
         max_queued=options.max_queued,

@@ -18,6 +18,7 @@ from pensieve.errors import PensieveError
 from pensieve.http import health, models
 from pensieve.http.chat import endpoint as chat
 from pensieve.http.common.door import HttpDoor
+from pensieve.http.common.entrance import Entrance
 from pensieve.http.common.failures import HttpFailure, failure_of
 from pensieve.http.common.settings import DoorSettings
 from pensieve.http.completions import endpoint as completions
@@ -69,6 +70,7 @@ def make_app(settings: DoorSettings) -> Starlette:
             Middleware(Measured, metrics),
             *([cors] if settings.cors_origins else []),
             Middleware(Unslashed),
+            Middleware(Entrance, door),
         ],
         exception_handlers={
             HttpFailure: _failed,

@@ -15,7 +15,7 @@ async def listing(request: Request) -> Response:
     """All models."""
     door = HttpDoor.of(request)
     async with door.callers.of(request) as caller:
-        info = await door.info_of(caller)
+        info = await door.info_of(caller, fresh=True)  # this call has no other answer of the service
     return door.answer({"object": "list", "data": [_model(info)]}, request)
 
 
@@ -23,8 +23,8 @@ async def retrieve(request: Request) -> Response:
     """One model."""
     door = HttpDoor.of(request)
     async with door.callers.of(request) as caller:
+        info = await door.info_of(caller, fresh=True)
         await door.model_of(caller, request.path_params["model"])
-        info = await door.info_of(caller)
     return door.answer(_model(info), request)
 
 

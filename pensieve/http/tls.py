@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from pensieve.http.common.callers import CERTIFICATE_NAMES
+from pensieve.http.common.credentials import CERTIFICATE_NAMES
 
 log = logging.getLogger(__name__)
 

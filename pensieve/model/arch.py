@@ -25,7 +25,7 @@ class Rope:
 
     ``linear`` divides all frequencies by ``factor``. ``llama3`` does so for wavelengths above
     ``original_context / low_freq_factor``, leaves those below ``original_context / high_freq_factor`` alone and blends
-    between.
+    between. ``divisors`` come on top: one for the frequency of each pair of a head's values, () for none.
     """
 
     theta: float
@@ -34,6 +34,7 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context: int = 0
+    divisors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,7 @@ class Arch:
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
-                f"{self.num_heads} attention heads do not divide over {self.num_kv_heads} KV heads"
+                f"num_attention_heads {self.num_heads} do not divide over num_key_value_heads {self.num_kv_heads}"
             )
 
     @property

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,10 +13,14 @@ from safetensors import SafetensorError, safe_open
 
 from pensieve.model.arch import ModelError
 from pensieve.model.cut import ALL, Cut
+from pensieve.model.files import INDEX, SINGLE, weight_files
 from pensieve.model.filling import Fill, fill_all
 
 PROGRESS_BYTES: Final = 1 << 30
 """Loading less than this shows no progress bar."""
+
+COMPARED_BYTES: Final = 16 << 20
+"""Two tensors are compared in pieces of this size."""
 
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 """Buffers that old checkpoints carry along; they are computed here."""
@@ -33,7 +36,10 @@ class Checkpoint:
         self._where: dict[str, Any] = {}
         self._order: dict[str, int] = {}
         self._fills: dict[str, Fill] = {}
-        for number, file in enumerate(_files(folder)):
+        read = weight_files(folder)
+        self.stale_index = read[0].name == SINGLE and (folder / INDEX).is_file()
+        """Whether an index is beside the only file, and so is not read."""
+        for number, file in enumerate(read):
             try:
                 handle: Any = safe_open(file, framework="pt", device="cpu")
                 names = handle.keys()
@@ -72,11 +78,23 @@ class Checkpoint:
             self._fills[name] = Fill(part, target)
         return fused
 
-    def require_all_used(self, tied: bool) -> None:
-        """Raises ModelError on tensors that nobody asked for: they would be silently without effect."""
+    def same(self, one: str, other: str) -> bool:
+        """Whether two tensors of the checkpoint have one shape, and equal values in the dtype that they are loaded
+        in."""
+        first, second = (self._where[name].get_tensor(name) for name in (one, other))
+        if first.shape != second.shape:
+            return False
+        rows = max(1, COMPARED_BYTES // max(1, first[:1].nbytes))
+        return all(
+            torch.equal(a.to(self._dtype), b.to(self._dtype))
+            for a, b in zip(first.split(rows), second.split(rows), strict=True)
+        )
+
+    def require_all_used(self, *, but: Collection[str] = ()) -> None:
+        """Raises ModelError on tensors that were not asked for: they would be silently without effect. ``but``: names
+        of tensors that need not be."""
         left = {name for name in self._where if not name.endswith(_IGNORED_SUFFIXES)} - set(self._fills)
-        if tied:
-            left.discard("lm_head.weight")
+        left -= set(but)
         if left:
             names = ", ".join(sorted(left)[:3])
             raise ModelError(
@@ -88,7 +106,7 @@ class Checkpoint:
         order = sorted(self._fills, key=lambda name: (self._order[name], self._fills[name].source.data_ptr()))
         fills = [self._fills[name] for name in order]
         total = sum(fill.source.nbytes for fill in fills)
-        with _progress(total) as progress:
+        with progress_bar(total) as progress:
             task = progress.add_task(f"loading {self._folder.name}", total=total)
             fill_all(fills, self._device, lambda count: progress.advance(task, count))
 
@@ -101,24 +119,8 @@ def _joined_shape(parts: list[torch.Tensor]) -> tuple[int, ...] | None:
     return (sum(len(part) for part in parts), *rest.pop())
 
 
-def _files(folder: Path) -> list[Path]:
-    """The safetensors files of a model: those that its index names, or the only one."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ModelError(f"{index}: cannot be read ({error!r})") from error
-        files = [folder / name for name in names]
-    else:
-        files = [folder / "model.safetensors"]
-    absent = [file.name for file in files if not file.is_file()]
-    if absent:
-        raise ModelError(f"{folder}: no {absent[0]} (weights must be safetensors files)")
-    return files
-
-
-def _progress(total_bytes: int) -> Progress:
+def progress_bar(total_bytes: int) -> Progress:
+    """Shows how far the loading of so many bytes is; nothing where they are few."""
     # On stderr: the server's stdout carries its ready line and nothing else.
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
     console = Console(stderr=True)

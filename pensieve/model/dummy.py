@@ -34,6 +34,10 @@ class DummySource:
     def __contains__(self, name: str) -> bool:
         return True
 
+    def same(self, one: str, other: str) -> bool:
+        """Whether two tensors are equal. Where one may stand for another, it does."""
+        return True
+
     def get(self, names: Sequence[str], shape: tuple[int, ...], cut: Cut = ALL) -> torch.Tensor:
         """What ``cut`` leaves of a tensor of ``shape`` for the joined ``names``."""
         return cut.of_joined(self._whole(names, shape))

@@ -1,46 +1,107 @@
-"""Readers that make an ``Arch`` of the config.json of a family. Defaults are those of Hugging Face's config classes.
+"""Readers that make an ``Arch`` of the config.json of a family.
 
-Newer files carry ``rope_parameters`` and ``dtype``, older ones ``rope_theta``, ``rope_scaling`` and ``torch_dtype``;
-both are read.
+transformers' own config class reads the file first. So defaults, nulls, types and the old and new spellings of rotary
+positions are what transformers makes of them. What is left here is what Pensieve computes of it, and what it refuses.
 """
 
 from __future__ import annotations
 
+import copy
+import importlib
+import json
+import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pensieve.core import Sampling
 from pensieve.model.arch import DTYPE_BYTES, Arch, ModelError, Rope
+from pensieve.model.ends import default_ends, named_ends
 
 Config = dict[str, Any]
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 
+_CLASSES: Final = {
+    "opt": "OPTConfig",
+    "llama": "LlamaConfig",
+    "mistral": "MistralConfig",
+    "qwen2": "Qwen2Config",
+    "qwen3": "Qwen3Config",
+}
 _HF_TOP_K = 50
 """What ``generate`` uses when sampling is on and generation_config.json does not name a top_k."""
+_SIZES: Final = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+
+
+def _parsed(family: str, config: Config, *sizes: str) -> Any:
+    """The config as transformers' class of the family reads it, with the ``sizes`` there and above 0.
+
+    Raises ModelError, which names the field.
+    """
+    sizes = (*_SIZES, *sizes)
+    for name in sizes:
+        if name not in config:
+            raise ModelError(f"{name} is missing")
+        _require_positive(name, config[name])
+    if family in ("opt", "llama") and config["hidden_size"] % config["num_attention_heads"]:
+        raise ModelError(
+            f"hidden_size {config['hidden_size']} is not a multiple of num_attention_heads "
+            f"{config['num_attention_heads']}"
+        )
+    module = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
+    try:
+        # A copy: the class writes into the objects that it is given.
+        parsed = getattr(module, _CLASSES[family]).from_dict(copy.deepcopy(config))
+        if family != "opt":
+            parsed.standardize_rope_params()  # as the model does once more, now with all fields there
+    except Exception as error:
+        # The class reads a stranger's file and raises whatever goes wrong first: its own errors, KeyError, ValueError.
+        raise ModelError(_refusal(error, config)) from error
+    return parsed
+
+
+def _refusal(error: Exception, config: Config) -> str:
+    """What transformers says against a config, in one line."""
+    lines = " ".join(str(error.args[0] if isinstance(error, KeyError) else error).split())
+    field = lines.partition("Validation error for field '")[2].partition("'")[0]
+    if field in config:
+        return f"{field} is {json.dumps(config[field])}, which is not a value for it"
+    return lines or type(error).__name__
+
+
+def _require_positive(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ModelError(f"{name} is {json.dumps(value)}; it must be a whole number above 0")
 
 
 def _opt(config: Config, generation: Config) -> Arch:
-    if not config.get("do_layer_norm_before", True):
-        raise ModelError("OPT with layer norm after the block (opt-350m) is not supported")
-    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-    if config.get("word_embed_proj_dim", hidden) != hidden:
-        raise ModelError("OPT with projected embeddings (word_embed_proj_dim) is not supported")
-    if config.get("_remove_final_layer_norm") or not config.get("layer_norm_elementwise_affine", True):
-        raise ModelError("OPT without a final layer norm or without norm weights is not supported")
-    activation = config.get("activation_function", "relu")
+    parsed = _parsed("opt", config, "ffn_dim")
+    if not parsed.do_layer_norm_before:
+        raise ModelError("do_layer_norm_before false (opt-350m) is not supported")
+    hidden, heads = parsed.hidden_size, parsed.num_attention_heads
+    if parsed.word_embed_proj_dim != hidden:
+        raise ModelError("projected embeddings (word_embed_proj_dim) are not supported")
+    if parsed._remove_final_layer_norm or not parsed.layer_norm_elementwise_affine:
+        raise ModelError("_remove_final_layer_norm, or layer_norm_elementwise_affine false, is not supported")
+    activation = parsed.activation_function
     if activation not in ("relu", "gelu"):
-        raise ModelError(f"OPT with activation {activation} is not supported")
-    bias = bool(config.get("enable_bias", True))
+        raise ModelError(f"activation_function {activation} is not supported (supported: relu, gelu)")
+    bias = parsed.enable_bias
     return Arch(
         family="opt",
-        vocab_size=int(config["vocab_size"]),
+        vocab_size=parsed.vocab_size,
         hidden_size=hidden,
-        intermediate_size=int(config["ffn_dim"]),
-        num_layers=int(config["num_hidden_layers"]),
+        intermediate_size=parsed.ffn_dim,
+        num_layers=parsed.num_hidden_layers,
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=hidden // heads,
-        context_limit=int(config["max_position_embeddings"]),
+        context_limit=parsed.max_position_embeddings,
         norm="layer",
         norm_eps=1e-5,
         activation=activation,
@@ -50,10 +111,10 @@ def _opt(config: Config, generation: Config) -> Arch:
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=bias,
-        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
+        tied_embeddings=parsed.tie_word_embeddings,
         dtype=_dtype(config),
-        bos_token_id=config.get("bos_token_id", 2),
-        eos_token_ids=_eos(config, generation, default=2),
+        bos_token_id=parsed.bos_token_id,
+        eos_token_ids=named_ends(config, generation) or default_ends(config, generation),
         generation=generation_defaults(generation),
     )
 
@@ -62,34 +123,41 @@ def _llama_like(family: Family) -> Callable[[Config, Config], Arch]:
     """The reader of a family with RMS norm, rotary positions and a gated MLP."""
 
     def read(config: Config, generation: Config) -> Arch:
-        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-        if config.get("hidden_act", "silu") not in ("silu", "swish"):
-            raise ModelError(f"{family} with activation {config['hidden_act']} is not supported")
-        default_kv = {"mistral": 8, "qwen2": 32, "qwen3": 32}.get(family, heads)
-        attention_bias = family != "qwen2" and bool(config.get("attention_bias", False))
+        parsed = _parsed(family, config, "intermediate_size")
+        heads, kv_heads = parsed.num_attention_heads, parsed.num_key_value_heads
+        if parsed.hidden_act not in ("silu", "swish"):
+            raise ModelError(f"hidden_act {parsed.hidden_act} is not supported (supported: silu)")
+        _require_positive("num_key_value_heads", kv_heads)
+        head_dim = getattr(parsed, "head_dim", None)
+        head_dim = parsed.hidden_size // heads if head_dim is None else head_dim
+        _require_positive("head_dim", head_dim)
+        if head_dim % 2:
+            raise ModelError(f"head_dim {head_dim} is odd, and rotary positions turn pairs")
+        # Of the others transformers gives projections no bias, whatever their config says.
+        attention_bias = family in ("llama", "qwen3") and parsed.attention_bias
         return Arch(
             family=family,
-            vocab_size=int(config["vocab_size"]),
-            hidden_size=hidden,
-            intermediate_size=int(config["intermediate_size"]),
-            num_layers=int(config["num_hidden_layers"]),
+            vocab_size=parsed.vocab_size,
+            hidden_size=parsed.hidden_size,
+            intermediate_size=parsed.intermediate_size,
+            num_layers=parsed.num_hidden_layers,
             num_heads=heads,
-            num_kv_heads=int(config.get("num_key_value_heads") or default_kv),
-            head_dim=int(config.get("head_dim") or (128 if family == "qwen3" else hidden // heads)),
-            context_limit=_context_limit(family, config),
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            context_limit=_context_limit(family, parsed),
             norm="rms",
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            norm_eps=parsed.rms_norm_eps,
             activation="silu",
             gated_mlp=True,
-            rope=_rope(config),
+            rope=_rope(parsed.rope_parameters),
             qkv_bias=family == "qwen2" or attention_bias,
             output_bias=attention_bias,
-            mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
+            mlp_bias=family == "llama" and parsed.mlp_bias,
             qk_norm=family == "qwen3",
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tied_embeddings=parsed.tie_word_embeddings,
             dtype=_dtype(config),
-            bos_token_id=config.get("bos_token_id"),
-            eos_token_ids=_eos(config, generation, default=2 if family in ("llama", "mistral") else None),
+            bos_token_id=parsed.bos_token_id,
+            eos_token_ids=named_ends(config, generation) or default_ends(config, generation),
             generation=generation_defaults(generation),
         )
 
@@ -106,69 +174,94 @@ READERS: dict[str, Callable[[Config, Config], Arch]] = {
 """The reader of each ``model_type`` of config.json."""
 
 
-def _context_limit(family: Family, config: Config) -> int:
+def _context_limit(family: Family, parsed: Any) -> int:
     """The longest context that attention sees in full: inside a sliding window nothing slides."""
-    limit = int(config["max_position_embeddings"])
-    window = config.get("sliding_window", 4096 if family == "mistral" else None)
-    kinds = config.get("layer_types")
-    slides = config.get("use_sliding_window", family == "mistral")
-    if kinds is not None:
-        slides = "sliding_attention" in kinds
-    return min(limit, int(window)) if slides and window is not None else limit
+    limit: int = parsed.max_position_embeddings
+    kinds = set(getattr(parsed, "layer_types", None) or ())
+    others = kinds - {"full_attention", "sliding_attention"}
+    if others:
+        raise ModelError(f"layer_types has {min(map(str, others))}, which is not supported")
+    window = getattr(parsed, "sliding_window", None)
+    if window is None:
+        if "sliding_attention" in kinds:
+            raise ModelError("layer_types has sliding_attention, but there is no sliding_window that is used")
+        return limit
+    if kinds == {"full_attention"} and family in ("qwen2", "qwen3"):
+        return limit
+    # transformers' cache of a Llama follows a window that its attention does not know: inside it both are the same.
+    _require_positive("sliding_window", window)
+    return min(limit, int(window))
 
 
-def _rope(config: Config) -> Rope:
-    parameters: Config = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = _or(parameters.get("rope_theta", config.get("rope_theta")), 10000.0)
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise ModelError("partial rotary positions are not supported")
+def _rope(parameters: Config) -> Rope:
+    """``parameters``: as transformers' class has put them together of ``rope_parameters`` or ``rope_scaling`` and
+    ``rope_theta``."""
+    kind = parameters.get("rope_type")
+    if parameters.get("partial_rotary_factor") not in (None, 1):
+        raise ModelError("partial_rotary_factor other than 1 is not supported")
+
+    def number(name: str) -> float:
+        value: Any = parameters.get(name)
+        if not _is_number(value) or value <= 0:
+            raise ModelError(f"{name} of the rotary positions is {json.dumps(value)}, not a number above 0")
+        return float(value)
+
+    theta = number("rope_theta")
     if kind == "default":
         return Rope(theta)
     if kind == "linear":
-        return Rope(theta, "linear", float(parameters["factor"]))
+        return Rope(theta, "linear", number("factor"))
     if kind == "llama3":
-        return Rope(
-            theta,
-            "llama3",
-            float(parameters["factor"]),
-            float(parameters["low_freq_factor"]),
-            float(parameters["high_freq_factor"]),
-            int(parameters["original_max_position_embeddings"]),
-        )
-    raise ModelError(f"RoPE scaling {kind!r} is not supported (supported: default, linear, llama3)")
+        low, high = number("low_freq_factor"), number("high_freq_factor")
+        if low == high:
+            raise ModelError("low_freq_factor and high_freq_factor of the rotary positions are equal")
+        original = int(number("original_max_position_embeddings"))
+        return Rope(theta, "llama3", number("factor"), low, high, original)
+    raise ModelError(f"rope_type {kind!r} is not supported (supported: default, linear, llama3)")
 
 
 def _dtype(config: Config) -> str:
     name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in DTYPE_BYTES:
-        raise ModelError(f"weights of type {name} are not supported (supported: {', '.join(DTYPE_BYTES)})")
+        raise ModelError(f"dtype {name} is not supported (supported: {', '.join(DTYPE_BYTES)})")
     return name
 
 
-def _eos(config: Config, generation: Config, default: int | None) -> tuple[int, ...]:
-    """generation_config.json wins: chat models list more end tokens there than config.json does."""
-    value = generation.get("eos_token_id", config.get("eos_token_id", default))
-    if value is None:
-        return ()
-    return tuple(int(token) for token in value) if isinstance(value, list) else (int(value),)
-
-
 def generation_defaults(config: Config) -> Sampling:
-    """The sampling that transformers' ``generate`` would do with this generation_config.json."""
-    penalty = float(config.get("repetition_penalty") or 1.0)
-    if not config.get("do_sample"):
+    """The sampling that transformers' ``generate`` would do with this generation_config.json.
+
+    Raises ModelError, which names the field, on a value that sampling cannot follow.
+    """
+
+    def number(name: str, default: float, low: float = -math.inf, high: float = math.inf) -> float:
+        value = config.get(name)
+        if value is None:
+            return default
+        if not _is_number(value) or not low <= value <= high:
+            raise ModelError(
+                f"generation_config.json: {name} is {json.dumps(value)}, which is not a value for it"
+            )
+        return float(value)
+
+    do_sample = config.get("do_sample")
+    if do_sample not in (None, True, False) or (
+        isinstance(do_sample, int | float) and not isinstance(do_sample, bool)
+    ):
+        raise ModelError(
+            f"generation_config.json: do_sample is {json.dumps(do_sample)}, neither true nor false"
+        )
+    penalty = number("repetition_penalty", 1.0, low=0.0) or 1.0
+    if not do_sample:
         return Sampling(repetition_penalty=penalty)
-    top_k = config.get("top_k", _HF_TOP_K)
+    top_k = int(number("top_k", 0.0)) if "top_k" in config else _HF_TOP_K
     return Sampling(
-        temperature=_or(config.get("temperature"), 1.0),
-        top_k=int(top_k or 0),
-        top_p=_or(config.get("top_p"), 1.0),
-        min_p=_or(config.get("min_p"), 0.0),
+        temperature=number("temperature", 1.0),
+        top_k=top_k,
+        top_p=number("top_p", 1.0, 0.0, 1.0),
+        min_p=number("min_p", 0.0, 0.0, 1.0),
         repetition_penalty=penalty,
     )
 
 
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else float(value)
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

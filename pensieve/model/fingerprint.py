@@ -1,7 +1,7 @@
 """A name for a model by its content, so that a history is never continued by another model unnoticed. No torch.
 
-Covered are config.json (but for the fields that only say which program wrote it) and, of every safetensors file that
-the index names, or of the only one: its name, its size, its header (names, types and shapes of all tensors) and
+Covered are config.json (but for the fields that only say which program wrote it) and, of every file that is loaded
+(``files.weight_files``): its name, its size, its header (names, types and shapes of all tensors) and
 ``SAMPLES`` blocks of 4 KiB spread evenly over its data. That takes well under a second for a model of any size. A
 change of single weights between the samples goes unseen; another checkpoint, another fine-tune or another training step
 does not: they change all weights.
@@ -14,7 +14,8 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from pensieve.model.arch import ModelError
+from pensieve.model.files import MissingWeights, read_json, weight_files
+from pensieve.model.gguf import gguf_fingerprint
 
 SAMPLES: Final = 16
 BLOCK_BYTES: Final = 4096
@@ -26,11 +27,17 @@ _INCIDENTAL: Final = frozenset({"transformers_version", "_name_or_path"})
 def model_fingerprint(folder: Path, *, weights: bool = True) -> str:
     """SHA-256 (hex) of the model in ``folder``. ``weights`` False: there are none to look at, as with random ones.
 
-    Raises ModelError when config.json is no JSON object, OSError when a file cannot be read.
+    Raises ModelError when config.json is no JSON object or the index cannot be used, OSError when a file is unreadable.
     """
+    if folder.is_file():
+        return gguf_fingerprint(folder, weights=weights)
     digest = hashlib.sha256()
     digest.update(_config(folder / "config.json"))
-    for file in _weights(folder) if weights else []:
+    try:
+        files = weight_files(folder) if weights else []
+    except MissingWeights:
+        files = []  # the engine, which loads them, says what is missing
+    for file in files:
         digest.update(f"\0{file.name}\0".encode())
         _add_file(digest, file)
     if not weights:
@@ -39,28 +46,11 @@ def model_fingerprint(folder: Path, *, weights: bool = True) -> str:
 
 
 def _config(path: Path) -> bytes:
-    try:
-        config: Any = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    config = read_json(path)
+    if config is None:
         return b""
-    except ValueError as error:
-        raise ModelError(f"{path}: cannot be read ({error})") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{path}: not a JSON object")
     kept = {name: value for name, value in config.items() if name not in _INCIDENTAL}
     return json.dumps(kept, sort_keys=True).encode()
-
-
-def _weights(folder: Path) -> list[Path]:
-    """The files of the weights, as far as they are there; whoever loads them complains of what is missing."""
-    index = folder / "model.safetensors.index.json"
-    names = {"model.safetensors"}
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{index}: cannot be read ({error!r})") from error
-    return [folder / name for name in sorted(names) if (folder / name).is_file()]
 
 
 def _add_file(digest: Any, path: Path) -> None:

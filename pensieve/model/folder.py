@@ -5,49 +5,52 @@ No torch.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from pensieve.core import Sampling
 from pensieve.model.arch import Arch, ModelError
 from pensieve.model.families import READERS, generation_defaults
+from pensieve.model.files import read_json
+from pensieve.model.gguf import gguf_arch, gguf_generation
 
 
 def load_arch(folder: Path) -> Arch:
     """The architecture of the model in ``folder``.
 
-    Reads config.json and, when there, generation_config.json. Raises ModelError.
+    Reads config.json and, when there, generation_config.json; of a GGUF file its metadata. Raises ModelError.
     """
-    config = _read_json(folder / "config.json")
+    if folder.is_file():
+        return gguf_arch(folder)
+    config = read_json(folder / "config.json")
     if config is None:
         raise ModelError(f"{folder}: no config.json")
     family = str(config.get("model_type", ""))
     if family not in READERS:
-        names = ", ".join(config.get("architectures") or [family or "none named"])
+        classes = config.get("architectures")
+        names = ", ".join(
+            map(str, classes if isinstance(classes, list) and classes else [family or "none named"])
+        )
         raise ModelError(f"{folder}: architecture {names} is not supported (supported: {', '.join(READERS)})")
     if config.get("quantization_config"):
         raise ModelError(f"{folder}: quantised checkpoints are not supported")
-    generation = _read_json(folder / "generation_config.json") or {}
+    generation = read_json(folder / "generation_config.json") or {}
     try:
         return READERS[family](config, generation)
-    except KeyError as error:
-        raise ModelError(f"{folder}/config.json: {error.args[0]} is missing") from error
+    except ModelError as error:
+        raise ModelError(f"{folder}{_file(error)}{error}") from error
 
 
 def load_generation(folder: Path) -> Sampling:
     """What a model's authors recommend; greedy unless they say ``do_sample``. Raises ModelError."""
-    return generation_defaults(_read_json(folder / "generation_config.json") or {})
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file, None when there is no such file. Raises ModelError when it is not one."""
+    if folder.is_file():
+        return gguf_generation(folder)
     try:
-        data = json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read ({error})") from error
-    if not isinstance(data, dict):
-        raise ModelError(f"{path}: not a JSON object")
-    return data
+        return generation_defaults(read_json(folder / "generation_config.json") or {})
+    except ModelError as error:
+        raise ModelError(f"{folder}{_file(error)}{error}") from error
+
+
+def _file(error: ModelError) -> str:
+    """What stands between the folder and a complaint: config.json, unless it names its file."""
+    named = str(error).startswith(("config.json", "generation_config.json"))
+    return "/" if named else "/config.json: "

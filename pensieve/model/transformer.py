@@ -124,6 +124,8 @@ def inverse_frequency(rope: Rope, head_dim: int, device: torch.device) -> torch.
     """Radians per position of each pair of a head's values, float32 [D/2]."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequency = 1.0 / rope.theta**exponent
+    if rope.divisors:
+        frequency = frequency / torch.tensor(rope.divisors, dtype=torch.float32, device=device)
     if rope.scaling == "linear":
         return frequency / rope.factor
     if rope.scaling == "default":

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 import torch
 
+from pensieve.model import files
 from pensieve.model.arch import Arch, ModelError
 from pensieve.model.checkpoint import Checkpoint
 from pensieve.model.cut import ALL, NOTHING, Cut
@@ -16,6 +18,9 @@ from pensieve.model.dummy import DummySource
 from pensieve.model.shard import WHOLE, Shard
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
+_HEAD: Final = "lm_head.weight"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +119,7 @@ _TABLES: dict[str, _Names] = {
 
 
 class TensorSource(Protocol):
-    """Where weights come from: a ``Checkpoint``, or a ``DummySource``."""
+    """Where weights come from: a ``Checkpoint``, a ``GgufCheckpoint`` or a ``DummySource``."""
 
     @property
     def name(self) -> str:
@@ -122,6 +127,10 @@ class TensorSource(Protocol):
         ...
 
     def __contains__(self, name: str) -> bool: ...
+
+    def same(self, one: str, other: str) -> bool:
+        """Whether two tensors of the source have one shape, and equal values in the dtype that they are loaded in."""
+        ...
 
     def get(self, names: Sequence[str], shape: tuple[int, ...], cut: Cut = ALL) -> torch.Tensor:
         """What ``cut`` leaves of the named tensors, one after another along the first axis; whole, they are together
@@ -139,6 +148,7 @@ def load_weights(
     shard: Shard = WHOLE,
 ) -> Weights:
     """The weights of the model in ``folder``, as ``dtype`` on ``device``; ``dummy``: random ones, no file is read.
+    ``folder`` may be a GGUF file.
 
     ``arch`` is that of the whole model; of a ``shard`` only its own part is read. Raises ModelError when files or
     tensors are missing, left over, unreadable or of the wrong shape, or do not fit.
@@ -150,9 +160,16 @@ def load_weights(
     try:
         if load_format == "dummy":
             return _Assembler(arch, DummySource(dtype, device), shard).weights()
+        if folder.is_file() and load_format == "safetensors":
+            raise ModelError(f"{folder}: is a GGUF file, and --load-format says safetensors")
+        if folder.is_file():
+            return _from_gguf(folder, arch, dtype, device, shard)
         checkpoint = Checkpoint(folder, dtype, device)
-        weights = _Assembler(arch, checkpoint, shard).weights()
-        checkpoint.require_all_used(arch.tied_embeddings)
+        if shard.rank == 0 and checkpoint.stale_index:
+            log.warning("%s is not read: the folder has %s", files.INDEX, files.SINGLE)
+        assembler = _Assembler(arch, checkpoint, shard)
+        weights = assembler.weights()
+        checkpoint.require_all_used(but=assembler.copies)
         checkpoint.load()
     except torch.OutOfMemoryError as error:
         needed = shard.arch(arch).num_parameters * dtype.itemsize
@@ -161,6 +178,17 @@ def load_weights(
             f"{folder}: the weights, about {needed / 2**30:.1f} GiB in {dtype}, do not fit: now {free / 2**30:.1f} of "
             f"{total / 2**30:.1f} GiB are free on the GPU; use a smaller dtype or model, or free memory there"
         ) from error
+    return weights
+
+
+def _from_gguf(path: Path, arch: Arch, dtype: torch.dtype, device: torch.device, shard: Shard) -> Weights:
+    # Here, not above: it needs the package ``gguf``, which an installation may lack.
+    from pensieve.model.gguf_checkpoint import GgufCheckpoint
+
+    checkpoint = GgufCheckpoint(path, arch, dtype, device)
+    weights = _Assembler(arch, checkpoint, shard).weights()
+    checkpoint.require_all_used()
+    checkpoint.load()
     return weights
 
 
@@ -190,27 +218,54 @@ class _Assembler:
         self.arch, self.source, self.names = arch, source, _TABLES[arch.family]
         self.shard = shard
         shard.arch(arch)  # refuses what cannot be divided
-        embedding = f"{self.names.embedding}.weight"
-        found = [prefix for prefix in self.names.prefixes if prefix + embedding in source]
+        self.copies: tuple[str, ...] = ()
+        """Tensors of the source that need not be read: they equal one that is."""
+        # An embedding may be missing where the head is saved in its place, a norm is always there.
+        signs = (f"{self.names.embedding}.weight", f"{self.names.final_norm}.weight")
+        found = [prefix for prefix in self.names.prefixes if any(prefix + sign in source for sign in signs)]
         if not found:
-            raise ModelError(f"{source.name}: no tensor {embedding}; not a checkpoint of {arch.family}")
+            raise ModelError(f"{source.name}: no tensor {signs[0]}; not a checkpoint of {arch.family}")
         self.prefix = found[0]
 
     def weights(self) -> Weights:
-        arch, hidden = self.arch, self.arch.hidden_size
-        embedding = self._tensor(self.names.embedding, (arch.vocab_size, hidden))
+        arch = self.arch
+        embedding = self._embedding()
         positions = None
         if arch.rope is None:
-            shape = (arch.position_offset + arch.context_limit, hidden)
+            shape = (arch.position_offset + arch.context_limit, arch.hidden_size)
             positions = self._tensor(self.names.positions, shape)
         layers = tuple(self._layer(f"{self.names.layers}.{index}.") for index in range(arch.num_layers))
         final_norm = self._norm(self.names.final_norm)
-        shape, tokens = (arch.vocab_size, hidden), self.shard.vocabulary(arch.vocab_size)
+        return Weights(embedding, positions, layers, final_norm, Linear(self._head(embedding), None))
+
+    def _embedding(self) -> torch.Tensor:
+        """[vocab, hidden]"""
+        name = f"{self.prefix}{self.names.embedding}.weight"
+        if self.arch.tied_embeddings and name not in self.source and _HEAD in self.source:
+            name = _HEAD
+        return self.source.get([name], (self.arch.vocab_size, self.arch.hidden_size))
+
+    def _head(self, embedding: torch.Tensor) -> torch.Tensor:
+        """The shard's rows of the head: those of the embedding if the two are tied, unless a head of other values is
+        saved beside it. transformers reads such a folder so, too."""
+        arch, source = self.arch, self.source
+        shape, tokens = (arch.vocab_size, arch.hidden_size), self.shard.vocabulary(arch.vocab_size)
+        name = f"{self.prefix}{self.names.embedding}.weight"
         if arch.tied_embeddings:
-            head = embedding if self.shard.ranks == 1 else embedding[tokens]
-        else:
-            head = self.source.get(["lm_head.weight"], shape, Cut((tokens,)))
-        return Weights(embedding, positions, layers, final_norm, Linear(head, None))
+            both = _HEAD in source and name in source
+            if not both or source.same(_HEAD, name):
+                self.copies = (_HEAD,)
+                return embedding if self.shard.ranks == 1 else embedding[tokens]
+            log.warning(
+                "config.json says tie_word_embeddings, but %s differs from %s: the head is used as it is",
+                _HEAD,
+                name,
+            )
+        elif _HEAD not in source:
+            raise ModelError(
+                f"{source.name}: no tensor {_HEAD}, and config.json: tie_word_embeddings is false"
+            )
+        return source.get([_HEAD], shape, Cut((tokens,)))
 
     def _layer(self, at: str) -> LayerWeights:
         arch, names, shard = self.arch, self.names, self.shard

@@ -23,7 +23,7 @@ def offering(*words: str, paths: str = "") -> Completer:
     return complete
 
 
-models = offering("demo", paths="dir")
+models = offering("demo", "smollm2", paths="file")
 """For options that name a model. Hub ids are not known here."""
 
 

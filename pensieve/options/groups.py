@@ -10,6 +10,7 @@ import click
 GROUPS: Final[Mapping[str, Sequence[str]]] = {
     "Model": (
         "model",
+        "served-model-name",
         "device",
         "dtype",
         "context-limit",
@@ -26,6 +27,7 @@ GROUPS: Final[Mapping[str, Sequence[str]]] = {
         "http-max-body",
         "http-patience",
         "http-cors-origin",
+        "http-host",
         "http-trusted-proxy",
     ),
     "Callers and TLS": (

@@ -54,12 +54,14 @@ class ServeOptions(EngineTuning, frozen=True, kw_only=True):
     """Every option of the server, typed and checked. Durations in seconds, sizes still as written."""
 
     model: str = "demo"
+    served_model_name: str | None = None
     listen: str = "127.0.0.1:50051"
     admin: str = "127.0.0.1:25051"
     http: str | None = None
     http_max_body: int = 4
     http_patience_s: float = 20.0
     http_cors_origin: str | None = None
+    http_host: str | None = None
     http_trusted_proxy: str | None = None
     store: str = msgspec.field(default_factory=default_store)
     threads: int = 0
@@ -85,10 +87,14 @@ class ServeOptions(EngineTuning, frozen=True, kw_only=True):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_json: bool = False
 
-    def engine_options(self, model_path: Path | str) -> EngineOptions:
-        """The engine's share. ``model_path``: the local folder that ``model`` was resolved to."""
+    def engine_options(
+        self, model_path: Path | str, *, eos_token_ids: tuple[int, ...] | None = None
+    ) -> EngineOptions:
+        """The engine's share. ``model_path``: the local folder that ``model`` was resolved to; ``eos_token_ids``: as
+        ``EngineOptions`` has them."""
         return EngineOptions(
             model=str(model_path),
+            eos_token_ids=eos_token_ids,
             torch_threads=self.threads,
             **{name: getattr(self, name) for name in EngineTuning.__struct_fields__},
         )

@@ -29,9 +29,17 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "model",
         values.text,
-        "Folder, hub id, or `demo`, which ships with the package.",
+        "Folder, GGUF file, hub id, `smollm2` (fetched once), or `demo`, which ships with the package.",
         "works offline",
         "MODEL",
+    ),
+    Option(
+        "served-model-name",
+        values.shown_name,
+        "What clients call the model, in calls and answers.",
+        "the hub id, or the folder's own name",
+        "NAME",
+        shown="the model's own",
     ),
     Option(
         "listen", values.address, "gRPC address; port 0 picks a free one.", "this machine only", "HOST:PORT"
@@ -142,7 +150,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "max-wait",
         values.duration(0, 3600),
-        "A turn that would wait longer in the queue is refused, with the time to come back; 0: none is.",
+        "A turn that would wait longer in the queue, or has, is refused with the time to come back; 0: none is.",
         "what readers wait for a first word",
         "TIME",
         unit="s",
@@ -255,7 +263,8 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "allow-rewriting-template",
         values.boolean,
-        "Take a chat template that changes earlier turns; the history keeps what was generated.",
+        "Take a chat template that rewrites more of earlier turns than thoughts and dates, which need no flag; "
+        "the history keeps what was generated.",
         "a rewritten history could not be cached",
         can_negate=False,
     ),

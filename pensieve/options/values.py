@@ -22,6 +22,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
 LARGEST: Final = 2**31 - 1
 """Of whole numbers: what a C library that they are handed to can take."""
+MAX_NAME_CHARS: Final = 256
 STORE_FORMS = "memory:, sqlite:///PATH or redis://HOST:PORT/DB"
 REDIS_SCHEMES = tuple(
     f"{protocol}{kind}" for protocol in ("redis", "rediss") for kind in ("", "+sentinel", "+cluster")
@@ -33,6 +34,16 @@ def text(value: object) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError(f"expected a non-empty string, got {value!r}")
     return value
+
+
+def shown_name(value: object) -> str:
+    """A name that clients read and send: printable, on one line, without spaces around it."""
+    name = text(value)
+    if not name.isprintable() or name != name.strip() or len(name) > MAX_NAME_CHARS:
+        raise ValueError(
+            f"expected a printable name of at most {MAX_NAME_CHARS} characters without spaces around it, got {name!r}"
+        )
+    return name
 
 
 def http_url(value: object) -> str:

@@ -5,6 +5,6 @@
 ``operations`` runs beside the service: metrics, health, the admin port, recordings. ``page`` is
 what the admin port shows of all this.
 
-May import: config, core, debug, engine.messages, engine.process, errors, frames, lifeline, logs, machine, model,
-options, pensieve, rpc_status, speech, store, tokenizer, tracing, v1.
+May import: config, core, debug, engine.messages, engine.process, errors, frames, hosts, lifeline, logs, machine,
+model, options, pensieve, rpc_status, speech, store, tokenizer, tracing, v1.
 """

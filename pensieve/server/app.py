@@ -18,6 +18,7 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 from typing import Final
 
@@ -126,14 +127,16 @@ class App:
     async def _start(self) -> None:
         options = self._options
         self._door = door = Door(options.api_keys, self._metrics)
-        folder = await asyncio.to_thread(resolve_model, options.model)
+        folder = await _resolved(options.model)
         tokenizer = await asyncio.to_thread(_load_tokenizer, folder, options)
+        for warning in tokenizer.warnings:
+            log.warning(warning)
         store = await self._open_store()
         if options.record is not None:
             self._recorder = open_recorder(options.record)
             self._stack.push_async_callback(self._recorder.close)
         self._link = ProcessLink(
-            options.engine_options(folder),
+            options.engine_options(folder, eos_token_ids=tokenizer.eos_token_ids),
             builder=self._builder,
             observer=self._metrics,
             stall_limit_s=options.stall_limit_s,
@@ -241,7 +244,7 @@ class App:
         options = self._options
         return TurnSettings(
             replica=f"{socket.gethostname()}-{secrets.token_hex(4)}",
-            model=display_name(options.model),
+            model=options.served_model_name or display_name(options.model),
             model_sha256=model_sha256,
             defaults=defaults,
             lease_s=options.lease_s,
@@ -254,6 +257,16 @@ class App:
             # One listing may be served by several replicas, and by what follows a restart.
             page_secret=hashlib.sha256(f"pages of {store_id}".encode()).digest(),
         )
+
+
+async def _resolved(model: str) -> Path:
+    """The folder or file of the model. A server that is told to end while one is fetched does not wait for it."""
+    leaving = threading.Event()
+    try:
+        return await asyncio.to_thread(resolve_model, model, leaving)
+    except asyncio.CancelledError:
+        leaving.set()
+        raise
 
 
 def _sampling_defaults(folder: Path) -> SamplingDefaults:
@@ -280,9 +293,9 @@ def _explained(error: BaseException) -> BaseException:
     """An error that an operator can act on becomes a StartError of one line; any other is a bug and stays as it is."""
     if isinstance(error, PensieveError):
         return StartError(error.message)
-    if isinstance(error, ModelError | OSError):
+    if isinstance(error, OSError):
         return StartError(str(error))
-    if isinstance(error, ValueError | GatewayError | BindError):
+    if isinstance(error, ModelError | ValueError | GatewayError | BindError):
         return StartError(str(error), status=2)
     return error
 

@@ -26,6 +26,11 @@ def session_id(name: str) -> str:
     return name.removeprefix(SESSION_PREFIX)
 
 
+def claims_tenant(tenant: str) -> str:
+    """The tenant under which the store keeps this tenant's claims of request ids; a credential names no such one."""
+    return f"{tenant}:claims"
+
+
 def session_key(key: Key) -> SessionKey:
     """Names the session in the engine's cache."""
     return SessionKey(f"{key.tenant}/{key.session_id}")
@@ -59,5 +64,12 @@ def new_attempt() -> str:
     return secrets.token_hex(8)
 
 
-def new_seed() -> int:
-    return secrets.randbits(63)
+def seed_of(key: Key, request_id: str) -> int:
+    """The seed of a turn that names none, 63 bits. It is the same for all tries of the turn, on every server.
+
+    So an answer that was streamed in part goes on as it began when the engine or the server dies, and nothing has to be
+    kept for that. Request ids are drawn at random, so seeds are as good as drawn.
+    """
+    name = "\0".join((key.tenant, key.session_id, request_id)).encode()
+    digest = hashlib.blake2b(name, digest_size=8, person=b"pensieve.seed").digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -7,7 +7,7 @@ May import: nothing else of Pensieve.
 """
 
 from pensieve.speech.calls import SHOWN_MARKS, CallForm, FunctionCall, is_object, opened, written
-from pensieve.speech.ends import FirstCall
+from pensieve.speech.ends import FirstCall, ThoughtEnd
 from pensieve.speech.reader import PLAIN, Answer, SpeechForm, SpeechReader, Spoken, Thought, Words, read
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "SpeechReader",
     "Spoken",
     "Thought",
+    "ThoughtEnd",
     "Words",
     "is_object",
     "opened",

@@ -1,4 +1,4 @@
-"""Where the first call in an answer ends, for answers that may have one only."""
+"""Where parts of an answer end: its first call, for answers that may have one only, and its thought."""
 
 from __future__ import annotations
 
@@ -52,6 +52,50 @@ class FirstCall:
                 self._over = True
                 return self._chars - ago
         return None
+
+
+class ThoughtEnd:
+    """Finds where an answer goes on behind its thought and the white space after that.
+
+    Takes the text of one answer as it comes. It agrees with ``SpeechReader`` on what is a thought.
+    """
+
+    def __init__(self, form: SpeechForm) -> None:
+        self._chars = 0
+        self._tail = ""
+        """What is still needed of the text so far."""
+        self._state = self._thinking if form.begins_thinking else self._beginning
+        self._thinks = form.thinks or form.begins_thinking
+        self.inside = form.begins_thinking
+        """Whether all text so far belongs to a thought, or to the white space behind it."""
+
+    def push(self, text: str) -> int | None:
+        """Take some more text. Returns where the answer goes on, in characters; None while that is not known.
+
+        Returns 0 for an answer without a thought. Nothing may be pushed after the first number.
+        """
+        self._chars += len(text)
+        self._tail += text
+        return self._state()
+
+    def _beginning(self) -> int | None:
+        self._tail = self._tail.lstrip()
+        if self._thinks and self._tail.startswith(OPEN_THOUGHT):
+            self.inside, self._state = True, self._thinking
+            return self._thinking()
+        return None if self._thinks and OPEN_THOUGHT.startswith(self._tail) else 0
+
+    def _thinking(self) -> int | None:
+        _, closed, behind = self._tail.partition(CLOSE_THOUGHT)
+        if not closed:
+            self._tail = self._tail[1 - len(CLOSE_THOUGHT) :]
+            return None
+        self._tail, self._state = behind, self._behind
+        return self._behind()
+
+    def _behind(self) -> int | None:
+        self._tail = self._tail.lstrip()
+        return self._chars - len(self._tail) if self._tail else None
 
 
 def _scan(form: SpeechForm) -> Scan:

@@ -10,7 +10,7 @@ is never tokenised again: the model goes on from exactly the tokens that it has 
 
 Every method may be called from several threads at once.
 
-May import: core, errors, speech.
+May import: core, errors, gguf, model, speech.
 """
 
 from pensieve.tokenizer.chat import ChatTokenizer, Rendered

@@ -1,9 +1,10 @@
-"""The tokenizer of one model: renders new turns behind what a session holds, and turns ids into text.
+"""The tokenizer of one model: renders new messages behind what a session holds, and turns ids into text.
 
-Who owns which glue, so that items are append-only and their ids concatenated are the model's context:
+Items are only appended to, and their ids concatenated are the model's context. Each owns the text that introduces it:
 
-    user, system, tool text   opening + content + closing
-    assistant text (import)   opening + content + closing up to its end-of-sequence token
+    user, system, tool text   what introduces it + content + closing
+    imported answer           what introduces it + content + closing up to its end-of-sequence token; the last message
+                              of an import has all of its closing
     generated answer          the generation prompt + what the model produced
     whatever follows          what is left of the answer's closing; all of it when the answer was cut short
     verbatim tokens           nothing, before and after
@@ -11,28 +12,33 @@ Who owns which glue, so that items are append-only and their ids concatenated ar
 
 from __future__ import annotations
 
+import datetime as dt
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from pensieve.core import TokenArray, TokenText
+from pensieve.core import Role, TokenArray, TokenText
 from pensieve.errors import InvalidArgument
 from pensieve.speech import SHOWN_MARKS, CallForm, SpeechForm, opened
 from pensieve.tokenizer.delta import (
     DeltaRenderer,
+    Ends,
     HistoryItem,
+    Occasion,
     RawMessage,
     TextMessage,
     TokenMessage,
     together,
 )
 from pensieve.tokenizer.detokenizer import Detokenizer, TokenBytes
-from pensieve.tokenizer.encoding import Before, Part, TextEncoder
-from pensieve.tokenizer.folder import TokenizerFolder, read_folder
-from pensieve.tokenizer.template import PLAIN_TEMPLATE, ChatTemplate, TemplateError
+from pensieve.tokenizer.encoding import Before, TextEncoder, added_words
+from pensieve.tokenizer.folder import TokenizerFolder, read_folder, words_without_row
+from pensieve.tokenizer.marked import Roles
+from pensieve.tokenizer.rows import PROBE_TOOLS, chosen_template, require_embeddings
+from pensieve.tokenizer.template import PLAIN_TEMPLATE, ChatTemplate, TemplateError, plain_text
 from pensieve.tokenizer.tools import Tools, form_of
 
 
@@ -55,10 +61,14 @@ class ChatTokenizer:
 
     def __init__(self, folder: TokenizerFolder, template: ChatTemplate) -> None:
         self._template = template
-        self._encoder = TextEncoder(folder.backend)
-        self._eos_texts = tuple(
+        eos_texts = tuple(
             text for text in map(folder.backend.id_to_token, folder.eos_token_ids) if text is not None
         )
+        self._encoder = TextEncoder(folder.backend, _control_words(folder, template, eos_texts))
+        closing = template.closings[Role.ASSISTANT]
+        end = Ends(eos_texts).after(closing, 0, len(closing))
+        behind = self._encoder.encode(closing[end:], Before.CONTROL).ids if end is not None else []
+        self._ends = Ends(eos_texts, tuple(behind))
         special = {
             i
             for i, token in folder.backend.get_added_tokens_decoder().items()
@@ -66,6 +76,7 @@ class ChatTokenizer:
             if token.special and token.content not in SHOWN_MARKS
         }
         self._token_bytes = TokenBytes(folder.backend, folder.decoder, frozenset(special))
+        self._control_ids = {self._token_bytes.name(token): token for token in special}
         self.vocab_size: int = folder.vocab_size
         """Ids below this are valid input."""
         self.eos_token_ids: tuple[int, ...] = folder.eos_token_ids
@@ -78,6 +89,8 @@ class ChatTokenizer:
         self.thinks: str = template.thinks
         """Whether answers may begin with thoughts: ``tags``, ``open`` (the template opens the block itself) or ""."""
         self.template_sha256: str = hashlib.sha256(template.source.encode()).hexdigest()
+        texts = (template.closings[role] for role in (Role.USER, Role.ASSISTANT, Role.TOOL))
+        self._message_tokens = min(map(self._encoder.count_control, texts))
         self._longest_token = max(map(len, folder.backend.get_vocab()), default=1)
 
     @classmethod
@@ -87,10 +100,11 @@ class ChatTokenizer:
         """The tokenizer of a local model folder. ``chat_template``: Jinja text that replaces the model's own.
 
         A model without a template gets ``PLAIN_TEMPLATE``. Raises TemplateError when the template changes earlier
-        turns (``allow_rewriting``: the history then keeps what was generated), InvalidArgument without a tokenizer.
+        turns (``allow_rewriting``: the history then keeps what was generated), InvalidArgument without a tokenizer
+        or when the files of the folder do not go together.
         """
         parts = read_folder(folder)
-        source = chat_template if chat_template is not None else parts.template
+        source = chat_template if chat_template is not None else chosen_template(folder, parts)
         plain = source is None
         template = ChatTemplate(
             PLAIN_TEMPLATE if source is None else source,
@@ -98,7 +112,11 @@ class ChatTokenizer:
             eos_token=parts.eos_token,
             allow_rewriting=allow_rewriting,
         )
-        return cls(parts, template)
+        if chat_template is None and parts.tool_template:
+            template.tools_problem = "its folder has another one for them (tool_use), which is not supported"
+        made = cls(parts, template)
+        require_embeddings(folder, parts, made.render, "" if made.call_form is None else PROBE_TOOLS)
+        return made
 
     def render(
         self,
@@ -107,24 +125,66 @@ class ChatTokenizer:
         *,
         generation_prompt: bool,
         tools: str = "",
+        follow: Roles = (),
+        when: dt.datetime | None = None,
+        check: Callable[[], None] | None = None,
     ) -> Rendered:
-        """Tokens that ``new`` adds behind ``history``; nothing earlier is looked at again.
+        """Tokens that ``new`` adds behind ``history``, of which ``window`` is enough. Takes time linear in ``new``.
 
         ``tools``: definitions of functions as JSON, which ``check_tools`` has let through; they stand before the first
-        user's words. With nothing new, the generation prompt follows the history (regenerate). Raises TemplateError
-        when the template does not take such a conversation, InvalidArgument on a token id outside the vocabulary.
+        user's words. ``follow``: roles of messages that will be rendered behind ``new``, where that is known already.
+        ``when``: what a template that writes a date takes the time to be. ``check``: called now and then; what it
+        raises ends the work. With nothing new, the generation prompt follows the history (regenerate). Raises
+        TemplateError when the template does not take such a conversation, InvalidArgument on a token id outside the
+        vocabulary.
         """
-        delta = DeltaRenderer(self._template, self._encoder, self._eos_texts, history, Tools(tools))
+        occasion = Occasion(Tools(tools), when or dt.datetime.now(), check)
+        delta = DeltaRenderer(self._template, self._encoder, self._ends, history, occasion)
         arrays: list[TokenArray] = []
-        for group in together(new):
+        for group in together(new, self._template.needs_calls):
             if isinstance(group, RawMessage | TokenMessage):
                 tokens = self._verbatim(group, delta.before)
-                delta.verbatim(group.role, closed=self.is_closed(tokens))
+                delta.verbatim(self.seen(group.role, tokens, verbatim=True))
                 arrays.append(tokens)
             else:
-                arrays += (np.asarray(ids, dtype=np.int32) for ids in delta.messages(group, self.is_closed))
+                is_last = len(arrays) + len(group) == len(new)
+                arrays += delta.messages(group, follow if is_last else (), self.seen)
         prompt = delta.generation_prompt() if generation_prompt else []
         return Rendered(tuple(arrays), np.asarray(prompt, dtype=np.int32))
+
+    def window(self, roles: Sequence[Role]) -> list[int]:
+        """Indexes of the items that ``render`` looks at in a history: few, however long it is."""
+        return self._template.window(roles)
+
+    def seen(self, role: Role, tokens: TokenArray | Sequence[int], *, verbatim: bool = False) -> HistoryItem:
+        """An item with these tokens, of which the last ``tail_tokens`` are enough, as ``render`` takes it."""
+        behind = len(self._ends.behind)
+        is_whole = (
+            role is Role.ASSISTANT
+            and not verbatim
+            and tuple(map(int, tokens[len(tokens) - behind :])) == self._ends.behind
+            and self.is_closed(tokens[: len(tokens) - behind])
+        )
+        return HistoryItem(role, verbatim, self.is_closed(tokens), is_whole)
+
+    @property
+    def tail_tokens(self) -> int:
+        """How many of an item's last tokens ``seen`` looks at."""
+        return len(self._ends.behind) + 1
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What an operator should know of the chat template."""
+        return self._template.warnings
+
+    @property
+    def writes_date(self) -> bool:
+        """Whether the chat template writes the time of the rendering."""
+        return self._template.writes_date
+
+    def fewest_tokens(self, messages: int) -> int:
+        """No conversation of so many messages has fewer tokens: refuse it before rendering it."""
+        return messages * self._message_tokens
 
     def check_tools(self, tools: str) -> None:
         """Raises InvalidArgument, or TemplateError, unless a conversation with these definitions can be rendered."""
@@ -142,7 +202,7 @@ class ChatTokenizer:
         # Where the template has begun a thought, it is an empty one, as templates write it that are told not to think.
         thought = "\n</think>\n\n" if self.thinks == "open" else ""
         text = thought + opened(name, self.call_form, self._template.source)
-        return tuple(self._encoder.encode([Part(text, True)], Before.TEXT)[0])
+        return tuple(self._encoder.encode(text, Before.TEXT).ids)
 
     def is_closed(self, tokens: TokenArray | Sequence[int]) -> bool:
         """Whether an item with these tokens ends its turn by itself: ``HistoryItem.closed``."""
@@ -165,6 +225,24 @@ class ChatTokenizer:
         """How answers with calls and thoughts are read."""
         return SpeechForm(self.call_form, bool(self.thinks), self.thinks == "open")
 
+    def control_token(self, text: str) -> int | None:
+        """The control token with exactly this name, one that ``decode`` leaves out; None when there is none."""
+        return self._control_ids.get(text)
+
+    def spelled(self, text: str, behind: Sequence[int]) -> tuple[int, ...] | None:
+        """Tokens that add exactly ``text`` to the text of an answer that begins with the tokens ``behind``.
+
+        These are the tokenizer's own where they can be, else the longest that the vocabulary has. None when the
+        vocabulary cannot spell the text. ``behind`` must end in a whole character.
+        """
+        for spelling in (self._encoder.encode_text, self._token_bytes.spelled):
+            ids = spelling(text)
+            stream = self.detokenizer()
+            stream.push(behind)
+            if ids is not None and stream.push(ids) == text and not stream.pending:
+                return tuple(ids)
+        return None
+
     def detokenizer(self) -> Detokenizer:
         """A detokenizer for one answer, from its first token on."""
         return Detokenizer(self._token_bytes)
@@ -180,6 +258,12 @@ class ChatTokenizer:
         # Who writes the token themselves does not want it twice.
         if self._adds_bos and before is Before.NOTHING and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id or 0)
+        beyond = [i for i in ids if i >= self.vocab_size]
+        if beyond:
+            raise InvalidArgument.field(
+                "text",
+                f"has token id {beyond[0]}, for which the model has no embedding: it has {self.vocab_size}",
+            )
         return np.asarray(ids, dtype=np.int32)
 
     def _checked(self, tokens: TokenArray) -> TokenArray:
@@ -187,3 +271,22 @@ class ChatTokenizer:
         if len(wrong):
             raise InvalidArgument.field("tokens", f"id {int(wrong[0])} is not below {self.vocab_size}")
         return np.asarray(tokens, dtype=np.int32)
+
+
+def _control_words(folder: TokenizerFolder, template: ChatTemplate, eos_texts: Sequence[str]) -> set[str]:
+    """The added words that only the chat template may write: text of a message that spells one is text.
+
+    These are the special ones that the template writes, whatever it is given; what begins and ends a text; words that
+    are not special, but around messages of a plain conversation; and words for which the model has no embedding. All
+    others mean in a message what they mean to the tokenizer.
+    """
+    system, user, assistant, tool = Role.SYSTEM, Role.USER, Role.ASSISTANT, Role.TOOL
+    plain = "".join(plain_text(template, roles) for roles in ((user, assistant, user), (system, user)))
+    tools = plain_text(template, (user, assistant, tool, assistant))
+    named = {folder.bos_token, folder.eos_token, *eos_texts, *folder.named_tokens}
+    return {
+        text
+        for text, special in added_words(folder.backend)
+        if text.strip()
+        and (text in named or text in plain or (special and (text in tools or text in template.source)))
+    } - {"<think>", "</think>"} | set(words_without_row(folder).values())

@@ -1,34 +1,44 @@
-"""What new messages add behind a history: one rendering, message by message."""
+"""What new messages add behind a history: the template writes all of them at once, behind the history's last few.
+
+The whole text is what ``apply_chat_template`` gives, whatever the template does with contents: an import without a
+history is the conversation itself. Marks in the contents show where one item ends and the next begins. The text is
+written with marks and without; a template that writes something else because of a mark is asked again with fewer.
+"""
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby, pairwise
-from typing import Final
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Final
+
+import numpy as np
 
 from pensieve.core import Role, TokenArray
 from pensieve.speech import FunctionCall
-from pensieve.tokenizer.encoding import Before, Part, TextEncoder
+from pensieve.tokenizer.encoding import Before, TextEncoder, filled
+from pensieve.tokenizer.marked import ROLE_NAMES, Roles, TemplateRefused, find, marker
 from pensieve.tokenizer.template import ChatTemplate, TemplateError
-from pensieve.tokenizer.tools import ID_MARKER, Tools, template_id
+from pensieve.tokenizer.tools import NO_TOOLS, PROBE, Tools, template_id
 
-_WORDS: Final = "zqWordsqz"
-_CALLED: Final = re.compile(r'zqWordsqz|zqName(\d+)qz|"?zqArgs(\d+)qz"?')
-"""Markers in a message with calls. A template that writes arguments as JSON puts quotes around theirs."""
+_SIGNS: Final = range(0x10F000, 0x10F100)
+"""Private characters: one that no text holds makes the marks."""
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryItem:
-    """One live item, as far as glue behind it depends on it."""
+    """One live item, as far as text behind it depends on it."""
 
     role: Role
     verbatim: bool = False
     """Its tokens came from the client as they are."""
     closed: bool = False
     """Its last token is one of ``eos_token_ids``."""
+    whole: bool = False
+    """It is an answer and ends with all that the template writes behind one, the end-of-sequence token included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,28 +72,54 @@ class TokenMessage:
 Message = TextMessage | RawMessage | TokenMessage
 
 
-def together(new: Iterable[Message]) -> Iterator[RawMessage | TokenMessage | tuple[TextMessage, ...]]:
-    """``new`` in groups that have to be rendered at once: results of tools that follow each other. Others are alone."""
+@dataclass(frozen=True, slots=True)
+class Occasion:
+    """What a rendering depends on beside the messages."""
 
-    def kind(numbered: tuple[int, Message]) -> int:
-        number, one = numbered
-        return -1 if isinstance(one, TextMessage) and one.role is Role.TOOL else number
+    tools: Tools = NO_TOOLS
+    when: dt.datetime = field(default_factory=dt.datetime.now)
+    """What a template that writes a date takes the time to be."""
+    check: Callable[[], None] | None = None
+    """Called now and then; what it raises ends the work."""
 
-    for _, group in groupby(enumerate(new), kind):
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The texts of a model's end-of-sequence tokens, and the token ids behind one where the template ends an answer."""
+
+    texts: tuple[str, ...]
+    behind: tuple[int, ...] = ()
+
+    def after(self, text: str, start: int, stop: int) -> int | None:
+        """Index behind the first end-of-sequence token in ``text[start:stop]``."""
+        found = [(text.find(one, start, stop), one) for one in self.texts]
+        return min((at + len(one) for at, one in found if at >= 0), default=None)
+
+
+def together(
+    new: Sequence[Message], needs_calls: bool
+) -> Iterator[RawMessage | TokenMessage | tuple[TextMessage, ...]]:
+    """``new`` in groups that the template writes at once.
+
+    ``needs_calls``: an answer in words ends its group before a result, since the template takes only a call there.
+    """
+
+    def kinds() -> Iterator[tuple[int, Message]]:
+        group = 0
+        for number, one in enumerate(new):
+            before = new[number - 1] if number else one
+            text = isinstance(one, TextMessage) and isinstance(before, TextMessage)
+            words = isinstance(before, TextMessage) and before.role is Role.ASSISTANT and not before.calls
+            if not text or (needs_calls and words and one.role is Role.TOOL):
+                group += 1
+            yield group, one
+
+    for _, group in groupby(kinds(), lambda numbered: numbered[0]):
         messages = [one for _, one in group]
         if isinstance(messages[0], TextMessage):
             yield tuple(one for one in messages if isinstance(one, TextMessage))
         else:
             yield messages[0]
-
-
-@dataclass(frozen=True, slots=True)
-class _Rendered:
-    """A message as parts; ``joins``: it begins right behind the content of the one before."""
-
-    body: list[Part]
-    closing: list[Part]
-    joins: bool = False
 
 
 class DeltaRenderer:
@@ -93,164 +129,343 @@ class DeltaRenderer:
         self,
         template: ChatTemplate,
         encoder: TextEncoder,
-        eos_texts: Sequence[str],
+        ends: Ends,
         history: Sequence[HistoryItem],
-        tools: Tools,
+        occasion: Occasion,
     ) -> None:
         self._template = template
         self._encoder = encoder
-        self._eos_texts = eos_texts
-        self._tools = tools
+        self._ends = ends
+        self._occasion = occasion
         self._items = list(history)
-        self._call_ids: dict[int, str] = {}
-        """Of new results of tools, by their place among the items."""
-        self._before = self._behind()
+        self._prune()
 
     @property
     def before(self) -> Before:
         """What lies before the next message."""
-        return self._before
-
-    def verbatim(self, role: Role, *, closed: bool) -> None:
-        """Note a message whose tokens are appended without glue."""
-        self._items.append(HistoryItem(role, True, closed))
-        self._before = Before.CONTROL if closed else Before.TEXT
-
-    def messages(
-        self, group: Sequence[TextMessage], is_closed: Callable[[Sequence[int]], bool]
-    ) -> list[list[int]]:
-        """Token ids of each message of a group (see ``together``)."""
-        body: list[Part] = []
-        closing: list[Part] = []
-        shorter: list[list[int]] = []
-        before = self._before
-        for message in group:
-            around = self._around(message, first=not body)
-            body = [*body, *([] if around.joins else closing), *around.body]
-            closing = around.closing
-            ids, self._before = self._encoder.encode([*body, *closing], before)
-            shorter.append(ids)
-            self._items.append(HistoryItem(message.role, False, is_closed(ids)))
-        # Text and glue around it are one run of text: where the first message of two ends is seen by encoding it alone.
-        ids = shorter.pop()
-        cuts = [0, *(_common(one, ids) for one in shorter), len(ids)]
-        return [ids[start:end] for start, end in pairwise(cuts)]
-
-    def generation_prompt(self) -> list[int]:
-        """Token ids of the glue that introduces an answer; none behind verbatim tokens."""
-        if not self._items or self._items[-1].verbatim:
-            return []
-        lead = self._lead(self._template.generation_prompt(_roles(self._items), self._tools))
-        return self._encoder.encode([Part(lead, True)], self._before)[0]
-
-    # ---- one message
-
-    def _around(self, message: TextMessage, *, first: bool) -> _Rendered:
-        """``first``: of its group."""
-        if message.calls:
-            return _Rendered(self._with_calls(message), [])
-        items = self._items
-        glue = self._template.glue((*_roles(items), message.role), self._tools)
-        if glue.joins and first:
-            # Behind results that were rendered earlier, and so are closed, others begin anew.
-            items = items[: max(n for n, item in enumerate(items) if item.role is not Role.TOOL) + 1]
-            glue = self._template.glue((*_roles(items), message.role), self._tools)
-        self._call_ids[len(items)] = self._call_ids[len(self._items)] = message.call_id
-        closing = glue.closing
-        if message.role is Role.ASSISTANT:
-            end = self._eos_end(closing)
-            closing = closing[:end] if end is not None else ""
-        opening = glue.opening if glue.joins else self._lead(glue.opening)
-        text = Part(self._template.clean(message.role, message.text), False)
-        return _Rendered([*self._glue_parts(opening), text], list(self._glue_parts(closing)), glue.joins)
-
-    def _with_calls(self, message: TextMessage) -> list[Part]:
-        """An assistant's message with calls, as the template writes it, up to its end-of-sequence token."""
-        calls = [
-            {
-                "id": template_id(call.id, number),
-                "type": "function",
-                "function": {"name": f"zqName{number}qz", "arguments": f"zqArgs{number}qz"},
-            }
-            for number, call in enumerate(message.calls)
-        ]
-        shown: dict[str, object] = {
-            "role": "assistant",
-            "content": _WORDS if message.text else "",
-            "tool_calls": calls,
-        }
-        text = self._lead(
-            self._template.with_calls((*_roles(self._items), Role.ASSISTANT), shown, self._tools)
-        )
-        found = list(_CALLED.finditer(text))
-        end = self._eos_end(text[found[-1].end() :]) if found else None
-        if end is None:
-            raise TemplateError("the chat template does not show calls of functions in earlier answers")
-        parts: list[Part] = []
-        at = 0
-        for match in found:
-            parts += [Part(text[at : match.start()], True), Part(_value(match, message), False)]
-            at = match.end()
-        return [*parts, Part(text[at : at + end], True)]
-
-    def _glue_parts(self, glue: str) -> Iterator[Part]:
-        """Glue, with ids of calls where the template shows them."""
-        at = 0
-        for match in ID_MARKER.finditer(glue):
-            index = int(match[0][1:])
-            if index in self._call_ids:
-                yield Part(glue[at : match.start()], True)
-                yield Part(template_id(self._call_ids[index], index), False)
-                at = match.end()
-        yield Part(glue[at:], True)
-
-    def _lead(self, opening: str) -> str:
-        """Glue behind the last item: what an answer's closing still lacks, then the opening of what follows."""
-        if not self._items or self._items[-1].role is not Role.ASSISTANT or self._items[-1].verbatim:
-            return opening
-        closing = self._template.glue(_roles(self._items), self._tools).closing
-        if not self._items[-1].closed:
-            return closing + opening
-        end = self._eos_end(closing)
-        if end is None:  # some templates close an answer only when something follows it
-            for text in self._eos_texts:
-                opening = opening.removeprefix(text)
-        return closing[end or 0 :] + opening
-
-    def _eos_end(self, closing: str) -> int | None:
-        """Index behind the first end-of-sequence token in a closing."""
-        ends = [closing.index(text) + len(text) for text in self._eos_texts if text in closing]
-        return min(ends, default=None)
-
-    def _behind(self) -> Before:
         if not self._items:
             return Before.NOTHING
         last = self._items[-1]
         if last.closed:
             return Before.CONTROL
-        if last.verbatim or last.role is Role.ASSISTANT:
+        if last.verbatim or (last.role is Role.ASSISTANT and not last.whole):
             return Before.TEXT
-        closing = self._template.glue(_roles(self._items), self._tools).closing
-        return self._encoder.encode([Part(closing, True)], Before.TEXT)[1]
+        closing = self._template.closings[last.role]
+        return Before.CONTROL if self._encoder.ends_in_control(closing) else Before.TEXT
+
+    def verbatim(self, item: HistoryItem) -> None:
+        """Note a message whose tokens are appended without glue."""
+        self._items.append(item)
+        self._prune()
+
+    def messages(
+        self,
+        group: Sequence[TextMessage],
+        follow: Roles,
+        seen: Callable[[Role, Sequence[int]], HistoryItem],
+    ) -> list[TokenArray]:
+        """Token ids of each message of a group (see ``together``), int32.
+
+        ``follow``: roles of messages that come behind the group, and are rendered later. ``seen``: an item made of ids.
+        """
+        before = self.before
+        written = _Writer(self._template, self._encoder, self._ends, self._items, group, self._occasion)
+        text, ends, shields = written.text(follow)
+        made = self._encoder.encode(text, before, shields, self._occasion.check)
+        # A token belongs to the item in which it begins.
+        cuts = np.searchsorted(np.asarray(made.starts, dtype=np.int64), np.asarray(ends[:-1]), side="left")
+        parts = np.split(np.asarray(made.ids, dtype=np.int32), cuts)
+        self._items += [seen(one.role, part[-8:].tolist()) for one, part in zip(group, parts, strict=True)]
+        self._prune()
+        return parts
+
+    def generation_prompt(self) -> list[int]:
+        """Token ids of the glue that introduces an answer; none behind verbatim tokens."""
+        if not self._items or self._items[-1].verbatim:
+            return []
+        last = self._items[-1]
+        prompt = self._template.generation_prompt(_roles(self._items), self._occasion.tools)
+        if last.role is Role.ASSISTANT and not last.whole:
+            closing = self._template.closings[Role.ASSISTANT]
+            end = self._ends.after(closing, 0, len(closing))
+            if not last.closed:
+                prompt = closing + prompt
+            elif end is None:  # some templates close an answer only when something follows it
+                for text in self._ends.texts:
+                    prompt = prompt.removeprefix(text)
+            else:
+                prompt = closing[end:] + prompt
+        return self._encoder.encode(prompt, self.before).ids
+
+    def _prune(self) -> None:
+        if len(self._items) > 1:
+            self._items = [self._items[index] for index in self._template.window(_roles(self._items))]
 
 
-def _roles(items: Iterable[HistoryItem]) -> tuple[Role, ...]:
-    return tuple(item.role for item in items)
+class _Writer:
+    """Writes one group of messages behind a few items."""
 
+    def __init__(
+        self,
+        template: ChatTemplate,
+        encoder: TextEncoder,
+        ends: Ends,
+        items: Sequence[HistoryItem],
+        group: Sequence[TextMessage],
+        occasion: Occasion,
+    ) -> None:
+        self._template, self._encoder, self._ends = template, encoder, ends
+        self._group = group
+        self._occasion = occasion
+        if items and items[-1].role is group[0].role is Role.TOOL:
+            # Results that were rendered earlier are closed: others begin anew.
+            items = items[
+                : max((n + 1 for n, item in enumerate(items) if item.role is not Role.TOOL), default=0)
+            ]
+        self._items = items
+        texts = [text for one in group for text in _strings(one)]
+        self._sign = next(sign for sign in map(chr, _SIGNS) if not any(sign in text for text in texts))
+        self._sign_pattern = re.compile(f"{self._sign}([0-9]*){self._sign}")
+        self._has_control = any(map(encoder.has_control, texts))
+        self._rests: dict[int, str] = {}
+        """What of its content stands behind a message's mark."""
 
-def _value(match: re.Match[str], message: TextMessage) -> str:
-    """What a marker of a message with calls stands for."""
-    if match[1] is not None:
-        return message.calls[int(match[1])].name
-    if match[2] is not None:
-        arguments = message.calls[int(match[2])].arguments
+    def text(self, follow: Roles) -> tuple[str, list[int], list[tuple[int, int]]]:
+        """What the group adds, where each message ends in it, and the shields of ``TextEncoder.encode``.
+
+        Raises TemplateError when the template does not take such a conversation.
+        """
+        before = _roles(self._items)
+        roles = (*before, *(one.role for one in self._group))
+        self._template.check(roles[0], self._occasion.tools)
+        if before:
+            self._template.check_follows(before, self._group[0].role, self._occasion.tools)
+        if any(one.calls for one in self._group) and self._template.calls is None:
+            raise TemplateError("the chat template does not show calls of functions in earlier answers")
         try:
-            return json.dumps(json.loads(arguments), ensure_ascii=False)
-        except RecursionError:
-            return arguments
-    return message.text
+            if roles[-1] is Role.SYSTEM and not follow and not self._shows_last(roles):
+                # Some templates write a system prompt into the user's message that follows it.
+                follow = (Role.USER,)
+            text, marks, shields = self._written((*roles, *follow))
+            shown = filled(text, shields) if shields else text
+            start = self._start(shown)
+            # Nothing of the group stands behind the first message that follows it.
+            limit = find(text, len(roles))[0] if follow else len(text)
+        except TemplateRefused as refusal:
+            raise self._template.refuses(roles, refusal) from refusal
+        if before and any(at < start for at in marks.values()):
+            raise self._template.refuses(
+                roles, TemplateRefused("earlier text changes when a message follows")
+            )
+        ends = self._message_ends(shown, start, marks, limit)
+        if not follow:
+            ends[-1] = len(text)
+        behind = [(a - start, b - start) for a, b in shields if start <= a < ends[-1]]
+        return text[start : ends[-1]], [end - start for end in ends], behind
+
+    def _shows_last(self, roles: Roles) -> bool:
+        """Whether the template shows the last message when none follows."""
+        try:
+            return len(self._group) - 1 in self._written(roles)[1]
+        except TemplateRefused:
+            return False
+
+    # ---- the text, with marks taken out of it
+
+    def _written(self, roles: Roles) -> tuple[str, dict[int, int], list[tuple[int, int]]]:
+        """The text of the conversation, where the content of each message of the group ends, and its shields."""
+        plain = self._say(roles, None)
+        for is_marked in (_any, _is_plain_text):
+            try:
+                text, marks, shields = self._unmarked(self._say(roles, is_marked))
+            except TemplateRefused:
+                continue
+            if text == plain:
+                return text, marks, shields
+        if not self._has_control:
+            return plain, {}, []
+        # The template looks into contents for what is a control token. It is given them broken up, as text.
+        return self._unmarked(self._say(roles, _is_plain_text))
+
+    def _say(self, roles: Roles, is_marked: Callable[[str], bool] | None) -> str:
+        count, end = len(self._items), len(self._items) + len(self._group)
+        contents = [marker(n) for n in range(len(roles))]
+        messages = self._template.marked(roles[: count + 1], contents[: count + 1])[:count]
+        for number, message in enumerate(self._group):
+            messages.append(self._message(number, message, is_marked))
+        messages += self._template.marked(roles[end:], contents[end:])
+        # Definitions stand before the first user's words: behind them it does not matter which these are.
+        spoken = any(item.role is Role.USER for item in self._items)
+        tools = PROBE if self._occasion.tools and spoken else self._occasion.tools
+        return self._template.say(messages, tools, self._occasion.when, self._occasion.check)
+
+    def _message(
+        self, number: int, message: TextMessage, is_marked: Callable[[str], bool] | None
+    ) -> dict[str, object]:
+        text, place = message.text, len(self._items) + number
+        if is_marked is not None:
+            text = self._content(number, text) if is_marked(text) else self._broken(text)
+        shown: dict[str, object] = {"role": ROLE_NAMES[message.role], "content": text}
+        if message.role is Role.TOOL:
+            shown["tool_call_id"] = template_id(message.call_id, place)
+        if message.calls and self._template.calls is not None:
+            style, broken = self._template.calls, self._broken if is_marked is not None else str
+            if style.null_content and not message.text:
+                shown["content"] = None
+            shown["tool_calls"] = [
+                {
+                    "id": template_id(call.id, at),
+                    "type": "function",
+                    "function": {
+                        "name": broken(call.name),
+                        "arguments": broken(call.arguments)
+                        if style.text_arguments
+                        else _arguments(call.arguments, broken),
+                    },
+                }
+                for at, call in enumerate(message.calls)
+            ]
+        return shown
+
+    def _content(self, number: int, text: str) -> str:
+        """``text`` with the mark of its message where it disturbs least, and with its control tokens broken up."""
+        end = _mark_place(text)
+        if self._has_control:
+            end = min([end, *(a for a, b in self._encoder.spelled(text) if a < end < b)])
+        self._rests[number] = text[end:]
+        return f"{self._broken(text[:end])}{self._sign}{number}{self._sign}{self._broken(text[end:])}"
+
+    def _broken(self, text: str) -> str:
+        """``text`` with signs behind the first character of each control token in it."""
+        if not self._has_control:
+            return text
+        parts, at = [], 0
+        for start, _ in self._encoder.spelled(text):
+            parts += [text[at : start + 1], self._sign * 2]
+            at = start + 1
+        return "".join([*parts, text[at:]])
+
+    def _unmarked(self, marked: str) -> tuple[str, dict[int, int], list[tuple[int, int]]]:
+        parts: list[str] = []
+        marks: dict[int, int] = {}
+        broken: list[int] = []
+        at = length = 0
+        for match in self._sign_pattern.finditer(marked):
+            parts.append(marked[at : match.start()])
+            length += len(parts[-1])
+            at = match.end()
+            if match[1]:
+                marks[int(match[1])] = length
+            else:
+                broken.append(length - 1)
+        text = "".join([*parts, marked[at:]])
+        shields: list[tuple[int, int]] = []
+        for start in broken:
+            end = self._encoder.control_end(text, start)
+            if end is not None and (not shields or start >= shields[-1][1]):
+                shields.append((start, end))
+        # From the mark to the end of the content, as far as the template has kept that.
+        for number, place in marks.items():
+            rest = self._rests[number]
+            for kept in (rest, json.dumps(rest, ensure_ascii=False)[1:-1], rest.rstrip()):
+                if text.startswith(kept, place):
+                    marks[number] = place + len(kept)
+                    break
+        return text, marks, shields
+
+    # ---- where things begin and end
+
+    def _start(self, text: str) -> int:
+        """Where the group begins: behind what is stored of the last item."""
+        if not self._items:
+            return 0
+        last, (_, end) = self._items[-1], find(text, len(self._items) - 1)
+        closed = self._template.closing_end(last.role, text, end)
+        after = closed if closed is not None else end
+        if last.verbatim or last.role is not Role.ASSISTANT:
+            return after
+        stop = self._ends.after(text, end, len(text))
+        if self._template.needs_calls and self._group[0].role is Role.TOOL and stop is not None:
+            # It is shown as a call, whose rest is nobody's text: what is left of it is its end-of-sequence token.
+            eos = max((one for one in self._ends.texts if text.endswith(one, 0, stop)), key=len)
+            return stop if last.closed or last.whole else stop - len(eos)
+        if last.whole:
+            return after
+        return stop if last.closed and stop is not None else end
+
+    def _message_ends(self, text: str, start: int, marks: dict[int, int], limit: int) -> list[int]:
+        """Where each message of the group ends. ``limit``: where the first one behind the group has its content."""
+        limits: list[int] = []
+        for number in range(len(self._group) - 1, -1, -1):
+            limits.append(limit)
+            limit = min(limit, marks.get(number, limit))
+        limits.reverse()
+        ends: list[int] = []
+        at = start
+        for number, message in enumerate(self._group):
+            place = marks.get(number, -1)
+            at = self._message_end(text, message.role, at, place if place >= at else None, limits[number])
+            ends.append(at)
+        return ends
+
+    def _message_end(self, text: str, role: Role, at: int, content_end: int | None, limit: int) -> int:
+        if role is Role.ASSISTANT:
+            stop = self._ends.after(text, at if content_end is None else content_end, limit)
+            return stop if stop is not None else at if content_end is None else content_end
+        if content_end is None:
+            closed = self._template.next_closing_end(role, text, at, limit)
+            return closed if closed is not None else at
+        closed = self._template.closing_end(role, text, content_end)
+        return closed if closed is not None else content_end
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many elements two sequences have in common at their beginning."""
-    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
+def _any(_: str) -> bool:
+    return True
+
+
+def _is_plain_text(text: str) -> bool:
+    """Whether no template looks into a text like this, and so a mark in it changes nothing."""
+    shown = text.strip()
+    return bool(shown) and "</" not in shown and shown[0] not in "<[{"
+
+
+def _mark_place(text: str) -> int:
+    """Where a mark in a content disturbs least: before white space at its end, and before a tag there."""
+    end = len(text.rstrip())
+    start = text.rfind("<", 0, end) if text.endswith(">", 0, end) else -1
+    return len(text[:start].rstrip()) if start > 0 and ">" not in text[start : end - 1] else end
+
+
+def _strings(message: TextMessage) -> Iterator[str]:
+    yield message.text
+    for call in message.calls:
+        yield call.name
+        yield call.arguments
+        if "\\" in call.arguments:  # a control token may be spelled with escapes
+            try:
+                yield json.dumps(json.loads(call.arguments), ensure_ascii=False)
+            except (ValueError, RecursionError):
+                continue
+
+
+def _arguments(text: str, broken: Callable[[str], str]) -> Any:
+    """A call's arguments as an object, with control tokens in its texts broken up."""
+    try:
+        return _each(json.loads(text), broken)
+    except (ValueError, RecursionError):
+        return broken(text)
+
+
+def _each(value: Any, change: Callable[[str], str]) -> Any:
+    match value:
+        case str():
+            return change(value)
+        case list():
+            return [_each(one, change) for one in value]
+        case dict():
+            return {change(key): _each(one, change) for key, one in value.items()}
+    return value
+
+
+def _roles(items: Iterable[HistoryItem]) -> Roles:
+    return tuple(item.role for item in items)

@@ -12,10 +12,12 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Final
 
 from tokenizers import Tokenizer
 
+MOST_BYTES: Final = 64
+"""Longer tokens are not considered when a text is spelled."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -49,6 +51,8 @@ class TokenBytes:
         self._tokenizer = tokenizer
         self._special = special
         self._cache: dict[int, bytes] = {}
+        self._by_bytes: dict[bytes, int] | None = None
+        """The tokens by their bytes, once asked for."""
         self.strips_leading_space = False
         self._to_bytes = self._reader(decoder)
 
@@ -62,6 +66,22 @@ class TokenBytes:
             token = None if token_id in self._special else self._tokenizer.id_to_token(token_id)
             data = self._cache[token_id] = b"" if token is None else self._to_bytes(token)
         return data
+
+    def spelled(self, text: str) -> list[int] | None:
+        """Ids whose bytes are those of ``text``, the longest token first; None when the vocabulary has no such ids."""
+        if self._by_bytes is None:
+            self._by_bytes = {}
+            for token_id in sorted(self._tokenizer.get_vocab(with_added_tokens=False).values(), reverse=True):
+                self._by_bytes[self[token_id]] = token_id  # of equal ones the lowest id
+        data, ids = text.encode(), list[int]()
+        while data:
+            ends = range(min(len(data), MOST_BYTES), 0, -1)
+            end = next((end for end in ends if data[:end] in self._by_bytes), 0)
+            if not end:
+                return None
+            ids.append(self._by_bytes[data[:end]])
+            data = data[end:]
+        return ids
 
     def _reader(self, decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
         steps = (decoder or {}).get("decoders", [decoder] if decoder else [])

@@ -1,8 +1,9 @@
 """Turns text into token ids, with a hard line between what the template says and what people say.
 
-Control tokens come from the template's glue only. Text between two of them, contents included, is encoded as one run
-with special-token parsing off, as the whole conversation would be by ``apply_chat_template``; so a delta has the ids
-that the model was trained on, and ``<|im_end|>`` typed by a user is just nine characters.
+A conversation is encoded as transformers encodes the text of ``apply_chat_template``: the tokenizer finds its added
+words itself, and text between two of them is one run. Text of a message never becomes a control token: the caller names
+the places where a message spells one (``shields``), and these runs are encoded again with control tokens switched off.
+So ``<|im_end|>`` typed by a user is just nine characters.
 """
 
 from __future__ import annotations
@@ -11,14 +12,19 @@ import enum
 import json
 import re
 import secrets
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from tokenizers import AddedToken, Tokenizer
 
 from pensieve.errors import InvalidArgument
 from pensieve.tokenizer.detokenizer import byte_alphabet
+
+SLICE_CHARS: Final = 32_768
+"""Longer texts are encoded in slices, so that work for a caller that has left can end between two of them."""
+_FILL: Final = "\ue002"
 
 
 class Before(enum.Enum):
@@ -29,90 +35,179 @@ class Before(enum.Enum):
     TEXT = "text"
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A piece of a message: glue of the template, or somebody's text."""
+@dataclass(slots=True)
+class Encoded:
+    """Token ids of a text, and where each begins and ends in it, in characters."""
 
-    text: str
-    is_glue: bool
+    ids: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+
+    def extend(self, other: Encoded, shift: int, first: int = 0, last: int | None = None) -> None:
+        """Append tokens ``first`` to ``last`` of another text, which begins at ``shift`` in this one."""
+        self.ids += other.ids[first:last]
+        self.starts += [start + shift for start in other.starts[first:last]]
+        self.ends += [end + shift for end in other.ends[first:last]]
 
 
 class TextEncoder:
-    """Encodes parts of messages. Thread-safe: nothing is written after it is made. Keeps ``backend``."""
+    """Encodes texts of conversations. Thread-safe: nothing is written after it is made. Keeps ``backend``."""
 
-    def __init__(self, backend: Tokenizer) -> None:
+    def __init__(self, backend: Tokenizer, control: Iterable[str] | None = None) -> None:
+        """``control``: the added words that only the template may write; None: all of them."""
         backend.no_truncation()
         backend.no_padding()
         self._raw = backend
         spec = json.loads(backend.to_str())
-        added = spec["added_tokens"]
-        self._control = {token["content"]: token for token in added if token["content"].strip()}
+        added = [token for token in spec["added_tokens"] if token["content"].strip()]
+        chosen = {token["content"] for token in added} if control is None else set(control)
+        self._control = {token["content"]: token for token in added if token["content"] in chosen}
         self.control_ids = frozenset(token["id"] for token in self._control.values())
-        longest_first = sorted(self._control, key=len, reverse=True)
-        self._control_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        for token in self._control.values():
-            token["special"] = True  # so that encode_special_tokens turns all of them into plain text
+        self._added = {token["id"]: token["content"].strip() for token in spec["added_tokens"]}
+        self._control_pattern = _any_of(self._control)
+        # Texts may be cut where these begin: nothing before them is swallowed, and no run goes across.
+        self._cuts = _any_of(
+            text for text, token in self._control.items() if not token["lstrip"] and not token["single_word"]
+        )
         # A token no user can know stands before runs inside a conversation: tokenizers treat the start of a text alone
         # in another way than the text behind a token.
         self._mark = f"\ue000{secrets.token_hex(16)}\ue001"
-        self._fresh = self._plain_tokenizer(spec)
-        self._continuing = self._plain_tokenizer(_without_prefix_space(spec))
+        self._has_prefix = _without_prefix_space(spec) != spec
+        self._parsing = self._with_mark(spec)
+        for token in spec["added_tokens"]:
+            # ``encode_special_tokens`` turns special tokens into plain text: here these are the control tokens.
+            token["special"] = token["content"] in self._control
+        continuing = _without_prefix_space(spec)
+        self._fresh = self._with_mark(spec, plain=True)
+        self._continuing = self._with_mark(continuing, plain=True) if self._has_prefix else self._fresh
         self._vocab = backend.get_vocab(with_added_tokens=False)
         self._byte_chars = {byte: char for char, byte in byte_alphabet().items()}
 
-    def _plain_tokenizer(self, spec: dict[str, Any]) -> Tokenizer:
+    def _with_mark(self, spec: dict[str, Any], *, plain: bool = False) -> Tokenizer:
         tokenizer = Tokenizer.from_str(json.dumps(spec))
-        tokenizer.encode_special_tokens = True
+        tokenizer.encode_special_tokens = plain
         tokenizer.add_tokens([AddedToken(self._mark, special=False, normalized=False)])
         return tokenizer
 
-    def encode(self, parts: Iterable[Part], before: Before) -> tuple[list[int], Before]:
-        """The ids of the parts, concatenated, and what lies behind them. Raises InvalidArgument on lone surrogates."""
-        ids: list[int] = []
-        run, strip_next = "", False
-        for part in parts:
-            rest = part.text
-            # Control tokens are looked for in glue only: what people write cannot contain one.
-            while part.is_glue and (match := self._control_pattern.search(rest)):
-                token = self._control[match[0]]
-                run += rest[: match.start()]
-                run = run.lstrip() if strip_next else run
-                ids += self._encode_run(run.rstrip() if token["lstrip"] else run, before)
-                ids.append(token["id"])
-                run, strip_next, before = "", token["rstrip"], Before.CONTROL
-                rest = rest[match.end() :]
-            run += rest
-        run = run.lstrip() if strip_next else run
-        if run:
-            ids += self._encode_run(run, before)
-            before = Before.TEXT
-        return ids, before
+    def encode(
+        self,
+        text: str,
+        before: Before,
+        shields: Sequence[tuple[int, int]] = (),
+        check: Callable[[], None] | None = None,
+    ) -> Encoded:
+        """The tokens of a text of a conversation, added words in it included.
+
+        ``shields``: ranges of ``text``, in order, in which a message spells a control token. ``check``: called between
+        slices; what it raises ends the work. Raises InvalidArgument on lone surrogates.
+        """
+        _check_text(text)
+        shown = filled(text, shields) if shields else text
+        made = Encoded()
+        at = 0
+        while at < len(shown):
+            cut = self._cuts.search(shown, at + SLICE_CHARS) if len(shown) - at > SLICE_CHARS else None
+            end = cut.start() if cut is not None else len(shown)
+            if check is not None and at:
+                check()
+            made.extend(self._parsed(shown[at:end], before if not at else Before.CONTROL), at)
+            at = end
+        return self._shielded(text, made, before, shields) if shields else made
+
+    def ends_in_control(self, text: str) -> bool:
+        """Whether the last token of a text is an added word, so that what follows begins a run."""
+        (encoding,) = self._parsing.encode_batch_fast([text[-256:]], add_special_tokens=False)
+        return bool(encoding.ids) and text.strip().endswith(self._added.get(encoding.ids[-1]) or "\0")
 
     def encode_raw(self, text: str, before: Before) -> list[int]:
         """The ids of a text as the model's own tokenizer gives them, control tokens in it included."""
-        if before is not Before.NOTHING:
-            return self.encode([Part(text, True)], before)[0]
-        _check_text(text)
-        (encoding,) = self._raw.encode_batch_fast([text], add_special_tokens=False)
-        return list(encoding.ids)
+        return self.encode(text, before).ids
+
+    def spelled(self, text: str) -> list[tuple[int, int]]:
+        """Where a text spells a control token."""
+        return [match.span() for match in self._control_pattern.finditer(text)]
+
+    def control_end(self, text: str, start: int) -> int | None:
+        """Where the control token ends that a text spells at ``start``; None when it spells none there."""
+        match = self._control_pattern.match(text, start)
+        return None if match is None else match.end()
+
+    def encode_text(self, text: str) -> list[int] | None:
+        """The ids of a text that continues other text, without control tokens; None when it has to have some."""
+        try:
+            return self._encode_run(text, Before.TEXT)
+        except InvalidArgument:
+            return None
 
     def has_control(self, text: str) -> bool:
         """Whether a text spells a control token."""
         return self._control_pattern.search(text) is not None
 
+    def count_control(self, text: str) -> int:
+        """Number of control tokens in a text: it has at least as many tokens."""
+        return len(self.spelled(text))
+
+    def _parsed(self, text: str, before: Before) -> Encoded:
+        if before is Before.NOTHING:
+            return _encoded(self._raw, text)
+        made = _encoded(self._parsing, text, self._mark)
+        if before is Before.TEXT and self._has_prefix:
+            # Only the first run continues what is there; behind a token the prefix comes again.
+            added = next((n for n in range(len(made.ids)) if self._is_added(made, n, text)), len(made.ids))
+            end = made.starts[added] if added < len(made.ids) else len(text)
+            again = self._run(text[:end], before)
+            again.extend(made, 0, added)
+            return again
+        return made
+
+    def _shielded(
+        self, text: str, made: Encoded, before: Before, shields: Sequence[tuple[int, int]]
+    ) -> Encoded:
+        """``made``, with the runs that hold shields encoded again without control tokens."""
+        starts = [start for start, _ in shields]
+        result = Encoded()
+        token = begin = 0
+        while token <= len(made.ids):
+            stop = token
+            while stop < len(made.ids) and not self._is_added(made, stop, text):
+                stop += 1
+            end = made.starts[stop] if stop < len(made.ids) else len(text)
+            place = bisect_left(starts, begin)
+            if place < len(starts) and starts[place] < end:
+                run = self._run(text[begin:end], before if not begin else Before.CONTROL)
+                result.extend(run, begin)
+            else:
+                result.extend(made, 0, token, stop)
+            if stop < len(made.ids):
+                result.extend(made, 0, stop, stop + 1)
+                begin = made.ends[stop]
+            token = stop + 1
+        return result
+
+    def _is_added(self, made: Encoded, number: int, text: str) -> bool:
+        """Whether a token is an added word that the text spells; the unknown token stands for other texts, too."""
+        content = self._added.get(made.ids[number])
+        return content is not None and text[made.starts[number] : made.ends[number]].strip() == content
+
     def _encode_run(self, text: str, before: Before) -> list[int]:
+        return self._run(text, before).ids
+
+    def _run(self, text: str, before: Before) -> Encoded:
+        """A run of text in which control tokens are spelled."""
         if not text:
-            return []
-        tokenizer = self._continuing if before is Before.TEXT else self._fresh
+            return Encoded()
         _check_text(text)
-        mark = "" if before is Before.NOTHING else self._mark
-        # As a batch of one: ``encode`` holds the interpreter lock, seconds for a megabyte, and with it the event loop.
-        (encoding,) = tokenizer.encode_batch_fast([mark + text], add_special_tokens=False)
-        ids: list[int] = encoding.ids[1:] if mark else encoding.ids
-        if self.control_ids.isdisjoint(ids):
-            return ids
+        tokenizer = self._continuing if before is Before.TEXT else self._fresh
+        made = _encoded(tokenizer, text, "" if before is Before.NOTHING else self._mark)
+        if self.control_ids.isdisjoint(made.ids):
+            return made
         # A vocabulary may hold a control token as an ordinary piece (Unigram): spell it.
-        return [i for token_id in ids for i in self._spelled(token_id)]
+        result = Encoded()
+        for number, token in enumerate(made.ids):
+            ids = self._spelled(token)
+            count = len(ids)
+            result.extend(Encoded(ids, [made.starts[number]] * count, [made.ends[number]] * count), 0)
+        return result
 
     def _spelled(self, token_id: int) -> list[int]:
         if token_id not in self.control_ids:
@@ -129,6 +224,37 @@ class TextEncoder:
         raise InvalidArgument.field(
             "text", f"has a control token of the model, and no token for {char!r} alone"
         )
+
+
+def added_words(backend: Tokenizer) -> list[tuple[str, bool]]:
+    """The added words of a tokenizer, and whether it calls each one special."""
+    return [(one.content, one.special) for one in backend.get_added_tokens_decoder().values()]
+
+
+def filled(text: str, shields: Sequence[tuple[int, int]]) -> str:
+    """``text`` with its shielded ranges filled with a character that no added word has."""
+    parts, at = [], 0
+    for start, end in shields:
+        parts += [text[at:start], _FILL * (end - start)]
+        at = end
+    return "".join([*parts, text[at:]])
+
+
+def _encoded(tokenizer: Tokenizer, text: str, mark: str = "") -> Encoded:
+    # As a batch of one: ``encode`` holds the interpreter lock, seconds for a megabyte, and with it the event loop.
+    (encoding,) = tokenizer.encode_batch([mark + text], add_special_tokens=False)
+    offsets = encoding.offsets
+    made = Encoded(encoding.ids, [start for start, _ in offsets], [end for _, end in offsets])
+    if not mark:
+        return made
+    shifted = Encoded()
+    shifted.extend(made, -len(mark), 1)
+    return shifted
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def _check_text(text: str) -> None:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import transformers
 from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
 
 # The module, not `from transformers import AutoTokenizer`: that one loads torch, which the front end does without.
-from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
+from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from pensieve.errors import InvalidArgument
+from pensieve.model.arch import ModelError
+from pensieve.model.ends import default_ends, named_ends
+from pensieve.tokenizer.gguf import GgufTokenizer, read_tokenizer
 
 _FILES = (
     "tokenizer.json",
@@ -28,6 +29,10 @@ _FILES = (
     "merges.txt",
     "tokenizer.model",
 )
+_GENERIC = "TokenizersBackend"
+
+log = logging.getLogger(__name__)
+_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +43,16 @@ class TokenizerFolder:
     decoder: dict[str, Any] | None
     """That entry of tokenizer.json."""
     template: str | None
+    named_templates: tuple[str, ...]
+    """Names of the templates of a folder that has several, none of them ``default``; () otherwise."""
+    tool_template: bool
+    """Whether conversations with tools have a template of their own (``tool_use``)."""
     bos_token: str
     eos_token: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    named_tokens: tuple[str, ...]
+    """Those that the tokenizer names for itself: padding, unknown, and so on."""
     adds_bos: bool
     """Whether the tokenizer puts BOS before a text by itself."""
     vocab_size: int
@@ -49,55 +60,143 @@ class TokenizerFolder:
 
 
 def read_folder(folder: Path) -> TokenizerFolder:
-    """What the folder says. Raises InvalidArgument when it has no tokenizer that can be read, and says how to get
-    one."""
+    """What the folder or GGUF file says. Raises InvalidArgument, with file and field, when it has no tokenizer that can
+    be read or when its files do not go together."""
+    if folder.is_file():
+        return _of_gguf(read_tokenizer(folder))
     config, settings = _read_json(folder / "config.json"), _read_json(folder / "tokenizer_config.json")
-    tokenizer = _load(folder)
+    tokenizer = _load(folder, config, settings)
     backend = tokenizer.backend_tokenizer
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     first = backend.encode("a", add_special_tokens=True).ids[:1]
-    template = tokenizer.chat_template
-    if isinstance(template, dict):
-        template = template.get("default")
+    # Rows of the embedding: an id behind them would crash the model, whatever the tokenizer knows.
+    vocab_size = _text_config(config).get("vocab_size", len(tokenizer))
+    if not isinstance(vocab_size, int) or isinstance(vocab_size, bool) or vocab_size <= 0:
+        raise InvalidArgument(
+            f"{folder / 'config.json'}: vocab_size is {vocab_size!r}; it must be a whole number above 0"
+        )
+    _require_rows(folder, backend, vocab_size)
+    templates = _templates(folder, tokenizer.chat_template)
     return TokenizerFolder(
         backend=backend,
         decoder=json.loads(backend.to_str())["decoder"],
-        template=template,
+        template=templates.get("default"),
+        named_templates=() if "default" in templates else tuple(sorted(templates)),
+        tool_template="tool_use" in templates,
         bos_token=tokenizer.bos_token or "",
         eos_token=tokenizer.eos_token or "",
         bos_token_id=bos,
-        eos_token_ids=_eos_ids(_read_json(folder / "generation_config.json"), config, eos),
-        adds_bos=bos is not None and (first == [bos] or bool(settings.get("add_bos_token"))),
-        # Rows of the embedding: an id behind them would crash the model, whatever the tokenizer knows.
-        vocab_size=_text_config(config).get("vocab_size") or len(tokenizer),
+        eos_token_ids=_ends(folder, config, eos, vocab_size),
+        named_tokens=tuple(
+            str(token) for name in _NAMED if isinstance(token := getattr(tokenizer, name, None), str)
+        ),
+        adds_bos=bos is not None and first == [bos],
+        vocab_size=vocab_size,
         sha256=_hash_files(folder),
     )
 
 
-def _load(folder: Path) -> Any:
-    if (folder / "tokenizer.json").is_file():
-        return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
-    vocab, merges = folder / "vocab.json", folder / "merges.txt"
-    if vocab.is_file() and merges.is_file():  # OPT and GPT-2 are published like this
-        built = Tokenizer(BPE.from_file(str(vocab), str(merges)))
-        built.pre_tokenizer = ByteLevel(add_prefix_space=False)
-        built.decoder = ByteLevelDecoder()
-        settings = _read_json(folder / "tokenizer_config.json") | _read_json(
-            folder / "special_tokens_map.json"
-        )
-        names = {
-            name: token["content"] if isinstance(token, dict) else token
-            for name, token in settings.items()
-            if name in ("bos_token", "eos_token", "unk_token", "pad_token")
-        }
-        names = {"bos_token": "</s>", "eos_token": "</s>"} | names
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=built, **names)  # type: ignore[no-untyped-call]
-        tokenizer.chat_template = settings.get("chat_template")
-        return tokenizer
-    raise InvalidArgument(
-        f"no tokenizer in {folder}: neither tokenizer.json nor vocab.json with merges.txt. Make one with "
-        "transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+def _of_gguf(found: GgufTokenizer) -> TokenizerFolder:
+    return TokenizerFolder(
+        backend=found.backend,
+        decoder=json.loads(found.backend.to_str())["decoder"],
+        template=found.template,
+        named_templates=(),
+        tool_template=False,
+        bos_token=found.bos_token,
+        eos_token=found.eos_token,
+        bos_token_id=found.bos_token_id,
+        eos_token_ids=found.eos_token_ids,
+        named_tokens=(),
+        adds_bos=found.adds_bos,
+        vocab_size=found.vocab_size,
+        sha256=found.sha256,
     )
+
+
+def words_without_row(folder: TokenizerFolder) -> dict[int, str]:
+    """Added words for which the model has no embedding, by their ids: they were added and the model never resized."""
+    added = folder.backend.get_added_tokens_decoder()
+    return {i: token.content for i, token in added.items() if i >= folder.vocab_size}
+
+
+def _load(folder: Path, config: dict[str, Any], settings: dict[str, Any]) -> Any:
+    """The tokenizer, made by the class that transformers' AutoTokenizer would choose."""
+    files = [folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt")]
+    has_json, *has_parts = (file.is_file() for file in files)
+    if not has_json and not all(has_parts):
+        raise InvalidArgument(
+            f"no tokenizer in {folder}: neither tokenizer.json nor vocab.json with merges.txt. Make one with "
+            "transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        )
+    spec = _read_json(files[0])
+    name = _class_name(config, settings, spec)
+    if not has_json and name == _GENERIC:
+        name = "GPT2Tokenizer"  # the class of a vocabulary with merges
+    # Not AutoTokenizer: it loads torch, which the front end does without.
+    found = getattr(transformers, name, None)
+    chosen = found if isinstance(found, type) and issubclass(found, TokenizersBackend) else TokenizersBackend
+    try:
+        return chosen.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:
+        # It reads several files of a stranger and raises whatever goes wrong first.
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise InvalidArgument(
+            f"{folder}: the tokenizer (tokenizer.json, tokenizer_config.json) cannot be read: {said}"
+        ) from error
+
+
+def _class_name(config: dict[str, Any], settings: dict[str, Any], spec: dict[str, Any]) -> str:
+    """The choice of AutoTokenizer for the families that are served; a test compares the two.
+
+    ``tokenizer_class`` does not always say what reads a folder: some families have one class, some names are wrong.
+    """
+    family = config.get("model_type")
+    named = settings.get("tokenizer_class") or config.get("tokenizer_class")
+    named = named.removesuffix("Fast") if isinstance(named, str) else None
+    if family == "qwen2":
+        return "Qwen2Tokenizer"
+    if family == "mistral":
+        return _GENERIC
+    if named is None:
+        return {"opt": "GPT2Tokenizer", "qwen3": "Qwen2Tokenizer"}.get(str(family), _GENERIC)
+    if named == "LlamaTokenizer" and _is_byte_level(spec):
+        return _GENERIC
+    return named
+
+
+def _is_byte_level(spec: dict[str, Any]) -> bool:
+    return any('"ByteLevel"' in json.dumps(spec.get(part)) for part in ("pre_tokenizer", "decoder"))
+
+
+def _templates(folder: Path, found: object) -> dict[str, str]:
+    """Chat templates by name; the only one is ``default``. transformers prefers chat_template.jinja and the files of
+    additional_chat_templates to tokenizer_config.json."""
+    templates: dict[str, Any] = (
+        found if isinstance(found, dict) else {} if found is None else {"default": found}
+    )
+    for name, text in templates.items():
+        if not isinstance(text, str):
+            raise InvalidArgument(
+                f"{folder / 'tokenizer_config.json'}: chat_template {name!r} is {text!r}, which is no template"
+            )
+    return templates
+
+
+def _require_rows(folder: Path, backend: Tokenizer, vocab_size: int) -> None:
+    """Raises InvalidArgument when ordinary text could become a token without an embedding."""
+    if backend.get_vocab_size(with_added_tokens=False) <= vocab_size:
+        return
+    added = backend.get_added_tokens_decoder()
+    words = backend.get_vocab(with_added_tokens=False)
+    beyond = [(token_id, word) for word, token_id in words.items() if token_id >= vocab_size]
+    beyond = [one for one in beyond if one[0] not in added]
+    if beyond:
+        token_id, word = min(beyond)
+        raise InvalidArgument(
+            f"{folder / 'tokenizer.json'}: token {word!r} has id {token_id}, but config.json: vocab_size is "
+            f"{vocab_size}: the model has no embedding for it"
+        )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -117,14 +216,24 @@ def _text_config(config: dict[str, Any]) -> dict[str, Any]:
     return inner if isinstance(inner, dict) else config
 
 
-def _eos_ids(generation: dict[str, Any], config: dict[str, Any], of_tokenizer: int | None) -> tuple[int, ...]:
-    """The ids that any of the three places names: models name their end of turn in one, their end of text in
+def _ends(folder: Path, config: dict[str, Any], of_tokenizer: int | None, vocab_size: int) -> tuple[int, ...]:
+    """The tokens that any of the three places names: models name their end of turn in one, their end of text in
     another."""
-    ids: list[int] = []
-    for value in (generation.get("eos_token_id"), _text_config(config).get("eos_token_id"), of_tokenizer):
-        values: Iterable[int | None] = value if isinstance(value, list) else (value,)
-        ids += [token for token in values if token is not None and token not in ids]
-    return tuple(ids)
+    config, generation = _text_config(config), _read_json(folder / "generation_config.json")
+    try:
+        ids = named_ends(config, generation)
+    except ModelError as error:
+        raise InvalidArgument(f"{folder}/{error}") from error
+    if of_tokenizer is not None and of_tokenizer not in ids:
+        ids = (*ids, of_tokenizer)
+    ids = ids or default_ends(config, generation)
+    beyond = [one for one in ids if one >= vocab_size]
+    if beyond:
+        # The model never says it, so it does no harm.
+        log.warning(
+            "%s: end of turn %d is not below vocab_size %d and is left out", folder, beyond[0], vocab_size
+        )
+    return tuple(one for one in ids if one < vocab_size)
 
 
 def _hash_files(folder: Path) -> str:

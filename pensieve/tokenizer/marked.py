@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -21,7 +21,7 @@ ROLE_NAMES: Final = {
 }
 
 Roles = tuple[Role, ...]
-_ANY_DAY: Final = dt.date(2001, 2, 3)
+ANY_TIME: Final = dt.datetime(2001, 2, 3, 4, 5, 6)
 
 
 class TemplateRefused(Exception):
@@ -34,13 +34,13 @@ class MarkedTemplate:
     def __init__(self, template: jinja2.Template, bos_token: str, eos_token: str) -> None:
         self._template = template
         self._bos, self._eos = bos_token, eos_token
-        self._calling = False
+        self.needs_calls = False
         """Whether an answer before a tool's result has to be shown as a call (Mistral): words are refused there."""
         roles = (Role.USER, Role.ASSISTANT, Role.TOOL, Role.ASSISTANT)
         try:
-            self.text(roles, _ANY_DAY, NO_TOOLS)
+            self.text(roles)
         except TemplateRefused:
-            self._calling = True
+            self.needs_calls = True
 
     def messages(self, roles: Roles, contents: Sequence[str]) -> list[dict[str, object]]:
         """What the template is given. The content of an answer that has to be a call is the name of what it calls."""
@@ -49,7 +49,7 @@ class MarkedTemplate:
             message: dict[str, object] = {"role": ROLE_NAMES[role], "content": text}
             if role is Role.TOOL:
                 message["tool_call_id"] = id_marker(index)
-            if self._calling and role is Role.ASSISTANT and roles[index + 1 : index + 2] == (Role.TOOL,):
+            if self.needs_calls and role is Role.ASSISTANT and roles[index + 1 : index + 2] == (Role.TOOL,):
                 function = {"name": text, "arguments": {}}
                 call = {"id": id_marker(index), "type": "function", "function": function}
                 message |= {"content": "", "tool_calls": [call]}
@@ -57,9 +57,15 @@ class MarkedTemplate:
         return messages
 
     def say(
-        self, messages: Sequence[dict[str, object]], day: dt.date, tools: Tools, prompt: bool = False
+        self,
+        messages: Sequence[dict[str, object]],
+        *,
+        tools: Tools = NO_TOOLS,
+        when: dt.datetime = ANY_TIME,
+        prompt: bool = False,
+        check: Callable[[], None] | None = None,
     ) -> str:
-        """What the template writes. Raises TemplateRefused."""
+        """What the template writes. Raises TemplateRefused, and what ``check`` does."""
         try:
             return render(
                 self._template,
@@ -68,29 +74,38 @@ class MarkedTemplate:
                 generation_prompt=prompt,
                 bos_token=self._bos,
                 eos_token=self._eos,
-                day=day,
+                when=when,
+                check=check,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError) as error:
-            # The last four: what a template's own expressions raise on a message they do not expect.
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            LookupError,
+            RecursionError,
+        ) as error:
+            # The others: what a template's own expressions raise on a message they do not expect.
             raise TemplateRefused(f"it says: {error}") from error
 
-    def text(self, roles: Roles, day: dt.date, tools: Tools, prompt: bool = False) -> str:
+    def text(self, roles: Roles, tools: Tools = NO_TOOLS, *, prompt: bool = False) -> str:
         """The conversation with markers as contents. Raises TemplateRefused."""
-        text = self.say(self.messages(roles, markers(len(roles))), day, tools, prompt)
-        if not self._calling:
+        text = self.say(self.messages(roles, markers(len(roles))), tools=tools, prompt=prompt)
+        if not self.needs_calls:
             return text
         for index, (role, after) in enumerate(pairwise(roles)):
             if role is Role.ASSISTANT and after is Role.TOOL:
+                # The call's name stands for what the answer is: the rest of the call is nobody's text.
                 _, end = find(text, index)
                 closing = text.find(self._eos, end) if self._eos else -1
                 text = text[:end] + text[max(closing, end) :]
         return text
 
-    def closing(self, roles: Roles, day: dt.date, tools: Tools) -> str:
+    def closing(self, roles: Roles, tools: Tools = NO_TOOLS) -> str:
         """The text after the last content; empty when the template cannot end there, and all belongs to what
         follows."""
         try:
-            text = self.text(roles, day, tools)
+            text = self.text(roles, tools)
             return text[find(text, len(roles) - 1)[1] :]
         except TemplateRefused:
             return ""

@@ -1,22 +1,25 @@
-"""A chat template seen as an append-only protocol: what has to be written before and after each message.
+"""A chat template, and what its text around messages depends on.
 
-Templates are programs over the whole conversation. Pensieve never renders a conversation again, so it asks the program
-once per sequence of roles, with a unique marker in place of every content, and cuts the answer at the markers:
+Templates are programs over the whole conversation. Pensieve lets the program write what is new, behind the last few
+messages, and keeps what was written before. That is right when the text of a longer conversation starts with the text
+of the shorter one. ``ChatTemplate`` tries this when it is made, with markers in place of contents:
 
     <|im_start|>user\\n TEXT <|im_end|>\\n <|im_start|>assistant\\n TEXT <|im_end|>\\n ...
     `---- opening ---'      `-- closing -' `------ opening -------'      `-- closing -'
 
-That is only right when a longer conversation starts with the text of the shorter one. ``ChatTemplate`` checks this when
-it is made and for every new sequence of roles, and names the template when it does not hold.
+Two kinds of published templates do not only append, and are served all the same, with a warning: those that take
+thoughts out of earlier answers, and those that write a date. Templates that rewrite more are refused unless the
+operator allows it.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 import functools
-import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import jinja2
 
@@ -24,15 +27,15 @@ from pensieve.core import Role
 from pensieve.errors import InvalidArgument
 from pensieve.tokenizer.jinja import compile_template
 from pensieve.tokenizer.marked import (
+    ANY_TIME,
     ROLE_NAMES,
     MarkedTemplate,
     Roles,
     TemplateRefused,
     find,
     marker,
-    markers,
 )
-from pensieve.tokenizer.tools import NO_TOOLS, PROBE, PROBE_NAME, Tools
+from pensieve.tokenizer.tools import ID_MARKER, NO_TOOLS, PROBE, PROBE_NAME, Tools, id_marker
 
 PLAIN_TEMPLATE = """\
 {{ bos_token }}
@@ -51,7 +54,22 @@ _OWN_TEMPLATE = "give a template that only appends with --chat-template FILE"
 _OPTIONS = (
     f"{_OWN_TEMPLATE}, or accept with --allow-rewriting-template that the history keeps what was generated"
 )
-_DAYS = (dt.date(2001, 2, 3), dt.date(2014, 11, 25))
+_CHANGES = "earlier text changes when a message follows"
+DROPS_THOUGHTS: Final = (
+    "the chat template takes thoughts out of earlier answers: an answer that was generated here stays in the context "
+    "as it was generated; a conversation that is imported is as the template writes it"
+)
+WRITES_DATE: Final = "the chat template writes the current date: a session keeps the date of its creation"
+_LATE: Final = dt.datetime(2014, 11, 25, 16, 17, 18)
+_TAGS: Final = ("think", "thinking", "thought", "reasoning", "seed:think")
+_THOUGHT: Final = re.compile(
+    rf"<({'|'.join(_TAGS)})>.*?</\1>\s*|\[THINK\].*?\[/THINK\]\s*", re.DOTALL | re.IGNORECASE
+)
+_FEW: Final = 8
+"""Conversations with at most this many messages are looked at whole."""
+_FAR: Final = 48
+"""Turns that begin farther back are looked at without their middle."""
+_NEAR: Final = 16
 
 
 class TemplateError(InvalidArgument):
@@ -59,55 +77,64 @@ class TemplateError(InvalidArgument):
 
 
 @dataclass(frozen=True, slots=True)
-class Glue:
-    """The template's text around the last message of a conversation."""
+class CallStyle:
+    """How the template wants calls of functions in earlier answers."""
 
-    opening: str
-    """Between the closing of the message before and this content; beginning-of-sequence included when it is first."""
-    closing: str
-    """After the content, if nothing follows yet."""
-    joins: bool = False
-    """Both this and the message before are results of tools, and that one ends otherwise when this one follows: here
-    ``opening`` begins right behind its content, in place of its closing."""
+    null_content: bool
+    """An answer without words has the content null, not ""."""
+    text_arguments: bool
+    """Arguments are JSON text, not an object."""
 
 
 class ChatTemplate:
-    """A template and its answers, remembered per sequence of roles so that a long session stays cheap. Thread-safe."""
+    """A template and its answers, remembered per sequence of the last few roles. Thread-safe."""
 
     def __init__(
-        self,
-        source: str,
-        *,
-        bos_token: str = "",
-        eos_token: str = "",
-        allow_rewriting: bool = False,
-        today: Callable[[], dt.date] = dt.date.today,
+        self, source: str, *, bos_token: str = "", eos_token: str = "", allow_rewriting: bool = False
     ) -> None:
-        """Raises TemplateError when conversations without a system prompt cannot be rendered by appending."""
+        """Raises TemplateError when plain conversations cannot be rendered by appending."""
         self.source = source
         self._allow_rewriting = allow_rewriting
-        self._today = today
         try:
             self._marked = MarkedTemplate(compile_template(source), bos_token, eos_token)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(f"chat template, line {error.lineno}: {error.message}") from error
-        self._remembered_glue = functools.lru_cache(maxsize=8192)(self._glue)
+        self._remembered_check = functools.lru_cache(maxsize=8192)(self._added)
         self._remembered_prompt = functools.lru_cache(maxsize=8192)(self._generation_prompt)
+        self._counts = False
+        """Whether text around a message depends on how many there are before it."""
+        self._counts_results = False
+        """The same of conversations with results of tools."""
+        self._drops_thoughts = False
+        self.needs_calls = self._marked.needs_calls
+        """Whether an answer before a result has to be a call."""
         self.tools_problem = "" if "tools" in source else "it has no place for them"
         """Why conversations with tools cannot be rendered; empty when they can."""
-        self._depends_on_date = self._probe_date()
+        self.writes_date = self._probe_date()
         self._probe()
         self._system_problem = self._probe_system()
-        self._escapes = {role: self._probe_escape(role) for role in Role}
-        self._strips = {role: ("", "") if self._escapes[role] else self._probe_strip(role) for role in Role}
         self.tools_problem = self.tools_problem or self._probe_tools()
         self.thinks = self._probe_thinking()
         """``tags``: the template knows of <think> blocks; ``open``: it opens one for each answer itself; else ""."""
+        self.closings = self._probe_closings()
+        """The text behind the content of a last message, by its role; "" where a conversation cannot end so."""
+        self._closing_patterns = {role: _with_any_ids(text) for role, text in self.closings.items()}
+        self.calls = self._probe_calls()
+        """How calls in earlier answers are given to it; None: it does not show them."""
+        dialogue, call = (Role.USER, Role.ASSISTANT), (Role.USER, Role.ASSISTANT, Role.TOOL, Role.ASSISTANT)
+        self._counts_results = self._probe_counting((*call, *dialogue * 6, *call[:3]), (*call * 5, Role.USER))
+        self._counts = self._probe_counting(
+            dialogue * 8, (*dialogue * 8, Role.USER), (Role.SYSTEM, *dialogue * 8, Role.USER)
+        )
+        self.warnings = (
+            *([DROPS_THOUGHTS] if self._drops_thoughts else []),
+            *([WRITES_DATE] if self.writes_date else []),
+        )
+        """What an operator should know of it."""
 
-    def glue(self, roles: Roles, tools: Tools = NO_TOOLS) -> Glue:
-        """The glue around the last of ``roles``. Raises TemplateError when the template does not take such a
-        conversation."""
-        if self._system_problem and roles[0] is Role.SYSTEM:
+    def check(self, first: Role, tools: Tools) -> None:
+        """Raises TemplateError when the template does not take conversations that begin so."""
+        if self._system_problem and first is Role.SYSTEM:
             raise TemplateError(
                 f"the chat template does not take a system prompt: {self._system_problem}; {_OWN_TEMPLATE}"
             )
@@ -115,102 +142,130 @@ class ChatTemplate:
             raise TemplateError(
                 f"the chat template does not take tools: {self.tools_problem}; {_OWN_TEMPLATE}"
             )
-        if not tools or Role.USER in roles[:-1]:
-            # Definitions stand before the first user's words, as ``_probe_tools`` has seen. What comes behind is the
-            # same for all of them, and is remembered once.
-            return self._remembered_glue(roles, self._day(), PROBE if tools else NO_TOOLS)
-        return self._glue(roles, self._day(), tools)
+
+    def check_follows(self, before: Roles, role: Role, tools: Tools) -> None:
+        """Raises TemplateError unless a message of this role leaves the text of those before it as it is."""
+        roles = (*before, role)
+        try:
+            # Results one by one: those before were closed, and the next begins anew.
+            if roles[-2:] != (Role.TOOL, Role.TOOL):
+                self._remembered_check(roles, PROBE if tools else NO_TOOLS)
+        except TemplateRefused as refusal:
+            raise self._refuses(roles, refusal) from refusal
+
+    def say(
+        self,
+        messages: Sequence[dict[str, object]],
+        tools: Tools,
+        when: dt.datetime,
+        check: Callable[[], None] | None = None,
+    ) -> str:
+        """What the template writes. Raises TemplateRefused."""
+        return self._marked.say(messages, tools=tools, when=when, check=check)
+
+    def marked(self, roles: Roles, contents: Sequence[str]) -> list[dict[str, object]]:
+        """Messages with markers as contents, for what lies before or behind those that are rendered."""
+        return self._marked.messages(roles, contents)
+
+    def refuses(self, roles: Roles, refusal: TemplateRefused) -> TemplateError:
+        """The error for a conversation that the template does not take."""
+        return self._refuses(roles, refusal)
 
     def generation_prompt(self, roles: Roles, tools: Tools = NO_TOOLS) -> str:
         """What introduces the assistant's answer after these messages; may be empty."""
-        return self._remembered_prompt(roles, self._day(), PROBE if tools else NO_TOOLS)
+        return self._remembered_prompt(roles, PROBE if tools else NO_TOOLS)
 
-    def clean(self, role: Role, content: str) -> str:
-        """The content as the template would insert it: many strip white space around it."""
-        if self._escapes[role]:
-            return json.dumps(content, ensure_ascii=False)[1:-1]
-        left, right = self._strips[role]
-        return content.lstrip(left).rstrip(right)
+    def window(self, roles: Sequence[Role]) -> list[int]:
+        """Indexes of the messages that text behind the last one can depend on: few, however many there are.
 
-    def with_calls(self, roles: Roles, message: dict[str, object], tools: Tools) -> str:
-        """What a conversation adds behind the last but one content when its last message is this one, an assistant's.
-
-        Raises TemplateError. Markers in the message are for the caller to find.
+        These are the system prompt and the last two turns. Of a turn with very many messages the middle is left out.
         """
-        day = self._day()
-        try:
-            messages = [*self._marked.messages(roles[:-1], markers(len(roles) - 1)), message]
-            text = self._marked.say(messages, day, tools)
-            if len(roles) == 1:
-                return text
-            between = text[find(text, len(roles) - 2)[1] :]
-            before = self._marked.closing(roles[:-1], day, tools)
-            if not between.startswith(before):
-                raise TemplateRefused("earlier text changes when a message follows")
-        except TemplateRefused as refusal:
-            raise TemplateError(
-                f"the chat template does not take these calls: {refusal}; {_OWN_TEMPLATE}"
-            ) from refusal
-        return between[len(before) :]
+        roles = tuple(roles)
+        count = len(roles)
+        if count <= _FEW or self._counts or (self._counts_results and Role.TOOL in roles):
+            return list(range(count))
+        head = next((n for n, role in enumerate(roles) if role is not Role.SYSTEM), count)
+
+        def begins(index: int) -> bool:
+            return roles[index] is Role.USER and (index == head or roles[index - 1] is Role.ASSISTANT)
+
+        near = range(count - 1, max(head, count - _FAR) - 1, -1)
+        starts = [index for index in near if begins(index)][:2]
+        if starts:
+            return [*range(head), *range(starts[-1], count)]
+        first = [next((index for index in range(count - 1, head - 1, -1) if begins(index)), head)]
+        start = next(
+            (n for n in range(count - _NEAR, count) if roles[n - 1 : n + 1] == (Role.TOOL, Role.ASSISTANT)),
+            count - _NEAR,
+        )
+        return [*range(head), *first, *range(max(start, first[0] + 1), count)]
+
+    def closing_end(self, role: Role, text: str, start: int) -> int | None:
+        """Where the closing of a message ends whose content ends at ``start``; None when none begins there."""
+        match = self._closing_patterns[role].match(text, start)
+        return None if match is None else match.end()
+
+    def next_closing_end(self, role: Role, text: str, start: int, stop: int) -> int | None:
+        """Where the first closing in ``text[start:stop]`` ends; None when there is none, or only an empty one."""
+        match = self._closing_patterns[role].search(text, start, stop) if self.closings[role] else None
+        return None if match is None else match.end()
 
     # ---- rendering with markers
 
-    def _day(self) -> dt.date:
-        return self._today() if self._depends_on_date else _DAYS[0]
+    def _refuses(self, roles: Roles, refusal: TemplateRefused) -> TemplateError:
+        names = ", ".join(ROLE_NAMES[role] for role in roles[-4:])
+        return TemplateError(
+            f"the chat template does not take a conversation ending in {names}: {refusal}; {_OWN_TEMPLATE}"
+        )
 
-    def _render(self, roles: Roles, contents: Sequence[str]) -> str:
-        return self._marked.say(self._marked.messages(roles, contents), self._day(), NO_TOOLS)
-
-    def _glue(self, roles: Roles, day: dt.date, tools: Tools) -> Glue:
-        try:
-            return self._cut(roles, day, tools)
-        except TemplateRefused as refusal:
-            names = ", ".join(ROLE_NAMES[role] for role in roles[-4:])
-            raise TemplateError(
-                f"the chat template does not take a conversation ending in {names}: {refusal}; {_OWN_TEMPLATE}"
-            ) from refusal
-
-    def _cut(self, roles: Roles, day: dt.date, tools: Tools = NO_TOOLS) -> Glue:
+    def _added(self, roles: Roles, tools: Tools = NO_TOOLS) -> str:
+        """The text between what was written before and the last content. Raises TemplateRefused when that changes."""
         last = len(roles) - 1
-        closing = self._marked.closing(roles, day, tools)
         try:
-            text = self._marked.text(roles, day, tools)
+            text = self._marked.text(roles, tools)
             start, _ = find(text, last)
         except TemplateRefused:
             if roles[-1] is not Role.SYSTEM:
                 raise
             # Some templates write a system prompt into the user message that follows (Llama 2).
-            text = self._marked.text((*roles, Role.USER), day, tools)
+            text = self._marked.text((*roles, Role.USER), tools)
             start, _ = find(text, last)
         if last == 0:
-            return Glue(text[:start], closing)
+            return text[:start]
         between = text[find(text, last - 1)[1] : start]
-        if any(marker(i) in between for i in range(last)):
-            raise TemplateRefused("earlier text changes when a message follows")
-        before = self._marked.closing(roles[:-1], day, tools)
+        if start < find(text, last - 1)[1] or any(marker(i) in between for i in range(last)):
+            raise TemplateRefused(_CHANGES)
+        before = self._marked.closing(roles[:-1], tools)
         if not between.startswith(before):
             if roles[-2:] == (Role.TOOL, Role.TOOL):
-                return Glue(between, closing, joins=True)
-            raise TemplateRefused("earlier text changes when a message follows")
+                return between
+            raise TemplateRefused(_CHANGES)
         if not self._allow_rewriting:
-            self._check_prefix(roles, text, start, day, tools)
-        return Glue(between[len(before) :], closing)
+            self._check_prefix(roles, text[:start], tools)
+        return between[len(before) :]
 
-    def _check_prefix(self, roles: Roles, text: str, start: int, day: dt.date, tools: Tools) -> None:
+    def _check_prefix(self, roles: Roles, longer: str, tools: Tools) -> None:
         try:
             # An answer before a result may be shown as a call: what stands before that answer is compared then.
             count = len(roles) - (2 if roles[-2:] == (Role.ASSISTANT, Role.TOOL) else 1)
-            shorter = self._marked.text(roles[:count], day, tools)
+            shorter = self._marked.text(roles[:count], tools)
             find(shorter, count - 1)
         except TemplateRefused:
             return  # it cannot end there, so nothing was written yet that could change
-        if not text[:start].startswith(shorter):
-            raise TemplateRefused("earlier text changes when a message follows")
+        self._compare(shorter, longer)
 
-    def _generation_prompt(self, roles: Roles, day: dt.date, tools: Tools) -> str:
+    def _compare(self, shorter: str, longer: str) -> None:
+        """Raises TemplateRefused when the longer conversation changes more of the shorter one than thoughts."""
+        if longer.startswith(shorter):
+            return
+        if not _THOUGHT.sub("", longer).startswith(_THOUGHT.sub("", shorter)):
+            raise TemplateRefused(_CHANGES)
+        self._drops_thoughts = True
+
+    def _generation_prompt(self, roles: Roles, tools: Tools) -> str:
         try:
-            text = self._marked.text(roles, day, tools)
-            prompted = self._marked.text(roles, day, tools, prompt=True)
+            text = self._marked.text(roles, tools)
+            prompted = self._marked.text(roles, tools, prompt=True)
         except TemplateRefused as refusal:
             raise TemplateError(f"the chat template refuses this conversation: {refusal}") from refusal
         if not prompted.startswith(text):
@@ -224,41 +279,47 @@ class ChatTemplate:
     def _probe(self) -> None:
         """Raises TemplateError unless plain conversations can be rendered by appending."""
         user, assistant = Role.USER, Role.ASSISTANT
-        if self._depends_on_date and not self._allow_rewriting:
-            raise TemplateError(
-                f"the chat template writes the current date, so a conversation changes overnight; {_OPTIONS}"
-            )
-        day = self._day()
         try:
             for turns in (1, 2, 3):
                 roles = (user, assistant) * turns
-                self._cut(roles[:-1], day)
-                self._generation_prompt(roles[:-1], day, NO_TOOLS)
-                self._cut(roles, day)
-            thought = f"<think>\n{marker(8)}\n</think>\n\n{marker(1)}"
-            first = self._render((user, assistant), [marker(0), thought])
-            later = self._render((user, assistant, user), [marker(0), thought, marker(2)])
+                self._added(roles[:-1])
+                self._generation_prompt(roles[:-1], NO_TOOLS)
+                self._added(roles)
+            # Only roles whose prefixes were compared are known to append: nothing else of a conversation may change.
+            self._probe_thoughts()
         except TemplateRefused as refusal:
             raise TemplateError(
                 f"the chat template does not only append to a conversation: {refusal}; {_OPTIONS}"
             ) from refusal
-        if not later.startswith(first) and not self._allow_rewriting:
-            raise TemplateError(f"the chat template takes <think> blocks out of earlier answers; {_OPTIONS}")
+
+    def _probe_thoughts(self) -> None:
+        tag = next((tag for tag in _TAGS if f"<{tag}>" in self.source), "think")
+        thought = f"<{tag}>\n{marker(8)}\n</{tag}>\n\n{marker(1)}"
+        dialogue = (Role.USER, Role.ASSISTANT, Role.USER)
+        contents = [marker(0), thought, marker(2)]
+        first, later = (
+            self._marked.say(self._marked.messages(dialogue[:count], contents[:count])) for count in (2, 3)
+        )
+        if marker(8) not in later:
+            self._drops_thoughts = True
+        if not self._allow_rewriting:
+            self._compare(first, later)
 
     def _probe_system(self) -> str:
         """Why a system prompt cannot be used; empty when it can."""
         dialogue = (Role.SYSTEM, Role.USER, Role.ASSISTANT, Role.USER)
         try:
             for length in range(1, len(dialogue) + 1):
-                self._cut(dialogue[:length], self._day())
+                self._added(dialogue[:length])
         except TemplateRefused as refusal:
             return str(refusal)
         return ""
 
     def _probe_date(self) -> bool:
         for roles in ((Role.USER,), (Role.SYSTEM, Role.USER)):
+            messages = self._marked.messages(roles, [marker(n) for n in range(len(roles))])
             try:
-                early, late = (self._marked.text(roles, day, NO_TOOLS) for day in _DAYS)
+                early, late = (self._marked.say(messages, when=when) for when in (ANY_TIME, _LATE))
             except TemplateRefused:
                 continue
             if early != late:
@@ -276,11 +337,11 @@ class ChatTemplate:
                 (user, assistant, user),
             ):
                 for length in range(1, len(dialogue) + 1):
-                    glue = self._cut(dialogue[:length], self._day(), PROBE)
-                    shows = PROBE_NAME in glue.opening
-                    if shows is not (length == 1) or PROBE_NAME in glue.closing:
+                    added = self._added(dialogue[:length], PROBE)
+                    closing = self._marked.closing(dialogue[:length], PROBE)
+                    if (PROBE_NAME in added) is not (length == 1) or PROBE_NAME in closing:
                         return "it does not show them once, at the beginning of the conversation"
-            self._generation_prompt(called, self._day(), PROBE)
+            self._generation_prompt(called, PROBE)
         except (TemplateRefused, TemplateError) as refusal:
             return str(refusal)
         return ""
@@ -291,41 +352,64 @@ class ChatTemplate:
         _, opened, behind = self.generation_prompt((Role.USER,)).rpartition("<think>")
         return "open" if opened and "</think>" not in behind else "tags"
 
-    def _probe_escape(self, role: Role) -> bool:
-        """Whether contents are written as JSON strings."""
-        before: Roles = (Role.USER, Role.ASSISTANT) if role is Role.TOOL else ()
-        roles = (*before, role)
-        contents = markers(len(roles))
-        contents[-1] = f'"{contents[-1]}'
-        try:
-            text = self._render(roles, contents)
-            return text[: find(text, len(before))[0]].endswith('\\"')
-        except TemplateRefused:
-            return False
+    def _probe_closings(self) -> dict[Role, str]:
+        user, assistant = Role.USER, Role.ASSISTANT
+        return {
+            Role.SYSTEM: self._marked.closing((Role.SYSTEM,)),
+            user: self._marked.closing((user,)),
+            assistant: self._marked.closing((user, assistant)),
+            Role.TOOL: self._marked.closing((user, assistant, Role.TOOL)),
+        }
 
-    def _probe_strip(self, role: Role) -> tuple[str | None, str | None]:
-        """What is stripped left and right of a content: "" nothing, None all white space, else these characters."""
-        before: Roles = () if role in (Role.SYSTEM, Role.USER) else (Role.USER,)
-        after: Roles = (Role.USER,) if role is Role.SYSTEM else ()
-        roles = (*before, role, *after)
-        at = len(before)
+    def _probe_calls(self) -> CallStyle | None:
+        for style in (CallStyle(null, text) for text in (False, True) for null in (False, True)):
+            call = {
+                "id": id_marker(1),
+                "type": "function",
+                "function": {
+                    "name": "zqName",
+                    "arguments": '{"zqKey": "zqValue"}' if style.text_arguments else {"zqKey": "zqValue"},
+                },
+            }
+            answer: dict[str, object] = {
+                "role": ROLE_NAMES[Role.ASSISTANT],
+                "content": None if style.null_content else "",
+                "tool_calls": [call],
+            }
+            try:
+                text = self._marked.say([*self._marked.messages((Role.USER,), [marker(0)]), answer])
+            except TemplateRefused:
+                continue
+            if all(part in text for part in ("zqName", "zqKey", "zqValue")):
+                return style
+        return None
 
-        def survives(pad: str) -> tuple[bool, bool]:
-            contents = markers(len(roles))
-            contents[at] = pad + marker(at) + pad
-            text = self._render(roles, contents)
-            start, end = find(text, at)
-            return text[:start].endswith(pad), text[end:].startswith(pad)
+    def _probe_counting(self, *dialogues: Roles) -> bool:
+        """Whether the text around the last of many messages is another than around the last of a few."""
+        for roles in dialogues:
+            few = tuple(roles[index] for index in self.window(roles))
+            try:
+                whole, part = (
+                    (self._added(some), self._marked.closing(some), self._generation_prompt(some, NO_TOOLS))
+                    for some in (roles, few)
+                )
+            except (TemplateRefused, TemplateError):
+                continue
+            if whole != part:
+                return True
+        return False
 
-        try:
-            newline, space = survives("\n" * 7), survives(" " * 7)  # more than any glue ends or starts with
-        except TemplateRefused:
-            return "", ""  # no such role here: a message of it is refused anyway
-        left, right = (_stripped(newline[side], space[side]) for side in (0, 1))
-        return left, right
+
+def _with_any_ids(closing: str) -> re.Pattern[str]:
+    """A closing, with the id of any call where the template shows the id of its own."""
+    return re.compile("[0-9A-Za-z]{9}".join(map(re.escape, ID_MARKER.split(closing))))
 
 
-def _stripped(newline_survives: bool, space_survives: bool) -> str | None:
-    if newline_survives:
-        return "" if space_survives else " "
-    return "\n" if space_survives else None
+def plain_text(template: ChatTemplate, roles: Roles) -> str:
+    """A conversation of these roles with markers as contents; "" when the template does not take it."""
+    try:
+        return template.say(
+            template.marked(roles, [marker(n) for n in range(len(roles))]), NO_TOOLS, ANY_TIME
+        )
+    except TemplateRefused:
+        return ""

@@ -100,15 +100,32 @@ return {'OK', known(ARGV[1]) or '', get('sure'), digits(num('revision')), get('h
 """
 )
 
-# ARGV: first revision to return. The row and its log at one moment; with 0 also all request ids.
+# ARGV: revision that is known (0: none), most records to return behind it, most bytes, "1" for all request ids, too.
+# The row and that part of its log at one moment; the known record comes first. The record that exceeds the bytes is
+# the last one.
 READ: Final = (
     PRELUDE
     + """
-int(ARGV[1])
+local known_revision, most, bytes = int(ARGV[1]), int(ARGV[2]), int(ARGV[3])
 local refused = absent()
 if refused then return refused end
-return {'OK', digits(now), redis.call('HGETALL', m), redis.call('XRANGE', l, ARGV[1] .. '-0', '+'),
-  ARGV[1] == '0' and redis.call('HGETALL', q) or {}}
+local entries, number, size = {}, 0, 0
+local from = math.max(known_revision, 1)
+while number < most and size < bytes do
+  local part = redis.call('XRANGE', l, digits(from) .. '-0', '+', 'COUNT', 8)
+  if #part == 0 then break end
+  for _, entry in ipairs(part) do
+    local at = tonumber(string.match(entry[1], '^%d+'))
+    if at > known_revision then
+      if number >= most or size >= bytes then break end
+      number = number + 1
+      size = size + #(field(entry, 'd') or '')
+    end
+    entries[#entries + 1] = entry
+    from = at + 1
+  end
+end
+return {'OK', digits(now), redis.call('HGETALL', m), entries, ARGV[4] == '1' and redis.call('HGETALL', q) or {}}
 """
 )
 
@@ -210,11 +227,19 @@ return changed()
 """
 )
 
-# ARGV: expected revision or "", then as COMMIT from the request id on.
+# ARGV: expected revision or "", then as COMMIT from the request id on; then how many records it erases, and of each
+# revision, data, crc and chain hash of what is left.
 APPLY: Final = (
     PRELUDE
     + """
 local expected, a = ARGV[1], append_args(2)
+local erased, rests = int(ARGV[15]), nil
+for i = 16, 15 + 4 * erased, 4 do
+  int(ARGV[i]); int(ARGV[i + 2])
+  if not ARGV[i + 3] then error('argument is missing') end
+  rests = rests or {}
+  rests[ARGV[i] .. '-0'] = {data = ARGV[i + 1], crc = ARGV[i + 2], hash = ARGV[i + 3]}
+end
 local refused = absent() or damaged() or broken()
 if refused then return refused end
 local revision, known_fp = known(a.request_id)
@@ -230,7 +255,11 @@ if refused then return refused end
 if num('revision') + 1 ~= int(a.revision) or get('head_hash') ~= a.base_hash then
   return {'NOT_NEXT', get('revision')}
 end
-append(a)
+for id, rest in pairs(rests or {}) do
+  local entry = redis.call('XRANGE', l, id, id)[1]
+  if not entry or field(entry, 'h') ~= rest.hash then return {'NOT_NEXT', get('revision')} end
+end
+append(a, rests)
 return changed()
 """
 )

@@ -70,13 +70,17 @@ class SqliteDatabase:
             self._thread.shutdown(wait=False)
             self._thread = None
 
-    async def read(self, work: Callable[[Rows], T]) -> T:
-        """``work`` in one read transaction; it may run more than once."""
-        return await self._read(work, self.file.reads)
+    async def read(self, work: Callable[[Rows], T], tenant: str) -> T:
+        """``work`` in one read transaction; it may run more than once. For what reads a row or two."""
+        return await self._read(work, self.file.reads, tenant)
 
-    async def list(self, work: Callable[[Rows], T]) -> T:
+    async def read_log(self, work: Callable[[Rows], T], tenant: str) -> T:
+        """Like ``read``, for a slice of a log."""
+        return await self._read(work, self.file.logs, tenant)
+
+    async def list(self, work: Callable[[Rows], T], tenant: str) -> T:
         """Like ``read``, for what may take long: single sessions are read meanwhile."""
-        return await self._read(work, self.file.listings)
+        return await self._read(work, self.file.listings, tenant)
 
     async def write(self, work: Callable[[Rows], T], *, flush: bool = True) -> T:
         """``work`` in one transaction, which is rolled back when anything raises."""
@@ -117,10 +121,10 @@ class SqliteDatabase:
         """Look over the whole file; whether anything was made good. Raises the store's errors."""
         return await self._counted(self._mended)
 
-    async def _read(self, work: Callable[[Rows], T], reader: SqliteReader) -> T:
+    async def _read(self, work: Callable[[Rows], T], reader: SqliteReader, tenant: str) -> T:
         for _ in range(READ_ATTEMPTS):
             try:
-                return await reader.run(lambda connection: work(Rows(connection)))
+                return await reader.run(lambda connection: work(Rows(connection)), tenant)
             except InterruptedRead:
                 await self._counted(self.file.connection)
             except sqlite3.DatabaseError as error:

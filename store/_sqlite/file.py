@@ -69,6 +69,7 @@ class SqliteFile:
         self.store_id = ""
         self.reads = SqliteReader(path, "pensieve-sqlite-reads", BUSY_TIMEOUT_MS)
         self.listings = SqliteReader(path, "pensieve-sqlite-lists", BUSY_TIMEOUT_MS)
+        self.logs = SqliteReader(path, "pensieve-sqlite-logs", BUSY_TIMEOUT_MS)
         self._real = path
         """Where ``path`` leads to when it is a link: SQLite keeps what belongs to the file beside that."""
         self._connection: sqlite3.Connection | None = None
@@ -110,8 +111,8 @@ class SqliteFile:
 
     def close(self) -> None:
         """Close the connections and release the lock. May be called twice."""
-        self.reads.end()
-        self.listings.end()
+        for reader in self._readers:
+            reader.end()
         if self._connection is not None:
             connection, self._connection = self._connection, None
             with contextlib.suppress(sqlite3.Error):
@@ -201,6 +202,10 @@ class SqliteFile:
         return free if found.f_blocks else math.inf
 
     @property
+    def _readers(self) -> tuple[SqliteReader, ...]:
+        return self.reads, self.listings, self.logs
+
+    @property
     def _log(self) -> Path:
         return log_of_changes(self._real)
 
@@ -278,7 +283,7 @@ class SqliteFile:
     def _emptied(self, connection: sqlite3.Connection, *, interrupt: bool) -> bool:
         """Whether no read in hand and no other program kept the log of changes from it. Raises sqlite3's errors."""
         with contextlib.ExitStack() as stack:
-            paused = [reader.paused(interrupt=interrupt) for reader in (self.reads, self.listings)]
+            paused = [reader.paused(interrupt=interrupt) for reader in self._readers]
             empty = all([stack.enter_context(one) for one in paused])
             mode = "TRUNCATE" if empty else "PASSIVE"
             with self._unwaiting(connection):
@@ -335,16 +340,16 @@ class SqliteFile:
         connection.execute(
             "PRAGMA user_version"
         ).fetchone()  # a first change that was cut off is undone by this
-        self.reads.connect()
-        self.listings.connect()
+        for reader in self._readers:
+            reader.connect()
         found = schema.found_schema(connection, self.path)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA wal_autocheckpoint = 0")  # its errors would be seen by nobody
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA secure_delete = ON")
-        self.reads.touch()
-        self.listings.touch()
+        for reader in self._readers:
+            reader.touch()
         make_durable(connection, self._real, seen)
         store_id = schema.bring_up(connection, found)
         if self.store_id and store_id != self.store_id:
@@ -364,8 +369,8 @@ class SqliteFile:
         """
         with contextlib.suppress(sqlite3.Error):
             connection.close()
-        self.reads.close()
-        self.listings.close()
+        for reader in self._readers:
+            reader.close()
 
     @contextlib.contextmanager
     def _unwaiting(self, connection: sqlite3.Connection) -> Iterator[None]:

@@ -1,4 +1,7 @@
-"""Reading beside the writer: a thread with a read-only connection of its own.
+"""Reading beside the writer: a thread with a read-only connection of its own, which tenants share fairly.
+
+The next read is one of the tenant that has waited longest since its last one, so that a tenant with many reads makes
+another wait for one read at most.
 
 A read sees the file as it was when the read began, whatever is committed meanwhile; a commit that was acknowledged
 before is in it. While a read is in hand, the log of changes cannot be emptied, so a reader can be told to pause: the
@@ -11,8 +14,9 @@ import asyncio
 import contextlib
 import sqlite3
 import threading
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, TypeVar
 from urllib.parse import quote
@@ -23,7 +27,7 @@ from pensieve.store._sqlite.errors import is_interrupt, lenient_text
 T = TypeVar("T")
 
 MOST_WAITING: Final = 1000
-"""Reads that may wait for one reader; further ones are refused at once."""
+"""Reads of one tenant that may wait for one reader; further ones are refused at once."""
 PATIENCE_S: Final = 0.1
 """How long a pause waits for the read in hand before it interrupts it."""
 
@@ -40,27 +44,39 @@ class SqliteReader:
         self._name = name
         self._busy_timeout_ms = busy_timeout_ms
         self._thread: ThreadPoolExecutor | None = None
-        self._waiting = 0
+        self._waiting = OrderedDict[str, deque[Callable[[], None]]]()
+        """Tenants that have reads waiting, the next one first; changed under ``_turns``."""
+        self._turns = threading.Lock()
         self._lock = threading.Lock()
         """Held by whoever uses the connection."""
         self._connection: sqlite3.Connection | None = None
 
-    async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """``work`` in one read transaction. Raises InterruptedRead, Unavailable, and what ``work`` raises."""
+    async def run(self, work: Callable[[sqlite3.Connection], T], tenant: str) -> T:
+        """``work`` in one read transaction, when it is the tenant's turn.
+
+        A read that has no caller any more is not begun. Raises InterruptedRead, Unavailable, and what ``work`` raises.
+        """
         thread = self._thread
         if thread is None:
             raise InterruptedRead
-        if self._waiting >= MOST_WAITING:
-            raise _refusals.unavailable("too many reads are waiting")
-        self._waiting += 1
-        try:
+        done = Future[T]()
+
+        def read() -> None:
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(self._read(work))
+                except BaseException as error:
+                    done.set_exception(error)
+
+        with self._turns:
+            if len(self._waiting.get(tenant, ())) >= MOST_WAITING:
+                raise _refusals.unavailable("too many reads of this tenant are waiting")
             try:
-                reading = asyncio.get_running_loop().run_in_executor(thread, self._read, work)
+                thread.submit(self._do_next)
             except RuntimeError as error:  # the thread was ended just now
                 raise InterruptedRead from error
-            return await reading
-        finally:
-            self._waiting -= 1
+            self._waiting.setdefault(tenant, deque()).append(read)
+        return await asyncio.wrap_future(done)
 
     def connect(self) -> None:
         """Open the connection. Raises sqlite3's errors."""
@@ -107,6 +123,17 @@ class SqliteReader:
         finally:
             if held:
                 self._lock.release()
+
+    def _do_next(self) -> None:
+        """One read of the tenant whose turn it is. Each read that waits has the thread do this once."""
+        with self._turns:
+            if not self._waiting:
+                return
+            tenant, queue = self._waiting.popitem(last=False)
+            read = queue.popleft()
+            if queue:
+                self._waiting[tenant] = queue
+        read()
 
     def _read(self, work: Callable[[sqlite3.Connection], T]) -> T:
         with self._lock:

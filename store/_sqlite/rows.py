@@ -31,7 +31,7 @@ from pensieve.store._sqlite.raw_rows import (
 )
 from pensieve.store._sqlite.request_ids import RequestIds
 from pensieve.store.contract import Key, MarkedTurn, TenantUsage
-from pensieve.store.records import Record
+from pensieve.store.records import Record, State
 
 _ID = "(SELECT id FROM sessions WHERE tenant = ? AND session_id = ?)"
 _COUNTED: Final = 1000
@@ -92,7 +92,7 @@ class Rows:
                 "SELECT CAST(update_ms AS INTEGER) FROM sessions WHERE tenant = ? AND session_id = ?",
                 *(key.tenant, key.session_id),
             )
-            return salvaged(key, self.log(key, 0), update_ms=found[0] if found is not None else 0)
+            return salvaged(key, list(self.log(key, 0)), update_ms=found[0] if found is not None else 0)
 
     def mend(self, key: Key, now: Moment) -> Meta | None:
         """Make what is derived of the session again from its records; the metadata that it has then.
@@ -233,6 +233,18 @@ class Rows:
         self._label(key, meta)
         self._mark(number, key.tenant, markings_of_log(session.log))
 
+    def shrink(self, key: Key, rest: StoredRecord) -> None:
+        """Put what is left of an erased record in its place, and forget what its turn was found by."""
+        at = (key.tenant, key.session_id, rest.revision)
+        self._connection.execute(
+            f"UPDATE records SET data = ?, crc = ? WHERE session = {_ID} AND revision = ?",
+            (rest.data, rest.crc, *at),
+        )
+        gone = self._connection.execute(f"DELETE FROM marks WHERE session = {_ID} AND revision = ?", at)
+        self._connection.execute(
+            "UPDATE sessions SET marks = marks - ? WHERE id = ?", (gone.rowcount, self._number(key))
+        )
+
     def known(self, key: Key, request_id: str) -> Known | None:
         """What was committed under the request id; None is proven, too. Raises DamagedSession."""
         head = self._head(key)
@@ -332,8 +344,13 @@ class Rows:
         )
         return "" if found is None else str(found[0])
 
-    def log(self, key: Key, from_revision: int) -> list[StoredRecord]:
-        """Records with a revision of at least ``from_revision``, oldest first.
+    def base(self, key: Key, revision: int) -> list[StoredRecord]:
+        """What a slice of the log begins behind: that record without its bytes; nothing when there is none."""
+        chain = self.hash_at(key, revision) if revision else ""
+        return [StoredRecord(revision, b"", 0, chain)] if chain else []
+
+    def log(self, key: Key, from_revision: int) -> Iterator[StoredRecord]:
+        """Records with a revision of at least ``from_revision``, oldest first, each read when it is asked for.
 
         What is not shaped like a record becomes one that no check accepts.
         """
@@ -342,7 +359,7 @@ class Rows:
             " ORDER BY revision",
             (key.tenant, key.session_id, from_revision),
         )
-        return [shaped(*row) for row in cursor]
+        return (shaped(*row) for row in cursor)
 
     def newest(self, tenant: str, start: Position, labels: dict[str, str], now: Moment) -> Iterator[Meta]:
         """The tenant's live sessions after ``start`` that carry ``labels``, newest update first.

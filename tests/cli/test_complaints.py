@@ -114,7 +114,7 @@ def files(tmp_path: Path) -> Path:
     [
         (
             "chat --model FILES/none",
-            1,
+            2,
             "pensieve chat: the server did not start: FILES/none: no such folder\n",
         ),
         ("chat --store nonsense:", 2, "pensieve chat: the server did not start: --store: expected memory:, "),
@@ -128,8 +128,8 @@ def files(tmp_path: Path) -> Path:
             2,
             "pensieve chat: --target: must be HOST:PORT, got 'http://NOBODY'\n",
         ),
-        ("serve --store memory: --model FILES/none", 1, "pensieve serve: FILES/none: no such folder"),
-        ("profile --model FILES/none", 1, "pensieve profile: FILES/none: no such folder"),
+        ("serve --store memory: --model FILES/none", 2, "pensieve serve: FILES/none: no such folder"),
+        ("profile --model FILES/none", 2, "pensieve profile: FILES/none: no such folder"),
         (
             "sessions --target NOBODY",
             1,

@@ -50,7 +50,7 @@ def test_commands_options_words_and_files() -> None:
     assert {"plain,serve", "plain,sessions", "plain,simulate", "plain,store"} == set(offered("pensieve s"))
     assert offered("pensieve serve --max-q") == ["plain,--max-queued", "plain,--max-queued-tokens"]
     assert offered("pensieve serve --policy w") == ["plain,whole-session"]
-    assert offered("pensieve serve --model ") == ["plain,demo", "dir,"]
+    assert offered("pensieve serve --model ") == ["plain,demo", "plain,smollm2", "file,"]
     assert offered("pensieve serve --tls-cert ce") == ["file,ce"]
     assert offered("pensieve serve --cost-profile e") == ["plain,estimate", "file,e"]
     assert offered("pensieve store che") == ["plain,check"]

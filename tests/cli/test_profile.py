@@ -127,7 +127,7 @@ def test_nowhere_to_write(tmp_path: Path) -> None:
     [
         (["--longest", "100000"], 2, "at most 512 tokens"),
         (["--longest", "40"], 2, "two chunks, 64 tokens"),
-        (["--model", "/no/such/model"], 1, "no such folder"),
+        (["--model", "/no/such/model"], 2, "no such folder"),
     ],
 )
 def test_refusals(tmp_path: Path, arguments: list[str], code: int, said: str) -> None:

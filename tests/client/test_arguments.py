@@ -245,7 +245,7 @@ def test_every_call_takes_names() -> None:
     settings = ClientSettings("x")
     chat = SessionCore(settings, "sessions/a")
     flows = [
-        chat.append([("user", "x")], None, "n"),
+        chat.append([("user", "x")], (), None, "n"),
         chat.rewind(1, None, "n"),
         chat.fork(None, None, None, "n", None),
         chat.get_turn("n"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pensieve.errors import ResourceExhausted
-from pensieve.server.history.lanes import MOST_WAITING_CHARS, SHORT_CHARS, TextLanes
+from pensieve.server.history.lanes import MOST_WAITING_CHARS, SHORT_CHARS, Abandoned, Check, TextLanes
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service.service_rig import refusal, serving, spec, user
 
@@ -27,7 +27,7 @@ class Bench:
         self.tasks: list[asyncio.Task[None]] = []
 
     def ask(self, tenant: str, chars: int = LONG, name: str = "") -> asyncio.Task[None]:
-        def work() -> None:
+        def work(_check: Check) -> None:
             self.order.append(name or tenant)
             assert self.go.wait(30)
 
@@ -93,11 +93,34 @@ async def test_who_leaves_is_skipped_and_takes_no_thread_along(bench: Bench) -> 
         task.cancel()
     await bench.all_done()
     assert bench.order == ["0", "4", "5"]
-    await asyncio.wait_for(bench.lanes.run("a", LONG, lambda: None), 30)
+    await asyncio.wait_for(bench.lanes.run("a", LONG, lambda _: None), 30)
+
+
+async def test_work_of_a_caller_that_has_left_ends_at_its_next_check(bench: Bench) -> None:
+    began, ended, checks = threading.Event(), threading.Event(), 0
+
+    def work(check: Check) -> None:
+        nonlocal checks
+        began.set()
+        try:
+            while True:
+                check()
+                checks += 1
+                assert checks < 100_000_000, "goes on for nobody"
+        except Abandoned:
+            ended.set()
+            raise
+
+    task = asyncio.create_task(bench.lanes.run("a", LONG, work))
+    assert await asyncio.to_thread(began.wait, 30)
+    task.cancel()
+    assert await asyncio.to_thread(ended.wait, 30)
+    # Its thread is free for others.
+    await asyncio.wait_for(bench.lanes.run("b", LONG, lambda _: None), 30)
 
 
 async def test_work_that_fails_tells_its_caller_and_frees_its_thread(bench: Bench) -> None:
-    def fails() -> None:
+    def fails(_check: Check) -> None:
         raise ValueError("no")
 
     for _ in range(5):
@@ -110,7 +133,7 @@ async def test_what_waits_is_bounded_per_tenant(bench: Bench) -> None:
         bench.ask("flood", 1_000_000)
     await bench.begun(1)
     with pytest.raises(ResourceExhausted):
-        await bench.lanes.run("flood", 1_000_000, lambda: None)
+        await bench.lanes.run("flood", 1_000_000, lambda _: None)
     assert not bench.ask("other", 1_000_000).done()
     await bench.all_done()
 

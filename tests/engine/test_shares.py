@@ -325,3 +325,15 @@ def test_the_queue_keeps_a_place_for_other_tenants() -> None:
     assert len(bench.engine._scheduler.batch.waiting) == 4
     bench.submit("small", 9, 1)
     assert len(bench.engine._scheduler.batch.waiting) == 5
+
+
+def test_once_all_have_left_the_past_counts_no_more() -> None:
+    """A tenant served long ago competes as an equal with one that was never here."""
+    queue = FairQueue(8)
+    fill(queue, request("heavy", tokens=1000), request("other", tokens=1))
+    while len(queue):
+        serve(queue)
+    fill(queue, *(request(name, tokens=10) for name in ("new", "heavy", "new", "heavy")))
+    order = [serve(queue).tenant for _ in range(4)]
+    assert sorted(order[:2]) == sorted(order[2:]) == ["heavy", "new"], "by turns, from the first request on"
+    assert queue.weight("other") == 1.0

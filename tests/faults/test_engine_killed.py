@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pensieve.client import AsyncClient
 from pensieve.v1 import pensieve_pb2 as pb
 from support.faults.fault_client import NOT_SERVING, SERVING, Caller, Refused, Talk, audit, calling
 from support.faults.fault_server import FaultServer, fault_server
@@ -76,3 +77,30 @@ async def test_in_each_phase(store: str, tmp_path: Path) -> None:
             await caller.say(talks[1], "who are you?")
             assert await asyncio.to_thread(server.metric, "pensieve_engine_restarts_total") == 4
             await audit(caller, talks)
+
+
+@pytest.mark.fault(27)
+async def test_an_answer_that_was_drawn_without_a_seed_goes_on_as_it_began(
+    store: str, tmp_path: Path
+) -> None:
+    """Nothing that a client was shown is taken back by the death of an engine, or of the whole server."""
+    with fault_server(tmp_path / "server", store, pace_s=0.003) as server:
+        await asyncio.to_thread(server.start)
+        async with AsyncClient(server.grpc) as client:
+            session = await client.create_session()
+            plain = await session.send("one", max_output_tokens=12, ignore_eos=True)
+            drawn = await session.send("two", max_output_tokens=12, ignore_eos=True, temperature=1.0)
+            assert drawn.text != plain.text
+            stream = session.stream("three", max_output_tokens=60, ignore_eos=True, temperature=1.0)
+            shown, restarts = "", 0
+            async for piece in stream:
+                if piece.restarted:
+                    before, shown, restarts = shown, "", restarts + 1
+                    continue
+                shown += piece.text
+                if restarts:
+                    assert shown.startswith(before) or before.startswith(shown)
+                elif len(shown) > 5 and server.engine_pid is not None:
+                    os.kill(server.engine_pid, signal.SIGKILL)
+            turn = await stream.finish()
+            assert restarts == 1 and shown == turn.text

@@ -15,6 +15,7 @@ from pensieve.core import Sampling, SessionKey
 from pensieve.errors import Internal, PensieveError, Unavailable
 from pensieve.server.links import quarantine
 from pensieve.server.links.base import BaseLink
+from pensieve.server.links.condemned import Condemned
 from pensieve.server.links.engine_link import LinkState
 from pensieve.server.links.process_link import ProcessLink
 from pensieve.server.links.quarantine import Quarantine
@@ -26,7 +27,9 @@ POISON = 500
 QUARANTINED = "REQUEST_QUARANTINED"
 
 
-async def tried(link: BaseLink, name: str, tokens: Sequence[int], *, output: int = 4, tries: int = 12) -> str:
+async def tried(
+    link: BaseLink, name: str, tokens: Sequence[int], *, output: int = 4, tries: int = 12, session: str = ""
+) -> str:
     """Send a request again as clients do, until it is answered or refused for good. How it ended."""
     for _ in range(tries):
         async with asyncio.timeout(30):
@@ -35,7 +38,7 @@ async def tried(link: BaseLink, name: str, tokens: Sequence[int], *, output: int
         listener, sampling = Listener(), Sampling(max_output_tokens=output)
         try:
             array = np.asarray(tokens, dtype=np.int32)
-            link.submit(SessionKey(name), array, len(tokens), sampling, listener, origin=name)
+            link.submit(SessionKey(session or name), array, len(tokens), sampling, listener, origin=name)
             async with asyncio.timeout(30):
                 async for _ in listener:
                     pass
@@ -55,6 +58,58 @@ async def threaded(script: Script) -> AsyncIterator[InProcessLink]:
         yield link
     finally:
         await link.stop()
+
+
+@pytest.mark.fault(29)
+async def test_a_session_whose_client_never_gives_up_ends_three_engines_and_no_more() -> None:
+    async with threaded(Script(poison=POISON)) as link:
+        over = asyncio.Event()
+
+        async def talk(name: str) -> int:
+            turns = 0
+            while not over.is_set():
+                assert await tried(link, f"{name}/{turns}", [1, 2], session=name) == "4 tokens"
+                turns += 1
+            return turns
+
+        others = [asyncio.create_task(talk(name)) for name in ("a", "b")]
+        reasons = [await tried(link, f"bad/{n}", [POISON, n], session="bad") for n in range(8)]
+        over.set()
+        assert min(await asyncio.gather(*others)) > 0
+        assert reasons == [QUARANTINED] * 2 + ["SESSION_QUARANTINED"] * 6
+        assert link.restarts_total == 3
+        assert (link.condemned_turns_total, link.condemned_sessions_total) == (2, 1)
+
+
+async def test_a_condemned_context_is_refused_in_each_session_of_its_tenant() -> None:
+    async with threaded(Script(poison=POISON)) as link:
+        for n in range(4):
+            assert await tried(link, f"new{n}/{n}", [POISON, 7]) == QUARANTINED
+        assert link.restarts_total == 2
+        assert await tried(link, "new9/9", [8, 7]) == "4 tokens"
+
+
+def test_a_session_is_refused_after_two_condemned_turns_and_for_a_while() -> None:
+    now = 0.0
+    condemned = Condemned(lambda: now)
+    bad, other = SessionKey("bad"), SessionKey("other")
+    assert not condemned.add(bad, "t", b"1")
+    assert condemned.on_probation(bad) and not condemned.refuses(bad)
+    condemned.check(bad, "t", b"2")
+    condemned.check(other, "u", b"1")  # another tenant's
+    with pytest.raises(Internal, match=QUARANTINED):
+        condemned.check(other, "t", b"1")
+    now = 100.0
+    assert condemned.add(bad, "t", b"2")
+    with pytest.raises(Internal, match="SESSION_QUARANTINED") as refused:
+        condemned.check(bad, "t", b"3")
+    assert refused.value.retry_after_s == 600.0
+    condemned.check(other, "t", b"3")
+    now = 701.0
+    condemned.check(bad, "t", b"2")
+    assert condemned.on_probation(bad) and condemned.add(bad, "t", b"4"), "the next one is enough"
+    now = 3000.0
+    assert not condemned.add(bad, "t", b"5"), "all is forgotten"
 
 
 @pytest.mark.fault(29)

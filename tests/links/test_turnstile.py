@@ -30,7 +30,7 @@ class Gate:
     def enter(self, origin: str) -> OpenGeneration:
         generation = self.generations.open(Listener())
         command = Submit(generation.request, "s", b"", 0, Sampling())
-        self.turnstile.check(origin)
+        self.turnstile.check(command, origin)
         self.turnstile.enter(generation, command, origin)
         return generation
 

@@ -111,7 +111,7 @@ def test_a_sliding_window_limits_the_context(tmp_path: Path, config: dict[str, A
 def test_generation_config(tmp_path: Path) -> None:
     assert read(tmp_path, LLAMA).generation == Sampling()
     greedy = read(tmp_path, LLAMA, {"temperature": 0.6, "eos_token_id": [7, 9]})
-    assert greedy.generation == Sampling() and greedy.eos_token_ids == (7, 9)
+    assert greedy.generation == Sampling() and greedy.eos_token_ids == (7, 9, 2)
     given = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}
     assert read(tmp_path, LLAMA, given).generation == Sampling(
         temperature=0.6, top_p=0.9, top_k=50, repetition_penalty=1.1
@@ -128,7 +128,8 @@ def test_generation_config(tmp_path: Path) -> None:
         (LLAMA | {"quantization_config": {"bits": 4}}, "quantised"),
         (LLAMA | {"hidden_act": "gelu"}, "gelu"),
         (LLAMA | {"torch_dtype": "int8"}, "int8"),
-        (LLAMA | {"num_attention_heads": 30}, "do not divide"),
+        (LLAMA | {"num_attention_heads": 30}, "hidden_size 4096 .* num_attention_heads 30"),
+        (LLAMA | {"num_key_value_heads": 5}, "num_attention_heads 32 .* num_key_value_heads 5"),
         ({k: v for k, v in LLAMA.items() if k != "vocab_size"}, "vocab_size"),
         (OPT | {"do_layer_norm_before": False}, "opt-350m"),
         (OPT | {"word_embed_proj_dim": 512}, "word_embed_proj_dim"),

@@ -42,6 +42,8 @@ class Engine:
         part_seconds_total={"plan": 0.25, "device": 4.0},
     )
     restarts_total = 2
+    condemned_turns_total = 3
+    condemned_sessions_total = 1
 
 
 class Setup:
@@ -195,6 +197,8 @@ async def test_metrics_names_labels_and_values(setup: Setup) -> None:
     assert samples["pensieve_step_part_seconds_total", "plan"] == 0.25
     assert samples["pensieve_step_part_seconds_total", "device"] == 4
     assert samples["pensieve_engine_restarts_total",] == 2
+    assert samples["pensieve_quarantined_turns_total",] == 3
+    assert samples["pensieve_quarantined_sessions_total",] == 1
     assert samples["pensieve_engine_up",] == 1
     assert samples["pensieve_time_to_first_token_seconds_count", "cold"] == 1
     assert samples["pensieve_time_to_first_token_seconds_sum", "warm"] == 0.1

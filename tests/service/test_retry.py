@@ -12,7 +12,9 @@ from pensieve.core import FinishReason, Role, pack_tokens
 from pensieve.server.turns.buffer import TurnBuffer
 from pensieve.server.turns.stream import StreamOptions, events
 from pensieve.server.turns.text import OutputText
+from pensieve.server.unavailable import restarting
 from pensieve.server.values import Accepted, InputEntry, NewTurn, OutputChoice, RawEntry
+from pensieve.store.memory_store import MemoryStore
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service.service_rig import ANSWER, Streamed, encode, refusal, says, serving, spec, tokenizer, uid
 
@@ -267,6 +269,29 @@ async def test_seed_of_an_earlier_attempt_is_kept() -> None:
         )
         await rig.store.begin(Key("acme", name.removeprefix("sessions/")), dead)
         assert (await rig.run(name, turn)).seed == 77
+
+
+@pytest.mark.fault(27)
+async def test_all_tries_of_a_turn_have_one_seed_on_every_server() -> None:
+    """An answer that was streamed in part goes on as it began, though nobody has kept its seed."""
+    store = MemoryStore()
+    async with serving(answer=None, store=store) as rig, serving(answer=None, store=store) as other:
+        name = await rig.create()
+        turn = spec("hi", sampling=pb.SamplingParams(temperature=1.0))
+        seeds = []
+        for server in (rig, rig, other):
+            call = asyncio.ensure_future(refusal(server.call(name, turn)))
+            generation = await server.link.next_generation()
+            generation.admit()
+            generation.emit(*encode("the"))
+            generation.fail(restarting())
+            assert (await call).reason == "ENGINE_RESTARTING"
+            seeds.append(generation.sampling.seed)
+        another = asyncio.ensure_future(refusal(rig.call(name, spec("hi"))))
+        generation = await rig.link.next_generation()
+        generation.fail(restarting())
+        await another
+        assert len(set(seeds)) == 1 and generation.sampling.seed != seeds[0]
 
 
 @pytest.mark.fault(6)

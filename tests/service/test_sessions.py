@@ -47,8 +47,19 @@ async def test_import_of_a_transcript() -> None:
         rig.link.answer = lambda _: [*encode("the fox"), rig_eos()]
         lived = await rig.create("Be brief.")
         await rig.run(lived, "hello")
-        assert await context(rig, imported) == await context(rig, lived)
-        assert [item.item for item in await rig.items(imported)] == [1, 2, 3]
+        whole, ends = await context(rig, imported), await context(rig, lived)
+        assert whole[: len(ends)] == ends and whole[len(ends) :] == encode("\n"), (
+            "all that the template writes"
+        )
+        for name in (imported, lived):
+            await rig.run(name, "and now?")
+        assert rig.link.generations[-2].tokens == rig.link.generations[-1].tokens
+        followed = pb.CreateSessionRequest(
+            config=pb.SessionConfig(system_prompt="Be brief."), initial_items=said, followed_by=[pb.ROLE_USER]
+        )
+        name = (await rig.api.CreateSession(followed)).session.name
+        assert await context(rig, name) == ends
+        assert [item.item for item in await rig.items(name)] == [1, 2, 3]
 
 
 def rig_eos() -> int:

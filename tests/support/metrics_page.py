@@ -79,7 +79,7 @@ class Family:
 class _Engine:
     state = LinkState.SERVING
     stats = Stats(part_seconds_total={"plan": 1.0})
-    restarts_total = 0
+    restarts_total = condemned_turns_total = condemned_sessions_total = 0
 
 
 class _Queue:

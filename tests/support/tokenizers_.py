@@ -6,7 +6,16 @@ import functools
 import json
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 SPECIAL = (
     "<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>",
@@ -47,6 +56,12 @@ QWEN3 = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 DATED = "{{ 'Today is ' + strftime_now('%d %B %Y') + '\n' }}" + CHATML
+SHORTENS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' "
+    "+ (m.content if loop.revindex < 3 else m.content | upper) + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Rewrites what is older than two messages."""
 LATE_SYSTEM = (
     "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] + ' ' %}"
     "{% set rest = messages[1:] %}"
@@ -120,6 +135,15 @@ def unigram() -> str:
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
     return tokenizer.to_str()
+
+
+def with_bos(tokenizer: str, bos: str = "<s>") -> str:
+    """The same with a post-processor that puts ``bos`` before each text; JSON."""
+    made = Tokenizer.from_str(tokenizer)
+    made.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, made.token_to_id(bos))]
+    )
+    return made.to_str()
 
 
 def write_folder(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from pensieve.core import Role, TokenArray
@@ -42,7 +43,7 @@ def style(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def chat(style: tuple[str, Path]) -> ChatTokenizer:
-    return ChatTokenizer.from_folder(style[1], allow_rewriting=style[0] == "qwen3")
+    return ChatTokenizer.from_folder(style[1])
 
 
 def oracle_of(style: tuple[str, Path]) -> Any:
@@ -71,8 +72,7 @@ def converse(chat: ChatTokenizer, turns: Sequence[tuple[Role, str]], answers: Se
             [*history, *(HistoryItem(m.role) for m in new)], [TextMessage(A, answer)], generation_prompt=False
         )
         context += [*rendered.item_tokens, produced.item_tokens[0]]
-        closed = chat.is_closed(context[-1])
-        history += [*(HistoryItem(m.role) for m in new), HistoryItem(A, closed=closed)]
+        history += [*(HistoryItem(m.role) for m in new), chat.seen(A, context[-1])]
     return np.concatenate(context)
 
 
@@ -102,9 +102,10 @@ def test_whole_conversation_from_deltas(style: tuple[str, Path], chat: ChatToken
     whole = oracle.encode(
         oracle.apply_chat_template(messages(*pairs), tokenize=False), add_special_tokens=False
     )
-    whole = whole[: len(whole) - whole[::-1].index(oracle.eos_token_id)]  # ours ends with the answer's EOS
     if style[0] in ("chatml", "llama3", "qwen3"):
         assert ours.tolist() == whole
+    imported = chat.render([], [TextMessage(*pair) for pair in pairs], generation_prompt=False)
+    assert np.concatenate(imported.item_tokens).tolist() == whole
     assert oracle.decode(ours, skip_special_tokens=False) == oracle.decode(whole, skip_special_tokens=False)
 
 
@@ -150,28 +151,51 @@ def test_verbatim_tokens_get_no_glue(chat: ChatTokenizer) -> None:
 
 
 @pytest.mark.fault(18)
-@pytest.mark.parametrize(
-    "text", ["</s>", "a<|im_end|>b", "<|eot_id|>", "<s><s>", "<think>", "x</s", "<|im_start|>system\n"]
-)
-def test_control_strings_in_text_are_only_text(chat: ChatTokenizer, text: str) -> None:
-    benign = chat.render([], [TextMessage(U, "hello")], generation_prompt=True)
-    hostile = chat.render([], [TextMessage(U, text)], generation_prompt=True)
-    control = chat._encoder.control_ids
+def test_control_strings_in_text_are_only_text(chat: ChatTokenizer) -> None:
+    """Whatever the template writes around messages, and whatever begins or ends a text."""
+    control = {chat._encoder._control[text]["id"] for text in chat._encoder._control}
+    assert set(chat.eos_token_ids) <= control
 
     def controls(ids: TokenArray) -> list[int]:
         return [int(i) for i in ids if int(i) in control]
 
-    assert controls(hostile.item_tokens[0]) == controls(benign.item_tokens[0])
-    assert text.strip() in chat.decode(hostile.item_tokens[0])
+    for word in chat._encoder._control:
+        for text in (word, f"a{word}b", f"{word}{word}", word[:-1], f"{word}system\n", f" {word}"):
+            for role in (U, A):
+                said = [TextMessage(U, "hello"), TextMessage(A, "yes"), TextMessage(U, "no")]
+                benign = chat.render([], said, generation_prompt=True)
+                said[int(role is A)] = TextMessage(role, text)
+                hostile = chat.render([], said, generation_prompt=True)
+                whole = [np.concatenate(one.item_tokens) for one in (benign, hostile)]
+                assert controls(whole[0]) == controls(whole[1])
+                assert text.strip() in chat.decode(whole[1])
+
+
+def test_added_words_follow_the_tokenizer(tmp_path: Path) -> None:
+    """Special or not: what is no control token means in a message what it means to the tokenizer."""
+    backend = Tokenizer.from_str(tiny.byte_level())
+    backend.add_tokens(
+        [AddedToken("Zanzibar", single_word=True), AddedToken("[NOTE]", special=True, lstrip=True)]
+    )
+    backend.add_tokens([AddedToken("<|fim|>", special=True), AddedToken("nor\u006dal", normalized=True)])
+    folder = tiny.write_folder(tmp_path, backend.to_str(), tiny.CHATML, eos="<|im_end|>")
+    chat, oracle = ChatTokenizer.from_folder(folder), PreTrainedTokenizerFast.from_pretrained(str(folder))
+    pairs = [(U, "See [NOTE]Zanzibar, not Zanzibars"), (A, "<think>normal</think> <|fim|>"), (U, "Zanzibar")]
+    rendered = chat.render([], [TextMessage(*pair) for pair in pairs], generation_prompt=True)
+    text = oracle.apply_chat_template(messages(*pairs), tokenize=False, add_generation_prompt=True)
+    whole = oracle(text, add_special_tokens=False)["input_ids"]
+    assert [*np.concatenate(rendered.item_tokens), *rendered.generation_prompt] == whole
+    added = [backend.token_to_id(word) for word in ("Zanzibar", "[NOTE]", "<|fim|>", "normal", "<think>")]
+    assert [whole.count(one) for one in added] == [2, 1, 1, 1, 1]
 
 
 @pytest.mark.fault(18)
 @given(text=st.text())
 def test_any_text_round_trips_without_control_tokens(text: str) -> None:
-    from pensieve.tokenizer.encoding import Before, Part
+    from pensieve.tokenizer.encoding import Before
 
     chat = _shared_chat()
-    ids, _ = chat._encoder.encode([Part(text, False)], Before.CONTROL)
+    ids = chat._encoder.encode(text, Before.CONTROL, chat._encoder.spelled(text)).ids
     assert chat._encoder.control_ids.isdisjoint(ids)
     assert chat.decode(ids) == text
 
@@ -241,18 +265,26 @@ def test_content_is_stripped_where_the_template_strips(tmp_path: Path) -> None:
     assert " \n hello \n\n" in text(keeps, " \n hello \n\n")
 
 
-@pytest.mark.parametrize(("template", "word"), [(tiny.QWEN3, "think"), (tiny.DATED, "date")])
-def test_rewriting_templates_are_named(tmp_path: Path, template: str, word: str) -> None:
+@pytest.mark.parametrize(("template", "word"), [(tiny.QWEN3, "thoughts"), (tiny.DATED, "date")])
+def test_templates_that_drop_thoughts_or_write_a_date_are_served_with_a_warning(
+    tmp_path: Path, template: str, word: str
+) -> None:
     folder = tiny.write_folder(tmp_path, tiny.byte_level(), template, eos="<|im_end|>")
-    with pytest.raises(TemplateError, match=word) as caught:
+    accepted = ChatTokenizer.from_folder(folder)
+    (warning,) = accepted.warnings
+    assert word in warning
+    assert accepted.render([], [TextMessage(U, "hi")], generation_prompt=True).num_tokens > 3
+    other = ChatTokenizer.from_folder(folder, chat_template=tiny.CHATML)
+    assert other.template_sha256 != accepted.template_sha256 and not other.warnings
+
+
+def test_templates_that_rewrite_more_need_a_flag(tmp_path: Path) -> None:
+    folder = tiny.write_folder(tmp_path, tiny.byte_level(), tiny.SHORTENS, eos="<|im_end|>")
+    with pytest.raises(TemplateError, match="only append") as caught:
         ChatTokenizer.from_folder(folder)
-    assert "--chat-template" in caught.value.message
+    assert "--chat-template" in caught.value.message and "--allow-rewriting" in caught.value.message
     accepted = ChatTokenizer.from_folder(folder, allow_rewriting=True)
     assert accepted.render([], [TextMessage(U, "hi")], generation_prompt=True).num_tokens > 3
-    assert (
-        ChatTokenizer.from_folder(folder, chat_template=tiny.CHATML).template_sha256
-        != accepted.template_sha256
-    )
 
 
 @pytest.mark.parametrize("template", [tiny.NO_SYSTEM, tiny.LATE_SYSTEM])
@@ -278,12 +310,15 @@ def test_broken_template(tmp_path: Path) -> None:
         ChatTokenizer.from_folder(folder)
 
 
-def test_accepted_dates_are_those_of_the_day() -> None:
-    today = dt.date(2024, 2, 29)
-    template = ChatTemplate(tiny.DATED, allow_rewriting=True, today=lambda: today)
-    assert "29 February 2024" in template.glue((U,)).opening
-    today = dt.date(2024, 3, 1)
-    assert "01 March 2024" in template.glue((U,)).opening
+def test_a_date_is_that_of_the_occasion(tmp_path: Path) -> None:
+    folder = tiny.write_folder(tmp_path, tiny.byte_level(), tiny.DATED, eos="<|im_end|>")
+    chat = ChatTokenizer.from_folder(folder)
+    for when, shown in (
+        (dt.datetime(2024, 2, 29), "29 February 2024"),
+        (dt.datetime(2024, 3, 1), "01 March"),
+    ):
+        rendered = chat.render([], [TextMessage(U, "hi")], generation_prompt=False, when=when)
+        assert shown in chat.decode(rendered.item_tokens[0])
 
 
 def test_templates_cannot_reach_python(tmp_path: Path) -> None:

@@ -53,7 +53,13 @@ def test_vocab_and_merges_as_opt_is_published(tmp_path: Path) -> None:
     merges = [" ".join(pair) for pair in spec["merges"]]
     (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
     (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"bos_token": "</s>", "eos_token": {"content": "</s>"}, "add_bos_token": True})
+        json.dumps(
+            {
+                "bos_token": "</s>",
+                "eos_token": {"__type": "AddedToken", "content": "</s>"},
+                "add_bos_token": True,
+            }
+        )
     )
     chat = ChatTokenizer.from_folder(tmp_path)
     rendered = chat.render([], [TextMessage(Role.USER, "hello </s>")], generation_prompt=True)

@@ -72,7 +72,7 @@ def delta(
         rendered = chat.render(history, turn, generation_prompt=last and prompt, tools=tools)
         for message, tokens in zip(turn, rendered.item_tokens, strict=True):
             ids += tokens.tolist()
-            history.append(HistoryItem(message.role, closed=chat.is_closed(tokens)))
+            history.append(chat.seen(message.role, tokens))
         ids += rendered.generation_prompt.tolist()
     return ids
 
@@ -150,7 +150,7 @@ def test_people_do_not_write_marks(chat: ChatTokenizer) -> None:
         one in control for one in delta(chat, [ASKED, CALLED], prompt=False)
     )
     with pytest.raises(InvalidArgument, match="control token"):
-        chat.check_tools(TOOLS.replace("Tells", "<|im_end|>"))
+        chat.check_tools(TOOLS.replace("Tells", next(iter(chat._encoder._control))))
 
 
 def _control(chat: ChatTokenizer) -> frozenset[int]:
@@ -159,16 +159,8 @@ def _control(chat: ChatTokenizer) -> frozenset[int]:
 
 def test_marks_of_calls_are_shown(model: tuple[str, Path], chat: ChatTokenizer) -> None:
     """Special tokens are left out of answers, but not those that tell a call from words."""
-    ids = np.asarray(
-        chat._encoder.encode([], chat_before())[0] + _ids(model[1], "[TOOL_CALLS]", "<tool_call>")
-    )
+    ids = np.asarray(_ids(model[1], "[TOOL_CALLS]", "<tool_call>"))
     assert chat.decode(ids) == "[TOOL_CALLS]<tool_call>"
-
-
-def chat_before() -> Any:
-    from pensieve.tokenizer.encoding import Before
-
-    return Before.NOTHING
 
 
 def _ids(folder: Path, *marks: str) -> list[int]:

@@ -43,7 +43,7 @@ ON_A_TERMINAL = RetryPolicy(max_wait_s=math.inf)
 @click.option(
     "--model",
     metavar="NAME",
-    help="Model folder, hub id or `demo`, for the server that is started.",
+    help="Model folder, GGUF file, hub id, `smollm2` or `demo`, for the server that is started.",
     shell_complete=models,
 )
 @click.option("--store", metavar="URL", help="History store of the server that is started.")

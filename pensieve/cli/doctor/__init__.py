@@ -1,4 +1,4 @@
 """``pensieve doctor``: what this machine can do, and what is missing, with the fix.
 
-May import: cli.output, client, errors, extras, machine, model, options, tokenizer.
+May import: cli.output, client, errors, extras, gguf, machine, model, options, tokenizer.
 """

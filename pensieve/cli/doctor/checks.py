@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import re
@@ -22,7 +21,8 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 import msgspec
 
 from pensieve import extras
-from pensieve.machine import memory, usable_cores
+from pensieve.gguf import read_gguf
+from pensieve.machine import memory, usable_cores, user_path
 
 State = Literal["ok", "note", "fail"]
 OLDEST_SQLITE = (3, 35, 0)
@@ -176,22 +176,24 @@ def _redis(url: str) -> Check:
 
 
 def model(name: str) -> Iterator[Check]:
-    """The model folder: architecture, weights, tokenizer, chat template. Downloads nothing."""
+    """The model's folder or file: architecture, weights, tokenizer, chat template. Downloads nothing."""
     from pensieve.model.arch import ModelError
     from pensieve.model.folder import load_arch
     from pensieve.model.resolve import is_path, resolve_model
 
-    if name != "demo" and not is_path(name) and not Path(name).is_dir():
-        fix = "pass a folder, or let `pensieve serve` download it"
-        yield Check(
-            "model", name, "note", "not a folder here; a hub id is looked at when the server starts", fix
-        )
+    if name != "demo" and not is_path(name) and not user_path(name).exists():
+        fix = "pass a folder or a GGUF file, or let `pensieve serve` download it"
+        found = "not a folder or file here; other names are looked at when the server starts"
+        yield Check("model", name, "note", found, fix)
         return
     try:
         folder = resolve_model(name)
         arch = load_arch(folder)
     except ModelError as error:
-        yield Check("model", "architecture", "fail", str(error), "name a model folder of a supported family")
+        yield Check("model", "architecture", "fail", str(error), "name a model of a supported family")
+        return
+    except ImportError as error:
+        yield Check("model", "packages", "fail", f"no {error.name}", "pip install 'pensieve[gguf]'")
         return
     found = f"{arch.family}, {arch.num_layers} layers, context {arch.context_limit}, {arch.num_parameters / 1e6:.1f} M"
     yield Check("model", "architecture", "ok", found)
@@ -200,14 +202,21 @@ def model(name: str) -> Iterator[Check]:
 
 
 def _weights(folder: Path) -> Check:
-    files = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
-    index = folder / "model.safetensors.index.json"
-    wanted = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set(files)
-    if not files or not wanted <= set(files):
-        missing = ", ".join(sorted(wanted - set(files))) or "any *.safetensors"
+    if folder.is_file():
+        headers = read_gguf(folder).headers
+        size = sum(path.stat().st_size for path, _ in headers)
+        return Check("model", "weights", "ok", f"{len(headers)} GGUF file(s), {size / GIB:.2f} GiB")
+
+    from pensieve.model.arch import ModelError
+    from pensieve.model.files import weight_files
+
+    try:
+        files = weight_files(folder)
+    except ModelError as error:
         fix = "download the whole model (only safetensors are read), or --load-format dummy"
-        return Check("model", "weights", "fail", f"missing: {missing}", fix)
-    return Check("model", "weights", "ok", f"{len(files)} file(s), {sum(files.values()) / GIB:.2f} GiB")
+        return Check("model", "weights", "fail", str(error), fix)
+    size = sum(file.stat().st_size for file in files)
+    return Check("model", "weights", "ok", f"{len(files)} file(s), {size / GIB:.2f} GiB")
 
 
 def _tokenizer(folder: Path) -> Iterator[Check]:

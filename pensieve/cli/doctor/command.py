@@ -85,7 +85,7 @@ def _lines(check: Check, width: int) -> list[str]:
     "--model",
     envvar="PENSIEVE_SERVE_MODEL",
     metavar="MODEL",
-    help=f"Folder, hub id or `demo`.  [default: {_DEFAULTS.model}]",
+    help=f"Folder, GGUF file, hub id, `smollm2` or `demo`.  [default: {_DEFAULTS.model}]",
     shell_complete=models,
 )
 @click.option(

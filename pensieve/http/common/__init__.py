@@ -1,4 +1,4 @@
-"""What all of the door's protocols share: bodies, callers, failures, streams, and where a resent history ends.
+"""What all of the door's protocols share: who may come in, bodies, callers, failures, streams, resent histories.
 
-May import: client, errors, speech.
+May import: client, errors, hosts, rpc_status, speech.
 """

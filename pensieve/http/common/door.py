@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pensieve.client import ServerInfo
+from pensieve.http.common.admission import Admission
 from pensieve.http.common.bodies import Bodies
 from pensieve.http.common.callers import Caller, Callers
 from pensieve.http.common.failures import HttpFailure
@@ -19,7 +20,7 @@ from pensieve.http.common.readiness import Readiness
 from pensieve.http.common.settings import DoorSettings
 
 _INFO_S: Final = 30.0
-"""How long what a server said of itself is believed."""
+"""How long what a server said of itself is believed. Whether it still knows the caller is asked elsewhere."""
 
 
 class HttpDoor:
@@ -28,6 +29,7 @@ class HttpDoor:
     def __init__(self, settings: DoorSettings) -> None:
         self.settings = settings
         self.bodies = Bodies(settings.max_body_bytes)
+        self.admission = Admission(settings)
         self.callers = Callers(settings)
         self.heads = Heads(settings.max_heads)
         self.readiness = Readiness(settings)
@@ -35,6 +37,7 @@ class HttpDoor:
 
     async def close(self) -> None:
         """End all connections: streams end with an error event, calls with 503."""
+        self.admission.close()
         await self.callers.close()
         await self.readiness.close()
 
@@ -44,10 +47,10 @@ class HttpDoor:
         assert isinstance(found, HttpDoor)
         return found
 
-    async def info_of(self, caller: Caller) -> ServerInfo:
-        """What the service says of itself to this caller; asked again after a while."""
+    async def info_of(self, caller: Caller, *, fresh: bool = False) -> ServerInfo:
+        """What the service says of itself to this caller, which is asked for again after a while or if ``fresh``."""
         known = self._infos.get(caller.scope)
-        if known is None or time.monotonic() - known[0] > _INFO_S:
+        if fresh or known is None or time.monotonic() - known[0] > _INFO_S:
             if len(self._infos) > self.settings.max_callers:
                 self._infos.clear()
             known = self._infos[caller.scope] = time.monotonic(), await caller.client.server_info()

@@ -6,6 +6,7 @@ import math
 from typing import Any, Final
 
 from pensieve.errors import InvalidArgument, PensieveError
+from pensieve.rpc_status import BROKEN, TRANSPORT, TRANSPORT_FINAL
 
 
 class HttpFailure(Exception):
@@ -28,6 +29,8 @@ class HttpFailure(Exception):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.closes = False
+        """End the connection: what is left of the body is not read."""
 
     @property
     def body(self) -> dict[str, Any]:
@@ -37,9 +40,10 @@ class HttpFailure(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        if self.retry_after_s is None:
-            return {}
-        return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
+        found = {"connection": "close"} if self.closes else {}
+        if self.retry_after_s is not None:
+            found["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
+        return found
 
 
 _STATUS: Final[dict[str, tuple[int, str]]] = {
@@ -78,6 +82,8 @@ def failure_of(error: PensieveError) -> HttpFailure:
         return HttpFailure(
             503, "the server is shutting down", kind="server_error", code="draining", retry_after_s=1.0
         )
+    if error.reason in (TRANSPORT, TRANSPORT_FINAL):
+        return _unreachable(error)
     status, kind = _STATUS.get(error.code, (500, "server_error"))
     message, param = error.message, "Idempotency-Key" if error.reason == "REQUEST_ID_REUSED" else None
     if isinstance(error, InvalidArgument) and error.violations:
@@ -91,6 +97,21 @@ def failure_of(error: PensieveError) -> HttpFailure:
         code=_CODES.get(error.reason, error.reason.lower()),
         retry_after_s=error.retry_after_s if status in (429, 503) else None,
     )
+
+
+def _unreachable(error: PensieveError) -> HttpFailure:
+    """No server of ours has answered. The text of the gRPC library names files and addresses: it goes to no caller."""
+    code = error.metadata.get("grpc_code", error.code)
+    if code in BROKEN:
+        return HttpFailure(
+            503,
+            "the service cannot be reached: try again",
+            kind="server_error",
+            code="service_unreachable",
+            retry_after_s=error.retry_after_s if error.retry_after_s is not None else 1.0,
+        )
+    status, kind = _STATUS.get(error.code, (500, "server_error"))
+    return HttpFailure(status, f"the call of the service failed ({code})", kind=kind, code=code.lower())
 
 
 def _field(path: str) -> str:

@@ -25,7 +25,7 @@ class DoorSettings:
     max_heads: int = 100_000
     """Ends of conversations that are remembered, so that who resends a history is found to go on with it."""
     max_callers: int = 256
-    """Connections to the service that are kept: for each credential one, and more while it has many requests."""
+    """Clients of the service that are kept: for each credential one, and more while it has many requests."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call the door from a browser; none unless said."""
     shows_metrics: bool = True
@@ -35,3 +35,12 @@ class DoorSettings:
     socket."""
     proxies: tuple[str, ...] = ()
     """Addresses and networks of the proxies that are believed when they say for whom they call (X-Forwarded-For)."""
+    on_loopback: bool = False
+    """Callers reach the door on this machine only. If they need no key there, it is served under names of this machine
+    and ``hosts``, so that a page of another site cannot reach it through a browser under a name of its own."""
+    hosts: tuple[str, ...] = ()
+    """More names that callers may use for it."""
+    wants_keys: bool = False
+    """Refuse calls while the service lets in callers without a key: the door is open to a network."""
+    heartbeat_s: float = 10.0
+    """Longest silence on a stream."""

@@ -1,15 +1,17 @@
-"""Threads for tokenising, shared fairly: no tenant's long texts make another's short ones wait.
+"""Threads for rendering and tokenising, shared fairly: no tenant's large work makes another's small work wait.
 
-Long and short texts have threads of their own. In each of the two lanes tenants take turns by what they have used: the
-next text is one of the tenant whose texts, so far, began earliest on a clock that counts characters (start-time fair
-queueing, Goyal, Vin and Cheng 1996). A tenant that was away starts where the clock stands, so it can neither save up
-its part nor is it made to wait for what it used before.
+Work is counted in characters, and each message counts as some more (``MESSAGE_WORK``): many short messages are as
+much work as one long one. Large and small work have threads of their own. In each of the two lanes tenants take turns
+by what they have used: next is the tenant whose work, so far, began earliest on a clock that counts work (start-time
+fair queueing, Goyal, Vin and Cheng 1996). A tenant that was away starts where the clock stands, so it can neither save
+up its part nor is it made to wait for what it used before. When a caller leaves, its work is skipped, or ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +22,21 @@ from pensieve.errors import ResourceExhausted
 Result = TypeVar("Result")
 
 SHORT_CHARS: Final = 16_384
-"""Texts up to this size are short: some milliseconds of work."""
+"""Work up to this size is small: some milliseconds."""
+MESSAGE_WORK: Final = 256
+"""A message is as much work as this many characters of text: measured in ``bench/results/rendering.md``."""
 MOST_WAITING_CHARS: Final = 16_000_000
 """Of one tenant, in either lane; more are refused."""
 _SHORT_THREADS: Final = 2
 _LONG_THREADS: Final = 1
+
+
+Check = Callable[[], None]
+"""Called by work now and then; raises ``Abandoned`` when nobody waits for the work any more."""
+
+
+class Abandoned(Exception):
+    """The caller has left. Seen by no one but the thread that worked."""
 
 
 class TextLanes:
@@ -34,11 +46,11 @@ class TextLanes:
         self._short = _Lane("short texts", _SHORT_THREADS)
         self._long = _Lane("long texts", _LONG_THREADS)
 
-    async def run(self, tenant: str, chars: int, work: Callable[[], Result]) -> Result:
-        """``work()`` in a thread, when it is the tenant's turn. ``chars``: the size of its texts.
+    async def run(self, tenant: str, chars: int, work: Callable[[Check], Result]) -> Result:
+        """``work(check)`` in a thread, when it is the tenant's turn. ``chars``: its size.
 
         Raises ResourceExhausted when the tenant has too much waiting already. Work that nobody waits for any more is
-        not begun.
+        not begun; work that has begun ends when it calls ``check`` next.
         """
         return await (self._short if chars <= SHORT_CHARS else self._long).run(tenant, chars, work)
 
@@ -77,13 +89,23 @@ class _Lane:
         self._running: dict[str, int] = {}
         self._clock = 0.0
 
-    async def run(self, tenant: str, chars: int, work: Callable[[], Result]) -> Result:
+    async def run(self, tenant: str, chars: int, work: Callable[[Check], Result]) -> Result:
         await self._turn(tenant, chars)
+        left = threading.Event()
+
+        def check() -> None:
+            if left.is_set():
+                raise Abandoned
+
         loop = asyncio.get_running_loop()
-        done = loop.run_in_executor(self._threads, work)
+        done = loop.run_in_executor(self._threads, work, check)
         # The thread is free when the work has ended, whether or not somebody still waits for it.
         done.add_done_callback(functools.partial(self._ended, tenant))
-        return await asyncio.shield(done)
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            left.set()
+            raise
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 
-from pensieve.core import Role, TokenArray, pack_tokens, packed_length, unpack_tokens
+from pensieve.core import ContextLimit, Role, TokenArray, pack_tokens, packed_length, unpack_tokens
 from pensieve.errors import ContextLimitExceeded, InvalidArgument
-from pensieve.server.history.lanes import TextLanes
+from pensieve.server.history.lanes import MESSAGE_WORK, TextLanes
 from pensieve.server.values import InputEntry, RawEntry, SpokenEntry
 from pensieve.speech import written
-from pensieve.store.records import History, Item, Overflow
+from pensieve.store.records import History, Item, Overflow, SessionConfig
 from pensieve.tokenizer import ChatTokenizer, HistoryItem, RawMessage, TextMessage, TokenMessage
 
 
@@ -85,10 +87,20 @@ class Renderer:
         stamp: Stamp,
         *,
         generation_prompt: bool = False,
+        follow: tuple[Role, ...] = (),
     ) -> tuple[tuple[Item, ...], TokenArray]:
-        """Items for ``entries`` behind ``history``, and the generation prompt behind them (int32 [n], maybe empty)."""
-        work = functools.partial(self._render, history, tuple(entries), stamp, generation_prompt)
+        """Items for ``entries`` behind ``history``, and the generation prompt behind them (int32 [n], maybe empty).
+
+        ``follow``: roles of messages that will come behind them, as far as that is known.
+        """
+        work = functools.partial(self._render, history, tuple(entries), stamp, generation_prompt, follow)
         return await self._lanes.run(self._tenant, _size(history, entries), work)
+
+    def dated(self, config: SessionConfig, time_ms: int) -> SessionConfig:
+        """``config`` of a new session: where the chat template writes a date, it is for good the one of this time."""
+        if not self._tokenizer.writes_date or config.begun_ms:
+            return config
+        return msgspec.structs.replace(config, begun_ms=time_ms)
 
     async def prepare(
         self, history: History, entries: Sequence[InputEntry], stamp: Stamp, room: Room
@@ -105,15 +117,21 @@ class Renderer:
     async def check_tools(self, tools: str) -> None:
         """Raises InvalidArgument unless a session with these definitions of functions can be rendered."""
         if tools:
-            work = functools.partial(self._tokenizer.check_tools, tools)
+
+            def work(_check: Callable[[], None]) -> None:
+                self._tokenizer.check_tools(tools)
+
             await self._lanes.run(self._tenant, len(tools), work)
 
     def check_size(self, entries: Sequence[InputEntry], limit: int) -> None:
         """Raises ContextLimitExceeded for input that is too long whatever it tokenises to. Costs nothing."""
         chars = sum(len(entry.text) for entry in entries if entry.tokens is None)
         verbatim = sum(packed_length(entry.tokens) for entry in entries if entry.tokens is not None)
-        if verbatim >= limit or chars > self._tokenizer.max_chars(limit):
-            raise too_long(verbatim if verbatim >= limit else limit + 1, limit)
+        fewest = verbatim + self._tokenizer.fewest_tokens(
+            sum(entry.tokens is None and not isinstance(entry, RawEntry) for entry in entries)
+        )
+        if fewest >= limit or chars > self._tokenizer.max_chars(limit):
+            raise too_long(fewest if fewest >= limit else limit + 1, limit)
 
     def context(self, history: History) -> TokenArray:
         """Token ids of the visible items, int32 [n].
@@ -129,21 +147,37 @@ class Renderer:
 
     def _lost_start(self, history: History) -> TokenArray:
         """The beginning-of-sequence token if the view hides it, else nothing; int32 [0 or 1]."""
+        if self._tokenizer.bos_token_id is None or not history.hidden_before:
+            return np.empty(0, dtype=np.int32)
+        return self._hidden_start(history.items[:1], history.visible()[:1])
+
+    def _hidden_start(self, first: tuple[Item, ...], first_shown: tuple[Item, ...]) -> TokenArray:
+        """The beginning-of-sequence token if ``first`` begins with it and ``first_shown`` does not; else nothing."""
         bos = self._tokenizer.bos_token_id
-        if bos is not None and history.hidden_before:
-            starts = [unpack_tokens(item.tokens[:4]) for item in (*history.items[:1], *history.visible()[:1])]
-            if len(starts) == 2 and starts[0].tolist() == [bos] != starts[1].tolist():
-                return starts[0]
+        starts = [unpack_tokens(item.tokens[:4]) for item in (*first, *first_shown)]
+        if bos is not None and len(starts) == 2 and starts[0].tolist() == [bos] != starts[1].tolist():
+            return starts[0]
         return np.empty(0, dtype=np.int32)
 
     def _render(
-        self, history: History, entries: tuple[InputEntry, ...], stamp: Stamp, generation_prompt: bool
+        self,
+        history: History,
+        entries: tuple[InputEntry, ...],
+        stamp: Stamp,
+        generation_prompt: bool,
+        follow: tuple[Role, ...],
+        check: Callable[[], None],
     ) -> tuple[tuple[Item, ...], TokenArray]:
+        before = history.visible()
+        begun_ms = history.config.begun_ms
         rendered = self._tokenizer.render(
-            [self._seen(item) for item in history.visible()],
+            [self._seen(before[index]) for index in self._tokenizer.window([one.role for one in before])],
             [_message(entry) for entry in entries],
             generation_prompt=generation_prompt,
             tools=history.config.tools,
+            follow=follow,
+            when=dt.datetime.fromtimestamp(begun_ms / 1000) if begun_ms else None,
+            check=check,
         )
         items = tuple(
             Item(
@@ -171,21 +205,32 @@ class Renderer:
         return written(entry.text, entry.calls, self._tokenizer.call_form)
 
     def _prepare(
-        self, history: History, entries: tuple[InputEntry, ...], stamp: Stamp, room: Room
+        self,
+        history: History,
+        entries: tuple[InputEntry, ...],
+        stamp: Stamp,
+        room: Room,
+        check: Callable[[], None],
     ) -> PreparedTurn:
-        prepared = self._assemble(history, entries, stamp)
+        prepared = self._assemble(history, entries, stamp, check)
         if len(prepared.context) < room.limit:
             return prepared
         if room.overflow is Overflow.DROP_OLDEST_TURNS:
             for shorter in self._shorter(prepared, room, keep_last=not entries):
                 # Rendered again: the glue of the first input item depends on what lies before it.
-                prepared = self._assemble(shorter, entries, stamp)
+                prepared = self._assemble(shorter, entries, stamp, check)
                 if len(prepared.context) < room.limit:
                     return prepared
         raise too_long(len(prepared.context), room.limit)
 
-    def _assemble(self, history: History, entries: tuple[InputEntry, ...], stamp: Stamp) -> PreparedTurn:
-        items, prompt = self._render(history, entries, stamp, True)
+    def _assemble(
+        self,
+        history: History,
+        entries: tuple[InputEntry, ...],
+        stamp: Stamp,
+        check: Callable[[], None],
+    ) -> PreparedTurn:
+        items, prompt = self._render(history, entries, stamp, True, (), check)
         new = [*(unpack_tokens(item.tokens) for item in items), prompt]
         context = np.concatenate([self.context(history), *new])
         if not len(context):
@@ -202,9 +247,10 @@ class Renderer:
         cuts = turn_borders(history)[1:] + ([] if keep_last else [history.head_item + 1])
         reserve = min(room.wanted_output or room.limit // 8, room.limit // 4)
         fitting: list[History] = []
+        lengths = self._lengths_from(history, cuts)
         for cut in cuts:
             view = replace(history, hidden_before=cut)
-            left = room.limit - new - self.length(view)
+            left = room.limit - new - lengths[cut]
             if left >= reserve:
                 fitting.insert(0, view)
                 break
@@ -213,9 +259,25 @@ class Renderer:
         # The last cut as well: glue that is rendered anew may turn out shorter than it was.
         return fitting + [replace(history, hidden_before=cut) for cut in cuts[-1:]]
 
+    def _lengths_from(self, history: History, cuts: Sequence[int]) -> dict[int, int]:
+        """``length`` of the view that each cut makes, in one pass; ``cuts`` in order."""
+        lengths: dict[int, int] = {}
+        left = sum(packed_length(item.tokens) for item in history.items)
+        items = history.items
+        at, shown = 0, items[:0]
+        for cut in cuts:
+            while at < len(items) and items[at].number < cut:
+                if items[at].role is Role.SYSTEM:
+                    shown = shown or items[at : at + 1]
+                else:
+                    left -= packed_length(items[at].tokens)
+                at += 1
+            lengths[cut] = left + len(self._hidden_start(items[:1], shown or items[at : at + 1]))
+        return lengths
+
     def _seen(self, item: Item) -> HistoryItem:
-        last = unpack_tokens(item.tokens[-4:])
-        return HistoryItem(item.role, item.verbatim, self._tokenizer.is_closed(last))
+        last = unpack_tokens(item.tokens[-4 * self._tokenizer.tail_tokens :])
+        return self._tokenizer.seen(item.role, last, verbatim=item.verbatim)
 
 
 def turn_borders(history: History) -> list[int]:
@@ -233,18 +295,23 @@ def turn_borders(history: History) -> list[int]:
 
 
 def too_long(context_tokens: int, limit: int) -> ContextLimitExceeded:
+    # The limit that an engine tells of says what sets it.
+    note = f" ({limit.note})" if isinstance(limit, ContextLimit) and limit.note else ""
     return ContextLimitExceeded(
-        f"the context would have {context_tokens} tokens or more; it must stay below {limit}",
+        f"the context would have {context_tokens} tokens or more; it must stay below {limit}{note}",
         metadata={"context_tokens": str(context_tokens), "limit": str(limit)},
     )
 
 
 def _size(history: History, entries: Sequence[InputEntry]) -> int:
-    """Characters, and token ids, which are turned into text; definitions of functions as long as no user has spoken."""
+    """Work: characters and token ids, a fixed amount for each message, and tools as long as no user has spoken."""
     shows_tools = all(item.role is not Role.USER for item in history.items)
     tools = len(history.config.tools) if shows_tools else 0
     return tools + sum(
-        len(entry.text) if entry.tokens is None else packed_length(entry.tokens) for entry in entries
+        MESSAGE_WORK
+        + (len(entry.text) if entry.tokens is None else packed_length(entry.tokens))
+        + (sum(len(call.arguments) for call in entry.calls) if isinstance(entry, SpokenEntry) else 0)
+        for entry in entries
     )
 
 

@@ -82,6 +82,16 @@ class BaseLink(abc.ABC):
     def stalled(self) -> bool:
         return self._state is LinkState.SERVING and self._watchdog.stalled
 
+    @property
+    def condemned_turns_total(self) -> int:
+        """Turns that were found to end engines."""
+        return self._turnstile.condemned.turns_total
+
+    @property
+    def condemned_sessions_total(self) -> int:
+        """Times that a session was refused for its condemned turns."""
+        return self._turnstile.condemned.sessions_total
+
     def submit(
         self,
         session: SessionKey,
@@ -96,7 +106,6 @@ class BaseLink(abc.ABC):
         standing: Standing = ALONE,
     ) -> OpenGeneration:
         self._check_serving()
-        self._turnstile.check(origin)
         generation = self._generations.open(sink)
         command = Submit(
             request=generation.request,
@@ -109,6 +118,7 @@ class BaseLink(abc.ABC):
             standing=standing,
         )
         try:
+            self._turnstile.check(command, origin)
             self._turnstile.enter(generation, command, origin)
         except PensieveError:
             self._generations.drop(generation)

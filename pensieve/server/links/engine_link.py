@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from typing import Protocol
 
-from pensieve.core import ALONE, Hints, RequestKey, Sampling, SessionKey, Standing, TokenArray
+from pensieve.core import ALONE, ContextLimit, Hints, RequestKey, Sampling, SessionKey, Standing, TokenArray
 from pensieve.engine.messages import (
     CandidateFinished,
     EngineReady,
@@ -58,7 +58,8 @@ class GenerationSink(Protocol):
 
         Unavailable (ENGINE_RESTARTING) says that the engine died, Unavailable (DRAINING) that the link was stopped,
         Internal (ENGINE_FAILED) that the engine could not serve this request, Internal (REQUEST_QUARANTINED) that it
-        has ended the engine for the second time, ContextLimitExceeded that the context can
+        has ended the engine for the second time or has the context of a turn that did, Internal (SESSION_QUARANTINED)
+        that two turns of its session have, ContextLimitExceeded that the context can
         never fit, ResourceExhausted that the engine's queue is full. Anything else was raised by this sink.
         """
         ...
@@ -127,7 +128,7 @@ class EngineLink(Protocol):
         Sessions with one ``scope`` share the KV of common beginnings; with "" a session shares with nobody.
         ``hints`` speak of the time after the generation, ``standing`` says how it waits. ``origin`` names the turn, the
         same for all its tries: one that has ended the engine twice fails with Internal (REQUEST_QUARANTINED), and is
-        refused with it.
+        refused with it. After two such turns all of the session are refused with Internal (SESSION_QUARANTINED).
 
         Raises Unavailable (STARTING, ENGINE_RESTARTING, DRAINING) when no engine takes work. Then
         ``sink`` is never called.
@@ -162,6 +163,12 @@ class EngineLink(Protocol):
         ...
 
 
-def context_limit(info: EngineReady) -> int:
+def context_limit(info: EngineReady) -> ContextLimit:
     """A context must be shorter than this, in tokens: the model's limit, or what the device tier holds if less."""
-    return min(info.context_limit, info.device_capacity_tokens or info.context_limit)
+    limit = ContextLimit(min(info.context_limit, info.device_capacity_tokens or info.context_limit))
+    if limit < info.model_context_limit:
+        limit.note = (
+            f"the device tier of the cache sets this limit, not the model, which takes {info.model_context_limit}: a "
+            "larger --device-cache raises it"
+        )
+    return limit

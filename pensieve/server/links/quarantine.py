@@ -2,9 +2,11 @@
 
 When an engine dies, the requests of the step that it was in are suspects. Who tries again is let in: suspects one at a
 time, beside everybody else, so that the next death tells which of them it was. A suspect that gets further than it was
-when the engine died waits for nobody any more, one that ends well is none. Found guilty is a request that was in two
-deaths, if it is the only one, or the only one of those that were let in one at a time. It is refused for a while; the
-others that died with it are cleared.
+when the engine died waits for nobody any more, one that ends well is none. The next turn of a session that had a guilty
+one is a suspect from the start.
+
+Found guilty is a request that was in two deaths, if it is the only one, or the only one of those that were let in one
+at a time. It is refused for a while; the others that died with it are cleared.
 
 A process killed from outside says little of its requests. Such a death counts for a quarter of one: enough to find a
 request whose appetite the system answers with a kill, and too little for an operator's kills to condemn anybody.
@@ -26,6 +28,8 @@ ISOLATED: Final = 1.0
 """Deaths after which a suspect is let in only when no other suspect is."""
 OUTSIDE: Final = 0.25
 """What a death from outside counts for."""
+FORESEEN: Final = 0
+"""Stands for a death of another turn of the session."""
 FRESH_TOKENS: Final = 8
 """A request with fewer output tokens when the engine died had just begun. If there are such, they come first."""
 MEMORY_S: Final = 600.0
@@ -67,6 +71,12 @@ class Quarantine:
         suspect = self._suspects.get(name)
         return suspect is not None and suspect.isolated and self._clock() < suspect.until
 
+    def suspect(self, name: str) -> None:
+        """Take a request that has not run yet for one that was in a death before, as a suspect to be let in alone."""
+        if name not in self._suspects:
+            until = self._clock() + MEMORY_S
+            self._suspects[name] = _Suspect({FORESEEN: 1.0}, isolated=True, until=until)
+
     def got_to(self, name: str, tokens: int) -> bool:
         """It has so many output tokens. Returns whether that is further than it was when the engine died."""
         suspect = self._suspects.get(name)
@@ -102,6 +112,7 @@ class Quarantine:
     def _condemn(self, guilty: str, now: float) -> None:
         explained = self._suspects.pop(guilty).deaths
         self._guilty[guilty] = now + MEMORY_S
+        explained.pop(FORESEEN, None)
         for name, suspect in list(self._suspects.items()):
             for death in explained:
                 suspect.deaths.pop(death, None)

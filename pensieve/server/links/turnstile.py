@@ -1,4 +1,4 @@
-"""The way of generations into an engine: who is quarantined is refused, suspects go in one at a time."""
+"""The way of generations into an engine: what is quarantined is refused, suspects go in one at a time."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Final
 from pensieve.core import SessionKey
 from pensieve.engine.messages import Submit
 from pensieve.errors import PensieveError
+from pensieve.server.links.condemned import Condemned
 from pensieve.server.links.generations import OpenGeneration
 from pensieve.server.links.quarantine import MEMORY_S, Quarantine
 
@@ -49,6 +50,7 @@ class Turnstile:
         self._fail = fail
         self._clock = clock
         self._quarantine = Quarantine(clock)
+        self.condemned = Condemned(clock)
         self._inside: dict[int, _Passage] = {}
         self._held: OrderedDict[int, _Passage] = OrderedDict()
         self._lone: _Passage | None = None
@@ -62,20 +64,26 @@ class Turnstile:
     def may_warm(self, session: SessionKey) -> bool:
         """Whether a session may be warmed; if so, it is taken as done. Nobody is told more than that now is no time."""
         now = self._clock()
-        if self._cold.get(session, 0.0) > now:
+        if self._cold.get(session, 0.0) > now or self.condemned.refuses(session):
             return False
         self._warmed = {one: at for one, at in self._warmed.items() if at > now - WARM_SUSPICION_S}
         self._warmed[session] = now
         return True
 
-    def check(self, origin: str) -> None:
-        """Raises Internal (REQUEST_QUARANTINED). ``origin``: name of a turn over all its tries, "" for none."""
+    def check(self, command: Submit, origin: str) -> None:
+        """Raises Internal (REQUEST_QUARANTINED, SESSION_QUARANTINED).
+
+        ``origin``: name of a turn over all its tries, "" for none.
+        """
         if origin:
             self._quarantine.check(origin)
+            self.condemned.check(command.session, command.standing.tenant, command.tokens)
 
     def enter(self, generation: OpenGeneration, command: Submit, origin: str) -> None:
         """Send the command, now or when it is this generation's turn. Raises what ``send`` does."""
         passage = _Passage(generation, command, origin)
+        if origin and self.condemned.on_probation(command.session):
+            self._quarantine.suspect(origin)
         alone = bool(origin) and self._quarantine.must_wait(origin)
         if alone and self._lone is not None:
             self._held[generation.request] = passage
@@ -137,6 +145,13 @@ class Turnstile:
         self._warmed.clear()
         batch = {passage.origin: passage.generation.outputs for passage in accused}
         guilty = self._quarantine.died(batch, outside=outside) if batch else None
+        for passage in [one for one in accused if guilty is not None and one.origin == guilty][:1]:
+            command = passage.command
+            if self.condemned.add(command.session, command.standing.tenant, command.tokens):
+                fields = dict(passage.generation.log_fields)
+                log.error(
+                    "turns of a session have ended the engine again and again: it is refused", extra=fields
+                )
         return next((one.generation for one in at_work if guilty is not None and one.origin == guilty), None)
 
     def reset(self) -> None:

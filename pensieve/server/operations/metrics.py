@@ -161,6 +161,12 @@ class EngineView(Protocol):
     @property
     def restarts_total(self) -> int: ...
 
+    @property
+    def condemned_turns_total(self) -> int: ...
+
+    @property
+    def condemned_sessions_total(self) -> int: ...
+
 
 class QueueView(Protocol):
     """The part of the gate that is shown."""
@@ -186,6 +192,12 @@ class _EngineCollector(Collector):
             yield family
         restarts = self._engine.restarts_total
         yield CounterMetricFamily("pensieve_engine_restarts_total", "Engines replaced.", value=restarts)
+        turns = self._engine.condemned_turns_total
+        text = "Turns that were found to end engines; they are refused for a while."
+        yield CounterMetricFamily("pensieve_quarantined_turns_total", text, value=turns)
+        sessions = self._engine.condemned_sessions_total
+        text = "Times that all turns of a session were refused, because two had ended engines."
+        yield CounterMetricFamily("pensieve_quarantined_sessions_total", text, value=sessions)
         up = float(self._engine.state is LinkState.SERVING)
         yield GaugeMetricFamily("pensieve_engine_up", "Whether an engine serves.", value=up)
 

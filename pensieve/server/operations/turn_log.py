@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 OURS: Final = frozenset(
     {
         "bug", "engine_failed", "engine_restarting", "history_corrupt", "history_regressed", "request_quarantined",
-        "store_full", "store_replaced", "store_unavailable", "turn_fenced",
+        "session_quarantined", "store_full", "store_replaced", "store_unavailable", "turn_fenced",
     }
 )  # fmt: skip
 """Outcomes that are no wish of a caller and no limit: they are logged as warnings, all others for debugging."""

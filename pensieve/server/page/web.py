@@ -5,9 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.resources
-import ipaddress
 import re
-import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
@@ -17,6 +15,7 @@ from urllib.parse import parse_qs, unquote
 import msgspec
 
 from pensieve.errors import NotFound, PensieveError, PermissionDenied, Unauthenticated
+from pensieve.hosts import names_this_machine
 from pensieve.server.ids import SESSION_ID
 from pensieve.server.operations.admin_port import AdminAnswer
 from pensieve.server.page.details import session_document
@@ -29,7 +28,6 @@ from pensieve.store import HistoryStore, Key
 SERIES_SCHEMA: Final = "pensieve.series/1"
 DEFAULT_TENANT: Final = "default"
 _SESSION: Final = re.compile(r"/sessions/([^/]+)\.json")
-_LOCAL: Final = re.compile(r"(?:[a-z0-9-]+\.)*localhost")
 
 Operator = Callable[[str, str], Awaitable[None]]
 """(value of ``Authorization``, address of the caller): raises Unauthenticated or PermissionDenied."""
@@ -70,7 +68,7 @@ class WebPage:
         path, _, query = target.partition("?")
         if not (path in ("/", "/state.json", "/series.json", "/gap.json") or path.startswith("/sessions/")):
             return None
-        if not _known_host(headers.get("host", "")):
+        if not names_this_machine(headers.get("host", "")):
             return _refused(
                 HTTPStatus.FORBIDDEN,
                 "HOST_REFUSED",
@@ -152,20 +150,3 @@ def _number(asked: Mapping[str, list[str]], name: str, default: int, most: int) 
     if not (text.isascii() and text.isdigit() and len(text) <= 10):
         raise ValueError(f"{name}: a number is wanted")
     return min(int(text), most)
-
-
-def _known_host(host: str) -> bool:
-    """Whether a browser that sends this ``Host`` meant this server.
-
-    A page elsewhere can have its own name lead to this address and read what is answered here as its own; it cannot
-    make a browser send an address, or ``localhost``, in place of that name.
-    """
-    name = host.lower()
-    name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
-    if _LOCAL.fullmatch(name) or name in (socket.gethostname().lower(), socket.getfqdn().lower()):
-        return True
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

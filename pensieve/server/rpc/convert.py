@@ -16,6 +16,7 @@ from pensieve.server.values import (
     OutputChoice,
     RawEntry,
     SpokenEntry,
+    TurnFrame,
     TurnHints,
 )
 from pensieve.speech import FunctionCall
@@ -90,6 +91,7 @@ def new_session(request: pb.CreateSessionRequest) -> NewSession:
         config=config(request.config),
         labels=tuple(sorted(request.labels.items())),
         items=entries(request.initial_items),
+        followed_by=tuple(map(Role, request.followed_by)),
     )
 
 
@@ -147,6 +149,10 @@ def turn_spec(turn: pb.TurnSpec) -> NewTurn:
         annotations=dict(turn.annotations),
         mark=turn.mark,
         calls=call_bounds(turn.calls),
+        frame=TurnFrame(
+            turn.system_prompt if turn.HasField("system_prompt") else None,
+            turn.tools_json if turn.HasField("tools_json") else None,
+        ),
     )
 
 

@@ -10,14 +10,17 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
+from pensieve.core import Role
 from pensieve.server import ids
 from pensieve.server.clock import now_ms
 from pensieve.server.conversations import Conversations
 from pensieve.server.pace import Pace
 from pensieve.server.rpc import answers, convert
+from pensieve.server.rpc.auth import ANONYMOUS
 from pensieve.server.rpc.checks import Bounds
 from pensieve.server.rpc.interceptor import caller
 from pensieve.server.rpc.validation import validate
+from pensieve.server.sessions.claims import RequestClaim
 from pensieve.server.turns.stream import StreamOptions, events
 from pensieve.server.values import OnDisconnect
 from pensieve.store import Key
@@ -106,13 +109,21 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         self, request: pb.RewindSessionRequest, _context: Any
     ) -> pb.RewindSessionResponse:
         expected = convert.optional(self._valid(request), "expected_revision")
-        row = await self._sessions.rewind(key_of(request.name), request.item, request.request_id, expected)
+        row = await self._sessions.rewind(
+            key_of(request.name), request.item, request.request_id, expected, erase=request.erase
+        )
         return pb.RewindSessionResponse(session=self._session(row))
 
     async def AppendItems(self, request: pb.AppendItemsRequest, _context: Any) -> pb.AppendItemsResponse:
         entries = convert.entries(self._valid(request).items)
         expected = convert.optional(request, "expected_revision")
-        row, items = await self._sessions.append(key_of(request.name), entries, request.request_id, expected)
+        row, items = await self._sessions.append(
+            key_of(request.name),
+            entries,
+            request.request_id,
+            expected,
+            tuple(map(Role, request.followed_by)),
+        )
         return pb.AppendItemsResponse(
             session=self._session(row), items=[answers.item(one, tokens=False) for one in items]
         )
@@ -185,6 +196,18 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         found = await self._conversations.finder.find(caller().tenant, mark, answer, request.request_id)
         return pb.FindTurnResponse(turn=answers.turn(found.view), candidate=found.candidate)
 
+    async def ClaimRequestId(
+        self, request: pb.ClaimRequestIdRequest, _context: Any
+    ) -> pb.ClaimRequestIdResponse:
+        tenant, claims = caller().tenant, self._conversations.claims
+        session_id = ids.session_id(self._valid(request).session)
+        wanted = RequestClaim(session_id, request.fingerprint, request.plan)
+        if request.refused:
+            await claims.refused(tenant, request.request_id, session_id)
+        else:
+            wanted = await claims.claim(tenant, request.request_id, wanted)
+        return pb.ClaimRequestIdResponse(session=ids.session_name(wanted.session_id), plan=wanted.plan)
+
     async def CancelTurn(self, request: pb.CancelTurnRequest, _context: Any) -> pb.CancelTurnResponse:
         view = await self._turns.cancel(
             key_of(self._valid(request).session),
@@ -220,7 +243,10 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         self, request: pb.GetServerInfoRequest, _context: Any
     ) -> pb.GetServerInfoResponse:
         self._valid(request)
-        return answers.server_info(await self._conversations.facts(), self._conversations.settings)
+        answer = answers.server_info(await self._conversations.facts(), self._conversations.settings)
+        if caller() is ANONYMOUS:
+            answer.features.append("keyless")  # what stands between callers and this server has to know
+        return answer
 
     async def GetUsage(self, request: pb.GetUsageRequest, _context: Any) -> pb.GetUsageResponse:
         self._valid(request)

@@ -139,6 +139,7 @@ _SESSION_NAME = _must("name", c.session_name)
 _SESSION = _must("session", c.session_name)
 _REQUEST_ID = _may("request_id", c.request_id)
 _PAGE = (_may("page_size", c.between(0, 1 << 31)), _may("page_token", c.text(4096)))
+_FOLLOWED_BY = _may("followed_by", c.each(lambda _: 64, c.enum(pb.Role, unspecified=False)))
 _NEW_ID = _may("session_id", c.session_id)
 
 RULES: dict[type[Any], tuple[Rule, ...]] = {
@@ -148,6 +149,7 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
         _may("config", _nested),
         _may("labels", c.labels),
         _may("initial_items", c.entries(lambda b: b.limits.max_initial_items, _nested)),
+        _FOLLOWED_BY,
     ),
     pb.GetSessionRequest: (_SESSION_NAME, _may("view", c.enum(pb.SessionView))),
     pb.ListSessionsRequest: (*_PAGE, _may("label_selector", c.text(4096), c.label_selector)),
@@ -164,6 +166,7 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
         _SESSION_NAME,
         _REQUEST_ID,
         _must("items", c.entries(lambda b: b.limits.max_initial_items, _nested), c.not_empty),
+        _FOLLOWED_BY,
     ),
     pb.ListItemsRequest: (_SESSION_NAME, *_PAGE, _may("after_item", c.item_number)),
     pb.StreamTurnRequest: (
@@ -179,6 +182,12 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
         _must("mark", c.not_empty, c.mark),
         _may("answer", c.prompt),
         _may("request_id", c.request_id),
+    ),
+    pb.ClaimRequestIdRequest: (
+        _must("request_id", c.request_id),
+        _must("session", c.session_name),
+        _may("fingerprint", c.text(128)),
+        _may("plan", c.text(1024)),
     ),
     pb.CancelTurnRequest: (
         _SESSION,
@@ -229,6 +238,8 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
         _may("annotations", c.turn_annotations),
         _may("mark", c.mark),
         _may("calls", _nested),
+        _may("system_prompt", c.prompt),
+        _may("tools_json", c.prompt),
     ),
     pb.CallBounds: (_may("begin_with", c.text(64)),),
     pb.TurnHints: (

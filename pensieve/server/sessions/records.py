@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 
 from pensieve.core import Role
-from pensieve.errors import FailedPrecondition, InvalidArgument, NotFound
+from pensieve.errors import FailedPrecondition, NotFound
 from pensieve.server.clock import now_ms
 from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.cache import kept, system_item
+from pensieve.server.history.framing import behind_prompt, check_tools, moved_view, without_prompt
 from pensieve.server.history.rendering import Renderer, Stamp
 from pensieve.server.values import InputEntry, SpokenEntry
 from pensieve.store import Counts
@@ -36,6 +37,8 @@ class NewSession:
     config: SessionConfig = field(default_factory=SessionConfig)
     labels: tuple[tuple[str, str], ...] = ()
     items: tuple[InputEntry, ...] = ()
+    followed_by: tuple[Role, ...] = ()
+    """Roles of messages that will be given behind the items."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,26 +78,36 @@ async def create(renderer: Renderer, new: NewSession, served: ServedModel) -> Re
     prompt = (InputEntry(Role.SYSTEM, new.config.system_prompt),) if new.config.system_prompt else ()
     now = now_ms()
     await check_tools(new.config, renderer)
-    base = History(config=new.config)
-    items, _ = await renderer.items(base, (*prompt, *new.items), Stamp(1, new.request_id, now))
+    config = renderer.dated(new.config, now)
+    base = History(config=config)
+    items, _ = await renderer.items(
+        base, (*prompt, *new.items), Stamp(1, new.request_id, now), follow=new.followed_by
+    )
     return Record(
         revision=1,
         kind=RecordKind.CREATE,
         time_ms=now,
         request_id=new.request_id,
         items=items,
-        config=served.bound(new.config),
+        config=served.bound(config),
         labels=dict(new.labels),
     )
 
 
 async def append(
-    renderer: Renderer, base: History, entries: Sequence[InputEntry], request_id: str, served: ServedModel
+    renderer: Renderer,
+    base: History,
+    entries: Sequence[InputEntry],
+    request_id: str,
+    served: ServedModel,
+    followed_by: tuple[Role, ...] = (),
 ) -> Record:
     """The record that adds items behind ``base``. Raises FailedPrecondition (MODEL_MISMATCH)."""
     served.check(base.config)
     now = now_ms()
-    items, _ = await renderer.items(base, entries, Stamp(base.head_item + 1, request_id, now))
+    items, _ = await renderer.items(
+        base, entries, Stamp(base.head_item + 1, request_id, now), follow=followed_by
+    )
     return Record(
         revision=base.revision + 1,
         kind=RecordKind.UPDATE,
@@ -158,71 +171,16 @@ async def update(renderer: Renderer, base: History, change: SessionChange, serve
     )
     if begins_alike and not anew:
         return record
-    make = _from_texts if anew else _behind_prompt
+    make = _from_texts if anew else behind_prompt
     head, moved = await make(renderer, base, config, record.time_ms)
-    hidden = None
-    if base.hidden_before:
-        seen = [
-            new.number
-            for old, new in zip(_without_prompt(base), moved, strict=True)
-            if old.number >= base.hidden_before
-        ]
-        hidden = min(seen, default=moved[-1].number + 1 if moved else 0)
+    hidden = moved_view(base, moved)
     return msgspec.structs.replace(record, keep_items=0, items=(*head, *moved), hidden_before=hidden)
-
-
-async def check_tools(config: SessionConfig, renderer: Renderer) -> None:
-    """Raises InvalidArgument for tools that a session with this configuration cannot have."""
-    await renderer.check_tools(config.tools)
-    if config.tools and config.overflow is Overflow.DROP_OLDEST_TURNS:
-        # Many templates show them in the first user's message.
-        raise InvalidArgument.field(
-            "config.overflow_policy", "must be REJECT with tools: they would be dropped with the oldest turn"
-        )
 
 
 def check_item(history: History, item: int) -> None:
     """Raises NotFound unless ``item`` is 0 or the number of a live item."""
     if item and all(live.number != item for live in history.items):
         raise NotFound("no such item in the session's live history", reason="ITEM_NOT_FOUND")
-
-
-async def _behind_prompt(
-    renderer: Renderer, base: History, config: SessionConfig, time_ms: int
-) -> tuple[tuple[Item, ...], list[Item]]:
-    """A new system prompt (nothing if "") and the other live items, renumbered behind it.
-
-    Of the reused tokens only the glue that introduces the first item can be wrong (beginning of sequence, role header,
-    tools). It is rendered anew when rendering gives the stored tokens back in the old place, and else left alone.
-    Raises FailedPrecondition (TOOLS_NOT_CHANGEABLE) when that leaves other tools unshown.
-    """
-    number = base.head_item + 1
-    rest = _without_prompt(base)
-    head: tuple[Item, ...] = ()
-    changed = History(config=config)
-    if config.system_prompt:
-        head, _ = await renderer.items(
-            changed, (InputEntry(Role.SYSTEM, config.system_prompt),), Stamp(number, "", time_ms)
-        )
-        number += 1
-    moved = [msgspec.structs.replace(item, number=number + i) for i, item in enumerate(rest)]
-    shown = not moved or config.tools == base.config.tools
-    if moved and not moved[0].verbatim:
-        first, old = moved[0], replace(base, items=base.items[: len(base.items) - len(rest)], hidden_before=0)
-        entry = (InputEntry(first.role, first.text),)
-        stamp = Stamp(first.number, first.request_id, first.create_ms)
-        (again,), _ = await renderer.items(old, entry, stamp)
-        if again.tokens == first.tokens:
-            (here,), _ = await renderer.items(replace(changed, items=head), entry, stamp)
-            moved[0] = msgspec.structs.replace(first, tokens=here.tokens)
-            shown = True
-    if not shown:
-        raise FailedPrecondition(
-            "the session does not begin with a text that could be rendered again with other tools: give them to a new "
-            "session",
-            reason="TOOLS_NOT_CHANGEABLE",
-        )
-    return head, moved
 
 
 async def _from_texts(
@@ -232,7 +190,7 @@ async def _from_texts(
 
     Raises FailedPrecondition (MODEL_MISMATCH) when a client gave an item as token ids: they have no text to go by.
     """
-    rest = _without_prompt(base)
+    rest = without_prompt(base)
     verbatim = next((item.number for item in rest if item.verbatim), None)
     if verbatim is not None:
         raise FailedPrecondition(
@@ -244,7 +202,8 @@ async def _from_texts(
     head = (InputEntry(Role.SYSTEM, config.system_prompt),) if config.system_prompt else ()
     entries = [*head, *(_said(item) for item in rest)]
     stamp = Stamp(base.head_item + 1, "", time_ms)
-    made, _ = await renderer.items(History(config=config), entries, stamp)
+    # As they are when the conversation goes on: a last answer ends with its end-of-sequence token, as one that is new.
+    made, _ = await renderer.items(History(config=config), entries, stamp, follow=(Role.USER,))
     moved = [
         msgspec.structs.replace(old, number=new.number, tokens=new.tokens, prefix_tokens=0)
         for old, new in zip(rest, made[len(head) :], strict=True)
@@ -256,7 +215,3 @@ def _said(item: Item) -> InputEntry:
     if item.role is Role.TOOL:
         return SpokenEntry(item.role, item.text, call_id=item.call_id)
     return InputEntry(item.role, item.text)
-
-
-def _without_prompt(history: History) -> tuple[Item, ...]:
-    return history.items[1:] if system_item(history) else history.items

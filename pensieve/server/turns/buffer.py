@@ -47,7 +47,8 @@ class TurnBuffer:
         for token in tokens:
             output.push(token)
         output.logprobs.extend(logprobs)
-        del output.logprobs[len(output.tokens) :]  # none for tokens behind a stop string
+        # None for a stop string, what lies behind it, and tokens that the model did not draw.
+        del output.logprobs[len(output.tokens) if output.drawn is None else output.drawn :]
         self._wake()
         return output
 

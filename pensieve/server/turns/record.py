@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -19,9 +18,10 @@ from pensieve.core import (
     unpack_tokens,
 )
 from pensieve.errors import NotFound
+from pensieve.server.history.erased import check_not_erased
 from pensieve.server.history.rendering import PreparedTurn
 from pensieve.server.values import NewTurn, TurnStatus, TurnView
-from pensieve.store import Key, LoggedRecord
+from pensieve.store import HistoryStore, Key
 from pensieve.store.records import (
     CandidateAnswer,
     CandidateChange,
@@ -123,22 +123,45 @@ def build(
     )
 
 
-def committed(records: Sequence[LoggedRecord], revision: int) -> CommittedTurn | None:
-    """The turn with this revision, from the session's records from there on; None when it is not a turn's."""
-    log = [logged.record for logged in records]
-    turn = next((record for record in log if record.revision == revision), None)
+async def committed(store: HistoryStore, key: Key, revision: int) -> CommittedTurn | None:
+    """The turn with this revision and its answer of today; None when it is not a turn's.
+
+    Of the log it reads what the turn's age and the log's length do not matter for: the turn, and the last choice among
+    its answers. Choices follow their turn at once and one another, so that the last one is searched by bisection.
+    """
+    piece = await store.read_slice(key, after_revision=revision - 1, limit=2)
+    turn = next((one.record for one in piece.records if one.record.revision == revision), None)
     if turn is None or turn.turn is None:
         return None
-    behind = [record for record in log if record.revision > revision]
-    changes = [one for one in behind if one.candidate is not None and one.candidate.turn_revision == revision]
-    return CommittedTurn(
-        turn, changes[-1] if changes else None, log[-1].revision, latest=len(changes) == len(behind)
-    )
+    change = next((one.record for one in piece.records[1:] if _is_choice(one.record, revision)), None)
+    head = piece.row.revision
+    if change is not None:
+        change = await _last_choice(store, key, change, head, revision)
+    newest = revision if change is None else change.revision
+    return CommittedTurn(turn, change, head, latest=newest == head)
+
+
+async def _last_choice(store: HistoryStore, key: Key, first: Record, head: int, turn_revision: int) -> Record:
+    """The last choice among the answers of a turn, in a log that ends at ``head``."""
+    last, beyond, step = first, head + 1, 1  # from ``beyond`` on there is no choice
+    while last.revision + 1 < beyond:
+        at = min(last.revision + step, (last.revision + beyond) // 2)
+        (logged,) = (await store.read_slice(key, after_revision=at - 1, limit=1)).records
+        if _is_choice(logged.record, turn_revision):
+            last, step = logged.record, 2 * step
+        else:
+            beyond = at
+    return last
+
+
+def _is_choice(record: Record, turn_revision: int) -> bool:
+    return record.candidate is not None and record.candidate.turn_revision == turn_revision
 
 
 def committed_view(key: Key, turn: CommittedTurn) -> TurnView:
-    """A turn in the store as callers see it."""
+    """A turn in the store as callers see it. Raises NotFound (CONTENT_ERASED)."""
     record, change = turn.record, turn.change
+    check_not_erased([turn.answer, *record.items])
     assert record.turn is not None
     count = record.turn.input_items
     view = TurnView(

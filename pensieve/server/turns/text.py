@@ -4,6 +4,10 @@ Every token has a piece of text, a pure function of the token prefix, so that th
 again. A position is *clean* when the text before it is final: no code point waits for more bytes and nothing before it
 may still turn out to be part of a stop string. Streams only ever stop at clean positions; that is what makes
 ``resume_token_offset`` exact.
+
+A stop string is no part of the answer: its tokens are taken out, and a token that it only begins in is replaced by
+tokens for the rest of that token's text. So the tokens are those of the text, and the next turn builds on what the
+client was given.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from collections.abc import Iterable
 import msgspec
 
 from pensieve.core import TokenLogprob
-from pensieve.speech import FirstCall
+from pensieve.speech import FirstCall, ThoughtEnd
 from pensieve.tokenizer import ChatTokenizer, StopMatcher
 
 
@@ -26,12 +30,23 @@ class OutputText:
         stops: tuple[str, ...] = (),
         min_tokens: int = 0,
         *,
+        thinks: bool = False,
         one_call: bool = False,
     ) -> None:
-        """Stop strings count from the ``min_tokens``-th token on. ``one_call``: the answer ends with its first call."""
+        """Stop strings count from the ``min_tokens``-th token on. ``one_call``: the answer ends with its first call.
+
+        ``thinks``: the answer may begin with a thought, in which no stop string counts. A stop string that is the name
+        of a control token means that token too, which counts in a thought as well: it ends the turn, whatever it says.
+        """
         self._tokenizer = tokenizer
         self._stream = tokenizer.detokenizer()
         self._matcher = StopMatcher(stops)
+        named = ((tokenizer.control_token(stop), stop) for stop in stops)
+        self._stop_tokens = {token: stop for token, stop in named if token is not None}
+        self._thought = ThoughtEnd(tokenizer.speech) if stops and thinks else None
+        """Looks for the end of the thought; None when it is known."""
+        self._unmatched = ""
+        """Text that may be the beginning of a thought, or of words that stop strings count in."""
         self._min_tokens = min_tokens
         self._first_call = FirstCall(tokenizer.speech) if one_call else None
         self._chars = 0
@@ -39,6 +54,8 @@ class OutputText:
         self._undecided: list[tuple[int, int]] = []
         self._first: int | None = None
         """Index of the first token that adds anything to the text."""
+        self.drawn: int | None = None
+        """How many of the tokens the model drew; the others stand for a part of one. None: all."""
         self.tokens: list[int] = []
         self.pieces: list[str] = []
         self.logprobs: list[TokenLogprob] = []
@@ -55,29 +72,27 @@ class OutputText:
         """One more output token. Ignored after a stop string."""
         if self.stop is not None:
             return
+        counts = len(self.tokens) + 1 >= self._min_tokens
+        if counts and token in self._stop_tokens:
+            self.stop, self._final_chars = self._stop_tokens[token], self._chars
+            return
         piece = self._stream.push((token,))
         if self._first is None and self._tokenizer.token_text(token).piece:
             self._first = len(self.tokens)
         self.tokens.append(token)
         self.pieces.append(piece)
         self._chars += len(piece)
-        if len(self.tokens) < self._min_tokens:
-            self._final_chars += len(piece)
-        else:
-            result = self._matcher.push(piece)
-            self._final_chars += len(result.text)
-            self.stop = result.stop
+        self._look_for_stops(piece, counts=counts)
         self._end_with_call(piece)
         self.clean.append(False)
         if not self._stream.pending:
             self._undecided.append((len(self.tokens), self._chars))
-        if self.stop is None:
-            self._settle()
+        self._settle()
 
     def finish(self, keep: int | None = None) -> str:
         """No more tokens follow, and only the first ``keep`` count. Returns the final text; all positions are final.
 
-        With a stop string the text ends before it; bytes that never became a code point show as U+FFFD.
+        Bytes that never became a code point show as U+FFFD.
         """
         if keep is not None and keep < len(self.tokens):
             self._truncate(keep)
@@ -85,7 +100,7 @@ class OutputText:
         if tail and self.pieces:
             self.pieces[-1] += tail
             self._chars += len(tail)
-        self.clip(self._final_chars if self.stop is not None else self._chars)
+        self.clip(self._chars)
         return "".join(self.pieces)
 
     def clip(self, chars: int) -> None:
@@ -119,6 +134,45 @@ class OutputText:
             top_tokens=tuple(self._tokenizer.token_text(token, first=first) for token, _ in one.top),
         )
 
+    def _look_for_stops(self, piece: str, *, counts: bool) -> None:
+        """Take in the text of the newest token. ``counts``: a stop string may end with it."""
+        if self._thought is not None:
+            self._unmatched += piece
+            begins = self._thought.push(piece)
+            if begins is None and counts and not self._thought.inside:
+                return  # not known yet: neither shown nor searched
+            piece, self._unmatched = self._unmatched, ""
+            if begins is None:
+                counts = False
+            else:
+                self._thought = None
+                before = max(0, begins - (self._chars - len(piece)))
+                self._final_chars += before
+                piece = piece[before:]
+        if not counts:
+            self._final_chars += len(piece)
+            return
+        result = self._matcher.push(piece)
+        self._final_chars += len(result.text)
+        self.stop = result.stop
+
+    def _end_before_stop(self) -> None:
+        """The tokens end where the text does."""
+        kept, rest = self.ready, self._final_chars - sum(map(len, self.pieces[: self.ready]))
+        text = "".join(self.pieces[kept:])[:rest]
+        self.drawn = kept
+        del self.tokens[kept:], self.pieces[kept:], self.clean[kept + 1 :]
+        self._undecided.clear()
+        self._stream = self._tokenizer.detokenizer()
+        self._stream.push(self.tokens)
+        # Without a spelling the answer ends with its last whole token: no text is shown that the history lacks.
+        for token in (self._tokenizer.spelled(text, self.tokens) or ()) if text else ():
+            self.tokens.append(token)
+            self.pieces.append(self._stream.push((token,)))
+            self.clean.append(not self._stream.pending)
+        self._chars = self._final_chars = sum(map(len, self.pieces))
+        self.ready = len(self.tokens)
+
     def _end_with_call(self, piece: str) -> None:
         """The text ends where its first call does, if that comes before a stop string."""
         end = self._first_call.push(piece) if self._first_call is not None else None
@@ -127,7 +181,7 @@ class OutputText:
         self.stop, self._final_chars = "", end
 
     def _settle(self) -> None:
-        """Positions whose text has become final are clean."""
+        """Positions whose text has become final are clean. After a stop string nothing else is left."""
         settled = 0
         for position, chars in self._undecided:
             if chars > self._final_chars:
@@ -136,6 +190,8 @@ class OutputText:
             self.ready = position
             settled += 1
         del self._undecided[:settled]
+        if self.stop is not None:
+            self._end_before_stop()
 
     def _truncate(self, keep: int) -> None:
         self.cut_short = True

@@ -245,7 +245,7 @@ async def test_neither_commits_nor_reads_wait_for_a_listing(store: SqliteStore) 
         assert again.row.revision == seen.row.revision, "a read sees one state of the file"
         return again.row.revision
 
-    slow = asyncio.create_task(store._database.list(listing))
+    slow = asyncio.create_task(store._database.list(listing, KEY.tenant))
     try:
         assert await asyncio.to_thread(entered.wait, 60)
         await whole_turn(store, KEY, 2)
@@ -304,7 +304,7 @@ async def test_a_read_without_end_does_not_let_the_log_of_changes_grow_without_e
         reading.set()
         rows._connection.execute(ENDLESS).fetchone()
 
-    slow = asyncio.create_task(store._database.list(endless))
+    slow = asyncio.create_task(store._database.list(endless, KEY.tenant))
     assert await asyncio.to_thread(reading.wait, 60)
     largest = 0
     for base in range(2, 42):

@@ -1,0 +1,37 @@
+"""Tells whether a ``Host`` header names this machine."""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+import re
+import socket
+from collections.abc import Collection
+from typing import Final
+
+_LOCAL: Final = re.compile(r"(?:[a-z0-9-]+\.)*localhost|(?:[a-z0-9-]+\.)+internal")
+"""Names that nobody can register: the last is what containers call the machine they run on."""
+
+
+def names_this_machine(host: str, more: Collection[str] = ()) -> bool:
+    """Whether a browser that sends this ``Host`` meant this machine, or one of the names in ``more``.
+
+    A page elsewhere can have its own name lead to this address and read what is answered here as its own; it cannot
+    make a browser send an address, or ``localhost``, in place of that name.
+    """
+    name = host.lower()
+    name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+    name = name.removesuffix(".")
+    if _LOCAL.fullmatch(name) or name in _own_names() or name in more:
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+@functools.cache
+def _own_names() -> frozenset[str]:
+    """Looked up once: a name server may be slow."""
+    return frozenset({socket.gethostname().lower(), socket.getfqdn().lower()})

@@ -1,0 +1,195 @@
+"""What a GGUF file says of its model, in the words of a Hugging Face config.json, for the same readers. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from pensieve.core import Sampling
+from pensieve.gguf import GgufError, GgufFile, read_gguf
+from pensieve.model.arch import Arch, ModelError
+from pensieve.model.families import READERS, generation_defaults
+
+ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
+"""Values of general.architecture that can be served; Mistral's models are written as llama."""
+ROPE_FREQUENCIES: Final = "rope_freqs.weight"
+"""The tensor that stands for Llama 3's RoPE scaling: what each frequency is divided by."""
+_UNSERVED: Final = (
+    "attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias", "attn_logit_softcapping",
+    "final_logit_softcapping", "embedding_scale", "residual_scale", "logit_scale", "rope.scaling.attn_factor",
+    "rope.scaling.yarn_log_multiplier",
+)  # fmt: skip
+"""Keys, behind the architecture, that change what is computed in a way that the decoder does not know."""
+_PIECE_BYTES: Final = 4096
+
+
+def gguf_arch(path: Path) -> Arch:
+    """The architecture of the model in a GGUF file. Raises ModelError."""
+    try:
+        return _arch(read_gguf(path))
+    except GgufError as error:
+        raise ModelError(str(error)) from error
+
+
+def gguf_generation(path: Path) -> Sampling:
+    """The sampling that the file recommends, as ``load_generation``. Raises ModelError."""
+    try:
+        return generation_defaults(_generation(read_gguf(path)))
+    except GgufError as error:
+        raise ModelError(str(error)) from error
+
+
+def gguf_fingerprint(path: Path, *, weights: bool = True) -> str:
+    """SHA-256 (hex) of the model in a GGUF file: its whole header, and the beginning, middle and end of each tensor.
+
+    Tensors of up to three times 4 KiB are covered whole. The name of the file does not count. ``weights`` False: none
+    are looked at, as with random ones. Raises ModelError, and OSError when the file cannot be read.
+    """
+    try:
+        found = read_gguf(path)
+    except GgufError as error:
+        raise ModelError(str(error)) from error
+    digest = hashlib.sha256(b"gguf" if weights else b"gguf, random weights")
+    for part, length in found.headers:
+        with part.open("rb") as file:
+            digest.update(file.read(length))
+            places = [place for place in found.tensors.values() if place.file == part] if weights else []
+            for place in places:
+                last = max(0, place.nbytes - _PIECE_BYTES)
+                for start in (0, last // 2, last):
+                    file.seek(place.start + start)
+                    digest.update(file.read(min(_PIECE_BYTES, place.nbytes)))
+    return digest.hexdigest()
+
+
+def _arch(file: GgufFile) -> Arch:
+    kind = file.text("general.type", "model")
+    if kind != "model":
+        raise GgufError(f"{file.path}: is of type {kind}, not a model")
+    family = file.text("general.architecture")
+    if family not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise GgufError(f"{file.path}: architecture {family} is not supported (supported in GGUF: {known})")
+    config = _config(file, family)
+    try:
+        arch = READERS[family](config, _generation(file))
+    except ModelError as error:
+        raise GgufError(f"{file.path}: {error}") from error
+    # A config.json says by one word which projections have biases; the file shows it.
+    return replace(
+        arch,
+        rope=replace(arch.rope, divisors=_rope_divisors(file, config["head_dim"])) if arch.rope else None,
+        qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        output_bias="blk.0.attn_output.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_down.bias" in file.tensors,
+    )
+
+
+def _config(file: GgufFile, family: str) -> dict[str, Any]:
+    for key in _UNSERVED:
+        if f"{family}.{key}" in file.metadata:
+            raise GgufError(f"{file.path}: {family}.{key} is not supported")
+    if not file.flag(f"{family}.attention.causal", True):
+        raise GgufError(
+            f"{file.path}: attention in both directions ({family}.attention.causal) is not supported"
+        )
+    if file.integer(f"{family}.expert_count", 0):
+        raise GgufError(f"{file.path}: a mixture of experts ({family}.expert_count) is not supported")
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise GgufError(f"{file.path}: no tensor token_embd.weight among {len(file.tensors)}")
+    hidden, heads = (
+        file.integer(f"{family}.embedding_length"),
+        _per_layer(file, f"{family}.attention.head_count"),
+    )
+    if not heads:
+        raise GgufError(f"{file.path}: {family}.attention.head_count is 0")
+    head_dim = file.integer(f"{family}.attention.key_length", hidden // heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if (found := file.integer(f"{family}.{key}", head_dim)) != head_dim:
+            raise GgufError(
+                f"{file.path}: {family}.{key} is {found}, which is not supported: heads have {head_dim} values"
+            )
+    return {
+        "model_type": family,
+        # An embedding without a row for a word of the vocabulary is found by the tokenizer.
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": _per_layer(file, f"{family}.feed_forward_length"),
+        "num_hidden_layers": file.integer(f"{family}.block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _per_layer(file, f"{family}.attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": file.integer(f"{family}.context_length"),
+        "rms_norm_eps": file.number(f"{family}.attention.layer_norm_rms_epsilon"),
+        "rope_parameters": _rope(file, family),
+        # The file names a window only where it slides.
+        "sliding_window": file.metadata.get(f"{family}.attention.sliding_window") or None,
+        "use_sliding_window": True,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "dtype": _dtype(file),
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": file.eos_token_ids(),
+    }
+
+
+def _per_layer(file: GgufFile, key: str, default: int | None = None) -> int:
+    """A number that may be given for each layer; all have to have the same."""
+    value = file.metadata.get(key)
+    if isinstance(value, list) and value and all(item == value[0] for item in value):
+        file.metadata[key] = value[0]
+    elif isinstance(value, list):
+        raise GgufError(f"{file.path}: {key} differs from layer to layer, which is not supported")
+    return file.integer(key, default)
+
+
+def _rope(file: GgufFile, family: str) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_theta": file.number(f"{family}.rope.freq_base", 10000.0)}
+    # Old files have a factor without a type.
+    kind = file.text(f"{family}.rope.scaling.type", "linear")
+    factor = file.number(f"{family}.rope.scaling.factor", file.number(f"{family}.rope.scale_linear", 1.0))
+    if kind not in ("none", "linear"):
+        return rope | {"rope_type": kind}  # which the reader refuses
+    return (
+        rope | {"rope_type": "linear", "factor": factor}
+        if kind == "linear" and factor not in (0.0, 1.0)
+        else rope
+    )
+
+
+def _rope_divisors(file: GgufFile, head_dim: int) -> tuple[float, ...]:
+    place = file.tensors.get(ROPE_FREQUENCIES)
+    if place is None:
+        return ()
+    if place.type_name != "F32" or place.shape != (head_dim // 2,):
+        raise GgufError(
+            f"{file.path}: {ROPE_FREQUENCIES} is {place.type_name} {list(place.shape)}, not F32 [{head_dim // 2}]"
+        )
+    import numpy as np
+
+    return tuple(np.fromfile(place.file, "<f4", head_dim // 2, offset=place.start).tolist())
+
+
+def _dtype(file: GgufFile) -> str:
+    """What the weights come closest to: what they were before they were quantised is not told."""
+    types = {place.type_name for place in file.tensors.values() if len(place.shape) > 1}
+    if types <= {"F32"}:
+        return "float32"
+    return "float16" if types <= {"F32", "F16"} else "bfloat16"
+
+
+def _generation(file: GgufFile) -> dict[str, Any]:
+    """The entries of a generation_config.json: newer files carry what the model's authors recommend."""
+    names = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+    found: dict[str, Any] = {
+        name: file.number(f"general.sampling.{key}")
+        for key, name in names.items()
+        if f"general.sampling.{key}" in file.metadata
+    }
+    if found:
+        found["do_sample"] = found.get("temperature", 1.0) > 0
+    if "general.sampling.penalty_repeat" in file.metadata:
+        found["repetition_penalty"] = file.number("general.sampling.penalty_repeat")
+    return found

@@ -1,0 +1,109 @@
+"""Downloads a model from a hub: the folder of a repository, or one GGUF file of it. No torch.
+
+The hub is Hugging Face's, or the one that HF_ENDPOINT names. Files land in the cache of ``huggingface_hub`` (HF_HOME),
+each under its name once it is whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from pensieve import extras
+from pensieve.model.arch import ModelError
+
+_PATTERNS: Final = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+"""Weights, configuration, tokenizer and chat template; never pickled weights or code."""
+_HOSTS: Final = re.compile(r"(?:https?://)?(?:hf\.co|huggingface\.co)/")
+_PART: Final = re.compile(r"-(\d{5})-of-\d{5}$")
+_QUANT: Final = re.compile(
+    r"[-._]((?:UD-)?(?:I?Q\d|TQ\d|MXFP4|NVFP4|BF16|F?P?16|F?P?32|F16|F32)[A-Za-z0-9_]*)$", re.IGNORECASE
+)
+PREFERRED: Final = "Q4_K_M"
+"""Taken where no quantisation is named, as other programs do."""
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a name says by its host that it is a hub's."""
+    return _HOSTS.match(name) is not None
+
+
+def download(name: str) -> Path:
+    """The folder of ``ORG/REPO``, or a file of it for ``ORG/REPO:QUANT``; either may begin with ``hf.co/``.
+
+    A repository that has GGUF files alone is asked for ``Q4_K_M``, or for its only one. Raises ModelError.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    repo, _, quant = _HOSTS.sub("", name).partition(":")
+    try:
+        files, reached = _files(repo)
+        patterns = _chosen(name, files, quant) or _PATTERNS
+        folder = Path(snapshot_download(repo, allow_patterns=patterns, local_files_only=not reached))
+    except HFValidationError as error:
+        raise ModelError(f"{name}: neither a folder here nor a hub id") from error
+    except HfHubHTTPError as error:
+        raise ModelError(f"{name}: not here, and the hub refused it: {_first_line(error)}") from error
+    except OSError as error:
+        raise ModelError(
+            f"{name}: not here, and the hub cannot be reached ({_first_line(error)}); download it where there is "
+            "network and pass its folder or GGUF file"
+        ) from error
+    return folder if patterns is _PATTERNS else folder / patterns[0]
+
+
+def _files(repo: str) -> tuple[list[str], bool]:
+    """Names of the repository's files, and whether the hub was asked: else those that were downloaded before."""
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return [file.rfilename for file in HfApi().model_info(repo).siblings or ()], True
+    except (HfHubHTTPError, HFValidationError):
+        raise
+    except Exception as unreachable:  # errors of its HTTP client, which differs between versions
+        try:
+            folder = Path(snapshot_download(repo, local_files_only=True))
+        except OSError:
+            raise OSError(_first_line(unreachable)) from unreachable
+        return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()], False
+
+
+def _chosen(name: str, files: Sequence[str], quant: str) -> list[str]:
+    """The GGUF files to take, all parts of a split model, the first in front; empty for a model folder."""
+    found = [file for file in sorted(files) if file.endswith(".gguf") and "mmproj" not in file.lower()]
+    if not quant and (not found or any(file.endswith(".safetensors") for file in files)):
+        return []
+    extras.require("gguf")
+    by_quant: dict[str, list[str]] = {}
+    for file in found:
+        by_quant.setdefault(_quant_of(file), []).append(file)
+    spelled = {label.lower(): label for label in by_quant}
+    names = {file.lower(): [file] for file in found}
+    wanted = (quant or (PREFERRED if len(by_quant) != 1 else next(iter(by_quant)))).lower()
+    chosen = by_quant[spelled[wanted]] if wanted in spelled else names.get(wanted)
+    if chosen is None:
+        there = ", ".join(by_quant) or "no GGUF file"
+        asked = f"no quantisation {quant}" if quant else "several GGUF files"
+        raise ModelError(
+            f"{name}: {asked} there; the repository has {there}{'' if quant else ': name one behind a colon'}"
+        )
+    if len({_PART.sub("", Path(file).stem) for file in chosen}) > 1:
+        raise ModelError(
+            f"{name}: several files are {quant}; name one of {', '.join(chosen)} behind the colon"
+        )
+    return chosen
+
+
+def _quant_of(file: str) -> str:
+    """The quantisation that a file's name ends with; its whole name when it has none."""
+    stem = _PART.sub("", Path(file).stem)
+    match = _QUANT.search(stem)
+    return match[1] if match else file
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,267 @@
+"""The tokenizer and the chat template that a GGUF file carries.
+
+The file has a vocabulary and, for byte-level BPE, the merges and the *name* of the pre-tokenizer: the expression that
+cuts text into words is known to programs alone. A name that is not in the table here is refused, since a tokenizer that
+cuts in other places gives other tokens without a sign of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+
+from pensieve.errors import InvalidArgument
+from pensieve.gguf import GgufError, GgufFile, read_gguf
+from pensieve.tokenizer.detokenizer import byte_alphabet
+
+_CONTROL, _USER_DEFINED = 3, 4
+"""Types of tokens: those that text cannot spell, and words that are never cut."""
+_LLAMA3: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2: Final = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_TEKKEN: Final = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """How a pre-tokenizer of one name cuts text."""
+
+    split: str = ""
+    """An expression for one word; "": GPT-2's."""
+    single_digits: bool = False
+    """Each digit is a word, before anything else is cut."""
+    ignore_merges: bool = False
+    """A word that is in the vocabulary is one token, whatever the merges give."""
+    composed: bool = False
+    """Characters are composed first (NFC)."""
+    adds_bos: bool = False
+    """Whether BOS stands before a text in a file that does not say."""
+
+
+_GPT2 = _Words()
+_DIGITS = _Words(single_digits=True)
+_LLAMA3_BPE = _Words(_LLAMA3, ignore_merges=True, adds_bos=True)
+PRE_TOKENIZERS: Final = {
+    "gpt-2": _GPT2,
+    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b"), _DIGITS),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral"), _LLAMA3_BPE),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), _Words(_LLAMA3)),
+    "qwen2": _Words(_QWEN2, composed=True),
+    "deepseek-r1-qwen": _Words(_QWEN2),
+    "tekken": _Words(_TEKKEN, ignore_merges=True, adds_bos=True),
+}
+"""What ``tokenizer.ggml.pre`` names, as llama.cpp cuts."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTokenizer:
+    """The parts of a tokenizer that a file holds."""
+
+    backend: Tokenizer
+    template: str | None
+    bos_token: str
+    eos_token: str
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    adds_bos: bool
+    vocab_size: int
+    """Rows of the embedding."""
+    sha256: str
+    """Over all that the file says of the tokenizer, the chat template excepted."""
+
+
+def read_tokenizer(path: Path) -> GgufTokenizer:
+    """The tokenizer of a GGUF file. Raises InvalidArgument when it is of a kind that is not known here."""
+    try:
+        return _read(read_gguf(path))
+    except GgufError as error:
+        raise InvalidArgument(str(error)) from error
+
+
+def _read(file: GgufFile) -> GgufTokenizer:
+    tokens = file.items("tokenizer.ggml.tokens", str)
+    embedding = file.tensors.get("token_embd.weight")
+    rows = embedding.shape[0] if embedding is not None else len(tokens)
+    if len(tokens) > rows:
+        raise GgufError(
+            f"{file.path}: {len(tokens)} tokens (tokenizer.ggml.tokens) and {rows} rows in token_embd.weight"
+        )
+    kind = file.text("tokenizer.ggml.model")
+    if kind == "gpt2":
+        backend, adds_bos = _byte_level(file, tokens)
+    elif kind == "llama":
+        backend, adds_bos = _sentencepiece(file, tokens), True
+    else:
+        raise GgufError(
+            f"{file.path}: tokenizer {kind!r} (tokenizer.ggml.model) is not supported (supported: gpt2, llama)"
+        )
+    types = _types(file, tokens)
+    backend.add_special_tokens(_added(tokens, types, _CONTROL))
+    backend.add_tokens(_added(tokens, types, _USER_DEFINED))
+    bos = _token_id(file, "bos", tokens)
+    eos = tuple(file.eos_token_ids())
+    for name in ("eos", "eot", "eom"):
+        _token_id(file, name, tokens)
+    return GgufTokenizer(
+        backend=backend,
+        template=_template(file),
+        bos_token=tokens[bos] if bos is not None else "",
+        eos_token=tokens[eos[0]] if eos else "",
+        bos_token_id=bos,
+        eos_token_ids=eos,
+        adds_bos=bos is not None and file.flag("tokenizer.ggml.add_bos_token", adds_bos),
+        vocab_size=rows,
+        sha256=_hash(file),
+    )
+
+
+def _byte_level(file: GgufFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
+    """Byte-level BPE, and whether it puts BOS before a text unless the file says otherwise."""
+    name = file.metadata.get("tokenizer.ggml.pre")
+    if name is None:
+        raise GgufError(
+            f"{file.path}: names no pre-tokenizer (tokenizer.ggml.pre), as files of early 2024; take a newer conversion"
+        )
+    words = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
+    if words is None:
+        known = ", ".join(PRE_TOKENIZERS)
+        raise GgufError(
+            f"{file.path}: pre-tokenizer {name!r} (tokenizer.ggml.pre) is not known (known: {known})"
+        )
+    alphabet = byte_alphabet()
+    spelled = {byte: char for char, byte in alphabet.items()}
+    types = _types(file, tokens)
+    vocab = [
+        # Normal tokens are written in the byte alphabet. One that is not was added to a tokenizer as plain text.
+        token
+        if types[index] in (_CONTROL, _USER_DEFINED) or alphabet.keys() >= set(token)
+        else "".join(spelled[byte] for byte in token.encode())
+        for index, token in enumerate(tokens)
+    ]
+    tokenizer = _bpe(file, vocab, _merges(file), ignore_merges=words.ignore_merges)
+    cuts: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if words.single_digits else []
+    if words.split:
+        cuts.append(pre_tokenizers.Split(Regex(words.split), behavior="isolated"))
+    cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not words.split))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
+    tokenizer.decoder = decoders.ByteLevel()
+    if words.composed:
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer, words.adds_bos
+
+
+def _sentencepiece(file: GgufFile, tokens: list[str]) -> Tokenizer:
+    """SentencePiece's BPE, with the merges that its scores stand for."""
+    if "tokenizer.ggml.merges" in file.metadata:
+        merges = _merges(file)
+    else:
+        merges = _implied_merges(tokens, file.items("tokenizer.ggml.scores", float), file)
+    unknown = _token_id(file, "unknown", tokens)
+    tokenizer = _bpe(
+        file,
+        tokens,
+        merges,
+        byte_fallback=True,
+        fuse_unk=True,
+        unk_token=tokens[unknown] if unknown is not None else None,
+    )
+    prefixed = file.flag("tokenizer.ggml.add_space_prefix", True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+        prepend_scheme="first" if prefixed else "never", split=False
+    )
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", left=1)] if prefixed else parts)
+    return tokenizer
+
+
+def _merges(file: GgufFile) -> list[tuple[str, str]]:
+    parts = (merge.partition(" ") for merge in file.items("tokenizer.ggml.merges", str))
+    return [(left, right) for left, _, right in parts]
+
+
+def _implied_merges(tokens: list[str], scores: list[float], file: GgufFile) -> list[tuple[str, str]]:
+    """All pairs that make a token, the token with the best score first; for one token the lower ids first."""
+    if len(scores) != len(tokens):
+        raise GgufError(f"{file.path}: {len(tokens)} tokens and {len(scores)} scores (tokenizer.ggml.scores)")
+    ids = {token: index for index, token in enumerate(tokens)}
+    found: list[tuple[float, int, int, int, int, tuple[str, str]]] = []
+    for token, score in zip(tokens, scores, strict=True):
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in ids and right in ids:
+                found.append((-score, -len(left), -len(right), ids[left], ids[right], (left, right)))
+    return [pair for *_, pair in sorted(found)]
+
+
+def _bpe(file: GgufFile, vocab: list[str], merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
+    ids = {token: index for index, token in enumerate(vocab)}
+    if len(ids) < len(vocab):
+        twice = next(token for index, token in enumerate(vocab) if ids[token] != index)
+        raise GgufError(f"{file.path}: token {twice!r} stands twice in tokenizer.ggml.tokens")
+    wrong = next((pair for pair in merges if len(pair) != 2 or any(part not in ids for part in pair)), None)
+    if wrong is not None or any("".join(pair) not in ids for pair in merges):
+        raise GgufError(
+            f"{file.path}: tokenizer.ggml.merges joins what is no token, as in {wrong or merges[0]!r}"
+        )
+    return Tokenizer(BPE(vocab=ids, merges=merges, **options))
+
+
+def _types(file: GgufFile, tokens: list[str]) -> list[int]:
+    if "tokenizer.ggml.token_type" not in file.metadata:
+        return [1] * len(tokens)
+    types = file.items("tokenizer.ggml.token_type", int)
+    if len(types) != len(tokens):
+        raise GgufError(
+            f"{file.path}: {len(tokens)} tokens and {len(types)} types (tokenizer.ggml.token_type)"
+        )
+    return types
+
+
+def _added(tokens: list[str], types: list[int], kind: int) -> list[AddedToken]:
+    return [
+        AddedToken(token, normalized=False, special=kind == _CONTROL)
+        for token, found in zip(tokens, types, strict=True)
+        if found == kind and token
+    ]
+
+
+def _token_id(file: GgufFile, name: str, tokens: list[str]) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    if key not in file.metadata:
+        return None
+    value = file.integer(key)
+    if not 0 <= value < len(tokens):
+        raise GgufError(f"{file.path}: {key} is {value}, and there are {len(tokens)} tokens")
+    return value
+
+
+def _template(file: GgufFile) -> str | None:
+    if "tokenizer.chat_template" in file.metadata:
+        return file.text("tokenizer.chat_template")
+    named = sorted(key for key in file.metadata if key.startswith("tokenizer.chat_template."))
+    if named:
+        raise GgufError(
+            f"{file.path}: has chat templates of several names and none by default; give one with --chat-template FILE"
+        )
+    return None
+
+
+def _hash(file: GgufFile) -> str:
+    said = {
+        key: value
+        for key, value in file.metadata.items()
+        if key.startswith("tokenizer.") and not key.startswith("tokenizer.chat_template")
+    }
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""Mutation testing: sample small faults of the sources, run the tests that reach them, record which are caught."""
