@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from pensieve.store._codec import StoredRecord, chain_hash
+from pensieve.errors import DataLoss, FailedPrecondition
+from pensieve.store._codec import FORMAT_ERASED, StoredRecord, verify_next
 from pensieve.store._raw import Problem, RawSession, Remedy, finding, in_order
 from pensieve.store._rules import Known, Meta
 from pensieve.store._sqlite.pages import PageRow, Pages
@@ -199,6 +200,8 @@ class RecoveredFile:
             entry = StoredRecord(revision, data, crc, chain)
             if entry not in found.setdefault(revision, []):
                 found[revision].append(entry)
+        for entries in found.values():  # of two versions of a record the one that was erased is the later one
+            entries.sort(key=lambda one: one.data[:1] != bytes((FORMAT_ERASED,)))
         if proven:
             found = {
                 revision: sound
@@ -222,14 +225,17 @@ class RecoveredFile:
 
 def _chained(first: StoredRecord, found: dict[int, list[StoredRecord]]) -> Iterator[StoredRecord]:
     """``first`` and the records that continue its chain; nothing if it is not sound itself."""
-    entry: StoredRecord | None = first if _continues("", first) else None
+    entry: StoredRecord | None = first if _continues(1, "", first) else None
     while entry is not None:
         yield entry
         last = entry
-        entry = next(
-            (one for one in found.get(last.revision + 1, ()) if _continues(last.head_hash, one)), None
-        )
+        following = found.get(last.revision + 1, ())
+        entry = next((one for one in following if _continues(last.revision + 1, last.head_hash, one)), None)
 
 
-def _continues(previous: str, entry: StoredRecord) -> bool:
-    return zlib.crc32(entry.data) == entry.crc and chain_hash(previous, entry.data) == entry.head_hash
+def _continues(revision: int, previous: str, entry: StoredRecord) -> bool:
+    try:
+        verify_next(Key("", ""), entry, revision, previous)
+    except (DataLoss, FailedPrecondition):
+        return False
+    return True

@@ -240,7 +240,10 @@ class Rows:
             f"UPDATE records SET data = ?, crc = ? WHERE session = {_ID} AND revision = ?",
             (rest.data, rest.crc, *at),
         )
-        self._connection.execute(f"DELETE FROM marks WHERE session = {_ID} AND revision = ?", at)
+        gone = self._connection.execute(f"DELETE FROM marks WHERE session = {_ID} AND revision = ?", at)
+        self._connection.execute(
+            "UPDATE sessions SET marks = marks - ? WHERE id = ?", (gone.rowcount, self._number(key))
+        )
 
     def known(self, key: Key, request_id: str) -> Known | None:
         """What was committed under the request id; None is proven, too. Raises DamagedSession."""
