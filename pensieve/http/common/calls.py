@@ -144,11 +144,11 @@ class Call:
 
 
 async def has_turn(session: AsyncSession, turn_id: uuid.UUID) -> bool:
-    """Whether another try of a call has its turn in the session."""
+    """Whether another try of a call has its turn in the session, or had it: an erased one is not made anew."""
     try:
         turn = await session.get_turn(str(turn_id))
-    except NotFound:
-        return False
+    except NotFound as error:
+        return error.reason == "CONTENT_ERASED"
     return turn.state is not TurnState.DISCARDED
 
 
