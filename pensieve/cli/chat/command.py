@@ -24,6 +24,9 @@ from pensieve.cli.untrusted import clean
 from pensieve.client import Client, RetryPolicy, Session
 from pensieve.client import SamplingOptions as Sampling
 from pensieve.errors import InvalidArgument, PensieveError
+from pensieve.model.arch import ModelError
+from pensieve.model.resolve import resolve_model
+from pensieve.model.smollm2 import SMOLLM2
 from pensieve.options.complaints import complain
 from pensieve.options.completion import models
 from pensieve.options.serve import state_directory
@@ -101,6 +104,7 @@ def chat(
     try:
         with contextlib.ExitStack() as stack:
             if target is None:
+                _fetch(model)
                 own = stack.enter_context(_own_server(model, store))
                 stack.callback(_say_why, own)
                 target = own.target
@@ -160,6 +164,17 @@ def _resume_line(
     for flag, value in (("--target", target), ("--model", model), ("--store", store)):
         words += [flag, value] if value is not None else []
     return words + (["--api-key", "KEY"] if api_key is not None else []) + (["--tls"] if tls else [])
+
+
+def _fetch(model: str | None) -> None:
+    """Get a model that is fetched once, with a bar: the server that is started for the chat is not heard."""
+    if model == SMOLLM2:
+        try:
+            resolve_model(model)
+        except ModelError as error:
+            refused = click.ClickException(str(error))
+            refused.exit_code = 2
+            raise refused from error
 
 
 def _own_server(model: str | None, store: str | None) -> OwnServer:

@@ -41,7 +41,11 @@ class Flight:
     def __init__(self, stream: TurnStream, screen: Screen, *, show: bool) -> None:
         self._stream = stream
         self._screen = screen
-        self._shows = show and screen.interactive
+        self._shows = show
+        self._written = ""
+        """What of the answer is on a pipe, which takes nothing back."""
+        self._again: str | None = None
+        """What a second attempt has said so far, while it repeats the first; None: this is the first."""
         self._view: AnswerView = view_of(screen)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._heard: tuple[int, Progress | None] = (0, None)
@@ -88,16 +92,50 @@ class Flight:
                 if self._stopping is not None and self._stopping.is_alive():
                     self._stopping.join(TICK_S)
                 if event is not None and not self._stream.done:
+                    if self._written:
+                        self._screen.line()
                     raise event
                 return
 
     def _show(self, piece: Piece) -> None:
         if piece.candidate:
             return
+        if not self._screen.interactive:
+            self._pipe(piece)
+            return
         if piece.restarted:
             self._view.end()
             self._screen.note("(the server had to start this answer again)")
         self._view.add(piece.text)
+
+    def _pipe(self, piece: Piece) -> None:
+        """On a pipe: what a second attempt says again is left out; where it differs, the answer begins anew."""
+        if piece.restarted:
+            self._again = ""
+        if self._again is None:
+            self._written += piece.text
+            self._screen.piece(piece.text)
+            return
+        self._again += piece.text
+        if self._written.startswith(self._again):
+            return
+        if self._again.startswith(self._written):
+            self._screen.piece(self._again[len(self._written) :])
+        else:
+            self._begin_anew()
+            self._screen.piece(self._again)
+        self._written, self._again = self._again, None
+
+    def settle(self, text: str) -> None:
+        """On a pipe: end the answer, whose text in history is ``text``."""
+        if not text.startswith(self._written):
+            self._begin_anew()
+        self._screen.say(text[len(self._written) :])
+
+    def _begin_anew(self) -> None:
+        self._screen.line()
+        self._screen.note("(the server had to start this answer again; it follows from its beginning)")
+        self._written = ""
 
     def _is_here(self) -> None:
         self._heard = (self._stream.resumes, self._stream.progress)

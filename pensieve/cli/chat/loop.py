@@ -21,6 +21,8 @@ from pensieve.errors import InvalidArgument, PensieveError
 
 log = logging.getLogger(__name__)
 
+MOST_CHARS = 1 << 20
+"""The longest line of a pipe, its end included: more than any context takes."""
 GONE = ("SESSION_DELETED", "SESSION_NOT_FOUND")
 """Reasons of a session that somebody else has erased."""
 
@@ -144,7 +146,12 @@ def _piped() -> Iterator[str]:
     """Lines of stdin. Raises InvalidArgument at one that is no text: what was meant cannot be known."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
-    for number, line in enumerate(sys.stdin, 1):
+    lines = iter(lambda: sys.stdin.readline(MOST_CHARS + 1), "")
+    for number, line in enumerate(lines, 1):
+        if len(line) > MOST_CHARS:
+            raise InvalidArgument(
+                f"line {number} of the input is longer than {MOST_CHARS:,} characters; it was not sent"
+            )
         if not is_text(line):
             raise _no_text(f"line {number} of the input")
         yield line

@@ -114,7 +114,8 @@ class Dialogue:
     def _fly(self, stream: TurnStream, several: bool) -> bool:
         """Whether the turn is in history."""
         screen = self.screen
-        Flight(stream, screen, show=not several).run()
+        flight = Flight(stream, screen, show=not several)
+        flight.run()
         if not stream.done or stream.turn.state is TurnState.DISCARDED:
             screen.note("(stopped; nothing was kept)")
             return False
@@ -123,7 +124,7 @@ class Dialogue:
         if several or turn.candidates:
             candidates.show(turn, screen)
         elif not screen.interactive:
-            screen.say(turn.text)
+            flight.settle(turn.text)
         if screen.interactive:
             if turn.finish_reason not in ENDS:
                 screen.note(f"({reason(turn)})")
