@@ -20,7 +20,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
         "triton",
     ),
     "gguf": ("gguf",),
-    "http": ("starlette", "uvicorn"),
+    "http": ("httptools", "starlette", "uvicorn"),
     "otel": ("opentelemetry",),
     "plots": ("matplotlib",),
     "replay": ("aiohttp",),

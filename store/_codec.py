@@ -2,6 +2,7 @@
 
 A stored record is one format byte followed by msgpack. ``crc`` tells which record is bad; the chain (each hash covers
 the hash before it and the record's bytes) tells that a record is missing, repeated, swapped or from another history.
+What is left of a record after an erasure names the chain hashes before and after it, so that it fits in its place only.
 Neither Redis' append-only file nor SQLite's pages carry a checksum over values, so the store brings its own.
 """
 
@@ -18,10 +19,12 @@ import msgspec
 from pensieve.errors import DataLoss, FailedPrecondition
 from pensieve.store._refusals import corrupt, diverged, wrong_revision
 from pensieve.store.contract import SLICE_RECORDS, HistoryStore, Key, LoggedRecord
-from pensieve.store.records import Record, SessionRow
+from pensieve.store.records import Erasure, Record, SessionRow
 
 FORMAT = 1
-"""First byte of every stored record. Fields are added under the same number; it grows when meaning changes."""
+"""First byte of a stored record. Fields are added under the same number; it grows when meaning changes."""
+FORMAT_ERASED: Final = 2
+"""First byte of what is left of a record when content was erased: its chain hash is not over these bytes."""
 
 HASH_BYTES = 20
 SLICE_BYTES: Final = 512 << 10
@@ -44,7 +47,7 @@ class StoredRecord(NamedTuple):
 
 def encode_record(record: Record) -> bytes:
     """The bytes that are stored of ``record``."""
-    return bytes((FORMAT,)) + _encoder.encode(record)
+    return bytes((FORMAT if record.erased is None else FORMAT_ERASED,)) + _encoder.encode(record)
 
 
 def chain_hash(previous: str, data: bytes) -> str:
@@ -56,6 +59,13 @@ def store_record(record: Record, previous: str) -> StoredRecord:
     """Encode ``record`` as the one after chain hash ``previous``."""
     data = encode_record(record)
     return StoredRecord(record.revision, data, zlib.crc32(data), chain_hash(previous, data))
+
+
+def store_rest(rest: Record) -> StoredRecord:
+    """Encode what is left of a record after an erasure; it takes the place of the whole one."""
+    assert rest.erased is not None, "only what was erased keeps the chain hash that it had"
+    data = encode_record(rest)
+    return StoredRecord(rest.revision, data, zlib.crc32(data), rest.erased.chain)
 
 
 def head_hash_after(record: Record, previous: str) -> str:
@@ -71,14 +81,17 @@ def decode_record(data: bytes) -> Record:
     """
     if not data:
         raise ValueError("empty record")
-    if data[0] > FORMAT:
+    if data[0] > FORMAT_ERASED:
         raise FailedPrecondition(
-            f"a record has format {data[0]}, this program reads up to {FORMAT}: upgrade Pensieve",
+            f"a record has format {data[0]}, this program reads up to {FORMAT_ERASED}: upgrade Pensieve",
             reason="STORE_VERSION",
         )
-    if data[0] != FORMAT:
+    if data[0] not in (FORMAT, FORMAT_ERASED):
         raise ValueError(f"unknown record format {data[0]}")
-    return _decoder.decode(data[1:])
+    record = _decoder.decode(data[1:])
+    if (record.erased is not None) != (data[0] == FORMAT_ERASED):
+        raise ValueError("the format of the record is not the one that its content has")
+    return record
 
 
 def read_log(
@@ -171,14 +184,19 @@ def verify_next(key: Key, entry: StoredRecord, revision: int, previous: str) -> 
     """``entry`` as the record of ``revision`` behind the chain hash ``previous``. Raises DataLoss (HISTORY_CORRUPT)."""
     if entry.revision != revision:
         raise corrupt(key, revision, "is missing")
+    if zlib.crc32(entry.data) != entry.crc:
+        raise corrupt(key, entry.revision, "fails its checksum")
+    if entry.data[:1] == bytes((FORMAT_ERASED,)):
+        record = _decoded(key, entry)
+        if record.erased != Erasure(previous, entry.head_hash):
+            raise corrupt(key, entry.revision, "does not continue the chain")
+        return LoggedRecord(record, entry.head_hash)
     running = _verified(key, entry, previous)
     return LoggedRecord(_decoded(key, entry), running)
 
 
 def _verified(key: Key, entry: StoredRecord, previous: str) -> str:
     """The chain hash after ``entry``, which must equal the stored one."""
-    if zlib.crc32(entry.data) != entry.crc:
-        raise corrupt(key, entry.revision, "fails its checksum")
     try:
         running = chain_hash(previous, entry.data)
     except ValueError as error:

@@ -17,6 +17,7 @@ import msgspec
 
 from pensieve.store import _refusals
 from pensieve.store._clock import Moment
+from pensieve.store._codec import StoredRecord
 from pensieve.store.contract import (
     Counts,
     EndOrder,
@@ -187,6 +188,12 @@ def apply(
     if record.revision != meta.row.revision + 1:
         raise _refusals.not_next(meta.row.revision, record.revision)
     return _appended(meta, record, counts, now)
+
+
+def check_place(rest: StoredRecord, head_hash: str, meta: Meta) -> None:
+    """Raises RevisionMismatch unless ``rest`` is left of the record whose chain hash is stored in its place."""
+    if rest.head_hash != head_hash:
+        raise _refusals.not_next(meta.row.revision, meta.row.revision)
 
 
 def delete(

@@ -299,10 +299,15 @@ class HistoryStore(Protocol):
         counts: Counts,
         *,
         expected_revision: int | None = None,
+        rests: Sequence[Record] = (),
     ) -> SessionRow:
         """Append a REWIND or UPDATE record. Idempotent by its request id (when not empty).
 
         ``record.revision`` must be the current revision + 1, else RevisionMismatch. TurnInProgress while a turn runs.
+        ``rests``: what is left of the records that this one erases. In the same change each takes the place of the
+        whole one, and what its turn was found by goes with the content; RevisionMismatch where the log has another
+        record in that place. The request ids stay known. As with ``delete``, nothing of the content stays in the
+        store's own files; the change is acknowledged after that.
         """
         ...
 

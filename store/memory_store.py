@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pensieve.errors import PensieveError
 from pensieve.store import _leases, _rules
 from pensieve.store._clock import Moment, steady_clock_ms, wall_clock_ms
-from pensieve.store._codec import StoredRecord, cut, marking_damage, read_log, store_record
+from pensieve.store._codec import StoredRecord, cut, marking_damage, read_log, store_record, store_rest
 from pensieve.store._listing import decode_cursor, encode_cursor, has_labels, position
 from pensieve.store._marks import found_by, markings
 from pensieve.store._reading import read_whole
@@ -189,13 +189,24 @@ class MemoryStore:
         counts: Counts,
         *,
         expected_revision: int | None = None,
+        rests: Sequence[Record] = (),
     ) -> SessionRow:
         now = self._now()
         known = self._known(key, record.request_id)
         meta = _rules.apply(self._meta(key), known, fingerprint, record, counts, expected_revision, now)
         if meta is None:
             return self._view(key, now)
-        return self._append(self._sessions[key], meta, record, fingerprint=fingerprint, now=now)
+        session = self._sessions[key]
+        left = [store_rest(one) for one in rests]
+        for one in left:
+            _rules.check_place(one, session.log[one.revision - 1].head_hash, meta)
+        for one in left:
+            session.log[one.revision - 1] = one
+        gone = {one.revision for one in left}
+        for name in session.marks if gone else ():
+            found = self._marks[key.tenant, name]
+            found[:] = [one for one in found if one.session_id != key.session_id or one.revision not in gone]
+        return self._append(session, meta, record, fingerprint=fingerprint, now=now)
 
     async def delete(
         self, key: Key, *, expected_revision: int | None = None, allow_missing: bool = False

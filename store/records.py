@@ -116,6 +116,8 @@ class Item(msgspec.Struct, frozen=True, omit_defaults=True):
     """``tokens`` came from the client as they are, so no glue is added around them."""
     call_id: str = ""
     """Of a tool's result: the call that it belongs to."""
+    erased: bool = False
+    """Text and tokens were erased. The number stays used, and no history has the item, of no revision."""
 
 
 class CandidateAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -163,8 +165,17 @@ class CandidateChange(msgspec.Struct, frozen=True, omit_defaults=True):
     candidate: int
 
 
+class Erasure(msgspec.Struct, frozen=True):
+    """The place in the hash chain of a record that lost content: the chain goes on as it was."""
+
+    follows: str
+    """Chain hash (hex) before the record."""
+    chain: str
+    """Chain hash after the record, over its bytes as they were first stored."""
+
+
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One committed change. Immutable."""
+    """One committed change. Immutable, but that an erasing change takes content out of it."""
 
     revision: int
     kind: RecordKind
@@ -182,6 +193,10 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     candidate: CandidateChange | None = None
     """Set in an UPDATE that gives the latest turn another of its answers. Programs that do not know this field yet
     fold such a record like any other."""
+    erases: tuple[int, ...] = ()
+    """Set in a REWIND that erases: revisions of the records that lost content by it."""
+    erased: Erasure | None = None
+    """Set in a record of which content was erased."""
 
 
 class State(enum.StrEnum):
@@ -260,7 +275,7 @@ class History:
             if record.keep_items is not None:
                 while items and items[-1].number > record.keep_items:  # numbers only grow
                     items.pop()
-            items += record.items
+            items += [item for item in record.items if not item.erased]
             head_item = max([head_item, *(item.number for item in record.items)])
             config = record.config if record.config is not None else config
             labels = tuple(sorted(record.labels.items())) if record.labels is not None else labels

@@ -15,7 +15,7 @@ from redis.exceptions import ResponseError
 
 from pensieve.errors import DataLoss, Unavailable
 from pensieve.store import _refusals
-from pensieve.store._codec import SLICE_BYTES, marking_damage, read_log, store_record
+from pensieve.store._codec import SLICE_BYTES, marking_damage, read_log, store_record, store_rest
 from pensieve.store._leases import only
 from pensieve.store._marks import found_by, markings
 from pensieve.store._reading import read_whole
@@ -272,13 +272,24 @@ class RedisStore:
         counts: Counts,
         *,
         expected_revision: int | None = None,
+        rests: Sequence[Record] = (),
     ) -> SessionRow:
         args = await self._record_args(key, record, fingerprint, counts)
         args.insert(0, "" if expected_revision is None else expected_revision)
-        reply = await self._append(self._apply, key, args)
-        return await self._entered(
+        left = [store_rest(one) for one in rests]
+        reply = await self._append(
+            self._apply, key, [*args, len(left), *(word for one in left for word in one)]
+        )
+        row = await self._entered(
             key, reply, request_id=record.request_id, expected=expected_revision, offered=record.revision
         )
+        if left:
+            try:
+                await self._index.unmark(key, {one.revision for one in left})
+            except (Unavailable, DataLoss) as error:
+                # They are digests, and hints: the turn is not shown to who finds it by them.
+                log.warning("what erased turns were found by stays in the index: %s", error)
+        return row
 
     async def delete(
         self, key: Key, *, expected_revision: int | None = None, allow_missing: bool = False

@@ -22,7 +22,7 @@ from typing import Final, TypeVar
 from pensieve.errors import DataLoss, PensieveError
 from pensieve.store import _leases, _rules
 from pensieve.store._clock import Moment, steady_clock_ms, wall_clock_ms
-from pensieve.store._codec import cut, marking_damage, read_log
+from pensieve.store._codec import cut, marking_damage, read_log, store_rest
 from pensieve.store._listing import decode_cursor, encode_cursor, position
 from pensieve.store._marks import found_by
 from pensieve.store._reading import read_whole
@@ -265,17 +265,25 @@ class SqliteStore:
         counts: Counts,
         *,
         expected_revision: int | None = None,
+        rests: Sequence[Record] = (),
     ) -> SessionRow:
+        left = [store_rest(one) for one in rests]
+
         def work(rows: Rows) -> SessionRow:
             now, before = self._now(), rows.meta(key)
             known = rows.known(key, record.request_id)
             meta = _rules.apply(before, known, fingerprint, record, counts, expected_revision, now)
-            after = (
-                _rules.present(before, now) if meta is None else rows.append(key, meta, record, fingerprint)
-            )
-            return _rules.view(after, now)
+            if meta is None:
+                return _rules.view(_rules.present(before, now), now)
+            for one in left:
+                _rules.check_place(one, rows.hash_at(key, one.revision), meta)
+                rows.shrink(key, one)
+            return _rules.view(rows.append(key, meta, record, fingerprint), now)
 
-        return await self._write(work)
+        row = await self._write(work)
+        if left:
+            await self._database.erase_log()
+        return row
 
     async def delete(
         self, key: Key, *, expected_revision: int | None = None, allow_missing: bool = False

@@ -12,10 +12,10 @@ from typing import Any, Final
 
 import click
 
-from pensieve.options.door import LIMITS, origins
+from pensieve.options.door import LIMITS, names, origins
 from pensieve.options.option import Option
 from pensieve.options.serve import ServeOptions
-from pensieve.options.values import split_address
+from pensieve.options.values import duration, is_loopback, split_address
 
 _FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -29,7 +29,7 @@ def _limits(command: Callable[..., Any]) -> Callable[..., Any]:
         command = click.option(
             f"--{option.name.removeprefix('http-')}",
             option.field,
-            multiple=option.parse is origins,
+            multiple=option.parse in (origins, names),
             callback=_parsed_by(option, default),
             metavar=option.metavar,
             help=option.help + shown,
@@ -59,6 +59,19 @@ def _parsed_by(option: Option, default: object) -> Callable[..., object]:
 @click.option("--tls", is_flag=True, help="TLS towards --target, with the system's root certificates.")
 @click.option("--tls-cert", type=_FILE, metavar="FILE", help="PEM certificate chain: take calls over TLS.")
 @click.option("--tls-key", type=_FILE, metavar="FILE", help="PEM private key.")
+@click.option(
+    "--insecure-i-know",
+    is_flag=True,
+    help="Take calls from a network without TLS, or for a server without keys: other protection is in place.",
+)
+@click.option(
+    "--heartbeat",
+    default="10s",
+    show_default=True,
+    metavar="TIME",
+    callback=lambda _, __, value: _time(value),
+    help="Longest silence on a stream.",
+)
 @_limits
 def gateway(
     target: str,
@@ -66,9 +79,12 @@ def gateway(
     tls: bool,
     tls_cert: Path | None,
     tls_key: Path | None,
+    insecure_i_know: bool,
+    heartbeat: float,
     http_max_body: int,
     http_patience_s: float,
     http_cors_origin: str | None,
+    http_host: str | None,
 ) -> None:
     """Serve OpenAI's HTTP protocols from a Pensieve server.
 
@@ -79,6 +95,12 @@ def gateway(
     host, port = _address("listen", listen)
     if (tls_cert is None) != (tls_key is None):
         raise click.UsageError("--tls-cert and --tls-key go together")
+    on_loopback = is_loopback(listen)
+    if not (on_loopback or insecure_i_know or tls_cert):
+        raise click.UsageError(
+            f"--listen: {listen} is not loopback; give --tls-cert and --tls-key, "
+            "or --insecure-i-know behind your own protection"
+        )
     files = door.TlsFiles(tls_cert, tls_key) if tls_cert is not None else None
     try:
         if files is not None:
@@ -93,7 +115,16 @@ def gateway(
         max_body_bytes=http_max_body << 20,
         patience_s=http_patience_s,
         cors_origins=tuple((http_cors_origin or "").split()),
+        on_loopback=on_loopback,
+        hosts=tuple((http_host or "").split()),
+        wants_keys=not (on_loopback or insecure_i_know),
+        heartbeat_s=heartbeat,
     )
+    if settings.wants_keys and asyncio.run(door.needs_no_key(settings)):
+        raise click.UsageError(
+            f"--listen: {listen} is not loopback, and the server at {target} asks for no key; start it with "
+            "--api-keys, or give --insecure-i-know behind your own protection"
+        )
     try:
         listener = socket.create_server((host, port), backlog=2048)
     except OSError as error:
@@ -107,6 +138,13 @@ def gateway(
                 runner.run(door.serve(settings, listener, files))
         except (OSError, ValueError) as error:
             raise click.ClickException(f"cannot serve: {error}") from error
+
+
+def _time(value: str) -> float:
+    try:
+        return float(str(duration(0.1, 3600)(value)))
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 def _address(option: str, value: str) -> tuple[str, int]:

@@ -264,10 +264,15 @@ class AsyncSession(SessionView):
         return await self._link.run(self._core.append(items, followed_by, expected_revision, request_id))
 
     async def rewind(
-        self, *, to_item: int, expected_revision: int | None = None, request_id: str | None = None
+        self,
+        *,
+        to_item: int,
+        erase: bool = False,
+        expected_revision: int | None = None,
+        request_id: str | None = None,
     ) -> SessionInfo:
-        """Drop everything after item ``to_item``."""
-        return await self._link.run(self._core.rewind(to_item, expected_revision, request_id))
+        """Drop everything after item ``to_item``; with ``erase`` nothing of it can be read any more."""
+        return await self._link.run(self._core.rewind(to_item, expected_revision, request_id, erase=erase))
 
     async def fork(
         self,

@@ -100,6 +100,23 @@ def find_turn(
     return FoundTurn(decode.turn(response.turn), response.candidate)
 
 
+def claim(
+    settings: ClientSettings, request_id: str, session: str, fingerprint: str, plan: str
+) -> Flow[tuple[str, str]]:
+    request = pb.ClaimRequestIdRequest(
+        request_id=request_id, session=_requests.session_name(session), fingerprint=fingerprint, plan=plan
+    )
+    response = yield from call(settings, "ClaimRequestId", request)
+    return response.session.removeprefix("sessions/"), response.plan
+
+
+def give_up_claim(settings: ClientSettings, request_id: str, session: str) -> Flow[None]:
+    request = pb.ClaimRequestIdRequest(
+        request_id=request_id, session=_requests.session_name(session), refused=True
+    )
+    yield from call(settings, "ClaimRequestId", request)
+
+
 class SessionCore:
     """What a session handle knows, and what it can do, as flows."""
 
@@ -258,12 +275,13 @@ class SessionCore:
         return tuple(decode.item(one) for one in response.items)
 
     def rewind(
-        self, to_item: int, expected_revision: int | None, request_id: str | None
+        self, to_item: int, expected_revision: int | None, request_id: str | None, *, erase: bool = False
     ) -> Flow[SessionInfo]:
         request = pb.RewindSessionRequest(
             name=self.name,
             request_id=make_id(self.name, request_id),
             item=to_item,
+            erase=erase,
             expected_revision=expected_revision,
         )
         response = yield from self.call("RewindSession", request)

@@ -193,7 +193,11 @@ def stream_turn(
         sampling=sampling(options),
         hints=_hints(options),
         calls=_call_bounds(options),
+        system_prompt=options.get("turn_system_prompt"),
     )
+    tools = options.get("turn_tools")
+    if tools is not None:
+        spec.tools_json = tools if isinstance(tools, str) else tools_json(tools)
     _put(spec.output, "token_ids", options.get("token_ids", True))
     for key in ("top_logprobs", "max_chunk_tokens", "pad_chunks", "max_chunk_delay"):
         _put(spec.output, key, options.get(key))

@@ -1,9 +1,9 @@
 """Main of the door of ``pensieve serve --http``: ``python -P -m pensieve.http.child``.
 
 The process inherits two sockets: one that listens, and one end of a pair on which the server tells it what to do, a
-word a line. It says ``ready`` when it takes calls, then ``alive`` every ``ALIVE_S`` while its event loop turns. It
-answers ``metrics`` with that word, the length of the page, and on the next lines the page. At ``drain`` it takes no
-more calls and lets running ones end; at ``finish`` those that still run end with an error. It leaves when the other end
+word a line. It says ``ready`` when it takes calls, then ``alive`` every ``ALIVE_S`` while its event loop turns. It says
+``away`` when it cannot reach the service, and ``back`` when it can. It answers ``metrics`` with that word, the length of
+the page, and on the next lines the page. At ``drain`` it takes no more calls and lets running ones end; at ``finish`` those that still run end with an error. It leaves when the other end
 closes, and the kernel kills it should it be stuck at that time. SIGINT, SIGTERM and SIGHUP, which a terminal and a
 service manager send to both, are for the server to act on.
 """
@@ -22,6 +22,7 @@ from prometheus_client import generate_latest
 
 from pensieve.http.app import make_app
 from pensieve.http.common.door import HttpDoor
+from pensieve.http.common.readiness import Readiness
 from pensieve.http.common.settings import DoorSettings
 from pensieve.http.metrics import HttpMetrics
 from pensieve.http.run import ManagedServer, loop_factory, running
@@ -34,6 +35,9 @@ log = logging.getLogger("pensieve.http.child")  # Also when this module is __mai
 
 ALIVE_S: Final = 0.5
 """Well below what the server takes for silence."""
+LOOK_S: Final = 1.0
+LOOKS: Final = 2
+"""How often it looks whether the service can be reached, and how many times in a row before it says no."""
 _DEFAULTS: Final = DoorSettings("")
 
 
@@ -59,16 +63,32 @@ async def _tell_of_life(writer: asyncio.StreamWriter) -> None:
         writer.write(b"alive\n")
 
 
+async def _tell_of_the_service(writer: asyncio.StreamWriter, readiness: Readiness) -> None:
+    """Say ``away`` when the service was out of reach twice in a row, and ``back`` when it is reached again."""
+    failures = 0
+    while True:
+        await asyncio.sleep(LOOK_S)
+        reached = not await readiness.unreachable()
+        if reached and failures >= LOOKS:
+            writer.write(b"back\n")
+        failures = 0 if reached else failures + 1
+        if failures == LOOKS:
+            writer.write(b"away\n")
+
+
 async def _serve(
     settings: DoorSettings, listener: socket.socket, control: socket.socket, tls: TlsFiles | None
 ) -> None:
     reader, writer = await asyncio.open_connection(sock=control)
-    async with running(make_app(settings), listener, tls, settings.proxies) as server:
+    app = make_app(settings)
+    async with running(app, listener, tls, settings.proxies) as server:
         writer.write(b"ready\n")
         obeying = asyncio.create_task(_obey(reader, writer, server), name="control")
         obeying.add_done_callback(_told)
         living = asyncio.create_task(_tell_of_life(writer), name="life")
+        looking = asyncio.create_task(_tell_of_the_service(writer, app.state.door.readiness), name="service")
     living.cancel()
+    looking.cancel()
     obeying.cancel()
     writer.close()
 
@@ -91,6 +111,9 @@ def _told(task: asyncio.Task[None]) -> None:
 @click.option("--patience", default=_DEFAULTS.patience_s)
 @click.option("--cors-origin", multiple=True)
 @click.option("--proxy", multiple=True)
+@click.option("--host", multiple=True)
+@click.option("--on-loopback", is_flag=True)
+@click.option("--heartbeat", default=_DEFAULTS.heartbeat_s)
 @click.option("--log-level", default="info")
 @click.option("--log-json", is_flag=True)
 def main(
@@ -104,6 +127,9 @@ def main(
     patience: float,
     cors_origin: tuple[str, ...],
     proxy: tuple[str, ...],
+    host: tuple[str, ...],
+    on_loopback: bool,
+    heartbeat: float,
     log_level: str,
     log_json: bool,
 ) -> None:
@@ -121,6 +147,9 @@ def main(
         shows_metrics=False,
         vouches=True,
         proxies=proxy,
+        hosts=host,
+        on_loopback=on_loopback,
+        heartbeat_s=heartbeat,
     )
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:

@@ -8,19 +8,30 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from types import FrameType
+from typing import Final
 
 import uvicorn
 from starlette.applications import Starlette
 
+from pensieve.client import AsyncClient, RetryPolicy
+from pensieve.errors import PensieveError
 from pensieve.http.app import make_app
+from pensieve.http.common.admission import KEYLESS
 from pensieve.http.common.settings import DoorSettings
+from pensieve.http.connections import Connections
 from pensieve.http.tls import TlsFiles, naming, renewing
 from pensieve.http.wire import guarded
 from pensieve.logs import QuietAccepts
 
-__all__ = ["DoorSettings", "TlsFiles", "loop_factory", "running", "serve"]
+__all__ = ["DoorSettings", "TlsFiles", "loop_factory", "needs_no_key", "running", "serve"]
 
-DRAIN_S = 30
+BACKLOG: Final = 2048
+"""Connections that wait in the system until they are taken."""
+AT_A_TIME: Final = 16
+"""Connections that are taken before those that are there have their turn."""
+PROBE_S: Final = 2.0
+"""How long the start waits for what the service says of itself."""
+DRAIN_S: Final = 30
 """How long running answers may take to end when the door is closed."""
 
 
@@ -32,9 +43,17 @@ async def serve(settings: DoorSettings, listener: socket.socket, tls: TlsFiles |
         signal.signal(number, _ended)
     asyncio.get_running_loop().set_exception_handler(QuietAccepts())
     _without_delay(listener)
-    await uvicorn.Server(_config(make_app(settings), tls, DRAIN_S, settings.proxies)).serve(
-        sockets=[listener]
-    )
+    await DoorServer(_config(make_app(settings), tls, DRAIN_S, settings.proxies)).serve(sockets=[listener])
+
+
+async def needs_no_key(settings: DoorSettings) -> bool:
+    """Whether the service lets in callers without a key; False where that cannot be found out now."""
+    retry = RetryPolicy(max_attempts=1)
+    async with AsyncClient(settings.target, tls=settings.tls, timeout=PROBE_S, retry=retry) as client:
+        try:
+            return KEYLESS in (await client.server_info()).features
+        except PensieveError:
+            return False
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -43,7 +62,16 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvicorn.Config("", log_config=None).get_loop_factory()
 
 
-class ManagedServer(uvicorn.Server):
+class DoorServer(uvicorn.Server):
+    """A server that takes few connections at a time, so that many that come at once hold up nobody."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)  # asyncio has one number for this and for what it takes at a time
+
+
+class ManagedServer(DoorServer):
     """A server that leaves signals to whoever runs it."""
 
     @contextmanager
@@ -80,26 +108,24 @@ def _without_delay(listener: socket.socket) -> None:
 def _config(
     app: Starlette, tls: TlsFiles | None, drain_s: int | None, proxies: tuple[str, ...]
 ) -> uvicorn.Config:
-    config = uvicorn.Config(
+    protocol: type[asyncio.Protocol] = guarded(Connections(proxies))
+    if tls is not None and tls.client_ca is not None:
+        protocol = naming(protocol)
+    return uvicorn.Config(
         app,
+        http=protocol,
+        ws="none",
         log_config=None,
         log_level="warning",
         access_log=False,
-        http="h11",
+        backlog=AT_A_TIME,
         server_header=False,
         timeout_graceful_shutdown=drain_s,
         # Said in any case: uvicorn believes whoever calls from this machine, or whom the environment names.
         proxy_headers=bool(proxies),
         forwarded_allow_ips=list(proxies),
-        h11_max_incomplete_event_size=64 * 1024,
         ssl_context_factory=None if tls is None else lambda _config, _default: renewing(tls),
     )
-    config.load()
-    assert not isinstance(config.http_protocol_class, str), "loaded"
-    config.http_protocol_class = guarded(config.http_protocol_class)
-    if tls is not None and tls.client_ca is not None:
-        config.http_protocol_class = naming(config.http_protocol_class)
-    return config
 
 
 def _ended(_: int, __: FrameType | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -34,5 +35,5 @@ def _ids(file: str, value: object) -> list[int]:
     values: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
     for one in values:
         if not isinstance(one, int) or isinstance(one, bool) or one < 0:
-            raise ModelError(f"{file}: eos_token_id has {one!r}, which is no token id")
+            raise ModelError(f"{file}: eos_token_id has {json.dumps(one)}, which is no token id")
     return values

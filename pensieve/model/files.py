@@ -1,8 +1,7 @@
 """Which files of a model folder hold its weights. No torch.
 
-The choice is that of transformers: ``transformers_weights`` of config.json if it is set, else ``model.safetensors``,
-else the files that ``model.safetensors.index.json`` names. An index beside ``model.safetensors`` is not read: it is a
-leftover of an earlier save.
+The choice is that of transformers: ``transformers_weights`` of config.json if it is set, else the ``SINGLE`` file, else
+the files that the ``INDEX`` names. An index beside the single file is not read: it is a leftover of an earlier save.
 """
 
 from __future__ import annotations
@@ -17,6 +16,10 @@ SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 _PICKLED: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _ADAPTER: Final = "adapter_model.safetensors"
+
+
+class MissingWeights(ModelError):
+    """A folder without weights that can be loaded; the message says what is there instead."""
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -39,7 +42,7 @@ def weight_files(folder: Path) -> list[Path]:
     """
     chosen = _chosen(folder)
     if chosen is None:
-        raise ModelError(_none_here(folder))
+        raise MissingWeights(_none_here(folder))
     if chosen.name.endswith(".index.json"):
         return _indexed(folder, chosen)
     return [chosen]
@@ -76,7 +79,7 @@ def _indexed(folder: Path, index: Path) -> list[Path]:
     files = [folder / name for name in sorted(set(weights.values()))]
     absent = [file.name for file in files if not file.is_file()]
     if absent:
-        raise ModelError(
+        raise MissingWeights(
             f"{index}: weight_map names {absent[0]}, which is missing ({len(absent)} of {len(files)} files are)"
         )
     return files

@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from pensieve.model.files import read_json, weight_files
+from pensieve.model.files import MissingWeights, read_json, weight_files
 from pensieve.model.gguf import gguf_fingerprint
 
 SAMPLES: Final = 16
@@ -27,13 +27,17 @@ _INCIDENTAL: Final = frozenset({"transformers_version", "_name_or_path"})
 def model_fingerprint(folder: Path, *, weights: bool = True) -> str:
     """SHA-256 (hex) of the model in ``folder``. ``weights`` False: there are none to look at, as with random ones.
 
-    Raises ModelError when config.json is no JSON object or weights are missing, OSError when a file cannot be read.
+    Raises ModelError when config.json is no JSON object or the index cannot be used, OSError when a file is unreadable.
     """
     if folder.is_file():
         return gguf_fingerprint(folder, weights=weights)
     digest = hashlib.sha256()
     digest.update(_config(folder / "config.json"))
-    for file in weight_files(folder) if weights else []:
+    try:
+        files = weight_files(folder) if weights else []
+    except MissingWeights:
+        files = []  # the engine, which loads them, says what is missing
+    for file in files:
         digest.update(f"\0{file.name}\0".encode())
         _add_file(digest, file)
     if not weights:

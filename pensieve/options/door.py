@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -18,6 +19,11 @@ def origins(value: object) -> str:
 def networks(value: object) -> str:
     """IP addresses and networks, apart by spaces."""
     return _several(value, _is_network, "addresses or networks such as 10.0.0.7 or 10.0.0.0/8")
+
+
+def names(value: object) -> str:
+    """Host names, apart by spaces, in small letters."""
+    return _several(value, _is_name, "names such as chat.lan").lower()
 
 
 def _several(value: object, is_one: values.Parser, wanted: str) -> str:
@@ -47,6 +53,10 @@ def _is_network(word: object) -> bool:
     return True
 
 
+def _is_name(word: object) -> bool:
+    return re.fullmatch(r"[A-Za-z0-9_.-]+", str(word)) is not None
+
+
 LIMITS: Final = (
     Option(
         "http-max-body",
@@ -69,6 +79,13 @@ LIMITS: Final = (
         "Let pages of these origins call over HTTP; several apart by spaces.",
         "no page of another origin calls unasked",
         "ORIGIN",
+    ),
+    Option(
+        "http-host",
+        names,
+        "More names under which a door on loopback is called without keys; several apart by spaces.",
+        "addresses, localhost and this machine's names are known",
+        "NAME",
     ),
 )
 """What every door has."""

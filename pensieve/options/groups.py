@@ -27,6 +27,7 @@ GROUPS: Final[Mapping[str, Sequence[str]]] = {
         "http-max-body",
         "http-patience",
         "http-cors-origin",
+        "http-host",
         "http-trusted-proxy",
     ),
     "Callers and TLS": (

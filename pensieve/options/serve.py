@@ -61,6 +61,7 @@ class ServeOptions(EngineTuning, frozen=True, kw_only=True):
     http_max_body: int = 4
     http_patience_s: float = 20.0
     http_cors_origin: str | None = None
+    http_host: str | None = None
     http_trusted_proxy: str | None = None
     store: str = msgspec.field(default_factory=default_store)
     threads: int = 0

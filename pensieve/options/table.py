@@ -150,7 +150,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "max-wait",
         values.duration(0, 3600),
-        "A turn that would wait longer in the queue is refused, with the time to come back; 0: none is.",
+        "A turn that would wait longer in the queue, or has, is refused with the time to come back; 0: none is.",
         "what readers wait for a first word",
         "TIME",
         unit="s",

@@ -20,6 +20,7 @@ from pensieve.server.history.known import KnownRevisions
 from pensieve.server.history.rendering import Renderer, Stamp
 from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.operations.usage import UsageBook
+from pensieve.server.sessions.claims import RequestClaims
 from pensieve.server.sessions.finding import TurnFinder
 from pensieve.server.sessions.quotas import StorageQuotas
 from pensieve.server.sessions.sessions import Sessions
@@ -116,6 +117,7 @@ class Conversations:
         self.candidates = CandidateChooser(store, link, histories, renderer, runner)
         self.finder = TurnFinder(store, runner)
         self.quotas = StorageQuotas(store, tenants)
+        self.claims = RequestClaims(store, self.quotas)
         self.sessions = Sessions(store, link, histories, renderer, self.turns, served, settings, self.quotas)
         self.warmer = SessionWarmer(store, link, histories, renderer, self.turns, served, settings, on_warmed)
 

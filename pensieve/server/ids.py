@@ -26,6 +26,11 @@ def session_id(name: str) -> str:
     return name.removeprefix(SESSION_PREFIX)
 
 
+def claims_tenant(tenant: str) -> str:
+    """The tenant under which the store keeps this tenant's claims of request ids; a credential names no such one."""
+    return f"{tenant}:claims"
+
+
 def session_key(key: Key) -> SessionKey:
     """Names the session in the engine's cache."""
     return SessionKey(f"{key.tenant}/{key.session_id}")

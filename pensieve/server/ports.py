@@ -6,6 +6,7 @@ but for health on the admin port, which answers from the beginning. All calls pa
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import logging
@@ -13,6 +14,7 @@ import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Final
@@ -20,6 +22,7 @@ from typing import Final
 from grpc import aio
 
 from pensieve.options.serve import ServeOptions
+from pensieve.options.values import is_loopback
 from pensieve.server.conversations import Conversations
 from pensieve.server.gateway.keeper import Gateway, GatewayError
 from pensieve.server.gateway.process import GatewayCommand
@@ -42,6 +45,7 @@ from pensieve.server.rpc.grpc_server import (
 )
 from pensieve.server.rpc.interceptor import DEFAULT_IN_FLIGHT
 from pensieve.server.rpc.service import ConversationService
+from pensieve.server.tasks import end_task
 from pensieve.v1 import pensieve_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -53,6 +57,8 @@ LAST_CALLS_S: Final = 2.0
 """Time after the drain for answers that are on their way."""
 _LONGEST_PATH: Final = 90
 """Of a folder for Unix sockets: the system takes 107 bytes with the name."""
+SOCKETS_S: Final = 1.0
+"""How often the private sockets are looked at."""
 _PREFIX: Final = "pensieve-"
 _LOCK: Final = "lock"
 
@@ -66,9 +72,10 @@ class Ports:
         self._stack = stack
         self._servers: list[aio.Server] = []
         self._gateway: Gateway | None = None
-        private = PrivateFolder()
-        stack.callback(private.close)
-        self._folder = private.path
+        self._private = PrivateFolder()
+        stack.callback(self._private.close)
+        self._sockets: dict[Path, Callable[[], aio.Server]] = {}
+        """The private sockets, and what makes a server that is to listen there."""
         self.grpc_address = self.admin_address = self.http_address = ""
 
     def say_ready(self) -> None:
@@ -119,11 +126,15 @@ class Ports:
         page: WebPage,
     ) -> None:
         """Open the admin port, and have the HTTP door's process started meanwhile. Raises BindError."""
-        grpc_socket = self._folder / "admin"
-        server = self._door.server()
-        pensieve_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(link, conversations), server)
-        add_health_and_reflection(server, monitor.servicer, [ADMIN_SERVICE, DATA_SERVICE])
-        server.add_insecure_port(f"unix:{grpc_socket}")
+        grpc_socket = self._private.path / "admin"
+
+        def made() -> aio.Server:
+            server = self._door.server()
+            pensieve_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(link, conversations), server)
+            add_health_and_reflection(server, monitor.servicer, [ADMIN_SERVICE, DATA_SERVICE])
+            return server
+
+        server = self._on_private_socket(grpc_socket, made)
         self._stack.push_async_callback(server.stop, None)
         await server.start()
         port = AdminPort(metrics.registry, lambda: monitor.problem, grpc_socket, self._gateway, page)
@@ -151,6 +162,8 @@ class Ports:
         """Take calls. Raises GatewayError."""
         for server in self._servers:
             await server.start()
+        watching = asyncio.create_task(self._watch_sockets(), name="private sockets")
+        self._stack.push_async_callback(end_task, watching)
         if self._gateway is not None:
             await self._gateway.ready()
 
@@ -168,15 +181,18 @@ class Ports:
 
     def _bind_http(self, address: str, service: ConversationService, monitor: HealthMonitor) -> None:
         options = self._options
-        server = self._door.private_server()
-        pensieve_pb2_grpc.add_ConversationServiceServicer_to_server(service, server)
-        add_health_and_reflection(server, monitor.servicer, [DATA_SERVICE], reflects=False)
-        target = f"unix:{self._folder / 'http'}"
-        server.add_insecure_port(target)
-        self._opened(server)
+
+        def made() -> aio.Server:
+            server = self._door.private_server()
+            pensieve_pb2_grpc.add_ConversationServiceServicer_to_server(service, server)
+            add_health_and_reflection(server, monitor.servicer, [DATA_SERVICE], reflects=False)
+            return server
+
+        path = self._private.path / "http"
+        self._opened(self._on_private_socket(path, made))
         self._gateway = Gateway(
             GatewayCommand(
-                target,
+                f"unix:{path}",
                 options.tls_cert,
                 options.tls_key,
                 options.tls_client_ca,
@@ -186,6 +202,9 @@ class Ports:
                 options.http_patience_s,
                 tuple((options.http_cors_origin or "").split()),
                 tuple((options.http_trusted_proxy or "").split()),
+                tuple((options.http_host or "").split()),
+                on_loopback=is_loopback(address),
+                heartbeat_s=options.heartbeat_s,
             )
         )
         try:
@@ -193,6 +212,38 @@ class Ports:
         except GatewayError as error:
             raise GatewayError(f"--http: {error}") from error
         self.http_address = _with_port(address, port)
+
+    def _on_private_socket(self, path: Path, made: Callable[[], aio.Server]) -> aio.Server:
+        """A server that listens there once it is started; it is made again should the socket be removed."""
+        self._sockets[path] = made
+        server = made()
+        server.add_insecure_port(f"unix:{path}")
+        return server
+
+    async def _watch_sockets(self) -> None:
+        """Make private sockets again that something removed, as programs do that tidy up temporary folders.
+
+        The server that listened there keeps its connections: it only gets no new ones.
+        """
+        told = False
+        while True:
+            await asyncio.sleep(SOCKETS_S)
+            for path, made in self._sockets.items():
+                if path.is_socket():
+                    continue
+                try:
+                    self._private.restore()
+                    server = made()
+                    server.add_insecure_port(f"unix:{path}")
+                except (OSError, RuntimeError) as error:
+                    if not told:
+                        log.error("a private socket was removed and cannot be made again: %s", error)
+                    told = True
+                    continue
+                self._opened(server)
+                await server.start()
+                told = False
+                log.warning("a private socket was removed, and is there again: %s", path)
 
     def _opened(self, server: aio.Server) -> None:
         self._servers.append(server)
@@ -211,13 +262,30 @@ class PrivateFolder:
             path.rmdir()
             path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
         self.path = path
-        new = path / "new"
-        self._lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        new.rename(path / _LOCK)  # only now, so that nobody finds it without its owner
+        self._lock = self._locked()
         for other in path.parent.glob(f"{_PREFIX}*"):
             with contextlib.suppress(OSError):  # somebody else's, or removed meanwhile
                 _remove_if_dead(other)
+
+    def restore(self) -> None:
+        """Make the folder again, in its place, if it was removed. Raises OSError where another user's is there."""
+        try:
+            self.path.mkdir(mode=0o700, parents=True)
+        except FileExistsError:
+            found = self.path.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+                raise PermissionError(f"{self.path} is not this server's any more") from None
+        if not (self.path / _LOCK).exists():
+            os.close(self._lock)
+            self._lock = self._locked()
+
+    def _locked(self) -> int:
+        """Make the lock; the open file that holds it."""
+        new = self.path / "new"
+        lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        new.rename(self.path / _LOCK)  # only now, so that nobody finds it without its owner
+        return lock
 
     def close(self) -> None:
         """Remove it."""

@@ -65,6 +65,13 @@ class CallBounds(msgspec.Struct, frozen=True):
     """It ends with its first whole call."""
 
 
+class TurnFrame(msgspec.Struct, frozen=True):
+    """What the model sees before the history, for one turn; None: what the session has."""
+
+    system_prompt: str | None = None
+    tools: str | None = None
+
+
 class NewTurn(msgspec.Struct, frozen=True):
     """What a client says of a turn it wants; the same again, with the same request id, is the same turn."""
 
@@ -82,6 +89,7 @@ class NewTurn(msgspec.Struct, frozen=True):
     annotations: dict[str, str] = {}
     mark: str = ""
     calls: CallBounds = CallBounds()
+    frame: TurnFrame = TurnFrame()
 
     def fingerprint(self) -> str:
         """Hash over the fields that say what the turn is.
@@ -98,6 +106,7 @@ class NewTurn(msgspec.Struct, frozen=True):
             self.max_duration_s,
             # Others keep the fingerprints that they had: a retry of an older turn is still the same.
             *((self.calls,) if self.calls != CallBounds() else ()),
+            *((self.frame,) if self.frame != TurnFrame() else ()),
         )
 
 

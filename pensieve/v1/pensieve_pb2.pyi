@@ -300,16 +300,18 @@ class ForkSessionResponse(_message.Message):
     def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ...) -> None: ...
 
 class RewindSessionRequest(_message.Message):
-    __slots__ = ("name", "request_id", "item", "expected_revision")
+    __slots__ = ("name", "request_id", "item", "expected_revision", "erase")
     NAME_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ITEM_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_REVISION_FIELD_NUMBER: _ClassVar[int]
+    ERASE_FIELD_NUMBER: _ClassVar[int]
     name: str
     request_id: str
     item: int
     expected_revision: int
-    def __init__(self, name: _Optional[str] = ..., request_id: _Optional[str] = ..., item: _Optional[int] = ..., expected_revision: _Optional[int] = ...) -> None: ...
+    erase: bool
+    def __init__(self, name: _Optional[str] = ..., request_id: _Optional[str] = ..., item: _Optional[int] = ..., expected_revision: _Optional[int] = ..., erase: bool = ...) -> None: ...
 
 class RewindSessionResponse(_message.Message):
     __slots__ = ("session",)
@@ -479,7 +481,7 @@ class OutputOptions(_message.Message):
     def __init__(self, token_ids: bool = ..., top_logprobs: _Optional[int] = ..., max_chunk_tokens: _Optional[int] = ..., max_chunk_delay: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pad_chunks: bool = ...) -> None: ...
 
 class TurnSpec(_message.Message):
-    __slots__ = ("request_id", "input", "expected_revision", "replace_after_item", "sampling", "output", "max_duration", "priority", "hints", "known_revision", "annotations", "mark", "calls")
+    __slots__ = ("request_id", "input", "expected_revision", "replace_after_item", "sampling", "output", "max_duration", "priority", "hints", "known_revision", "annotations", "mark", "calls", "system_prompt", "tools_json")
     class AnnotationsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -500,6 +502,8 @@ class TurnSpec(_message.Message):
     ANNOTATIONS_FIELD_NUMBER: _ClassVar[int]
     MARK_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
+    SYSTEM_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     input: _containers.RepeatedCompositeFieldContainer[InputItem]
     expected_revision: int
@@ -513,7 +517,9 @@ class TurnSpec(_message.Message):
     annotations: _containers.ScalarMap[str, str]
     mark: str
     calls: CallBounds
-    def __init__(self, request_id: _Optional[str] = ..., input: _Optional[_Iterable[_Union[InputItem, _Mapping]]] = ..., expected_revision: _Optional[int] = ..., replace_after_item: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., max_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., hints: _Optional[_Union[TurnHints, _Mapping]] = ..., known_revision: _Optional[int] = ..., annotations: _Optional[_Mapping[str, str]] = ..., mark: _Optional[str] = ..., calls: _Optional[_Union[CallBounds, _Mapping]] = ...) -> None: ...
+    system_prompt: str
+    tools_json: str
+    def __init__(self, request_id: _Optional[str] = ..., input: _Optional[_Iterable[_Union[InputItem, _Mapping]]] = ..., expected_revision: _Optional[int] = ..., replace_after_item: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., max_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., hints: _Optional[_Union[TurnHints, _Mapping]] = ..., known_revision: _Optional[int] = ..., annotations: _Optional[_Mapping[str, str]] = ..., mark: _Optional[str] = ..., calls: _Optional[_Union[CallBounds, _Mapping]] = ..., system_prompt: _Optional[str] = ..., tools_json: _Optional[str] = ...) -> None: ...
 
 class CallBounds(_message.Message):
     __slots__ = ("begin_with", "one")
@@ -841,6 +847,28 @@ class FindTurnResponse(_message.Message):
     turn: Turn
     candidate: int
     def __init__(self, turn: _Optional[_Union[Turn, _Mapping]] = ..., candidate: _Optional[int] = ...) -> None: ...
+
+class ClaimRequestIdRequest(_message.Message):
+    __slots__ = ("request_id", "fingerprint", "session", "plan", "refused")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    fingerprint: str
+    session: str
+    plan: str
+    refused: bool
+    def __init__(self, request_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., session: _Optional[str] = ..., plan: _Optional[str] = ..., refused: bool = ...) -> None: ...
+
+class ClaimRequestIdResponse(_message.Message):
+    __slots__ = ("session", "plan")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    plan: str
+    def __init__(self, session: _Optional[str] = ..., plan: _Optional[str] = ...) -> None: ...
 
 class CancelTurnRequest(_message.Message):
     __slots__ = ("session", "request_id", "keep", "keep_output_tokens", "stream_id")

@@ -101,6 +101,11 @@ class ConversationServiceStub(object):
                 request_serializer=pensieve_dot_v1_dot_pensieve__pb2.FindTurnRequest.SerializeToString,
                 response_deserializer=pensieve_dot_v1_dot_pensieve__pb2.FindTurnResponse.FromString,
                 _registered_method=True)
+        self.ClaimRequestId = channel.unary_unary(
+                '/pensieve.v1.ConversationService/ClaimRequestId',
+                request_serializer=pensieve_dot_v1_dot_pensieve__pb2.ClaimRequestIdRequest.SerializeToString,
+                response_deserializer=pensieve_dot_v1_dot_pensieve__pb2.ClaimRequestIdResponse.FromString,
+                _registered_method=True)
         self.CancelTurn = channel.unary_unary(
                 '/pensieve.v1.ConversationService/CancelTurn',
                 request_serializer=pensieve_dot_v1_dot_pensieve__pb2.CancelTurnRequest.SerializeToString,
@@ -231,6 +236,15 @@ class ConversationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ClaimRequestId(self, request, context):
+        """Which session a request id is used in, for programs that choose sessions for
+        their callers. The first claim stands: later ones of the same call are answered
+        with it, those of another call end with ALREADY_EXISTS / REQUEST_ID_REUSED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CancelTurn(self, request, context):
         """Stops a running turn, whichever server runs it; returns what is in history afterwards.
         """
@@ -342,6 +356,11 @@ def add_ConversationServiceServicer_to_server(servicer, server):
                     servicer.FindTurn,
                     request_deserializer=pensieve_dot_v1_dot_pensieve__pb2.FindTurnRequest.FromString,
                     response_serializer=pensieve_dot_v1_dot_pensieve__pb2.FindTurnResponse.SerializeToString,
+            ),
+            'ClaimRequestId': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClaimRequestId,
+                    request_deserializer=pensieve_dot_v1_dot_pensieve__pb2.ClaimRequestIdRequest.FromString,
+                    response_serializer=pensieve_dot_v1_dot_pensieve__pb2.ClaimRequestIdResponse.SerializeToString,
             ),
             'CancelTurn': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelTurn,
@@ -727,6 +746,33 @@ class ConversationService(object):
             '/pensieve.v1.ConversationService/FindTurn',
             pensieve_dot_v1_dot_pensieve__pb2.FindTurnRequest.SerializeToString,
             pensieve_dot_v1_dot_pensieve__pb2.FindTurnResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ClaimRequestId(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pensieve.v1.ConversationService/ClaimRequestId',
+            pensieve_dot_v1_dot_pensieve__pb2.ClaimRequestIdRequest.SerializeToString,
+            pensieve_dot_v1_dot_pensieve__pb2.ClaimRequestIdResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -16,7 +16,7 @@ is entered before it is created, so that a crash in between leaves a superfluous
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Final, NamedTuple
 from urllib.parse import quote, unquote
 
@@ -136,6 +136,17 @@ class RedisIndex:
         if members:
             name = tenant_keys(key.tenant)[4]
             await self._link.command("ZADD", name, *(word for member in members for word in (0, member)))
+
+    async def unmark(self, key: Key, revisions: Collection[int]) -> None:
+        """Forget what these turns of the session are found by."""
+        name, session_id = tenant_keys(key.tenant)[4], quote(key.session_id, safe="")
+        prefix = f"s:{session_id}:"
+        found = await self._link.command("ZRANGE", name, f"[{prefix}", f"({prefix}\xff", "BYLEX")
+        turns = [member.decode().removeprefix(prefix) for member in found]
+        gone = [turn for turn in turns if int(turn.rpartition(":")[2]) in revisions]
+        if gone:
+            members = (member for turn in gone for member in (f"m:{turn}:{session_id}", prefix + turn))
+            await self._link.command("ZREM", name, *members)
 
     async def has_marks(self, key: Key, entries: Iterable[Marking]) -> bool:
         """Whether all of these are entered."""

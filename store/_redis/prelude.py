@@ -152,10 +152,27 @@ local function log_bytes()
   for _, entry in ipairs(redis.call('XRANGE', l, '-', '+')) do sum = sum + #(field(entry, 'd') or '') end
   return sum
 end
--- Append one record and end the turn.
-local function append(a)
+-- Put what is left of erased records, by entry id, in their place: an entry cannot be changed, so that all are written
+-- again. Replies by how many bytes the log has shrunk.
+local function shrink(rests)
+  local shrunk, entries = 0, redis.call('XRANGE', l, '-', '+')
+  redis.call('DEL', l)
+  for _, entry in ipairs(entries) do
+    local rest = rests[entry[1]]
+    if rest then
+      shrunk = shrunk + #(field(entry, 'd') or '') - #rest.data
+      redis.call('XADD', l, entry[1], 'd', rest.data, 'c', rest.crc, 'h', rest.hash)
+    else
+      redis.call('XADD', l, entry[1], unpack(entry[2]))
+    end
+  end
+  return shrunk
+end
+-- Append one record and end the turn. ``rests``: for ``shrink``, or nil.
+local function append(a, rests)
   local bytes = log_bytes() + #a.data
   redis.call('XADD', l, a.revision .. '-0', 'd', a.data, 'c', a.crc, 'h', a.hash)
+  if rests then bytes = bytes - shrink(rests) end
   if a.request_id ~= '' then redis.call('HSET', q, a.request_id, a.revision .. '|' .. a.fp) end
   redis.call('HSET', m, 'revision', a.revision, 'head_hash', a.hash, 'head_item', a.head_item,
     'item_count', a.item_count, 'context_tokens', a.context_tokens, 'bytes', digits(bytes),

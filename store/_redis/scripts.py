@@ -227,11 +227,19 @@ return changed()
 """
 )
 
-# ARGV: expected revision or "", then as COMMIT from the request id on.
+# ARGV: expected revision or "", then as COMMIT from the request id on; then how many records it erases, and of each
+# revision, data, crc and chain hash of what is left.
 APPLY: Final = (
     PRELUDE
     + """
 local expected, a = ARGV[1], append_args(2)
+local erased, rests = int(ARGV[15]), nil
+for i = 16, 15 + 4 * erased, 4 do
+  int(ARGV[i]); int(ARGV[i + 2])
+  if not ARGV[i + 3] then error('argument is missing') end
+  rests = rests or {}
+  rests[ARGV[i] .. '-0'] = {data = ARGV[i + 1], crc = ARGV[i + 2], hash = ARGV[i + 3]}
+end
 local refused = absent() or damaged() or broken()
 if refused then return refused end
 local revision, known_fp = known(a.request_id)
@@ -247,7 +255,11 @@ if refused then return refused end
 if num('revision') + 1 ~= int(a.revision) or get('head_hash') ~= a.base_hash then
   return {'NOT_NEXT', get('revision')}
 end
-append(a)
+for id, rest in pairs(rests or {}) do
+  local entry = redis.call('XRANGE', l, id, id)[1]
+  if not entry or field(entry, 'h') ~= rest.hash then return {'NOT_NEXT', get('revision')} end
+end
+append(a, rests)
 return changed()
 """
 )

@@ -230,6 +230,15 @@ class Rows:
         self._label(key, meta)
         self._mark(number, key.tenant, markings_of_log(session.log))
 
+    def shrink(self, key: Key, rest: StoredRecord) -> None:
+        """Put what is left of an erased record in its place, and forget what its turn was found by."""
+        at = (key.tenant, key.session_id, rest.revision)
+        self._connection.execute(
+            f"UPDATE records SET data = ?, crc = ? WHERE session = {_ID} AND revision = ?",
+            (rest.data, rest.crc, *at),
+        )
+        self._connection.execute(f"DELETE FROM marks WHERE session = {_ID} AND revision = ?", at)
+
     def known(self, key: Key, request_id: str) -> Known | None:
         """What was committed under the request id; None is proven, too. Raises DamagedSession."""
         head = self._head(key)

@@ -55,6 +55,7 @@ class Service:
         self.waits: list[tuple[float, str, float]] = []
         """When it arrived, whose it was, and how long it waited."""
         self.refused: Counter[str] = Counter()
+        self.overdue: list[PensieveError] = []
         self._count = itertools.count()
 
     @property
@@ -87,6 +88,11 @@ class Service:
             arrived, ticket = line.popleft()
             if line:
                 self.lines[tenant] = line
+            error = self.gate.overdue(ticket)
+            if error is not None:
+                self.overdue.append(error)
+                ticket.ended(0, 0)
+                continue
             ticket.started(0, 0)
             self.waits.append((arrived, tenant, self.now - arrived))
             ends = self.now + self.rng.expovariate(self.rate / PLACES)
@@ -117,7 +123,31 @@ def test_under_any_overload_the_wait_is_bounded_and_the_engine_full(times: int) 
 def test_without_overload_nobody_is_refused() -> None:
     service = Service()
     service.offer(0.7 * RATE, 60.0)
-    assert not service.refused
+    assert not service.refused and not service.overdue
+
+
+@pytest.mark.fault(35)
+@pytest.mark.parametrize("slower", [2, 6])
+def test_a_machine_that_becomes_slower_keeps_nobody_waiting_longer(slower: int) -> None:
+    """Another program takes the processor while turns wait: those who were let in before wait no longer for it."""
+    service = Service()
+    service.offer(4 * RATE, 30.0)
+    for _ in range(5):
+        service.rate = RATE / slower
+        service.offer(4 * RATE, 5.0)
+        service.rate = RATE
+        service.offer(4 * RATE, 5.0)
+    assert max(wait for _, _, wait in service.waits) <= service.max_wait_s
+    assert all(error.reason == "SERVER_OVERLOADED" and error.retry_after_s for error in service.overdue)
+    # The estimate sees it: few are let in and then refused, beside those who waited when it happened.
+    assert 0 < len(service.overdue) < 0.25 * len(service.waits)
+
+
+def test_few_turns_behind_a_long_step_are_not_refused() -> None:
+    service = Service()
+    tickets = [service.gate.enter("a", turn()) for _ in range(4)]
+    service.now = 60.0
+    assert [service.gate.overdue(ticket) for ticket in tickets] == [None] * 4
 
 
 def test_a_slow_past_refuses_nobody_when_the_engine_takes_what_comes() -> None:

@@ -37,7 +37,8 @@ def overload(rig: Rig, wait_s: float = 60.0) -> None:
     rig.link.stats = Stats(steps_total=1, queued=9)
     gate.enter("acme", NewTurn("other"))
     gate._tick()
-    gate._speed._seconds, gate._speed._work = 10.0, 10.0 * gate._backlog.work / wait_s
+    for window in gate._speed._windows:
+        window.seconds, window.work = 10.0, 10.0 * gate._backlog.work / wait_s
 
 
 @pytest.mark.fault(35)
@@ -164,3 +165,35 @@ async def test_refusals_are_told_to_whoever_counts_them() -> None:
         overload(rig)
         await refusal(rig.call(name, spec("hello")))
         assert told == [("acme", "SERVER_OVERLOADED")]
+
+
+@pytest.mark.fault(35)
+async def test_a_turn_that_was_let_in_and_not_begun_in_time_is_refused_and_leaves_no_trace() -> None:
+    async with serving(answer=None, max_wait_s=0.05) as rig:
+        name = await rig.create()
+        rig.link.stats = Stats(steps_total=1, queued=9)
+        for _ in range(5):
+            rig.conversations.gate.enter("acme", NewTurn("other"))
+        turn = spec("hello")
+        error = await refusal(rig.call(name, turn))
+        assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SERVER_OVERLOADED")
+        assert error.retry_after_s is not None
+        assert all(generation.cancelled for generation in rig.link.generations)
+        session = await rig.session(name)
+        assert session.revision == 1 and not session.HasField("active_turn")
+        assert rig.conversations.gate.waiting == 5
+
+
+async def test_a_turn_that_has_begun_is_not_refused_however_long_it_takes() -> None:
+    async with serving(answer=None, max_wait_s=0.02) as rig:
+        name = await rig.create()
+        rig.link.stats = Stats(steps_total=1, queued=9)
+        call = rig.call(name, spec("hello"))
+        generation = await rig.link.next_generation()
+        generation.admit()
+        for _ in range(5):
+            rig.conversations.gate.enter("acme", NewTurn("other"))
+        await asyncio.sleep(0.1)
+        generation.emit(*says("hi"))
+        generation.finish()
+        assert [event async for event in call][-1].completed.output.text == "hi"

@@ -291,7 +291,7 @@ def test_engine_options_carry_every_shared_value() -> None:
         cuda_graphs=False, shared_prefix_attention=False, swap_mechanism="kernel", verify_swap=True,
         prefix_sharing=False, tensor_parallel=2, all_reduce="nccl",
     )  # fmt: skip
-    engine, default = changed.engine_options("/model"), EngineOptions(model="")
+    engine, default = changed.engine_options("/model", eos_token_ids=(1,)), EngineOptions(model="")
     names = set(EngineOptions.__struct_fields__) - {"seed"}
     assert {name for name in names if getattr(engine, name) == getattr(default, name)} == set()
 

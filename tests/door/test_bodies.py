@@ -13,9 +13,10 @@ from grpc import aio
 
 from pensieve.errors import PensieveError, ResourceExhausted
 from pensieve.rpc_status import MESSAGE_TOO_LARGE, from_rpc_error
-from pensieve.server.rpc.auth import ANONYMOUS
-from pensieve.server.rpc.bodies import KNOWN, BodyGate, BodyPace
+from pensieve.server.rpc.auth import ANONYMOUS, Authenticator
+from pensieve.server.rpc.bodies import BURST, KNOWN, BodyGate, BodyPace
 from pensieve.server.rpc.calls import Calls, RunningCall
+from pensieve.server.rpc.interceptor import Interceptor
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service.service_rig import Rig, refusal, serving, user
 
@@ -26,15 +27,16 @@ LONG_S = 60.0
 class Body:
     """A body that is being received until the test says that it has come."""
 
-    def __init__(self, gate: BodyGate, caller: str) -> None:
+    def __init__(self, gate: BodyGate, caller: str, connection: str = "") -> None:
         self._gate = gate
         self._caller = caller
+        self._connection = connection
         self._come = asyncio.Event()
         self.held = asyncio.Event()
         self.task = asyncio.create_task(self._receive())
 
     async def _receive(self) -> str:
-        call = RunningCall(ANONYMOUS, self._caller)
+        call = RunningCall(ANONYMOUS, self._caller, self._connection)
         try:
             with call.interruptible():
                 async with self._gate.place(call):
@@ -71,6 +73,21 @@ async def test_who_comes_new_takes_a_place_from_who_holds_too_many() -> None:
     assert await other.comes() == "received"
     ended = [body for body in greedy if body.task.done()]
     assert ended and all(body.task.result() == "SERVER_OVERLOADED" for body in ended)
+    for body in greedy:
+        body.task.cancel()
+
+
+@pytest.mark.fault(36)
+async def test_connections_of_one_caller_divide_its_places() -> None:
+    """Behind one address may be many programs: the calls of one connection do not hold up another's."""
+    gate = BodyGate(4, patience_s=LONG_S, haste_s=0.01)
+    greedy = [Body(gate, "a", "1") for _ in range(50)]
+    await settled()
+    for connection in "23":
+        other = Body(gate, "a", connection)
+        await asyncio.wait_for(other.held.wait(), 10)
+        assert await other.comes() == "received"
+    assert any(body.held.is_set() and not body.task.done() for body in greedy), "it keeps its own share"
     for body in greedy:
         body.task.cancel()
 
@@ -236,3 +253,27 @@ async def test_callers_who_have_been_quiet_are_forgotten() -> None:
     for number in range(3 * KNOWN):
         await pace.wait(f"caller {number}")
     assert len(pace._paid_until) <= KNOWN
+
+
+@pytest.mark.fault(36)
+async def test_a_connection_without_a_key_waits_for_its_own_bodies_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One connection is in debt for what it sent; another of the same address sends at once."""
+    waited: list[float] = []
+
+    async def noted(seconds: float) -> None:
+        waited.append(seconds)
+        raise AssertionError("it waits for another connection's bodies")
+
+    guard = Interceptor(Authenticator())
+    first, second = (RunningCall(ANONYMOUS, "@::1", f"ipv6:[::1]:{port}") for port in (1, 2))
+    for pace, name in guard._paces(first):
+        pace.came(name, int(1.5 * BURST), 0)
+    monkeypatch.setattr(asyncio, "sleep", noted)
+    for pace, name in guard._paces(second):
+        await pace.wait(name)
+    with pytest.raises(AssertionError):
+        for pace, name in guard._paces(first):
+            await pace.wait(name)
+    assert len(waited) == 1

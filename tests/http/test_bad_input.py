@@ -178,10 +178,10 @@ async def test_a_refused_branch_leaves_nothing_behind() -> None:
         answer = await http.post(RESPONSES, json=asks(previous_response_id=first, temperature=-1))
         assert answer.status_code == 400
         assert await left_behind(rig) == 1
-        # Under a key that was used already, what is there may be another try's: it stays.
+        # Under a key that was used already it is another call, and what the first one made stays.
         kept = {"Idempotency-Key": "one"}
         assert (await http.post(RESPONSES, json=asks(), headers=kept)).status_code == 200
-        assert (await http.post(RESPONSES, json=asks(temperature=-1), headers=kept)).status_code == 400
+        assert (await http.post(RESPONSES, json=asks(temperature=-1), headers=kept)).status_code == 409
         assert await left_behind(rig) == 2
 
 

@@ -246,6 +246,8 @@ def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch)
 class StandIn:
     """In place of a process: ready at once, lives until it is killed."""
 
+    away = False
+
     def __init__(self) -> None:
         self._over = asyncio.Event()
         self.heard_at = 0.0

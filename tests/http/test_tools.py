@@ -130,7 +130,7 @@ async def test_calls_in_a_conversation() -> None:
         first = await respond(rig, "How is it in Rome?", conversation=conversation.id)
         second = await respond(rig, [result(first.output[0])], conversation=conversation.id)
         assert second.output_text == "Blue."
-        # Tools stay the conversation's, as instructions do.
+        # Tools hold for one response, as instructions do.
         third = await respond(rig, "Thanks", conversation=conversation.id, tools=[])
         assert third.output_text == "Bye."
         assert len({turn.session for turn in rig.service.link.generations}) == 1
@@ -139,8 +139,8 @@ async def test_calls_in_a_conversation() -> None:
             "message", "function_call", "function_call_output", "message", "message", "message",
         ]  # fmt: skip
         assert items.data[1].arguments == '{"town": "Rome"}'  # type: ignore[union-attr]
-        revision = (await rig.service.session(f"sessions/{conversation.id.replace('_', '-')}")).revision
-        assert revision == 1 + 1 + 3, "made, given tools, three turns"
+        session = await rig.service.session(f"sessions/{conversation.id.replace('_', '-')}")
+        assert (session.revision, session.config.tools_json) == (1 + 3, ""), "made, and three turns"
 
 
 async def test_other_tools_are_another_session() -> None:

@@ -7,9 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from pensieve.config import EngineOptions
 from pensieve.core import Sampling
+from pensieve.engine.build import scheduler_config
+from pensieve.engine.worker.sizing import worker_info
 from pensieve.model.arch import ModelError
 from pensieve.model.folder import load_arch, load_generation
 from support.engine.checkpoints import FAMILIES, Family, tiny_checkpoint
@@ -95,6 +99,17 @@ def test_the_new_spelling_beside_the_old_one(base: Path, tmp_path: Path) -> None
     old, new = {"type": "linear", "factor": 4.0}, {"rope_type": "default", "rope_theta": 300.0}
     folder = changed(base, tmp_path, "qwen2", {"rope_scaling": old, "rope_parameters": new})
     assert greedy_tokens(folder) == transformers_tokens(folder)
+
+
+def test_the_engine_ends_turns_where_the_tokenizer_does(base: Path) -> None:
+    options = EngineOptions(
+        model=str(tiny_checkpoint("llama", base)), device_cache="64tokens", host_cache="0"
+    )
+    arch = load_arch(Path(options.model))
+    info = worker_info(options, arch, weight_bytes=0)
+    assert scheduler_config(options, arch, info).eos_token_ids == (2,)
+    named = msgspec.structs.replace(options, eos_token_ids=(2, 7))
+    assert scheduler_config(named, arch, info).eos_token_ids == (2, 7)
 
 
 def test_a_window_of_a_llama_limits_the_context(base: Path, tmp_path: Path) -> None:

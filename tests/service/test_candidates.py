@@ -199,6 +199,20 @@ async def test_the_best_of_answers_that_are_as_good_or_empty() -> None:
         assert (await rest(call)).completed.chosen_candidate == 0
 
 
+async def test_the_first_of_answers_with_the_same_tokens_is_the_best() -> None:
+    """Whatever noise their log-probabilities have."""
+    async with serving(answer=None) as rig:
+        name = await rig.create()
+        call, generation = await begun(rig, name, drawing(4, candidate_choice=BEST))
+        generation.emit(*TOKENS[:3], candidate=0, logprob=-0.7)
+        for candidate in (1, 2, 3):  # each a little better than the one before
+            generation.emit(*TOKENS[:2], candidate=candidate, logprob=-0.5 + 1e-7 * candidate)
+        generation.finish()
+        turn = (await rest(call)).completed
+        assert turn.chosen_candidate == 1
+        assert len({one.mean_logprob for one in turn.candidates}) == 2
+
+
 async def test_a_choice_without_candidates_costs_nothing() -> None:
     async with serving() as rig:
         name = await rig.create()

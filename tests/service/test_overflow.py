@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pensieve.client import TokenCount
@@ -126,3 +127,14 @@ async def test_the_start_token_stays_when_its_item_is_hidden(tmp_path: Path) -> 
     assert renderer.context(view)[1:].tolist() == view.tokens().tolist()
     assert renderer.length(view) == len(renderer.context(view))
     assert renderer.length(whole) == len(renderer.context(whole))
+
+
+async def test_a_refusal_says_what_sets_the_limit() -> None:
+    async with serving(context_limit=LIMIT) as rig:
+        long = spec("the quick brown fox " * 60)
+        error = await refusal(rig.call(await rig.create(), long))
+        assert error.message.endswith(f"it must stay below {LIMIT}"), "the model's own limit"
+        rig.link.info = msgspec.structs.replace(rig.link.info, model_context_limit=8192)
+        error = await refusal(rig.call(await rig.create(), long))
+        assert f"it must stay below {LIMIT} (the device tier" in error.message
+        assert "takes 8192" in error.message and "--device-cache" in error.message

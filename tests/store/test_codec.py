@@ -49,7 +49,7 @@ def test_a_cut_record_is_refused(data: st.DataObject) -> None:
 @pytest.mark.fault(53)
 def test_a_newer_format_is_told_apart_from_damage() -> None:
     with pytest.raises(FailedPrecondition) as caught:
-        _codec.decode_record(bytes((_codec.FORMAT + 1,)) + _codec.encode_record(first_record())[1:])
+        _codec.decode_record(bytes((_codec.FORMAT_ERASED + 1,)) + _codec.encode_record(first_record())[1:])
     assert caught.value.reason == "STORE_VERSION"
 
 

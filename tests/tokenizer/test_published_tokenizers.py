@@ -159,7 +159,7 @@ def folder_with(
 def test_a_template_that_writes_a_word_without_a_row_is_refused(tmp_path: Path) -> None:
     word = AddedToken("<|turn|>", special=True, normalized=False)
     base = Tokenizer.from_str(tiny.byte_level()).get_vocab_size()
-    said = rf"/tokenizer\.json: the chat template writes '<\|turn\|>', id {base}, but config\.json: vocab_size is {base}"
+    said = rf"tokenizer\.json: .* template writes '<\|turn\|>', id {base}, but config\.json: vocab_size is {base}"
     templates = {
         "user": tiny.CHATML.replace("<|im_start|>", "<|turn|>"),
         "prompt": tiny.CHATML.replace("assistant\n", "<|turn|>assistant\n"),
@@ -179,7 +179,7 @@ def test_a_word_without_a_row_that_no_template_writes_is_served(tmp_path: Path) 
     )
     rendered = chat.render([], [TextMessage(Role.USER, "an <extra> word")], generation_prompt=True)
     assert int(max(ids.max() for ids in rendered.item_tokens)) < chat.vocab_size
-    with pytest.raises(InvalidArgument, match="text: has token id .* for which the model has no embedding"):
+    with pytest.raises(InvalidArgument, match=r"text: has token id .* for which the model has no embedding"):
         chat.render([], [RawMessage(Role.USER, "an <extra> word")], generation_prompt=True)
 
 
@@ -262,7 +262,7 @@ def test_named_templates_without_a_default_are_refused(files: dict[str, Any], tm
     with pytest.raises(ValueError, match="default"):
         AutoTokenizer.from_pretrained(str(folder)).apply_chat_template([{"role": "user", "content": "hello"}])
     with pytest.raises(
-        InvalidArgument, match="chat_template has the templates rag.* none that is called default"
+        InvalidArgument, match=r"chat_template has the templates rag.* none that is called default"
     ):
         ChatTokenizer.from_folder(folder)
     assert ChatTokenizer.from_folder(folder, chat_template=NAMED)

@@ -102,6 +102,10 @@ class TurnOptions(SamplingOptions, total=False):
     must_call: str
     """Begin the answer as a call of this function of the session's, or of any if empty. The arguments are the model's
     own."""
+    turn_system_prompt: str
+    """In place of the session's system prompt, for this turn alone; the session keeps its own."""
+    turn_tools: Tools
+    """Functions that the model may call, in place of the session's, for this turn alone."""
     single_call: bool
     """End the answer with its first whole call of a function."""
     on_disconnect: OnDisconnect

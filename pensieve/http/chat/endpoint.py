@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
@@ -14,12 +13,12 @@ from pensieve.errors import DataLoss, NotFound
 from pensieve.http.chat.completions import ChatCompletion
 from pensieve.http.chat.requests import ChatRequest
 from pensieve.http.common.callers import Caller
+from pensieve.http.common.calls import Call, CallPlan
 from pensieve.http.common.contents import NamedTalk, Talk
 from pensieve.http.common.door import HttpDoor
-from pensieve.http.common.heads import MOST_FOLLOWING, begin, noting
+from pensieve.http.common.heads import begin, noting
+from pensieve.http.common.imports import added, adding, answered, chunks_of, parted, roles_of
 from pensieve.http.common.presence import while_there
-from pensieve.http.common.refusals import leaving_nothing
-from pensieve.http.common.requests import request_id_of
 from pensieve.http.common.streams import EventStream
 from pensieve.http.tools.definitions import tool_use
 
@@ -28,7 +27,7 @@ async def create(request: Request) -> Response:
     """Answer the last messages; the history before them is found, not computed."""
     door = HttpDoor.of(request)
     body, talk, options = await door.bodies.read(request, ChatRequest, ChatRequest.asked)
-    turn_id = request_id_of(request)
+    call = await door.bodies.aside(request, Call.of, request, body)
     async with AsyncExitStack() as held:
         caller = await held.enter_async_context(door.callers.of(request))
         model = await door.model_of(caller, body.model)
@@ -38,13 +37,10 @@ async def create(request: Request) -> Response:
         named: NamedTalk | None = None
         if body.session:
             # What it holds is not what was resent: nobody is led there by it.
-            session, stream = await _named(caller, body.session, talk, turn_id, options)
+            session, stream = await _named(caller, body.session, talk, call, options)
         else:
             named = await door.bodies.aside(request, NamedTalk, talk, caller.scope)
-            async with leaving_nothing(caller.client, turn_id):
-                session, stream = await begin(
-                    caller, door.heads, named, turn_id, options, door.settings.chat_ttl_s
-                )
+            session, stream = await begin(caller, door.heads, named, call, options, door.settings.chat_ttl_s)
         held.callback(stream.close)
         completion = ChatCompletion.of(stream, model, session.id, use.form)
 
@@ -63,26 +59,29 @@ async def create(request: Request) -> Response:
 
 
 async def _named(
-    caller: Caller, name: str, talk: Talk, turn_id: uuid.UUID, options: TurnOptions
+    caller: Caller, name: str, talk: Talk, call: Call, options: TurnOptions
 ) -> tuple[AsyncSession, AsyncTurnStream]:
     """A turn of the session that the client names; what is resent of its history is not read."""
-    options["request_id"] = str(turn_id)
-    new = [one.given for one in talk.new]
-    session = caller.client.session(name)
+    options["request_id"] = str(call.id)
+    (early, last), client = parted(talk.new), caller.client
+    session = client.session(name)
+    await call.settled(client, CallPlan(session=name))
     try:
-        stream = session.stream(items=new, **options)
-        await stream.accepted()
+        async with call.leaving_nothing(client, CallPlan(session=name)), adding(session, early, call, last):
+            return session, await answered(session, last, options)
     except (NotFound, DataLoss) as error:
         is_lost = error.reason == "HISTORY_REGRESSED" and error.metadata.get("current_revision") == "0"
         if error.reason != NotFound.default_reason and not is_lost:
             raise
-        session = await caller.client.create_session(
+    first = chunks_of(talk.history)[:1]
+    async with call.leaving_nothing(client, CallPlan(own=name)):
+        session = await client.create_session(
             session_id=name,
             system_prompt=talk.system or None,
             tools=talk.tools or None,
-            initial_items=[one.given for one in talk.history],
-            followed_by=[one.role for one in talk.new[:MOST_FOLLOWING]],
+            initial_items=[one.given for chunk in first for one in chunk],
+            followed_by=roles_of((*talk.history, *talk.new)[sum(map(len, first)) :]),
         )
-        stream = session.stream(items=new, **options)
-        await stream.accepted()
-    return session, stream
+        await added(session, talk.history[sum(map(len, first)) :], call, "history", follow=talk.new)
+        await added(session, early, call, follow=last)
+        return session, await answered(session, last, options)

@@ -26,6 +26,8 @@ from pensieve.rpc_status import TRANSPORT, TRANSPORT_FINAL
 
 T = TypeVar("T")
 
+KEYLESS: Final = "keyless"
+"""What a server that asks for no key says among its features."""
 GOOD_S: Final = 1.0
 """How long a credential counts as good without another question. The service looks at its key file as often."""
 BAD_S: Final = 2.0
@@ -124,7 +126,7 @@ class Admission:
             _remember(self._bad, credential, _Bad(time.monotonic() + BAD_S, error))
             raise
         if info is not None:
-            self.keyless = "keyless" in info.features
+            self.keyless = KEYLESS in info.features
         self._bad.pop(credential, None)
         _remember(self._good, credential, _Good(time.monotonic() + GOOD_S, info))
         return info

@@ -13,7 +13,9 @@ from typing import Final, ParamSpec, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
+from pensieve.http.common.credentials import HOLDER
 from pensieve.http.common.failures import HttpFailure
+from pensieve.http.common.room import BodyRoom, HeldRoom, given_up
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,21 +39,25 @@ class Bodies:
     def __init__(self, max_bytes: int) -> None:
         """``max_bytes``: of one."""
         self._max_bytes = max_bytes
-        self.room = ROOM * max_bytes
-        """Bytes that have come of no large body yet."""
+        self._room = BodyRoom(ROOM * max_bytes)
         # One: each thread that computes lets the event loop wait for its turn as long again.
         self._thread = ThreadPoolExecutor(1, "large bodies")
+
+    @property
+    def room(self) -> int:
+        """Bytes that no large body takes yet."""
+        return self._room.left
 
     async def read(self, request: Request, kind: type[T], made: Callable[[T], R]) -> R:
         """What is ``made`` of the body, which is a ``kind``. Raises HttpFailure: 413 before more than ``max_bytes`` are
         read, 415 for a compressed one, 429 when too many others are on their way, 400 for what is wrong."""
-        taken: list[int] = []
-        try:
-            data = await self._whole(request, taken)
+        limit = asyncio.timeout(None)
+        holder = request.scope.get("state", {}).get(HOLDER, "")
+        with self._room.place(holder, partial(_expire, limit)) as place:
+            data = await self._whole(request, place, limit)
+            place.coming = False
             request.state.body_bytes = len(data)
             return await self.aside(request, _decoded, data, kind, made)
-        finally:
-            self.room += sum(taken)
 
     async def aside(self, request: Request, work: Callable[P, R], *args: P.args, **named: P.kwargs) -> R:
         """The outcome of ``work``, which computes with what has been read of the request and touches nothing else.
@@ -67,8 +73,8 @@ class Bodies:
         """End the thread. Nothing large is read from then on."""
         self._thread.shutdown(wait=False)
 
-    async def _whole(self, request: Request, taken: list[int]) -> bytes:
-        """The body's bytes; ``taken`` is told what room it needs."""
+    async def _whole(self, request: Request, place: HeldRoom, limit: asyncio.Timeout) -> bytes:
+        """The body's bytes, read within ``limit``, which is set here."""
         coding = request.headers.get("content-encoding", "identity")
         if coding.lower() != "identity":
             raise HttpFailure(
@@ -78,41 +84,35 @@ class Bodies:
         if announced.isdecimal() and int(announced) > self._max_bytes:
             raise self._too_large()
         parts: list[bytes] = []
-        size = held = 0
+        size = 0
         try:
-            async with asyncio.timeout(BODY_S):
+            async with limit:
+                limit.reschedule(asyncio.get_running_loop().time() + BODY_S)
                 async for part in request.stream():
                     size += len(part)
                     if size > self._max_bytes:
                         raise self._too_large()
                     if size > SMALL_BYTES:
-                        taken.append(self._take(size - held))
-                        held = size
+                        await self._room.take(place, size - place.held)
                     parts.append(part)
         except ClientDisconnect:
             raise HttpFailure(
                 400, "the caller left before the body was whole", code="client_disconnected"
             ) from None
         except TimeoutError:
+            if place.given_up:
+                raise given_up() from None
             raise HttpFailure(
                 408, f"the body did not come within {BODY_S:g} s", code="request_timeout"
             ) from None
         return b"".join(parts)
 
-    def _take(self, size: int) -> int:
-        if size > self.room:
-            raise HttpFailure(
-                429,
-                "too many large bodies are on their way",
-                kind="rate_limit_error",
-                code="server_overloaded",
-                retry_after_s=1.0,
-            )
-        self.room -= size
-        return size
-
     def _too_large(self) -> HttpFailure:
         return HttpFailure(413, f"the body is larger than {self._max_bytes} bytes", code="request_too_large")
+
+
+def _expire(limit: asyncio.Timeout) -> None:
+    limit.reschedule(asyncio.get_running_loop().time())
 
 
 def _decoded(data: bytes, kind: type[T], made: Callable[[T], R]) -> R:

@@ -166,6 +166,9 @@ def talk_of(messages: Sequence[Said], param: str) -> Talk:
     first = next((n for n, one in enumerate(messages) if one.role is not Role.SYSTEM), len(messages))
     last = max((n for n, one in enumerate(messages) if one.role is Role.ASSISTANT), default=first - 1)
     new = tuple(messages[last + 1 :])
+    if not new and messages and first == len(messages):
+        # A system prompt alone is answered, as the model's template has it.
+        return Talk("", (), (Said(Role.SYSTEM, "\n\n".join(one.text for one in messages)),))
     if not new:
         raise bad(param, "there is nothing to answer: the last message must not be the assistant's")
     system = "\n\n".join(one.text for one in messages[:first])

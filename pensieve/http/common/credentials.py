@@ -12,6 +12,8 @@ from pensieve.http.common.failures import HttpFailure
 
 CERTIFICATE_NAMES: Final = "certificate_names"
 """Where a connection's state has the names in its verified client certificate."""
+HOLDER: Final = "holder"
+"""Where a request's state has the name of the caller that its body counts for."""
 CERTIFICATE_KEY: Final = "pensieve-certificate-name-bin"
 ADDRESS_KEY: Final = "pensieve-caller-address"
 """Metadata that tell the service a name and the caller's address; it listens to them on its private socket only."""

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pensieve.errors import PensieveError
-from pensieve.http.common.credentials import address_of, who_calls
+from pensieve.http.common.credentials import HOLDER, address_of, who_calls
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import HttpFailure, failure_of
 from pensieve.http.common.sites import check_host, check_site
@@ -17,8 +17,6 @@ OPEN: Final = frozenset({"/health", "/ready", "/metrics"})
 """Paths that take no credential and read no body."""
 ADMITTED: Final = "admitted"
 """Where a request's state has what is called when its caller is let in: the connection is a known caller's then."""
-HOLDER: Final = "holder"
-"""Where a request's state has the name of the caller that its body counts for."""
 
 
 class Entrance:

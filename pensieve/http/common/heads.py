@@ -15,15 +15,16 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from pensieve.client import AsyncSession, AsyncTurnStream, FoundTurn, Role, Turn, TurnOptions
+import msgspec
+
+from pensieve.client import AsyncSession, AsyncTurnStream, FoundTurn, Turn, TurnOptions
 from pensieve.errors import Aborted, DataLoss, FailedPrecondition, NotFound
 from pensieve.http.common.callers import Caller
+from pensieve.http.common.calls import Call, CallPlan, Source, carried_out, is_free, made_before, new_session
 from pensieve.http.common.contents import NamedTalk, Said, Talk
-from pensieve.http.common.failures import HttpFailure
-from pensieve.http.common.requests import may_be_a_retry
+from pensieve.http.common.imports import added, answered, chunks_of, parted, roles_of
+from pensieve.http.common.requests import seed_of
 
-MOST_FOLLOWING: Final = 64
-"""Roles of new messages that an import is told."""
 _MADE_HERE: Final = re.compile(r"(?:chat|conv|resp)-[0-9a-f]{32}")
 """Sessions that the door made."""
 
@@ -90,7 +91,7 @@ async def begin(
     caller: Caller,
     heads: Heads | None,
     named: NamedTalk,
-    turn_id: uuid.UUID,
+    call: Call,
     options: TurnOptions,
     ttl_s: float | None,
     *,
@@ -99,47 +100,127 @@ async def begin(
 ) -> tuple[AsyncSession, AsyncTurnStream]:
     """A turn that the service has accepted, in the session that the history is, or in a new one with that history.
 
-    ``heads``: None for what neither finds nor ``is_found``. The names of what is made are made of ``turn_id``: a retry
-    finds it.
+    ``heads``: None for what neither finds nor ``is_found``. A refusal leaves nothing behind.
     """
-    options["request_id"] = str(turn_id)
-    talk = named.talk
+    options["request_id"] = str(call.id)
+    options.setdefault("seed", seed_of(call.id))
     if heads is not None and is_found:
         options["mark"] = named.mark
-    own = f"{family}{turn_id.hex}"
-    if may_be_a_retry(turn_id):
-        session = caller.client.session(own)
-        try:
-            await _check_holds(session, talk)
-            return session, await _accepted(session, talk, options)
-        except (NotFound, DataLoss) as error:
-            pass_unless_gone(error)  # This is the first try, or that one went on in a session that was there.
-    if heads is not None and talk.history:
-        # What is remembered may have become another session since a first try.
-        head = None if may_be_a_retry(turn_id) else heads.find(named.before)
-        if head is not None:
+    return await _Beginning(caller, heads, named, call, options, ttl_s).begin(new_session(family))
+
+
+@dataclass(frozen=True, slots=True)
+class _Beginning:
+    """One talk on its way to its session."""
+
+    caller: Caller
+    heads: Heads | None
+    named: NamedTalk
+    call: Call
+    options: TurnOptions
+    ttl_s: float | None
+
+    async def begin(self, own: str) -> tuple[AsyncSession, AsyncTurnStream]:
+        """``own``: name of the session to be made, if one is."""
+        client = self.caller.client
+        if self.call.may_be_repeated:
+            # What is remembered here may be another door's no more: the service alone is asked.
+            head = await self._looked_up()
+            plan = await self.call.settled(
+                client, CallPlan(own) if head is None else await self._plan(head, own)
+            )
+            async with self.call.leaving_nothing(client, plan):
+                try:
+                    return await self._carried_out(plan)
+                except DataLoss as error:
+                    pass_unless_gone(error)
+                    return await self._carried_out(CallPlan(plan.own))
+        async with self.call.leaving_nothing(client, CallPlan(own)):
+            return await self._begun_once(own)
+
+    async def _begun_once(self, own: str) -> tuple[AsyncSession, AsyncTurnStream]:
+        heads = self.heads
+        if heads is not None and self.named.talk.history:
+            head = heads.find(self.named.before)
+            if head is not None:
+                try:
+                    return await self._carried_out(await self._plan(head, own))
+                except (NotFound, DataLoss) as error:
+                    pass_unless_gone(error)
+                    heads.forget(self.named.before)
+            head = await self._looked_up()
+            if head is not None:
+                try:
+                    return await self._carried_out(await self._plan(head, own))
+                except (NotFound, DataLoss) as error:
+                    pass_unless_gone(error)  # It has gone since.
+        return await self._carried_out(CallPlan(own))
+
+    async def _plan(self, head: Head, own: str) -> CallPlan:
+        """Go on in the head's session, or in a branch of it. Raises NotFound where neither can be."""
+        session = self.caller.client.session(head.session_id)
+        branch = CallPlan(own, source=Source(head.session_id, head.item, head.candidate))
+        revision = head.revision
+        if parted(self.named.talk.new)[0]:
+            return (
+                branch  # What comes first is added without a turn: not to a session that others go on from.
+            )
+        if self.call.may_be_repeated:
+            # A choice among candidates cannot be made again once the turn is there.
+            free = head.candidate is None and await is_free(session, revision, self.call.id)
+            return (
+                msgspec.structs.replace(branch, session=head.session_id, revision=revision)
+                if free
+                else branch
+            )
+        if head.candidate is not None:
             try:
-                return await _go_on(caller, head, talk, turn_id, own, options)
-            except (NotFound, DataLoss) as error:
-                pass_unless_gone(error)
-                heads.forget(named.before)
-        head = await _looked_up(caller, named, turn_id)
-        if head is not None:
-            try:
-                return await _go_on(caller, head, talk, turn_id, own, options)
-            except (NotFound, DataLoss) as error:
-                pass_unless_gone(error)  # It has gone since.
-    session = await caller.client.create_session(
-        session_id=own,
-        system_prompt=talk.system or None,
-        tools=talk.tools or None,
-        initial_items=[one.given for one in talk.history],
-        followed_by=[one.role for one in talk.new[:MOST_FOLLOWING]],
-        ttl=ttl_s,
-        overflow="drop_oldest_turns" if talk.drops_oldest else None,
-        request_id=str(uuid.uuid5(turn_id, "session")),
-    )
-    return session, await _accepted(session, talk, options)
+                revision = (await session.choose(head.turn_id, head.candidate)).revision
+            except (Aborted, FailedPrecondition):
+                return branch  # Somebody has gone on from here already, or is about to.
+        return msgspec.structs.replace(branch, session=head.session_id, revision=revision)
+
+    async def _carried_out(self, plan: CallPlan) -> tuple[AsyncSession, AsyncTurnStream]:
+        async def make(own: str) -> AsyncSession:
+            return await self._made(plan, own)
+
+        async def turn(session: AsyncSession, more: TurnOptions) -> AsyncTurnStream:
+            last = parted(self.named.talk.new)[1]
+            return await answered(session, last, {**self.options, **more})
+
+        return await carried_out(self.caller.client, self.call, plan, make, turn)
+
+    async def _made(self, plan: CallPlan, own: str) -> AsyncSession:
+        client, talk = self.caller.client, self.named.talk
+        early, last = parted(talk.new)
+        if plan.source is not None:
+            session = await made_before(client, self.call, plan)
+            if session is None:
+                session = await client.session(plan.source.session).fork(
+                    plan.source.item,
+                    session_id=own,
+                    request_id=str(uuid.uuid5(self.call.id, "fork")),
+                    candidate=plan.source.candidate,
+                )
+            return await added(session, early, self.call, follow=last)
+        past = (*talk.history, *early)
+        first = chunks_of(past)[:1]
+        session = await client.create_session(
+            session_id=own,
+            system_prompt=talk.system or None,
+            tools=talk.tools or None,
+            initial_items=[one.given for chunk in first for one in chunk],
+            followed_by=roles_of((*past, *last)[sum(map(len, first)) :]),
+            ttl=self.ttl_s,
+            overflow="drop_oldest_turns" if talk.drops_oldest else None,
+            request_id=str(uuid.uuid5(self.call.id, "session")),
+        )
+        return await added(session, past[sum(map(len, first)) :], self.call, follow=last)
+
+    async def _looked_up(self) -> Head | None:
+        if self.heads is None or not self.named.talk.history:
+            return None
+        return await _looked_up(self.caller, self.named, self.call.id)
 
 
 def pass_unless_gone(error: NotFound | DataLoss) -> None:
@@ -149,21 +230,6 @@ def pass_unless_gone(error: NotFound | DataLoss) -> None:
     """
     if isinstance(error, DataLoss) and error.reason != "HISTORY_REGRESSED":
         raise error
-
-
-async def _check_holds(session: AsyncSession, talk: Talk) -> None:
-    """Raises HttpFailure (409) unless the session begins with the history; NotFound when it is not there."""
-    tools = (await session.refresh()).tools
-    told = [*([Said(Role.SYSTEM, talk.system)] if talk.system else []), *talk.history]
-    held = (await session.items())[: len(told)]
-    if tools != talk.tools or len(held) < len(told) or not all(map(talk.holds, held, told)):
-        raise HttpFailure(
-            409,
-            "this Idempotency-Key was used for another request",
-            kind="conflict_error",
-            param="Idempotency-Key",
-            code="request_id_reused",
-        )
 
 
 async def _looked_up(caller: Caller, named: NamedTalk, turn_id: uuid.UUID) -> Head | None:
@@ -201,30 +267,3 @@ def _answered_so(found: FoundTurn | None, talk: Talk, told: Said) -> FoundTurn |
     texts = [(found.candidate, turn.text), *((one.candidate, one.text) for one in turn.candidates)]
     number = next((number for number, text in texts if talk.knows_as(text, told)), None)
     return FoundTurn(turn, number) if number is not None else None
-
-
-async def _go_on(
-    caller: Caller, head: Head, talk: Talk, turn_id: uuid.UUID, own: str, options: TurnOptions
-) -> tuple[AsyncSession, AsyncTurnStream]:
-    """In the head's session, or in a branch of it named ``own``. Raises NotFound where neither can be."""
-    session = caller.client.session(head.session_id)
-    revision = head.revision
-    try:
-        if head.candidate is not None:
-            revision = (await session.choose(head.turn_id, head.candidate)).revision
-        return session, await _accepted(session, talk, {**options, "expected_revision": revision})
-    except (Aborted, FailedPrecondition):
-        pass  # Somebody has gone on from here already, or is about to: this is a branch.
-    session = await session.fork(
-        head.item,
-        session_id=own,
-        request_id=str(uuid.uuid5(turn_id, "fork")),
-        candidate=head.candidate,
-    )
-    return session, await _accepted(session, talk, options)
-
-
-async def _accepted(session: AsyncSession, talk: Talk, options: TurnOptions) -> AsyncTurnStream:
-    stream = session.stream(items=[one.given for one in talk.new], **options)
-    await stream.accepted()
-    return stream

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -20,16 +21,26 @@ class Readiness:
     def __init__(self, settings: DoorSettings) -> None:
         self._settings = settings
         self._channel: aio.Channel | None = None
+        self._serving = False
+        """What it has said last."""
 
     async def problem(self) -> str:
         """Why calls are not served; "" when they are."""
+        if problem := await self.unreachable():
+            return problem
+        return "" if self._serving else "the service is not serving"
+
+    async def unreachable(self) -> str:
+        """Why the service cannot be asked; "" when it can, also where it says that it does not serve."""
+        socket = self._settings.target.removeprefix("unix:")
+        if socket != self._settings.target and not Path(socket).is_socket():
+            return "the service's socket is gone"  # a connection that is there would not tell
         stub: Any = health_pb2_grpc.HealthStub(self._connection())
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
         except grpc.RpcError as error:
             return f"the service does not answer ({error.code().name})"
-        if answer.status != health_pb2.HealthCheckResponse.SERVING:
-            return "the service is not serving"
+        self._serving = answer.status == health_pb2.HealthCheckResponse.SERVING
         return ""
 
     async def close(self) -> None:

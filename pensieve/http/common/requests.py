@@ -114,14 +114,6 @@ def request_id_of(request: Request) -> uuid.UUID:
     return uuid.uuid5(_KEYS, key) if key else uuid.uuid4()
 
 
-def unstored_id(turn_id: uuid.UUID) -> uuid.UUID:
-    """The request id of the same call if it is not to be stored: another turn, in sessions of another name.
-
-    So a call that is repeated with its key, but not to be stored this time, erases nothing that the first one stored.
-    """
-    return uuid.uuid5(turn_id, "unstored") if may_be_a_retry(turn_id) else turn_id
-
-
-def may_be_a_retry(turn_id: uuid.UUID) -> bool:
-    """Whether ``request_id_of`` made the id of an ``Idempotency-Key``."""
-    return turn_id.version == 5
+def seed_of(turn_id: uuid.UUID) -> int:
+    """The seed of a turn that names none: each attempt at it draws the same answer."""
+    return turn_id.int % (1 << 63)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any, Final
 
 import msgspec
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+SILENT: Final = b":\n\n"
+"""A comment, which clients drop: proxies and clients see that the answer is still to come."""
 DONE: Final = b"data: [DONE]\n\n"
 _HEADERS: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 """The second keeps nginx from holding events back."""
@@ -22,14 +25,52 @@ def event(data: dict[str, Any], name: str | None = None) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """Sends events; ``held`` is closed when the last is out or the client has gone."""
+    """Sends events, and comments where there are none for the door's ``heartbeat_s``.
+
+    ``held`` is closed when the last event is out or the client has gone.
+    """
 
     def __init__(self, events: AsyncIterator[bytes], held: AsyncExitStack, headers: dict[str, str]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={**_HEADERS, **headers})
         self._held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        steady = _Steady(send, scope["app"].state.door.settings.heartbeat_s)
+        beating = asyncio.create_task(steady.beat(), name="heartbeat")
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, steady.send)
         finally:
+            beating.cancel()
             await self._held.aclose()
+
+
+class _Steady:
+    """Sends what the answer says, and a comment after each ``heartbeat_s`` seconds without a byte."""
+
+    def __init__(self, send: Send, heartbeat_s: float) -> None:
+        self._send = send
+        self._heartbeat_s = heartbeat_s
+        self._one = asyncio.Lock()
+        self._last = 0.0
+        self._open = asyncio.Event()
+        """Set between the head and the end."""
+
+    async def send(self, message: Message) -> None:
+        async with self._one:
+            await self._send(message)
+            self._last = asyncio.get_running_loop().time()
+            if message["type"] == "http.response.start" or message.get("more_body"):
+                self._open.set()
+            else:
+                self._open.clear()
+
+    async def beat(self) -> None:
+        """Until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._open.wait()
+            await asyncio.sleep(self._last + self._heartbeat_s - loop.time())
+            async with self._one:
+                if self._open.is_set() and loop.time() >= self._last + self._heartbeat_s:
+                    await self._send({"type": "http.response.body", "body": SILENT, "more_body": True})
+                    self._last = loop.time()

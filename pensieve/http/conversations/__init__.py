@@ -1,4 +1,4 @@
 """Conversations: sessions under OpenAI's names; responses are added to them with ``conversation``.
 
-May import: client, errors, http.common, http.responses.
+May import: client, errors, http.common, http.responses, speech.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -13,13 +14,15 @@ from starlette.responses import Response
 from pensieve.client import AsyncSession, Item, Role, ServerInfo, SessionInfo
 from pensieve.errors import NotFound
 from pensieve.http.common.callers import Caller
+from pensieve.http.common.calls import Call, CallPlan, new_session
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import HttpFailure
-from pensieve.http.common.requests import request_id_of
 from pensieve.http.conversations.requests import ConversationRequest, ItemsRequest, MetadataRequest
 from pensieve.http.responses.ids import ResponseId, conversation_id, conversation_session
+from pensieve.http.responses.kept import KeptResponse
 from pensieve.http.responses.objects import history_items, listing
 from pensieve.http.responses.pages import page
+from pensieve.speech import SpeechForm, read
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +36,19 @@ class _Told:
 async def create(request: Request) -> Response:
     """A new conversation, with up to 20 items that were said elsewhere."""
     door = HttpDoor.of(request)
-    said, labels = await door.bodies.read(request, ConversationRequest, ConversationRequest.asked)
-    made_of = request_id_of(request)
+    body, said, labels = await door.bodies.read(request, ConversationRequest, ConversationRequest.asked)
+    call = Call.of(request, body)
     first = next((n for n, one in enumerate(said) if one.role is not Role.SYSTEM), len(said))
     async with door.callers.of(request) as caller:
-        session = await caller.client.create_session(
-            session_id=f"conv-{made_of.hex}",
-            system_prompt="\n\n".join(one.text for one in said[:first]) or None,
-            initial_items=[one.given for one in said[first:]],
-            labels=labels,
-            request_id=str(uuid.uuid5(made_of, "session")),
-        )
+        plan = await call.settled(caller.client, CallPlan(new_session("conv-")))
+        async with call.leaving_nothing(caller.client, plan):
+            session = await caller.client.create_session(
+                session_id=plan.own,
+                system_prompt="\n\n".join(one.text for one in said[:first]) or None,
+                initial_items=[one.given for one in said[first:]],
+                labels=labels,
+                request_id=str(uuid.uuid5(call.id, "session")),
+            )
     assert session.info is not None
     return door.answer(_document(session.info), request)
 
@@ -81,7 +86,7 @@ async def items(request: Request) -> Response:
     door = HttpDoor.of(request)
     async with door.callers.of(request) as caller:
         session = await _session(request, caller)
-        told = _told(session, await session.items(), await door.info_of(caller))
+        told = await _told(session, await session.items(), await door.info_of(caller))
     return door.answer(page(_documents(told), request), request)
 
 
@@ -90,7 +95,7 @@ async def item(request: Request) -> Response:
     door = HttpDoor.of(request)
     async with door.callers.of(request) as caller:
         session = await _session(request, caller)
-        told = _told(session, await session.items(), await door.info_of(caller))
+        told = await _told(session, await session.items(), await door.info_of(caller))
         found, index = _place(request, session, told)
     return door.answer(found.documents[index], request)
 
@@ -98,31 +103,33 @@ async def item(request: Request) -> Response:
 async def add(request: Request) -> Response:
     """Items that were said elsewhere, behind the others."""
     door = HttpDoor.of(request)
-    said = await door.bodies.read(request, ItemsRequest, ItemsRequest.asked)
+    body, said = await door.bodies.read(request, ItemsRequest, ItemsRequest.asked)
+    call = Call.of(request, body)
     async with door.callers.of(request) as caller:
         session = await _session(request, caller)
-        added = await session.append([one.given for one in said], request_id=str(request_id_of(request)))
-        told = _told(session, added, await door.info_of(caller))
+        plan = await call.settled(caller.client, CallPlan(session=session.id))
+        async with call.leaving_nothing(caller.client, plan):
+            added = await session.append([one.given for one in said], request_id=str(call.id))
+        told = await _told(session, added, await door.info_of(caller))
     return door.answer(listing(_documents(told)), request)
 
 
 async def remove(request: Request) -> Response:
-    """Takes out the newest item; a history that was gone on from keeps its middle. Answers the conversation."""
+    """Erases the newest item; a history that was gone on from keeps its middle. Answers the conversation."""
     door = HttpDoor.of(request)
     async with door.callers.of(request) as caller:
         session = await _session(request, caller)
         assert session.info is not None
         revision = session.info.revision
-        told = _told(session, await session.items(), await door.info_of(caller))
+        told = await _told(session, await session.items(), await door.info_of(caller))
         found, index = _place(request, session, told)
         if found is not told[-1]:
             raise _kept("only the newest item can be taken out: the others were gone on from")
         if index:
             first = found.documents[0]["id"]
             raise _kept(f"it is a part of an answer, which is taken out whole, by its first item: {first}")
-        info = await session.rewind(
-            to_item=told[-2].item.item if len(told) > 1 else 0, expected_revision=revision
-        )
+        to_item = told[-2].item.item if len(told) > 1 else 0
+        info = await session.rewind(to_item=to_item, erase=True, expected_revision=revision)
     return door.answer(_document(info), request)
 
 
@@ -165,10 +172,30 @@ async def _session(request: Request, caller: Caller) -> AsyncSession:
     return session
 
 
-def _told(session: AsyncSession, items: Iterable[Item], info: ServerInfo) -> list[_Told]:
+async def _told(session: AsyncSession, items: Iterable[Item], info: ServerInfo) -> list[_Told]:
+    """Items as their responses told them: an answer has calls only where its response offered tools."""
     assert session.info is not None
-    form = info.speech if session.info.tools else replace(info.speech, calls=None)
-    return [_Told(one, history_items(session.id, one, form)) for one in items]
+    words = replace(info.speech, calls=None)
+    found = []
+    for one in items:
+        form = words
+        if info.speech.calls and one.role is Role.ASSISTANT and read(one.text, info.speech).calls:
+            form = await _form(session, one, info)
+        found.append(_Told(one, history_items(session.id, one, form)))
+    return found
+
+
+async def _form(session: AsyncSession, answer: Item, info: ServerInfo) -> SpeechForm:
+    """How an answer that spells calls is read."""
+    kept = None
+    if answer.request_id:
+        with contextlib.suppress(NotFound):  # an item that was added without a turn
+            kept = KeptResponse.of(await session.get_turn(answer.request_id))
+    if kept is None:
+        return info.speech
+    assert session.info is not None
+    offered = bool(kept.asked.tools or session.info.tools) and kept.asked.tool_choice != "none"
+    return info.speech if offered else replace(info.speech, calls=None)
 
 
 def _documents(told: Iterable[_Told]) -> list[dict[str, Any]]:

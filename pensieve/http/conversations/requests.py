@@ -20,12 +20,12 @@ class ConversationRequest(msgspec.Struct):
     items: list[InputItem] | None = None
     metadata: dict[str, str] | None = None
 
-    def asked(self) -> tuple[list[Said], dict[str, str] | None]:
-        """Messages and metadata. Raises HttpFailure."""
+    def asked(self) -> tuple[ConversationRequest, list[Said], dict[str, str] | None]:
+        """Itself, messages and metadata. Raises HttpFailure."""
         check_metadata(self.metadata or {})
         if len(self.items or ()) > MAX_ITEMS:
             raise bad("items", f"at most {MAX_ITEMS}")
-        return messages_of(self.items or [], "items"), self.metadata
+        return self, messages_of(self.items or [], "items"), self.metadata
 
 
 class ItemsRequest(msgspec.Struct):
@@ -33,11 +33,11 @@ class ItemsRequest(msgspec.Struct):
 
     items: list[InputItem]
 
-    def asked(self) -> list[Said]:
-        """The messages. Raises HttpFailure."""
+    def asked(self) -> tuple[ItemsRequest, list[Said]]:
+        """Itself, and the messages. Raises HttpFailure."""
         if not 0 < len(self.items) <= MAX_ITEMS:
             raise bad("items", f"must be 1 to {MAX_ITEMS}")
-        return messages_of(self.items, "items")
+        return self, messages_of(self.items, "items")
 
 
 class MetadataRequest(msgspec.Struct):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from dataclasses import dataclass, replace
+
+import msgspec
 
 from pensieve.client import (
     AsyncSession,
@@ -17,9 +20,12 @@ from pensieve.client import (
 )
 from pensieve.errors import Aborted, NotFound
 from pensieve.http.common.callers import Caller
+from pensieve.http.common.calls import Call, CallPlan, carried_out, is_free, made_before, new_session
 from pensieve.http.common.contents import NamedTalk, talk_of
 from pensieve.http.common.failures import HttpFailure
 from pensieve.http.common.heads import Heads, begin
+from pensieve.http.common.imports import added, adding, answered, parted
+from pensieve.http.common.requests import seed_of
 from pensieve.http.responses.ids import ResponseId, conversation_session, mark
 from pensieve.http.responses.requests import AskedResponse, ResponseRequest
 from pensieve.http.tools.definitions import ToolUse
@@ -45,7 +51,7 @@ class Chain:
 
     caller: Caller
     asked: AskedResponse
-    turn_id: uuid.UUID
+    call: Call
     annotations: dict[str, str]
     """To be kept with the turn."""
     use: ToolUse
@@ -54,7 +60,7 @@ class Chain:
     """From ``first_talk``."""
 
     async def begin(self, heads: Heads, unstored_ttl_s: float) -> BegunResponse:
-        """Raises HttpFailure and PensieveError."""
+        """A refusal leaves nothing behind. Raises HttpFailure and PensieveError."""
         if self.body.previous_response_id is not None:
             return await self._after(self.body.previous_response_id, unstored_ttl_s)
         if self.body.conversation_id is not None:
@@ -71,7 +77,7 @@ class Chain:
                 # What leaves nothing behind is found by nobody, and finds nothing.
                 heads if self.body.stored else None,
                 talk,
-                self.turn_id,
+                self.call,
                 self._options,
                 None if self.body.stored else unstored_ttl_s,
                 family="resp-",
@@ -86,28 +92,62 @@ class Chain:
         head = ResponseId.parse(previous)
         if head is None:
             raise _unknown(previous)
-        session = self.caller.client.session(head.session_id)
+        client = self.caller.client
+        session = client.session(head.session_id)
         changes = self._changes(head)
         use = self.use.kept(self.info, head.calls and not changes)
-        if self.body.stored and not changes:
-            try:
-                return await self._turn(session, {"expected_revision": head.revision}, use)
-            except NotFound:
-                raise _unknown(previous) from None
-            except Aborted:
-                pass  # Somebody has gone on from here already, or is about to: this is a branch.
-        branch = await self._branch(session, head, previous)
-        assert branch.info is not None
         if not self.body.stored:
             changes["ttl"] = unstored_ttl_s
-        if changes and branch.info.revision == 1:  # else an earlier try of this request has made them
-            await branch.update(**changes)
-        return await self._turn(branch, {}, use)
+        plan = CallPlan(new_session("resp-"))
+        if not changes and not parted(self.asked.messages)[0]:
+            going_on = msgspec.structs.replace(plan, session=head.session_id, revision=head.revision)
+            try:
+                # A branch is made of a session that has moved on, or is about to.
+                is_branch = self.call.may_be_repeated and not await is_free(
+                    session, head.revision, self.call.id
+                )
+            except NotFound:
+                raise _unknown(previous) from None
+            plan = plan if is_branch else going_on
+        plan = await self.call.settled(client, plan)
 
-    async def _branch(self, session: AsyncSession, head: ResponseId, previous: str) -> AsyncSession:
-        """A session with the history up to a response; the same one for every try of this request."""
+        async def make(own: str) -> AsyncSession:
+            return await self._branch(session, head, previous, plan, changes)
+
+        async def turn(session: AsyncSession, more: TurnOptions) -> AsyncTurnStream:
+            try:
+                return await self._turn(session, more)
+            except NotFound as error:
+                if error.reason == "CONTENT_ERASED":  # this very response was made, and erased since
+                    raise
+                raise self._refusal(error) if session.id == plan.own else _unknown(previous) from None
+
+        async with self.call.leaving_nothing(client, plan):
+            try:
+                found, stream = await carried_out(client, self.call, plan, make, turn)
+            except NotFound as error:
+                raise self._refusal(error) from None
+        return BegunResponse(found, stream, self._id(found, stream, use), use.form)
+
+    async def _branch(
+        self, source: AsyncSession, head: ResponseId, previous: str, plan: CallPlan, changes: SessionChanges
+    ) -> AsyncSession:
+        """The plan's own session, with the history up to a response."""
+        branch = await made_before(self.caller.client, self.call, plan)
+        if branch is None:
+            branch = await self._forked(source, head, previous, plan)
+        assert branch.info is not None
+        if changes and branch.info.revision == 1:
+            with contextlib.suppress(Aborted):  # Another try has made them.
+                await branch.update(**changes, expected_revision=1)
+        early, last = parted(self.asked.messages)
+        return await added(branch, early, self.call, follow=last)
+
+    async def _forked(
+        self, source: AsyncSession, head: ResponseId, previous: str, plan: CallPlan
+    ) -> AsyncSession:
         try:
-            turn = await session.get_turn(head.turn_id)
+            turn = await source.get_turn(head.turn_id)
             if turn.state is TurnState.RUNNING:
                 raise HttpFailure(
                     409,
@@ -116,18 +156,13 @@ class Chain:
                     param="previous_response_id",
                     code="response_in_progress",
                 )
-            item = await answer_item(session, turn)
+            item = await answer_item(source, turn)
             if item is None:
                 raise _unknown(previous)
-        except NotFound:
-            raise _unknown(previous) from None
-        try:
-            return await session.fork(
-                item, session_id=f"resp-{self.turn_id.hex}", request_id=str(uuid.uuid5(self.turn_id, "fork"))
+            return await source.fork(
+                item, session_id=plan.own, request_id=str(uuid.uuid5(self.call.id, "fork"))
             )
-        except NotFound as error:
-            if error.reason == "SESSION_DELETED":
-                raise self._refusal(error) from None
+        except NotFound:
             raise _unknown(previous) from None
 
     async def _in_conversation(self, name: str) -> BegunResponse:
@@ -137,29 +172,42 @@ class Chain:
         )
         if session_id is None:
             raise missing
-        session = self.caller.client.session(session_id)
+        client = self.caller.client
+        session = client.session(session_id)
         try:
             info = await session.refresh()
         except NotFound:
             raise missing from None
-        changes: SessionChanges = {}
-        if self.body.instructions is not None and self.body.instructions != info.system_prompt:
-            changes["system_prompt"] = self.body.instructions
-        if self.use.text and self.use.text != info.tools:
-            changes["tools"] = self.use.text
-        if changes:
-            await session.update(**changes)
-        return await self._turn(session, {}, self.use.kept(self.info, bool(info.tools)))
+        # They hold for this response: the conversation keeps its own.
+        frame: TurnOptions = {}
+        if self.body.instructions is not None:
+            frame["turn_system_prompt"] = self.body.instructions
+        if self.use.text:
+            frame["turn_tools"] = self.use.text
+        plan = await self.call.settled(client, CallPlan(session=session_id))
 
-    async def _turn(self, session: AsyncSession, more: TurnOptions, use: ToolUse) -> BegunResponse:
-        options: TurnOptions = {**self._options, "request_id": str(self.turn_id), **more}
-        stream = session.stream(items=[one.given for one in self.asked.messages], **options)
-        await stream.accepted()
+        async def make(own: str) -> AsyncSession:
+            raise AssertionError("a conversation is there")
+
+        async def turn(session: AsyncSession, more: TurnOptions) -> AsyncTurnStream:
+            early, last = parted(self.asked.messages)
+            async with adding(session, early, self.call, last):
+                return await self._turn(session, {**frame, **more})
+
+        async with self.call.leaving_nothing(client, plan):
+            _, stream = await carried_out(client, self.call, plan, make, turn)
+        use = self.use.kept(self.info, bool(info.tools))
         return BegunResponse(session, stream, self._id(session, stream, use), use.form)
+
+    async def _turn(self, session: AsyncSession, more: TurnOptions) -> AsyncTurnStream:
+        options: TurnOptions = {**self._options, "request_id": str(self.call.id), **more}
+        return await answered(session, parted(self.asked.messages)[1], options)
 
     @property
     def _options(self) -> TurnOptions:
-        return {**self.asked.options, "annotations": self.annotations}
+        options: TurnOptions = {**self.asked.options, "annotations": self.annotations}
+        options.setdefault("seed", seed_of(self.call.id))
+        return options
 
     def _refusal(self, error: NotFound) -> Exception:
         """Of a session that was to be made for this response, and is not there: an earlier try had made it."""

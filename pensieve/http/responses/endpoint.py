@@ -13,12 +13,12 @@ from starlette.responses import Response as HttpResponse
 from pensieve.client import AsyncSession, Role, Turn, TurnState
 from pensieve.errors import Aborted, Cancelled, NotFound
 from pensieve.http.common.callers import Caller
+from pensieve.http.common.calls import Call
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import HttpFailure, bad
 from pensieve.http.common.heads import noting
 from pensieve.http.common.presence import while_there
-from pensieve.http.common.refusals import leaving_nothing
-from pensieve.http.common.requests import request_id_of, unstored_id, whole_number
+from pensieve.http.common.requests import whole_number
 from pensieve.http.common.streams import EventStream
 from pensieve.http.responses.chain import BegunResponse, Chain, answer_item, first_talk
 from pensieve.http.responses.events import Events
@@ -41,14 +41,13 @@ async def create(request: Request) -> HttpResponse:
         info = await door.info_of(caller)
         use = await door.bodies.aside(request, tool_use, info, body.tools or (), body.tool_choice)
         kept = KeptResponse(int(time.time()), model, body)
-        turn_id = request_id_of(request)
+        call = await door.bodies.aside(request, Call.of, request, body)
         if not body.stored:
-            turn_id = unstored_id(turn_id)
+            call = call.unstored()
         annotations = await door.bodies.aside(request, lambda: kept.annotations)
         talk = await door.bodies.aside(request, first_talk, asked, use, caller.scope)
-        chain = Chain(caller, asked, turn_id, annotations, use, info, talk)
-        async with leaving_nothing(caller.client, chain.turn_id):
-            begun = await chain.begin(door.heads, door.settings.unstored_ttl_s)
+        chain = Chain(caller, asked, call, annotations, use, info, talk)
+        begun = await chain.begin(door.heads, door.settings.unstored_ttl_s)
         if not body.stored:
             held.push_async_callback(begun.session.delete, allow_missing=True)
         held.callback(begun.stream.close)
@@ -161,7 +160,8 @@ async def _erase(session: AsyncSession, turn: Turn) -> None:
     before = [one for one in items if one.request_id != turn.request_id]
     # A conversation stays when it is empty; any other session was made for its responses.
     if conversation_id(session.id) or any(one.role is not Role.SYSTEM for one in before):
-        await session.rewind(to_item=before[-1].item if before else 0, expected_revision=revision)
+        to_item = before[-1].item if before else 0
+        await session.rewind(to_item=to_item, erase=True, expected_revision=revision)
     else:
         await session.delete(expected_revision=revision, allow_missing=True)
 

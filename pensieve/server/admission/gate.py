@@ -7,6 +7,8 @@ The expected wait is work that waits ÷ measured speed. Work is tokens to comput
 likely to be computed again, and the expected answer; before a turn is rendered all of that is an estimate from the
 turns before it. Between tenants the estimate follows the engine's fair queue: a tenant waits for its own backlog and
 for as much of the others' as is due before it, so a newcomer is not refused for another's flood.
+
+An estimate can be wrong. A turn that was let in and has waited as long as any may is refused too (``overdue``).
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ MEANS: Final = 0.05
 """Weight of the newest turn in running means."""
 BURST: Final = 32
 """So many turns on their way to an engine that takes all that comes are no queue."""
+FEW: Final = 4
+"""So many turns that wait are no overload, however long they do: the engine is in a long step."""
 SHORTEST_RETRY_S: Final = 0.1
 LONGEST_RETRY_S: Final = 30.0
 JITTER: Final = 0.25
@@ -58,7 +62,7 @@ class _Mean:
 class Ticket:
     """An admitted turn. It waits until ``started``, and counts for its tenant until ``ended``."""
 
-    __slots__ = ("_gate", "answers", "max_output", "tenant", "tokens", "waits", "work")
+    __slots__ = ("_gate", "answers", "entered_at", "max_output", "tenant", "tokens", "waits", "work")
 
     def __init__(self, gate: Gate, tenant: str, tokens: int, answers: int, max_output: int | None) -> None:
         self._gate = gate
@@ -69,6 +73,8 @@ class Ticket:
         self.max_output = max_output
         self.work = 0.0
         self.waits = True
+        self.entered_at = 0.0
+        """On the gate's clock."""
 
     def standing(self, priority: int) -> Standing:
         """How it stands in the engine, with a priority within its tenant."""
@@ -164,10 +170,28 @@ class Gate:
             )
         return None
 
+    @property
+    def max_wait_s(self) -> float:
+        """How long a turn waits at most; 0: without a limit."""
+        return self._limits.max_wait_s
+
+    def overdue(self, ticket: Ticket) -> PensieveError | None:
+        """Why a turn that has joined is refused after all: it has waited as long as any may, and so do others."""
+        now, most = self._clock(), self._limits.max_wait_s
+        if not ticket.waits or not 0 < most <= now - ticket.entered_at or self._backlog.turns <= FEW:
+            return None
+        if not self._loaded:
+            return None
+        return ResourceExhausted(
+            f"the turn has waited {now - ticket.entered_at:.1f} s and was not begun",
+            retry_after_s=self._retry_s(ticket, self.wait_s(ticket.tenant) - most, now),
+        )
+
     def enter(self, tenant: str, spec: NewTurn) -> Ticket:
         """Let a turn join that ``refusal`` has nothing against."""
         self._tick()
         ticket, now = self._ticket(tenant, spec), self._clock()
+        ticket.entered_at = now
         account = self._accounts.setdefault(tenant, Account(tenant, now))
         account.turns += 1
         self._charge(ticket, ticket.work)

@@ -71,7 +71,10 @@ class Gateway(Collector):
             return "draining"
         if self._stuck:
             return "the HTTP door does not answer"
-        return "" if self._serving else "the HTTP door is starting"
+        if not self._serving:
+            return "the HTTP door is starting"
+        away = self._process is not None and self._process.away
+        return "the HTTP door does not reach the service" if away else ""
 
     @property
     def pid(self) -> int | None:
@@ -80,7 +83,9 @@ class Gateway(Collector):
 
     def open(self, host: str, port: int) -> int:
         """Listen; the port, found by the system when it was 0. Raises GatewayError."""
-        if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
+        if missing := [
+            name for name in ("httptools", "starlette", "uvicorn") if importlib.util.find_spec(name) is None
+        ]:
             raise GatewayError(f"needs {' and '.join(missing)}: pip install 'pensieve[http]'")
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]

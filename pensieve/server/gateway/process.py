@@ -41,6 +41,9 @@ class GatewayCommand:
     cors_origins: tuple[str, ...] = ()
     proxies: tuple[str, ...] = ()
     """Addresses and networks of those that may say for whom they call."""
+    hosts: tuple[str, ...] = ()
+    on_loopback: bool = False
+    heartbeat_s: float | None = None
 
     def arguments(self, listener: int, control: int) -> list[str]:
         """Run on the safe path (-P): it never imports from the directory it was started in."""
@@ -56,6 +59,10 @@ class GatewayCommand:
             found += ["--patience", str(self.patience_s)]
         found += [word for origin in self.cors_origins for word in ("--cors-origin", origin)]
         found += [word for proxy in self.proxies for word in ("--proxy", proxy)]
+        found += [word for name in self.hosts for word in ("--host", name)]
+        found += ["--on-loopback"] if self.on_loopback else []
+        if self.heartbeat_s is not None:
+            found += ["--heartbeat", str(self.heartbeat_s)]
         return [*found, "--log-level", self.log_level, *(["--log-json"] if self.log_json else [])]
 
 
@@ -69,6 +76,8 @@ class GatewayProcess(ChildProcess):
         self._page = ""
         self._asked: asyncio.Future[None] | None = None
         self._taking: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.away = False
+        """It cannot reach the service."""
         self.heard_at = time.monotonic()
         """When something came from it."""
         self._hearing = asyncio.create_task(self._hear(), name="http control")
@@ -121,6 +130,8 @@ class GatewayProcess(ChildProcess):
             while words := (await self._reader.readline()).split():
                 self.heard_at = time.monotonic()
                 match words:
+                    case [b"away" | b"back" as word]:
+                        self.away = word == b"away"
                     case [b"ready"]:
                         self._taking.set_result(None)
                     case [b"metrics", length]:

@@ -110,7 +110,9 @@ class Histories:
                 newer = await self._store.read(
                     key, after_revision=cached.revision, head_hash=cached.head_hash
                 )
-                return self._keep(key, await fold(cached, newer))
+                return self._keep(
+                    key, await fold(cached, newer), erased=any(one.record.erases for one in newer)
+                )
             except DataLoss as error:
                 self._drop(key)
                 if error.reason == "HISTORY_REGRESSED":
@@ -119,7 +121,7 @@ class Histories:
                 # Either side may be wrong: only a full read tells.
         records = await self._store.read(key)
         self.known.check_log(key, row, seen, records)
-        return self._keep(key, await fold(History(), records))
+        return self._keep(key, await fold(History(), records), erased=True)
 
     async def at_revision(self, key: Key, row: SessionRow, revision: int) -> History:
         """The history as it was at an earlier (or the current) revision."""
@@ -168,7 +170,7 @@ class Histories:
         """
         self.known.note(key, row)
         if row.revision == record.revision and row.head_hash == head_hash_after(record, base.head_hash):
-            self._keep(key, base.apply(record, row.head_hash))
+            self._keep(key, base.apply(record, row.head_hash), erased=bool(record.erases))
         else:
             self._drop(key)
 
@@ -182,7 +184,10 @@ class Histories:
         if dropped is not None:
             self._bytes -= dropped.whole_size
 
-    def _keep(self, key: Key, history: History) -> History:
+    def _keep(self, key: Key, history: History, *, erased: bool) -> History:
+        """``erased``: histories of earlier revisions may have content that was erased since."""
+        if erased:
+            self._drop(key)
         before = self._cached.pop(key, None)
         held = _Held(history, sum(_size_of(item) for item in history.items))
         if before is not None:

@@ -62,6 +62,7 @@ SCOPE_OF_METHOD: Final[dict[str, str]] = {
     _CONVERSATION + "RunTurn": WRITE,
     _CONVERSATION + "GetTurn": READ,
     _CONVERSATION + "FindTurn": READ,
+    _CONVERSATION + "ClaimRequestId": WRITE,
     _CONVERSATION + "CancelTurn": WRITE,
     _CONVERSATION + "ChooseCandidate": WRITE,
     _CONVERSATION + "WarmSession": READ,
@@ -104,6 +105,11 @@ class Peer:
             return self._told.address
         kind, _, rest = unquote(self._context.peer()).partition(":")
         return rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else ""
+
+    @property
+    def connection(self) -> str:
+        """Names the connection; "" for those of the HTTP door, which carry many callers."""
+        return "" if self._told is not None else str(self._context.peer())
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -4,7 +4,8 @@ gRPC reads a body into memory only when somebody waits for it, so the places bou
 must not cost others anything: when all places are taken and somebody wants in, the body that is overdue first loses
 its place, and its call ends. It is overdue after ``PATIENCE_S`` within its caller's share of the places, which is the
 same for all who hold or want one, and after ``HASTE_S`` beyond it. It loses its place to callers that hold fewer,
-and to others of its own. A place that is left goes to whoever holds fewest.
+and to others of its own. A place that is left goes to whoever holds fewest. Connections of one caller divide its share
+in the same way: behind one address, or one key, may be many programs.
 
 And a caller's bodies are taken in at a pace (``BodyPace``): what is done with large ones keeps the event loop from
 others.
@@ -13,6 +14,7 @@ others.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
@@ -139,7 +141,8 @@ class BodyGate:
         """A place is free: it goes to the caller that holds fewest, or to nobody."""
         if self._waiting and self._free:
             caller = min(self._waiting, key=lambda name: len(self._held.get(name, ())))
-            place = self._waiting[caller][0]
+            held = Counter(one.call.connection for one in self._held.get(caller, ()))
+            place = min(self._waiting[caller], key=lambda one: held[one.call.connection])
             _remove(self._waiting, place)
             self._grant(place)
         self._take_from_the_overdue()
@@ -180,10 +183,17 @@ class BodyGate:
         return sum(place.call.error is not None for places in self._held.values() for place in places)
 
     def _due(self, place: _Place) -> float:
-        """When a body is overdue: soon for the oldest of a caller that holds more than its share."""
+        """When a body is overdue: soon for the oldest of a caller or connection that holds more than its share."""
+        caller = place.call.caller
         share = max(1, self._places // len(self._held.keys() | self._waiting.keys()))
-        places = [one for one in self._held[place.call.caller] if one.call.error is None]
+        places = [one for one in self._held[caller] if one.call.error is None]
         beyond = place in places[: max(0, len(places) - share)]
+        connections = {one.call.connection for one in (*places, *self._waiting.get(caller, ()))}
+        share = max(1, share // max(1, len(connections)))
+        of_connection = [one for one in places if one.call.connection == place.call.connection]
+        beyond = beyond or (
+            len(connections) > 1 and place in of_connection[: max(0, len(of_connection) - share)]
+        )
         return place.since + (self._haste_s if beyond else self._patience_s)
 
 

@@ -29,13 +29,15 @@ Handler = Callable[[Any, Any], Awaitable[Any]]
 class RunningCall:
     """One call, as the task that handles it. Made in that task."""
 
-    def __init__(self, identity: Identity, caller: str) -> None:
-        """``caller`` names who shares the limits on calls and bodies with this one."""
+    def __init__(self, identity: Identity, caller: str, connection: str = "") -> None:
+        """``caller`` names who shares the limits on calls and bodies with this one. ``connection`` is where it comes
+        in, "" where many callers share one."""
         task = asyncio.current_task()
         assert task is not None
         self._task = task
         self.identity = identity
         self.caller = caller
+        self.connection = connection
         self.error: PensieveError | None = None
         """What the call was ended with, if it was."""
         self._over = False

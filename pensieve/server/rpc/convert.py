@@ -16,6 +16,7 @@ from pensieve.server.values import (
     OutputChoice,
     RawEntry,
     SpokenEntry,
+    TurnFrame,
     TurnHints,
 )
 from pensieve.speech import FunctionCall
@@ -148,6 +149,10 @@ def turn_spec(turn: pb.TurnSpec) -> NewTurn:
         annotations=dict(turn.annotations),
         mark=turn.mark,
         calls=call_bounds(turn.calls),
+        frame=TurnFrame(
+            turn.system_prompt if turn.HasField("system_prompt") else None,
+            turn.tools_json if turn.HasField("tools_json") else None,
+        ),
     )
 
 

@@ -25,7 +25,7 @@ from pensieve.errors import InvalidArgument, PensieveError, Unauthenticated
 from pensieve.logs import bind
 from pensieve.server.bugs import bug
 from pensieve.server.rpc.auth import ANONYMOUS, Identity, Peer, told_by_the_door
-from pensieve.server.rpc.bodies import BodyGate, BodyPace
+from pensieve.server.rpc.bodies import BURST, RATE, BodyGate, BodyPace
 from pensieve.server.rpc.calls import CallObserver, Calls, Handler, RunningCall, counted
 from pensieve.server.rpc.decode import decode
 from pensieve.server.rpc.logins import FailedLogins
@@ -34,6 +34,8 @@ from pensieve.tracing import found_in, incoming, trace_id
 
 _identity: contextvars.ContextVar[Identity] = contextvars.ContextVar("pensieve_identity")
 DEFAULT_IN_FLIGHT: Final = 1024
+CROWD: Final = 4
+"""So many times as fast as one connection may all connections of an address send, where there are no credentials."""
 _HEALTH: Final = "/grpc.health."
 
 
@@ -68,6 +70,7 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
         self._calls = Calls(max_in_flight)
         self._bodies = bodies or BodyGate()
         self._pace = BodyPace()
+        self._crowds = BodyPace(CROWD * RATE, CROWD * BURST)
         self._tenants = tenants or TenantTable()
         self._logins = logins or FailedLogins()
         self._observer = observer
@@ -114,7 +117,8 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
                 if handler.request_streaming:  # reflection
                     return await _relayed(inner, requests, context)
                 # Callers without a credential are told apart by where they call from.
-                call = RunningCall(identity, f"@{peer.address}" if identity is ANONYMOUS else identity.tenant)
+                name = f"@{peer.address}" if identity is ANONYMOUS else identity.tenant
+                call = RunningCall(identity, name, peer.connection)
                 # A call has a context of its own, which is why neither is ever taken back.
                 incoming.set(found := found_in(metadata))
                 bind(tenant=identity.tenant, trace_id=trace_id(found))
@@ -146,14 +150,16 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
     async def _answer(
         self, call: RunningCall, inner: Handler, parse: Callable[[bytes], Any], context: Any
     ) -> Any:
-        expected = await self._pace.wait(call.caller)
-        size = 0
+        size, waited = 0, list[tuple[BodyPace, str, int]]()
         try:
+            for pace, name in self._paces(call):
+                waited.append((pace, name, await pace.wait(name)))
             async with self._bodies.place(call):
                 data = await context.read()
             size = len(data) if isinstance(data, bytes) else 0
         finally:
-            self._pace.came(call.caller, size, expected)
+            for pace, name, expected in waited:
+                pace.came(name, size, expected)
         if not isinstance(data, bytes):
             # No message came before the end of the call: it was cancelled, or gRPC has refused it for its size.
             raise InvalidArgument("the call ended without a request", reason="REQUEST_MALFORMED")
@@ -167,6 +173,16 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
             return await answer
         finally:
             _identity.reset(token)
+
+    def _paces(self, call: RunningCall) -> list[tuple[BodyPace, str]]:
+        """The paces that the call's body keeps, each by a name.
+
+        A tenant has one. Many callers without a credential may share an address: each connection has a pace of its own
+        there, and the address a faster one.
+        """
+        if call.identity is ANONYMOUS and call.connection:
+            return [(self._pace, call.connection), (self._crowds, call.caller)]
+        return [(self._pace, call.caller)]
 
     def _check_size(self, tenant: str, size: int) -> None:
         most = self._tenants.limits(tenant).max_request_bytes

@@ -20,6 +20,7 @@ from pensieve.server.rpc.auth import ANONYMOUS
 from pensieve.server.rpc.checks import Bounds
 from pensieve.server.rpc.interceptor import caller
 from pensieve.server.rpc.validation import validate
+from pensieve.server.sessions.claims import RequestClaim
 from pensieve.server.turns.stream import StreamOptions, events
 from pensieve.server.values import OnDisconnect
 from pensieve.store import Key
@@ -108,7 +109,9 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         self, request: pb.RewindSessionRequest, _context: Any
     ) -> pb.RewindSessionResponse:
         expected = convert.optional(self._valid(request), "expected_revision")
-        row = await self._sessions.rewind(key_of(request.name), request.item, request.request_id, expected)
+        row = await self._sessions.rewind(
+            key_of(request.name), request.item, request.request_id, expected, erase=request.erase
+        )
         return pb.RewindSessionResponse(session=self._session(row))
 
     async def AppendItems(self, request: pb.AppendItemsRequest, _context: Any) -> pb.AppendItemsResponse:
@@ -192,6 +195,18 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         answer = request.answer if request.HasField("answer") else None
         found = await self._conversations.finder.find(caller().tenant, mark, answer, request.request_id)
         return pb.FindTurnResponse(turn=answers.turn(found.view), candidate=found.candidate)
+
+    async def ClaimRequestId(
+        self, request: pb.ClaimRequestIdRequest, _context: Any
+    ) -> pb.ClaimRequestIdResponse:
+        tenant, claims = caller().tenant, self._conversations.claims
+        session_id = ids.session_id(self._valid(request).session)
+        wanted = RequestClaim(session_id, request.fingerprint, request.plan)
+        if request.refused:
+            await claims.refused(tenant, request.request_id, session_id)
+        else:
+            wanted = await claims.claim(tenant, request.request_id, wanted)
+        return pb.ClaimRequestIdResponse(session=ids.session_name(wanted.session_id), plan=wanted.plan)
 
     async def CancelTurn(self, request: pb.CancelTurnRequest, _context: Any) -> pb.CancelTurnResponse:
         view = await self._turns.cancel(

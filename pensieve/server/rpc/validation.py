@@ -183,6 +183,12 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
         _may("answer", c.prompt),
         _may("request_id", c.request_id),
     ),
+    pb.ClaimRequestIdRequest: (
+        _must("request_id", c.request_id),
+        _must("session", c.session_name),
+        _may("fingerprint", c.text(128)),
+        _may("plan", c.text(1024)),
+    ),
     pb.CancelTurnRequest: (
         _SESSION,
         _must("request_id", c.request_id),
@@ -232,6 +238,8 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
         _may("annotations", c.turn_annotations),
         _may("mark", c.mark),
         _may("calls", _nested),
+        _may("system_prompt", c.prompt),
+        _may("tools_json", c.prompt),
     ),
     pb.CallBounds: (_may("begin_with", c.text(64)),),
     pb.TurnHints: (

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Final
 
+from pensieve.server import ids
 from pensieve.server.tenants import TenantTable, quota_exceeded
 from pensieve.store import HistoryStore, Key, TenantUsage
 
@@ -88,5 +89,7 @@ class StorageQuotas:
         # What is made while the store answers may be counted twice until it is asked again, never not at all.
         self._made_since[tenant] = 0
         usage = await self._store.usage(tenant)
+        claims = await self._store.usage(ids.claims_tenant(tenant))
+        usage = TenantUsage(usage.sessions, usage.bytes + claims.bytes)
         self._known[tenant] = now, usage
         return usage

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 
 from pensieve.core import Role
-from pensieve.errors import FailedPrecondition, InvalidArgument, NotFound
+from pensieve.errors import FailedPrecondition, NotFound
 from pensieve.server.clock import now_ms
 from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.cache import kept, system_item
+from pensieve.server.history.framing import behind_prompt, check_tools, moved_view, without_prompt
 from pensieve.server.history.rendering import Renderer, Stamp
 from pensieve.server.values import InputEntry, SpokenEntry
 from pensieve.store import Counts
@@ -170,71 +171,16 @@ async def update(renderer: Renderer, base: History, change: SessionChange, serve
     )
     if begins_alike and not anew:
         return record
-    make = _from_texts if anew else _behind_prompt
+    make = _from_texts if anew else behind_prompt
     head, moved = await make(renderer, base, config, record.time_ms)
-    hidden = None
-    if base.hidden_before:
-        seen = [
-            new.number
-            for old, new in zip(_without_prompt(base), moved, strict=True)
-            if old.number >= base.hidden_before
-        ]
-        hidden = min(seen, default=moved[-1].number + 1 if moved else 0)
+    hidden = moved_view(base, moved)
     return msgspec.structs.replace(record, keep_items=0, items=(*head, *moved), hidden_before=hidden)
-
-
-async def check_tools(config: SessionConfig, renderer: Renderer) -> None:
-    """Raises InvalidArgument for tools that a session with this configuration cannot have."""
-    await renderer.check_tools(config.tools)
-    if config.tools and config.overflow is Overflow.DROP_OLDEST_TURNS:
-        # Many templates show them in the first user's message.
-        raise InvalidArgument.field(
-            "config.overflow_policy", "must be REJECT with tools: they would be dropped with the oldest turn"
-        )
 
 
 def check_item(history: History, item: int) -> None:
     """Raises NotFound unless ``item`` is 0 or the number of a live item."""
     if item and all(live.number != item for live in history.items):
         raise NotFound("no such item in the session's live history", reason="ITEM_NOT_FOUND")
-
-
-async def _behind_prompt(
-    renderer: Renderer, base: History, config: SessionConfig, time_ms: int
-) -> tuple[tuple[Item, ...], list[Item]]:
-    """A new system prompt (nothing if "") and the other live items, renumbered behind it.
-
-    Of the reused tokens only the glue that introduces the first item can be wrong (beginning of sequence, role header,
-    tools). It is rendered anew when rendering gives the stored tokens back in the old place, and else left alone.
-    Raises FailedPrecondition (TOOLS_NOT_CHANGEABLE) when that leaves other tools unshown.
-    """
-    number = base.head_item + 1
-    rest = _without_prompt(base)
-    head: tuple[Item, ...] = ()
-    changed = History(config=config)
-    if config.system_prompt:
-        head, _ = await renderer.items(
-            changed, (InputEntry(Role.SYSTEM, config.system_prompt),), Stamp(number, "", time_ms)
-        )
-        number += 1
-    moved = [msgspec.structs.replace(item, number=number + i) for i, item in enumerate(rest)]
-    shown = not moved or config.tools == base.config.tools
-    if moved and not moved[0].verbatim:
-        first, old = moved[0], replace(base, items=base.items[: len(base.items) - len(rest)], hidden_before=0)
-        entry = (InputEntry(first.role, first.text),)
-        stamp = Stamp(first.number, first.request_id, first.create_ms)
-        (again,), _ = await renderer.items(old, entry, stamp)
-        if again.tokens == first.tokens:
-            (here,), _ = await renderer.items(replace(changed, items=head), entry, stamp)
-            moved[0] = msgspec.structs.replace(first, tokens=here.tokens)
-            shown = True
-    if not shown:
-        raise FailedPrecondition(
-            "the session does not begin with a text that could be rendered again with other tools: give them to a new "
-            "session",
-            reason="TOOLS_NOT_CHANGEABLE",
-        )
-    return head, moved
 
 
 async def _from_texts(
@@ -244,7 +190,7 @@ async def _from_texts(
 
     Raises FailedPrecondition (MODEL_MISMATCH) when a client gave an item as token ids: they have no text to go by.
     """
-    rest = _without_prompt(base)
+    rest = without_prompt(base)
     verbatim = next((item.number for item in rest if item.verbatim), None)
     if verbatim is not None:
         raise FailedPrecondition(
@@ -269,7 +215,3 @@ def _said(item: Item) -> InputEntry:
     if item.role is Role.TOOL:
         return SpokenEntry(item.role, item.text, call_id=item.call_id)
     return InputEntry(item.role, item.text)
-
-
-def _without_prompt(history: History) -> tuple[Item, ...]:
-    return history.items[1:] if system_item(history) else history.items

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -13,6 +14,7 @@ from pensieve.errors import AlreadyExists, DataLoss, InvalidArgument, NotFound, 
 from pensieve.server import ids
 from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.cache import Histories
+from pensieve.server.history.erased import check_not_erased, erasing
 from pensieve.server.history.rendering import Renderer, too_long
 from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.sessions import records as session_records
@@ -45,6 +47,13 @@ class ItemsPage:
 class SessionsPage:
     rows: tuple[SessionRow, ...]
     next_token: str
+
+
+class Change(NamedTuple):
+    """A record to append, and what is left of the records that it erases."""
+
+    record: Record
+    rests: tuple[Record, ...] = ()
 
 
 class Sessions:
@@ -141,23 +150,42 @@ class Sessions:
                 (InputEntry(Role.SYSTEM, change.tools),), context_limit(self._link.info)
             )
 
-        async def record(base: History) -> Record:
-            return await session_records.update(self._renderer.of(key.tenant), base, change, self._served)
+        async def made(base: History) -> Change:
+            return Change(
+                await session_records.update(self._renderer.of(key.tenant), base, change, self._served)
+            )
 
-        return await self._apply(key, record, "", expected_revision)
+        return await self._apply(key, made, "", expected_revision)
 
-    async def rewind(self, key: Key, item: int, request_id: str, expected_revision: int | None) -> SessionRow:
-        """Supersede the items after ``item``. Idempotent by request id."""
+    async def rewind(
+        self,
+        key: Key,
+        item: int,
+        request_id: str,
+        expected_revision: int | None,
+        *,
+        erase: bool = False,
+    ) -> SessionRow:
+        """Supersede the items after ``item``. Idempotent by request id.
+
+        ``erase``: they are erased as well (``history.erased``), from the log and from the engine's cache.
+        """
         known = bool(request_id) and await self._store.find_request(key, request_id) is not None
 
-        async def record(base: History) -> Record:
+        async def change(base: History) -> Change:
             if not known:
                 session_records.check_item(base, item)
-            return session_records.rewind(base, item, request_id)
+            record = session_records.rewind(base, item, request_id)
+            if not erase:
+                return Change(record)
+            log = [one for one in await self._store.read(key) if one.record.revision <= base.revision]
+            return Change(*erasing(base, record, log))
 
-        return await self._apply(
-            key, record, fingerprint("rewind", item, expected_revision), expected_revision
-        )
+        mark = fingerprint("rewind", item, expected_revision, *(("erase",) if erase else ()))
+        row = await self._apply(key, change, mark, expected_revision)
+        if erase:
+            await self._uncache(key)
+        return row
 
     async def append(
         self,
@@ -172,19 +200,22 @@ class Sessions:
         await self._quotas.turn(key, request_id)
         limit = context_limit(self._link.info)
         self._renderer.check_size(entries, limit)
-        known = await self._store.find_request(key, request_id) is not None
+        known = await self._store.find_request(key, request_id)
 
-        async def record(base: History) -> Record:
+        async def change(base: History) -> Change:
             made = await session_records.append(
                 self._renderer.of(key.tenant), base, entries, request_id, self._served, followed_by
             )
-            if not known:
+            if known is None:
                 self._fitting_counts(base.apply(made, ""), limit)
-            return made
+            return Change(made)
 
         row = await self._apply(
-            key, record, fingerprint("append", entries, expected_revision), expected_revision
+            key, change, fingerprint("append", entries, expected_revision), expected_revision
         )
+        if known is not None:
+            piece = await self._store.read_slice(key, after_revision=known - 1, limit=1)
+            check_not_erased(item for one in piece.records for item in one.record.items)
         history = await self._histories.at(key, row)
         return row, tuple(item for item in history.items if item.request_id == request_id)
 
@@ -230,12 +261,16 @@ class Sessions:
         self._histories.forget(key)
         await self._turns.end_session(key, NotFound("the session was deleted", reason="SESSION_DELETED"))
         self._histories.forget(key)
+        await self._uncache(key)
+
+    # ---- parts
+
+    async def _uncache(self, key: Key) -> None:
+        """Drop the session's cached state, if an engine is up."""
         try:
             await self._link.evict(ids.session_key(key))
         except Unavailable as error:
             log.info("no cached state to drop: %s", error.reason)
-
-    # ---- parts
 
     async def _ending_in(self, key: Key, record: Record, candidate: int) -> Record:
         """The fork of ``key`` with another answer at its end. Raises NotFound (CANDIDATE_NOT_FOUND)."""
@@ -289,18 +324,18 @@ class Sessions:
     async def _apply(
         self,
         key: Key,
-        build: Callable[[History], Awaitable[Record]],
+        build: Callable[[History], Awaitable[Change]],
         mark: str,
         expected_revision: int | None,
     ) -> SessionRow:
         for attempt in range(_RACES):
             row = await self._store.load(key)
             base = await self._histories.at(key, row)
-            record = await build(base)
+            record, rests = await build(base)
             counts = session_records.counts(self._renderer, base.apply(record, ""))
             try:
                 after = await self._store.apply(
-                    key, mark, record, counts, expected_revision=expected_revision
+                    key, mark, record, counts, expected_revision=expected_revision, rests=rests
                 )
             except RevisionMismatch:
                 if expected_revision is not None or attempt + 1 == _RACES:

@@ -26,6 +26,7 @@ def all_kept(
     if len(outputs) == 1:
         return _kept(outputs[0], texts[0], generation.finish_reason(), generation)
     best = choice is CandidateChoice.BEST_LOGPROB
+    means = mean_logprobs(outputs) if best else [None] * len(outputs)
     drawn = tuple(
         CandidateAnswer(
             text=text,
@@ -33,7 +34,7 @@ def all_kept(
             finish_reason=generation.finish_reason(number),
             stop_sequence=output.stop or "",
             seed=(seed + number) % SEEDS,
-            mean_logprob=mean_logprob(output) if best else None,
+            mean_logprob=means[number],
         )
         for number, (output, text) in enumerate(zip(outputs, texts, strict=True))
     )
@@ -68,6 +69,16 @@ def _kept(
         candidates=candidates,
         chosen=chosen,
     )
+
+
+def mean_logprobs(outputs: Sequence[OutputText]) -> list[float | None]:
+    """The mean log-probability of each candidate.
+
+    Those that drew the same tokens have the same one, that of the first of them: they differ by the noise of batched
+    sums only, which depends on what else the engine computes, and must not choose among them.
+    """
+    means: dict[tuple[int, ...], float | None] = {}
+    return [means.setdefault(tuple(output.tokens), mean_logprob(output)) for output in outputs]
 
 
 def mean_logprob(output: OutputText) -> float | None:

@@ -18,6 +18,7 @@ from pensieve.core import (
     unpack_tokens,
 )
 from pensieve.errors import NotFound
+from pensieve.server.history.erased import check_not_erased
 from pensieve.server.history.rendering import PreparedTurn
 from pensieve.server.values import NewTurn, TurnStatus, TurnView
 from pensieve.store import HistoryStore, Key
@@ -158,8 +159,9 @@ def _is_choice(record: Record, turn_revision: int) -> bool:
 
 
 def committed_view(key: Key, turn: CommittedTurn) -> TurnView:
-    """A turn in the store as callers see it."""
+    """A turn in the store as callers see it. Raises NotFound (CONTENT_ERASED)."""
     record, change = turn.record, turn.change
+    check_not_erased([turn.answer, *record.items])
     assert record.turn is not None
     count = record.turn.input_items
     view = TurnView(

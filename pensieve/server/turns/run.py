@@ -72,6 +72,8 @@ class TurnRun:
         """Input tokens of this turn, known once it is rendered."""
         self.ticket: Ticket | None = None
         """Of the gate; a turn that is only replayed has none."""
+        self.patience: asyncio.TimerHandle | None = None
+        """Until it is looked at whether the turn has waited too long."""
         self.hints: HintReceipt | None = None
         """What was made of the turn's hints; None: it gave none."""
         self.task: asyncio.Task[None] | None = None

@@ -12,9 +12,10 @@ import asyncio
 import logging
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 
-from pensieve.core import Phase
+from pensieve.core import Phase, Role
 from pensieve.debug import async_failpoint
 from pensieve.errors import DataLoss, NotFound, TurnFenced, Unavailable
 from pensieve.server import ids
@@ -22,6 +23,7 @@ from pensieve.server.admission.gate import text_length
 from pensieve.server.clock import now_ms
 from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.cache import Histories, kept, system_item
+from pensieve.server.history.framing import framed
 from pensieve.server.history.rendering import PreparedTurn, Renderer, Room, Stamp
 from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.settings import TurnSettings
@@ -33,7 +35,7 @@ from pensieve.server.turns.lease import LeaseKeeper, LeaseReleaser
 from pensieve.server.turns.record import CommittedTurn
 from pensieve.server.turns.run import Order, TurnRun
 from pensieve.server.turns.text import OutputText
-from pensieve.server.values import ProgressView, TurnView
+from pensieve.server.values import InputEntry, ProgressView, TurnView
 from pensieve.store import (
     Began,
     BeginRequest,
@@ -156,12 +158,17 @@ class TurnRunner:
         # What an edit or a regeneration supersedes is cut off only for rendering. The record says it, and is built on
         # ``base`` as stored: the old answer stays in history unless the new one is committed.
         keep = _keep_items(run, base)
-        prepared = await self._renderer.of(run.key.tenant).prepare(
-            base if keep is None else kept(base, keep),
-            spec.input,
-            Stamp(base.head_item + 1, spec.request_id, now_ms()),
-            Room(context_limit(self._link.info), config.overflow, values.max_output_tokens),
-        )
+        room = Room(context_limit(self._link.info), config.overflow, values.max_output_tokens)
+        shown_base = base if keep is None else kept(base, keep)
+        stamp = Stamp(base.head_item + 1, spec.request_id, now_ms())
+        prepared = await self._renderer.of(run.key.tenant).prepare(shown_base, spec.input, stamp, room)
+        other = await self._framed(run, shown_base)
+        if other is not None:
+            # History gets the items as the session renders them. The model sees this turn's frame before them.
+            stamp = Stamp(other.head_item + 1, spec.request_id, now_ms())
+            shown = await self._renderer.of(run.key.tenant).prepare(other, spec.input, stamp, room)
+            prepared = replace(prepared, context=shown.context, num_new=shown.num_new)
+            config = other.config
         self._served.check_tokens(prepared.context, self._link.info.vocab_size)
         values = sampling.with_calls(values, spec.calls, config, self._tokenizer)
         self._served.check_tokens(np.array(values.opening, dtype=np.int32), self._link.info.vocab_size)
@@ -196,6 +203,20 @@ class TurnRunner:
             ticket=run.ticket,
         )
         return await self._finish(run, base, keep, prepared, sampling.choice(*layers))
+
+    async def _framed(self, run: TurnRun, base: History) -> History | None:
+        """``base`` as it would be with the turn's own system prompt and tools; None where the turn has none."""
+        frame, config = run.spec.frame, base.config
+        wanted = msgspec.structs.replace(
+            config,
+            system_prompt=config.system_prompt if frame.system_prompt is None else frame.system_prompt,
+            tools=config.tools if frame.tools is None else frame.tools,
+        )
+        if wanted == config:
+            return None
+        prompt = InputEntry(Role.SYSTEM, wanted.system_prompt + wanted.tools)
+        self._renderer.check_size((prompt,), context_limit(self._link.info))
+        return await framed(self._renderer.of(run.key.tenant), base, wanted, now_ms())
 
     # ---- the end
 

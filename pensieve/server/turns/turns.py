@@ -238,6 +238,10 @@ class Turns:
             run.ticket = self._gate.enter(key.tenant, spec) if refusal is None else None
             held = self._runs[turn] = (run, audience := TurnAudience(run))
             run.on_followed = audience.listened_elsewhere
+            if self._gate.max_wait_s > 0:
+                run.patience = asyncio.get_running_loop().call_later(
+                    self._gate.max_wait_s, self._refuse_if_overdue, run
+                )
             self._start(run)
             return held, False
         if not attach_only and held[0].fingerprint != fingerprint:
@@ -262,6 +266,17 @@ class Turns:
         run = TurnRun(key, spec, "", committed_at=revision, onlooker=revision is None)
         self._start(run)
         return run, TurnAudience(run)
+
+    def _refuse_if_overdue(self, run: TurnRun) -> None:
+        """Called when a turn has waited as long as any may, and again from time to time while it still waits."""
+        if run.ticket is None or not run.ticket.waits:
+            return
+        error = None if run.following else self._gate.overdue(run.ticket)
+        if error is not None:
+            run.end_early(Order(error=error))
+            return
+        again = self._gate.max_wait_s / 8
+        run.patience = asyncio.get_running_loop().call_later(again, self._refuse_if_overdue, run)
 
     def _start(self, run: TurnRun) -> None:
         run.task = asyncio.create_task(self._play(run), name=f"turn {run.attempt}")
@@ -288,6 +303,9 @@ class Turns:
             return
         del self._runs[turn]
         held[1].stop_timer()
+        if run.patience is not None:
+            run.patience.cancel()
+            run.patience = None
         run.on_followed = None  # run and audience know each other no longer, and need no collector
         self._one_ended.set()
         end = ended(run, outcome)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import uvicorn
 from openai import AsyncOpenAI
 
 from pensieve.http.app import make_app
 from pensieve.http.common.settings import DoorSettings
+from pensieve.http.run import running
 from pensieve.server.rpc.auth import ALL_SCOPES, Identity
 from support.service.service_rig import ANSWER, Rig, serving
 
@@ -51,20 +50,13 @@ async def door(
 async def opened(target: str, **settings: Any) -> AsyncIterator[tuple[str, AsyncOpenAI]]:
     """A door to a server, and a client of it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        config = uvicorn.Config(
-            make_app(DoorSettings(target, **settings)), log_config=None, timeout_graceful_shutdown=2
-        )
-        server = uvicorn.Server(config)
-        running = asyncio.create_task(server._serve(sockets=[listener]))
-        while not server.started:
-            await asyncio.sleep(0.005)
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        client = AsyncOpenAI(
-            base_url=f"{url}/v1", api_key="acme", max_retries=0, _strict_response_validation=True
-        )
-        try:
-            async with client:
-                yield url, client
-        finally:
-            server.should_exit = True
-            await running
+        async with running(make_app(DoorSettings(target, **settings)), listener, None) as server:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            client = AsyncOpenAI(
+                base_url=f"{url}/v1", api_key="acme", max_retries=0, _strict_response_validation=True
+            )
+            try:
+                async with client:
+                    yield url, client
+            finally:
+                server.should_exit = server.force_exit = True

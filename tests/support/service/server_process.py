@@ -35,7 +35,7 @@ sys.exit(status)
 
 def model_folder(folder: Path, script: Script | None = None) -> Path:
     """A folder that the front end takes for a model, and the fake engine for its script."""
-    write_folder(folder, byte_level(), vocab_size=300, model_type="llama")
+    write_folder(folder, byte_level(), vocab_size=512, model_type="llama")
     if script is not None:
         (folder / SCRIPT_FILE).write_bytes(msgspec.json.encode(script))
     return folder

@@ -1,0 +1,222 @@
+"""One call and where it is carried out: a repeated call goes where its first try went.
+
+The request id of a turn is unique within its session only. So a call with an ``Idempotency-Key`` first claims the id
+for the session that it has chosen, and every try follows the plan of the first claim. The service keeps the claim, so
+it outlives doors and servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Final
+
+import msgspec
+from starlette.requests import Request
+
+from pensieve.client import AsyncClient, AsyncSession, AsyncTurnStream, TurnOptions, TurnState
+from pensieve.client.claims import claim, give_up_claim
+from pensieve.errors import (
+    Aborted,
+    ContextLimitExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    PensieveError,
+    ResourceExhausted,
+    TurnInProgress,
+)
+from pensieve.http.common.failures import HttpFailure
+from pensieve.http.common.requests import request_id_of
+
+_PATIENCE_S: Final = 2.0
+_NO_PART_OF_A_CALL: Final = frozenset(
+    {
+        "model",  # There is one.
+        "stream", "stream_options",
+        "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier",
+    }
+)  # fmt: skip
+"""Fields that may differ between two tries of one call: how the answer is delivered, and what has no effect on it."""
+
+
+class Source(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where a branch is cut off."""
+
+    session: str
+    item: int
+    candidate: int | None = None
+
+
+class CallPlan(msgspec.Struct, frozen=True, omit_defaults=True):
+    """In which session a turn is to begin."""
+
+    own: str = ""
+    """A session that is made for this call alone."""
+    session: str = ""
+    """One that was there, to be gone on with; if it has moved on, the turn begins in ``own`` instead."""
+    revision: int | None = None
+    """Of ``session``, right before the turn; None: whatever it is at."""
+    source: Source | None = None
+    """What ``own`` branches off from, where the request does not say."""
+
+    @property
+    def first(self) -> str:
+        """The session that is tried first."""
+        return self.session or self.own
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What tries of one call have in common."""
+
+    id: uuid.UUID
+    """Request id of its turn."""
+    fingerprint: str = ""
+    """Digest of all that the call says; empty: it has no ``Idempotency-Key``, and is never repeated."""
+
+    @property
+    def may_be_repeated(self) -> bool:
+        return bool(self.fingerprint)
+
+    @classmethod
+    def of(cls, request: Request, body: msgspec.Struct, *said: object) -> Call:
+        """``said``: what the call says beside its body, such as the session that its path names."""
+        turn_id = request_id_of(request)
+        if not request.headers.get("idempotency-key"):
+            return cls(turn_id)
+        fields = {
+            name: getattr(body, name)
+            for name in body.__struct_fields__
+            if name not in _NO_PART_OF_A_CALL and getattr(body, name) is not None
+        }
+        data = _encoder.encode([request.url.path.rstrip("/"), *said, fields])
+        return cls(turn_id, hashlib.blake2b(data, digest_size=16).hexdigest())
+
+    def unstored(self) -> Call:
+        """The same call if it is not to be stored: another turn, in sessions of its own.
+
+        A call that is repeated with its key, but not to be stored this time, erases nothing that the first one stored.
+        """
+        return replace(self, id=uuid.uuid5(self.id, "unstored")) if self.may_be_repeated else self
+
+    async def settled(self, client: AsyncClient, plan: CallPlan) -> CallPlan:
+        """The plan that all tries of this call follow. Raises AlreadyExists when the key is another call's."""
+        if not self.may_be_repeated:
+            return plan
+        told = msgspec.json.encode(plan).decode()
+        _, told = await claim(client, str(self.id), plan.first, fingerprint=self.fingerprint, plan=told)
+        return msgspec.json.decode(told, type=CallPlan)
+
+    @asynccontextmanager
+    async def leaving_nothing(
+        self, client: AsyncClient, plan: CallPlan, more: Mapping[str, uuid.UUID] = MappingProxyType({})
+    ) -> AsyncIterator[None]:
+        """The block carries out the call by ``plan``. A refusal leaves no session that was made for it, and no claim.
+
+        ``more``: sessions that are made beside the plan's own, with the request ids of their turns.
+        """
+        try:
+            yield
+        except (PensieveError, HttpFailure) as error:
+            if not self.may_be_repeated or is_refusal(error):
+                # The refusal is the answer, whatever comes of this: a server that is overloaded may refuse it, too.
+                with contextlib.suppress(PensieveError, TimeoutError):
+                    async with asyncio.timeout(_PATIENCE_S):
+                        await self._take_back(client, plan, more)
+            raise
+
+    async def _take_back(self, client: AsyncClient, plan: CallPlan, more: Mapping[str, uuid.UUID]) -> None:
+        own = {plan.own: self.id, **more} if plan.own else {}
+        if self.may_be_repeated:
+            # First, so that a session that is gone is known to have gone for that.
+            await give_up_claim(client, str(self.id), plan.first)
+        for name, turn_id in own.items():
+            session = client.session(name)
+            if not self.may_be_repeated or not await has_turn(session, turn_id):
+                await session.delete(allow_missing=True)
+
+
+async def has_turn(session: AsyncSession, turn_id: uuid.UUID) -> bool:
+    """Whether another try of a call has its turn in the session."""
+    try:
+        turn = await session.get_turn(str(turn_id))
+    except NotFound:
+        return False
+    return turn.state is not TurnState.DISCARDED
+
+
+async def carried_out(
+    client: AsyncClient,
+    call: Call,
+    plan: CallPlan,
+    make: Callable[[str], Awaitable[AsyncSession]],
+    begin: Callable[[AsyncSession, TurnOptions], Awaitable[AsyncTurnStream]],
+) -> tuple[AsyncSession, AsyncTurnStream]:
+    """The session of the plan, and the turn there, which the service has accepted.
+
+    ``make``: the plan's own session; the same call makes it once. ``begin``: the turn, with these options more.
+    Raises TurnInProgress where a repeated call finds another turn in its session and that does not end.
+    """
+    if plan.session:
+        session = client.session(plan.session)
+        options: TurnOptions = {"expected_revision": plan.revision}
+        if call.may_be_repeated and plan.own:
+            # All tries must begin the turn in one place. That a session has moved on is final: all of them see it and
+            # make the branch. That it is busy is not.
+            options["wait_if_busy"] = True
+        try:
+            return session, await begin(session, options)
+        except (Aborted, FailedPrecondition) as error:
+            busy = error.reason == TurnInProgress.default_reason
+            if not plan.own or (busy and call.may_be_repeated):
+                raise
+            if isinstance(error, FailedPrecondition):
+                raise
+    session = await make(plan.own)
+    return session, await begin(session, {})
+
+
+async def is_free(session: AsyncSession, revision: int, turn_id: uuid.UUID) -> bool:
+    """Whether a turn can begin at this revision of the session now. Raises NotFound."""
+    info = await session.refresh()
+    return info.revision == revision and info.active_request_id in (None, "", str(turn_id))
+
+
+async def made_before(client: AsyncClient, call: Call, plan: CallPlan) -> AsyncSession | None:
+    """The plan's own session if another try has made it. Raises NotFound (SESSION_DELETED) when it was erased since."""
+    if not call.may_be_repeated:
+        return None
+    session = client.session(plan.own)
+    try:
+        await session.refresh()
+    except NotFound as error:
+        if error.reason == NotFound.default_reason:
+            return None
+        raise
+    return session
+
+
+def new_session(family: str) -> str:
+    """A name for a session that is made for one call."""
+    return f"{family}{uuid.uuid4().hex}"
+
+
+def is_refusal(error: PensieveError | HttpFailure) -> bool:
+    """Whether the call was refused for good: nothing of it is under way, and nothing of it was answered before."""
+    if isinstance(error, HttpFailure):
+        return error.status == 400
+    return isinstance(error, InvalidArgument | ContextLimitExceeded | ResourceExhausted | FailedPrecondition)
+
+
+def _plain(value: Any) -> Any:
+    raise NotImplementedError(f"{type(value)} stands in a request")
+
+
+_encoder = msgspec.json.Encoder(order="deterministic", enc_hook=_plain)

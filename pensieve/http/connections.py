@@ -1,0 +1,133 @@
+"""Bounds the connections of callers: in total, and those whose caller is not known yet, which make way for others."""
+
+from __future__ import annotations
+
+import ipaddress
+import resource
+from collections.abc import Collection
+from typing import Final, Protocol
+
+OURS: Final = 128
+"""Files that the process needs for other things: connections to the service, listeners, modules."""
+UNLIMITED: Final = 65536
+SHARE: Final = 8
+"""An address may open one more connection while it has fewer than so many times the free ones."""
+
+
+class Connection(Protocol):
+    """What is counted."""
+
+    @property
+    def idle(self) -> bool: ...
+
+    def evict(self) -> None:
+        """End soon, to make room."""
+
+
+class Connections:
+    """All connections of one door. Used on one event loop."""
+
+    def __init__(self, proxies: Collection[str] = (), files: int | None = None) -> None:
+        """``proxies``: networks whose addresses stand for many callers. ``files``: that the process may open.
+
+        Half of the files are for callers, and a quarter for those that are not known.
+        """
+        if files is None:
+            files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            files = UNLIMITED if files == resource.RLIM_INFINITY else min(files, UNLIMITED)
+        self.most = max(files // 2 - OURS, files // 4)
+        self.most_strangers = max(files // 4 - OURS // 2, files // 8)
+        self._proxies = [ipaddress.ip_network(one, strict=False) for one in proxies]
+        self._strangers: dict[str, dict[Connection, None]] = {}
+        """By address, oldest first."""
+        self._known: dict[Connection, None] = {}
+        """Oldest first."""
+        self._address: dict[Connection, str] = {}
+        self._of_address: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._address)
+
+    @property
+    def strangers(self) -> int:
+        """Connections whose caller is not known."""
+        return len(self._address) - len(self._known)
+
+    def came(self, one: Connection, address: str) -> bool:
+        """Count a new connection, and evict another where there are too many. False: there is no room for it."""
+        address = _network(address)
+        full = len(self) >= self.most and not self._make_room()
+        free = max(0, self.most - len(self))
+        crowded = self._of_address.get(address, 0) >= SHARE * max(1, free) and not self._is_proxy(address)
+        self._address[one] = address
+        self._of_address[address] = self._of_address.get(address, 0) + 1
+        self._strangers.setdefault(address, {})[one] = None
+        if full or (crowded and not self._evict_stranger(address, besides=one)):
+            return False
+        if self.strangers > self.most_strangers:
+            self._evict_stranger(max(self._strangers, key=lambda name: len(self._strangers[name])))
+        return True
+
+    def admitted(self, one: Connection) -> None:
+        """The caller is known."""
+        if one in self._address and one not in self._known:
+            self._forget_stranger(one)
+            self._known[one] = None
+
+    def leaving(self, one: Connection) -> None:
+        """The connection has had its last answer: it may be evicted as that of a stranger."""
+        if one in self._known:
+            del self._known[one]
+            self._strangers.setdefault(self._address[one], {})[one] = None
+
+    def left(self, one: Connection) -> None:
+        """The connection is closed."""
+        if one not in self._address:
+            return
+        if one in self._known:
+            del self._known[one]
+        else:
+            self._forget_stranger(one)
+        address = self._address.pop(one)
+        self._of_address[address] -= 1
+        if not self._of_address[address]:
+            del self._of_address[address]
+
+    def _make_room(self) -> bool:
+        """Evict a stranger, or a known caller's connection on which nothing is asked."""
+        if self._strangers:
+            return self._evict_stranger(max(self._strangers, key=lambda name: len(self._strangers[name])))
+        idle = next((one for one in self._known if one.idle), None)
+        return idle is not None and self._evict(idle)
+
+    def _evict_stranger(self, address: str, besides: Connection | None = None) -> bool:
+        """Evict the oldest stranger of an address; whether there is one."""
+        found = next((one for one in self._strangers.get(address, ()) if one is not besides), None)
+        return found is not None and self._evict(found)
+
+    def _evict(self, one: Connection) -> bool:
+        self.left(one)  # at once, so that none is evicted twice
+        one.evict()
+        return True
+
+    def _forget_stranger(self, one: Connection) -> None:
+        strangers = self._strangers.get(address := self._address[one], {})
+        strangers.pop(one, None)
+        if not strangers:
+            self._strangers.pop(address, None)
+
+    def _is_proxy(self, address: str) -> bool:
+        try:
+            found = ipaddress.ip_network(address)
+        except ValueError:
+            return False
+        return any(found.version == one.version and found.subnet_of(one) for one in self._proxies)  # type: ignore[arg-type]
+
+
+def _network(address: str) -> str:
+    """A caller that has one IPv6 address has all of its /64."""
+    try:
+        known = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    return str(ipaddress.ip_network((known, 64), strict=False)) if known.version == 6 else address
