@@ -13,6 +13,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from pensieve.cli.refusals import BadModel
 from pensieve.config import CacheConfig, DeviceName, DtypeName, EngineOptions, LoadFormat
 from pensieve.engine.cost.probe import LONGEST, CostPoint, Prober, describe, prober
 from pensieve.options.completion import models
@@ -55,12 +56,6 @@ def _measure_machine(worker: Worker, name: str, longest: int, path: Path) -> Non
         f"wrote {path}: its formula is off by {machine.mean_error:.1%} on average, {machine.worst_error:.1%} at worst",
         err=True,
     )
-
-
-class _BadModel(click.ClickException):
-    """The model cannot be served: bad input, as a bad option is."""
-
-    exit_code = 2
 
 
 @click.command()
@@ -184,7 +179,7 @@ def profile(
             )
         )
     except ModelError as error:
-        raise _BadModel(str(error)) from error
+        raise BadModel(str(error)) from error
     except ValueError as error:
         raise click.ClickException(str(error)) from error
     with contextlib.closing(worker):

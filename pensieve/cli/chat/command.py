@@ -19,7 +19,7 @@ from pensieve.cli.chat import sessions
 from pensieve.cli.chat.loop import ChatLoop
 from pensieve.cli.chat.prompt import Prompt
 from pensieve.cli.chat.screen import Screen
-from pensieve.cli.refusals import misuse, no_answer, refusal
+from pensieve.cli.refusals import BadModel, misuse, no_answer, refusal
 from pensieve.cli.untrusted import clean
 from pensieve.client import Client, RetryPolicy, Session
 from pensieve.client import SamplingOptions as Sampling
@@ -172,9 +172,7 @@ def _fetch(model: str | None) -> None:
         try:
             resolve_model(model)
         except ModelError as error:
-            refused = click.ClickException(str(error))
-            refused.exit_code = 2
-            raise refused from error
+            raise BadModel(str(error)) from error
 
 
 def _own_server(model: str | None, store: str | None) -> OwnServer:
