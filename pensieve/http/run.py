@@ -113,7 +113,7 @@ def _config(
     protocol: type[asyncio.Protocol] = guarded(Connections(proxies), partial(is_known, app.state.door))
     if tls is not None and tls.client_ca is not None:
         protocol = naming(protocol)
-    return uvicorn.Config(
+    config = uvicorn.Config(
         app,
         http=protocol,
         ws="none",
@@ -128,6 +128,8 @@ def _config(
         forwarded_allow_ips=list(proxies),
         ssl_context_factory=None if tls is None else lambda _config, _default: renewing(tls),
     )
+    config.load()  # now, so that files of no use end the start
+    return config
 
 
 def _ended(_: int, __: FrameType | None) -> None:
