@@ -13,6 +13,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from pensieve.cli.refusals import BadModel
 from pensieve.config import CacheConfig, DeviceName, DtypeName, EngineOptions, LoadFormat
 from pensieve.engine.cost.probe import LONGEST, CostPoint, Prober, describe, prober
 from pensieve.options.completion import models
@@ -178,9 +179,7 @@ def profile(
             )
         )
     except ModelError as error:
-        refused = click.ClickException(str(error))
-        refused.exit_code = 2
-        raise refused from error
+        raise BadModel(str(error)) from error
     except ValueError as error:
         raise click.ClickException(str(error)) from error
     with contextlib.closing(worker):

@@ -26,6 +26,12 @@ _ADVICE: Final = {
 """What to do about causes that have these words in them."""
 
 
+class BadModel(click.ClickException):
+    """A model that cannot be found, fetched or served."""
+
+    exit_code = 2
+
+
 def refusal(error: PensieveError, target: str) -> str:
     """It names the option where a key is wanted, tells a wrong port, and has nothing that a terminal would obey."""
     if error.reason == "CREDENTIAL_MISSING":
