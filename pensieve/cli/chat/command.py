@@ -1,7 +1,7 @@
 """``pensieve chat``: a conversation in the terminal, with a given server or with one of its own.
 
-On a terminal the answer appears as it is made. When stdin is not a terminal each line is a turn, and each answer goes
-to stdout once it is in history, so that what a pipe carries is never taken back by a restart.
+The answer appears as it is made. When stdin is not a terminal each line is a turn; what a pipe carries is never taken
+back, so an answer that a restart changed is written again behind what was there.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from pensieve.spawn import NOT_STARTED, SpawnError
 
 FIRST_ANSWER_S = 10.0
 """A server that says nothing for so long when the chat begins is taken for a wrong address."""
+MOST_TOKENS = 2048
+"""The longest answer to a pipe unless an option says otherwise: no one is there to stop a model that repeats itself."""
 ON_A_TERMINAL = RetryPolicy(max_wait_s=math.inf)
 """Somebody sees the wait, and ends it with Ctrl-C."""
 
@@ -100,6 +102,8 @@ def chat(
     if max_tokens is not None:
         sampling["max_output_tokens"] = max_tokens
     interactive = sys.stdin.isatty()
+    if not interactive:
+        sampling.setdefault("max_output_tokens", MOST_TOKENS)
     again = _resume_line(target, model, store, shown_key, tls)
     try:
         with contextlib.ExitStack() as stack:
