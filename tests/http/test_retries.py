@@ -10,7 +10,9 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from pensieve.errors import ResourceExhausted
+from pensieve.client import AsyncClient
+from pensieve.errors import NotFound, ResourceExhausted
+from pensieve.http.chat import endpoint
 from pensieve.http.responses.ids import ResponseId
 from pensieve.v1 import pensieve_pb2 as pb
 from support.http.http_rig import BearerTenant, HttpRig, door, opened
@@ -305,3 +307,39 @@ async def test_system_messages_alone_are_answered() -> None:
         await ask(RESPONSES, {"input": alone})
         first, second = rig.service.link.generations
         assert first.tokens == second.tokens
+
+
+@pytest.mark.parametrize("refused", [False, True], ids=["answered", "refused"])
+async def test_a_turn_of_another_call_in_a_named_session_is_never_taken_back(
+    refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two first calls name one session. The other one is answered while this one makes the session, or begins in it."""
+    async with door() as rig, asking(rig) as ask:
+        waiting = [ask(CHAT, {"messages": talk("other"), "session": "mine"})]
+        module, name = (endpoint, "answered") if refused else (AsyncClient, "create_session")
+        real = getattr(module, name)
+
+        async def beside(*args: Any, **options: Any) -> Any:
+            if waiting and (refused or options.get("session_id") == "mine"):
+                if refused:
+                    await args[0].refresh()  # it is made
+                await waiting.pop()
+            return await real(*args, **options)
+
+        if refused:
+            # The first look finds no session; what is patched is called a second time, in the one that was made.
+            found = [NotFound("no such session")]
+
+            async def second(*args: Any, **options: Any) -> Any:
+                if found:
+                    raise found.pop()
+                return await beside(*args, **options)
+
+            monkeypatch.setattr(module, name, second)
+        else:
+            monkeypatch.setattr(module, name, beside)
+        body = {"messages": talk("a"), "session": "mine"}
+        await ask(CHAT, {**body, **REFUSED} if refused else body, status=400 if refused else 200)
+        assert not waiting
+        said = [item.text for item in await rig.service.items("sessions/mine")]
+        assert said == ["other", ANSWER] + ([] if refused else ["a", ANSWER])

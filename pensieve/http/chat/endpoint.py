@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
@@ -9,11 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pensieve.client import AsyncSession, AsyncTurnStream, Turn, TurnOptions
-from pensieve.errors import DataLoss, NotFound
+from pensieve.errors import AlreadyExists, DataLoss, NotFound, PensieveError
 from pensieve.http.chat.completions import ChatCompletion
 from pensieve.http.chat.requests import ChatRequest
 from pensieve.http.common.callers import Caller
-from pensieve.http.common.calls import Call, CallPlan
+from pensieve.http.common.calls import Call, CallPlan, is_refusal
 from pensieve.http.common.contents import NamedTalk, Talk
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.heads import begin, noting
@@ -73,15 +74,27 @@ async def _named(
         is_lost = error.reason == "HISTORY_REGRESSED" and error.metadata.get("current_revision") == "0"
         if error.reason != NotFound.default_reason and not is_lost:
             raise
-    first = chunks_of(talk.history)[:1]
-    async with call.leaving_nothing(client, CallPlan(own=name)):
+    first, *rest = chunks_of(talk.history) or [()]
+    try:
         session = await client.create_session(
             session_id=name,
             system_prompt=talk.system or None,
             tools=talk.tools or None,
-            initial_items=[one.given for chunk in first for one in chunk],
-            followed_by=roles_of((*talk.history, *talk.new)[sum(map(len, first)) :]),
+            initial_items=[one.given for one in first],
+            followed_by=roles_of((*talk.history, *talk.new)[len(first) :]),
         )
-        await added(session, talk.history[sum(map(len, first)) :], call, "history", follow=talk.new)
-        await added(session, early, call, follow=last)
-        return session, await answered(session, last, options)
+    except AlreadyExists:  # Another call has made it in this moment: it is one that was there.
+        async with call.leaving_nothing(client, CallPlan(session=name)), adding(session, early, call, last):
+            return session, await answered(session, last, options)
+    async with call.leaving_nothing(client, CallPlan(session=name)):
+        try:
+            await added(session, talk.history[len(first) :], call, "history", follow=talk.new)
+            await added(session, early, call, follow=last)
+            return session, await answered(session, last, options)
+        except PensieveError as error:
+            if not call.may_be_repeated or is_refusal(error):
+                # Under a name that others know, what one of them has added since is not this call's to take back.
+                with contextlib.suppress(PensieveError):
+                    made = 1 + len(rest) + len(chunks_of(early))
+                    await session.delete(expected_revision=made, allow_missing=True)
+            raise

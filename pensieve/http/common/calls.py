@@ -139,8 +139,14 @@ class Call:
             await give_up_claim(client, str(self.id), plan.first)
         for name, turn_id in own.items():
             session = client.session(name)
-            if not self.may_be_repeated or not await has_turn(session, turn_id):
+            if not self.may_be_repeated:
                 await session.delete(allow_missing=True)
+                continue
+            # In this order: a turn that another try confirms in between has made the revision another one.
+            with contextlib.suppress(NotFound, Aborted):
+                revision = (await session.refresh()).revision
+                if not await has_turn(session, turn_id):
+                    await session.delete(expected_revision=revision, allow_missing=True)
 
 
 async def has_turn(session: AsyncSession, turn_id: uuid.UUID) -> bool:
