@@ -62,7 +62,7 @@ PRE_TOKENIZERS: Final = {
     "deepseek-r1-qwen": _Words(_QWEN2),
     "tekken": _Words(_TEKKEN, ignore_merges=True, adds_bos=True),
 }
-"""The pre-tokenizers that a file may name, as llama.cpp cuts."""
+"""Known names of pre-tokenizers, and how llama.cpp cuts text for each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ def some(cases: Sequence[T], count: int) -> Sequence[T]:
 
 
 SLOWEST = (
+    "tests/e2e/test_smollm2.py",
     "tests/exactness/test_families.py",
     "tests/e2e/test_demo.py",
     "tests/robustness/test_under_faults.py",
