@@ -295,3 +295,68 @@ def test_tokens_a_minute() -> None:
     assert service.gate.refusal("a", turn(0, tokens=100, output=20), None) is None
     service.gate.enter("a", turn(0, tokens=100, output=20)).ended(1200, 1100)  # ten times what was expected
     assert exceeded(service, turn(0, tokens=1, output=1)).retry_after_s == pytest.approx(108, abs=1)
+
+
+def learned(
+    gate: Gate, *, chars: int = 400, input_tokens: int = 100, history: int = 0, recomputed: int = 0
+) -> Ticket:
+    """A hundred turns that turned out to be so, and the next one."""
+    for _ in range(100):
+        ticket = gate.enter("a", turn(chars))
+        ticket.rendered(chars, input_tokens, input_tokens, history)
+        ticket.started(recomputed, history)
+        ticket.ended(0, 0)
+    return gate.enter("a", turn(400, output=1))
+
+
+def still_gate(queued: int = 0) -> tuple[Gate, list[float]]:
+    """A gate whose clock is the one number in the list."""
+    now = [0.0]
+    return Gate(GateLimits(2.0, 0, 0), TenantTable(), lambda: queued, lambda: now[0], random.Random(2)), now
+
+
+def test_estimates_follow_what_turns_turned_out_to_be() -> None:
+    new = learned(still_gate()[0])
+    assert new.tokens == 100, "four characters a token, as it begins"
+    assert learned(still_gate()[0], input_tokens=400).tokens == pytest.approx(400, rel=0.1)
+    assert learned(still_gate()[0], input_tokens=0).tokens == 100, "nothing is learned of an empty input"
+    behind_history = learned(still_gate()[0], history=1000, recomputed=500)
+    assert behind_history.work - new.work == pytest.approx(500, rel=0.1), (
+        "half of the history is computed again"
+    )
+    kept = learned(still_gate()[0], history=1000)
+    assert kept.work - new.work == pytest.approx(0, abs=20)
+
+
+def test_what_is_known_twice_is_counted_once() -> None:
+    """A ticket that waits no more is not rendered, started or left again."""
+    gate, _ = still_gate()
+    ticket = gate.enter("a", turn(400))
+    ticket.started(0, 0)
+    ticket.rendered(400, 100_000, 100_000, 0)
+    ticket.started(0, 0)
+    assert (gate.waiting, gate.wait_s("a")) == (0, 0.0)
+    other = gate.enter("a", turn(400))
+    assert gate.waiting == 1 and other.tokens == 100, "a late word of the first changed no estimate"
+    ticket.ended(0, 0)
+    other.ended(0, 0)
+    assert gate.waiting == 0
+
+
+@pytest.mark.parametrize("asked", ["expected_wait_s", "wait_s"])
+def test_a_wait_grows_while_nothing_begins(asked: str) -> None:
+    gate, now = still_gate(queued=100)
+    tickets = [gate.enter("a", turn(400)) for _ in range(200)]
+    for ticket in tickets[:100]:
+        now[0] += 0.01
+        ticket.started(0, 0)
+
+    def wait() -> float:
+        return gate.expected_wait_s if asked == "expected_wait_s" else gate.wait_s("a")
+
+    before = wait()
+    waits = []
+    for _ in range(5):
+        now[0] += 1.0
+        waits.append(wait())
+    assert [before, *waits] == sorted({before, *waits}), "each second without a beginning makes it longer"
