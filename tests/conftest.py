@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
+from collections.abc import Generator
 
 import hypothesis
 import pytest
@@ -45,3 +47,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for item in items:
                 if item.get_closest_marker(marker):
                     item.add_marker(pytest.mark.skip(reason=f"no {program}, and {variable}=1"))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Report a failure without collecting garbage.
+
+    pytest parses the failing source. A task that is collected meanwhile may log a traceback, which parses as well, and
+    before Python 3.11.10 that ends the run with "AST constructor recursion depth mismatch" in place of the report.
+    """
+    if call.excinfo is None:
+        return (yield)
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()

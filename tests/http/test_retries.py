@@ -338,7 +338,7 @@ async def test_a_turn_of_another_call_in_a_named_session_is_never_taken_back(
             monkeypatch.setattr(module, name, second)
         else:
             monkeypatch.setattr(module, name, beside)
-        body = {"messages": talk("a"), "session": "mine"}
+        body = {"messages": talk("a") if refused else talk("x", "y", "a"), "session": "mine"}
         await ask(CHAT, {**body, **REFUSED} if refused else body, status=400 if refused else 200)
         assert not waiting
         said = [item.text for item in await rig.service.items("sessions/mine")]
