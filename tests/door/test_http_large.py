@@ -28,8 +28,8 @@ from support.http.tool_rig import ROME, tool_door
 from support.tool_templates import WEATHER
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
-FILLING = {"filling": "x" * 2 * bodies.SMALL_BYTES}
-"""A field that is not known makes a body large, and is ignored."""
+FILLING = {"user": "x" * 2 * bodies.SMALL_BYTES}
+"""A field without effect makes a body large."""
 SAID: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 TOOLS = [WEATHER]
 LONG = {"instructions": "Be brief. " * 20_000}
@@ -148,7 +148,8 @@ async def test_a_body_that_waits_for_the_thread_takes_room(monkeypatch: pytest.M
 
 def test_the_collector_rests_only_while_a_large_body_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(data: bytes, **_: Any) -> Any:
-        seen.append(gc.isenabled())
+        if _.get("type") is ResponseRequest:  # what looks for unknown fields makes no objects
+            seen.append(gc.isenabled())
         return decode(data, **_)
 
     seen: list[bool] = []

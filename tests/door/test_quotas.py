@@ -174,4 +174,4 @@ async def test_the_store_is_not_asked_for_each_call(monkeypatch: pytest.MonkeyPa
         for _ in range(10):
             await rig.create()
             await rig.api.CreateSession(pb.CreateSessionRequest(), metadata=OTHER)
-        assert asked == ["acme"], "once for who has limits, never for who has none"
+        assert asked == ["acme", "acme:claims"], "once for who has limits, never for who has none"
