@@ -1,7 +1,8 @@
 """``pensieve demo``: what a server's memory is worth, and that nothing is lost when it is taken apart.
 
 Three acts (``acts.long_talk``, ``acts.crowd``, ``acts.killed``), each of which starts its own servers and checks every
-answer and receipt.
+answer and receipt. The facts that they tell and ask for need the demo model; with a real model there is one act,
+``acts.real_model``.
 """
 
 from __future__ import annotations
@@ -17,27 +18,39 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.text import Text
 
 from pensieve import extras
-from pensieve.demo.acts import crowd, killed, long_talk
+from pensieve.demo.acts import crowd, killed, long_talk, real_model
 from pensieve.demo.acts.exchange import ServerRun
 from pensieve.demo.talk.scenario import conversations
 from pensieve.errors import PensieveError
+from pensieve.model.arch import ModelError
+from pensieve.model.smollm2 import SMOLLM2, smollm2
 from pensieve.own_server import why_not
 from pensieve.spawn import SpawnError
 
 SHOWN_PROBLEMS = 10
+CONTEXT_TOKENS = 5000
+OF_THE_SECOND_ACT = ("sessions", "turns", "device_cache", "host_cache", "chunk_tokens")
+"""Parameters that mean nothing where there is no second act."""
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.option(
+    "--model",
+    default="demo",
+    type=click.Choice(["demo", SMOLLM2]),
+    help="`smollm2`: a real model of 135 M parameters, fetched once (93 MB); one act.",
+)
+@click.option(
     "--context",
-    default=5000,
     type=click.IntRange(300, 7000),
     metavar="TOKENS",
-    help="First act: how long the conversation grows.",
+    help=f"First act: how long the conversation grows.  "
+    f"[default: {CONTEXT_TOKENS}; smollm2: {real_model.CONTEXT_TOKENS}]",
 )
 @click.option(
     "--sessions", default=16, type=click.IntRange(1, 200), help="Second act: conversations at once."
@@ -54,7 +67,8 @@ SHOWN_PROBLEMS = 10
 @click.option("--verbose", is_flag=True, help="Print every line that was said, with its receipt.")
 @click.option("--quiet", is_flag=True, help="Print only how each act ended.")
 def demo(
-    context: int,
+    model: str,
+    context: int | None,
     sessions: int,
     turns: int,
     device_cache: str,
@@ -65,6 +79,9 @@ def demo(
     quiet: bool,
 ) -> None:
     """Watch a small model remember: no GPU, no download, about a minute.
+
+    With --model smollm2 a real model is fetched once, and there is one act: a long message, then short turns, on a
+    server that keeps its state, beside one that starts every turn from nothing. It takes longer.
 
     First act: one long conversation on a server that keeps its state, beside the same conversation on a server that
     starts every turn from nothing; the time to the first token of every turn, and how many times sooner it comes.
@@ -79,6 +96,8 @@ def demo(
     """
     if verbose and quiet:
         raise click.UsageError("--verbose and --quiet do not go together")
+    if model == SMOLLM2:
+        _refuse_second_act()
     extras.require("server")
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal without bars gets "?"
@@ -88,9 +107,14 @@ def demo(
     tiers += ["--decode-reserve", "0"]  # no reserve: answers do get suspended
     try:
         with _terminated_like_interrupted():
-            problems = first_act(context, seed, console, stage, verbose)
-            problems += second_act(tiers, sessions, turns, seed, console, stage, verbose)
-            problems += third_act(seed, console, stage)
+            if model == SMOLLM2:
+                problems = only_act(context or real_model.CONTEXT_TOKENS, seed, console, stage, verbose)
+            else:
+                problems = first_act(context or CONTEXT_TOKENS, seed, console, stage, verbose)
+                problems += second_act(tiers, sessions, turns, seed, console, stage, verbose)
+                problems += third_act(seed, console, stage)
+    except ModelError as error:
+        raise click.UsageError(str(error)) from error
     except SpawnError as error:
         raise click.ClickException(why_not(error)) from error
     except PensieveError as error:
@@ -100,10 +124,33 @@ def demo(
     if problems:
         console.print(Text(f"NOT well: {len(problems)} things are wrong, see above", "bold red"))
         sys.exit(1)
-    console.print(
-        f"[bold green]Every answer is right and every receipt adds up.[/] ({time.perf_counter() - started:.0f} s)"
-    )
-    stage.print(Text(what_next(sys.argv[0])))
+    well = "Both servers give the same answers" if model == SMOLLM2 else "Every answer is right"
+    console.print(f"[bold green]{well} and every receipt adds up.[/] ({time.perf_counter() - started:.0f} s)")
+    stage.print(Text(what_next(sys.argv[0], model)))
+
+
+def _refuse_second_act() -> None:
+    """Raises UsageError for an option that was given and has nothing to act on."""
+    context = click.get_current_context()
+    for name in OF_THE_SECOND_ACT:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            option = f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"{option} is for the demo model; it does not go with --model {SMOLLM2}")
+
+
+def only_act(context: int, seed: int, console: Console, stage: Console, verbose: bool) -> list[str]:
+    """A long message and short turns, with a real model on two servers. What is wrong, line by line."""
+    smollm2()  # fetched here, with a bar: the servers are not heard
+    servers = real_model.servers(SMOLLM2)
+    stage.print("[bold]A real model reads a long message; short turns follow[/]")
+    stage.print(serve_line(servers[long_talk.KEEPS], "Pensieve:  "), style="dim")
+    stage.print("   stateless: the same with --stateless", style="dim")
+    keeps, forgets = long_talk.serve_and_hold(real_model.script(context, seed), stage, servers)
+    if verbose:
+        print_transcript(keeps, stage)
+    say_interruptions(console, keeps, forgets)
+    console.print(Text(long_talk.result(keeps, forgets, real_model.LAST_TURNS), "bold"))
+    return long_talk.problems(keeps, forgets)
 
 
 def first_act(context: int, seed: int, console: Console, stage: Console, verbose: bool) -> list[str]:
@@ -192,15 +239,17 @@ def print_transcript(run: ServerRun, console: Console) -> None:
             )
 
 
-def what_next(program: str) -> str:
+def what_next(program: str, model: str = "demo") -> str:
     """What to try next, with a path to the command that works where the caller stands."""
     command = program_name(program)
-    return (
-        "\nNow try:\n"
-        f"  {command} chat            talk to this model yourself\n"
-        f"  {command} serve           a server for your own programs\n"
-        f"  {command} demo --verbose  with every line that was said"
-    )
+    rest = "" if model == "demo" else f" --model {model}"
+    lines = {
+        f"chat{rest}": "talk to it yourself",
+        f"serve{rest}": "a server for your programs",
+        f"demo{rest} --verbose": "with every line",
+    }
+    width = max(map(len, lines))
+    return "\nNow try:\n" + "\n".join(f"  {command} {call:<{width}}  {what}" for call, what in lines.items())
 
 
 def program_name(program: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Final, Protocol, Self
 
@@ -85,12 +85,17 @@ def hold(
     return list(runs.values())
 
 
-def serve_and_hold(conversation: Conversation, console: Console) -> tuple[ServerRun, ServerRun]:
-    """The act: start both servers, hold the conversation, read the servers' counters, stop them."""
+def serve_and_hold(
+    conversation: Conversation, console: Console, options: Mapping[str, Sequence[str]] = SERVERS
+) -> tuple[ServerRun, ServerRun]:
+    """The act: start both servers, hold the conversation, read the servers' counters, stop them.
+
+    ``options`` has the names of ``SERVERS``, and for each the options of its ``pensieve serve``.
+    """
     with ExitStack() as stack:
         with busy(console, "starting both servers …"):
-            started = stack.enter_context(own_servers(*SERVERS.values()))
-        servers = dict(zip(SERVERS, started, strict=True))
+            started = stack.enter_context(own_servers(*options.values()))
+        servers = dict(zip(options, started, strict=True))
         clients = {name: stack.enter_context(Client(server.target)) for name, server in servers.items()}
         sessions = [(name, client.create_session()) for name, client in clients.items()]
         with Stage(len(conversation), console) as stage:
@@ -161,16 +166,16 @@ class Stage:
         return Group(*lines)
 
 
-def medians(keeps: ServerRun, forgets: ServerRun) -> tuple[float, float]:
+def medians(keeps: ServerRun, forgets: ServerRun, turns: int = LAST_TURNS) -> tuple[float, float]:
     """The median time to the first token over the last turns of each run: the two halves of the closing number."""
-    last = [run.exchanges[-LAST_TURNS:] for run in (keeps, forgets)]
+    last = [run.exchanges[-turns:] for run in (keeps, forgets)]
     kept, forgot = (statistics.median(exchange.first_token_s for exchange in one) for one in last)
     return kept, forgot
 
 
-def result(keeps: ServerRun, forgets: ServerRun) -> str:
+def result(keeps: ServerRun, forgets: ServerRun, turns: int = LAST_TURNS) -> str:
     """The closing number and what it was made of, in two lines."""
-    kept, forgot = medians(keeps, forgets)
+    kept, forgot = medians(keeps, forgets, turns)
     ratio = forgot / kept
     how = f"{ratio:.0f} times sooner" if ratio >= 10 else f"{ratio:.1f} times sooner"
     if ratio < 1.2:
@@ -178,7 +183,7 @@ def result(keeps: ServerRun, forgets: ServerRun) -> str:
     context = keeps.exchanges[-1].turn.usage.context_tokens
     return (
         f"Where the state is kept, the first token comes {how}.\n"
-        f"Medians of the last {LAST_TURNS} turns, at {context:,} tokens:"
+        f"Medians of the last {turns} turns, at {context:,} tokens:"
         f" {kept * 1e3:,.0f} ms against {forgot * 1e3:,.0f} ms."
     )
 

@@ -26,6 +26,14 @@ Conversation = list[Utterance]
 LONG_FACTS = 5
 """Facts that a long conversation begins with, and questions that it ends with."""
 
+SHORT_QUESTIONS = (
+    "What is the capital of France?",
+    "What is the capital of Italy?",
+    "What is the capital of Spain?",
+    "What is the capital of Japan?",
+)
+"""They follow the notes, one a turn."""
+
 _SELF_KEYS = (
     "home", "origin", "job", "instrument", "language", "age", "allergy", "hobby", "favourite colour", "favourite food",
     "favourite drink", "favourite animal", "favourite city", "favourite sport", "favourite flower", "lucky number",
@@ -79,6 +87,18 @@ def long_conversation(stories: int, sentences: int, seed: int = 0) -> Conversati
         if number % 4 == 0:
             utterances.append(_question(rng, *rng.choice(told)))
     return utterances + [_question(rng, *fact) for fact in reversed(told)]
+
+
+def notes_and_questions(sentences: int, seed: int = 0) -> Conversation:
+    """One long message of this many sentences of no interest, then short questions of general knowledge.
+
+    It is for a real model, so no turn expects a fact. Answers to these questions are short and certain: rounding
+    decides no token of them. The same arguments give the same conversation.
+    """
+    rng = random.Random(f"notes {seed}")
+    notes = " ".join(_sentence(smalltalk.remark(rng, held_out=False), ".") for _ in range(sentences))
+    first = f"These are my notes. {notes} That was all. Thank you for reading."
+    return [Utterance(first), *map(Utterance, SHORT_QUESTIONS)]
 
 
 def _conversation(rng: random.Random, turns: int) -> Conversation:
