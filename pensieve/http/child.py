@@ -26,7 +26,7 @@ from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.readiness import Readiness
 from pensieve.http.common.settings import DoorSettings
 from pensieve.http.metrics import HttpMetrics
-from pensieve.http.run import ManagedServer, loop_factory, running
+from pensieve.http.run import ManagedServer, loop_factory, running, settle
 from pensieve.http.tls import TlsFiles
 from pensieve.lifeline import die_with_parent, leave_signals_to_parent
 from pensieve.logs import configure_logging
@@ -83,6 +83,7 @@ async def _serve(
     reader, writer = await asyncio.open_connection(sock=control)
     app = make_app(settings)
     async with running(app, listener, tls, settings.proxies) as server:
+        settle()
         writer.write(b"ready\n")
         obeying = asyncio.create_task(_obey(reader, writer, server), name="control")
         obeying.add_done_callback(_told)

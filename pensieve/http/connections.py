@@ -6,6 +6,7 @@ And few requests of unknown callers are looked at together; the others cost no m
 from __future__ import annotations
 
 import asyncio
+import functools
 import ipaddress
 import resource
 from collections.abc import Callable, Collection
@@ -107,6 +108,16 @@ class Connections:
             self._evict_stranger(max(self._strangers, key=lambda name: len(self._strangers[name])))
         return True
 
+    def goes_on(self, before: Connection, one: Connection) -> bool:
+        """``one`` counts in the place of ``before``. False: that one does not count any more."""
+        if (address := self._address.pop(before, None)) is None:
+            return False
+        strangers = self._strangers[address]
+        del strangers[before]
+        strangers[one] = None
+        self._address[one] = address
+        return True
+
     def admitted(self, one: Connection) -> None:
         """The caller is known."""
         self.queue.leave(one)
@@ -165,6 +176,7 @@ class Connections:
         return any(found.version == one.version and found.subnet_of(one) for one in self._proxies)  # type: ignore[arg-type]
 
 
+@functools.lru_cache(4096)
 def _network(address: str) -> str:
     """A caller that has one IPv6 address has all of its /64."""
     try:

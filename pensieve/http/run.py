@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from types import FrameType
-from typing import Final
+from typing import Any, Final, cast
 
 import uvicorn
 from starlette.applications import Starlette
@@ -17,8 +19,9 @@ from starlette.applications import Starlette
 from pensieve.client import AsyncClient, RetryPolicy
 from pensieve.errors import PensieveError
 from pensieve.http.app import make_app
+from pensieve.http.arrivals import Arrival, Intake
 from pensieve.http.common.admission import KEYLESS
-from pensieve.http.common.entrance import is_known
+from pensieve.http.common.entrance import begins_known, is_known
 from pensieve.http.common.settings import DoorSettings
 from pensieve.http.connections import Connections
 from pensieve.http.tls import TlsFiles, naming, renewing
@@ -27,10 +30,8 @@ from pensieve.logs import QuietAccepts
 
 __all__ = ["DoorSettings", "TlsFiles", "loop_factory", "needs_no_key", "running", "serve"]
 
-BACKLOG: Final = 2048
-"""Connections that wait in the system until they are taken."""
-AT_A_TIME: Final = 16
-"""Connections that are taken before those that are there have their turn."""
+COLLECT_AFTER: Final = (700, 4, 2)
+"""New objects before a young generation is collected, and how many of these before the next older one is."""
 PROBE_S: Final = 2.0
 """How long the start waits for what the service says of itself."""
 DRAIN_S: Final = 30
@@ -45,7 +46,10 @@ async def serve(settings: DoorSettings, listener: socket.socket, tls: TlsFiles |
         signal.signal(number, _ended)
     asyncio.get_running_loop().set_exception_handler(QuietAccepts())
     _without_delay(listener)
-    await DoorServer(_config(make_app(settings), tls, DRAIN_S, settings.proxies)).serve(sockets=[listener])
+    connections = Connections(settings.proxies)
+    config = _config(make_app(settings), tls, DRAIN_S, connections, settings.proxies)
+    settle()
+    await DoorServer(config, connections).serve(sockets=[listener])
 
 
 async def needs_no_key(settings: DoorSettings) -> bool:
@@ -64,13 +68,50 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvicorn.Config("", log_config=None).get_loop_factory()
 
 
+def settle() -> None:
+    """Keep garbage collections short: each one holds up the loop.
+
+    They leave out what the start has made, and full ones come often: what a storm of connections leaves behind is
+    collected in small parts then.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*COLLECT_AFTER)
+
+
 class DoorServer(uvicorn.Server):
-    """A server that takes few connections at a time, so that many that come at once hold up nobody."""
+    """A server that takes connections as ``Intake`` does."""
+
+    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
+        """``connections``: those that the configured protocol counts in."""
+        super().__init__(config)
+        self._connections = connections
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        for listener in sockets or ():
-            listener.listen(BACKLOG)  # asyncio has one number for this and for what it takes at a time
+        """uvicorn's own start has asyncio take the connections. Ends the process where the application cannot start."""
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            sys.exit(3)  # as uvicorn does
+        app = self.config.app
+        assert isinstance(app, Starlette)
+        knows = partial(begins_known, app.state.door)
+        arrivals = [
+            Intake(listener, self._connections, self._protocol, knows, self.config.ssl)
+            for listener in sockets or ()
+        ]
+        self.servers = cast(Any, arrivals)  # uvicorn closes them
+        for one in arrivals:
+            one.start()
+        self.started = True
+
+    def _protocol(self, arrival: Arrival) -> asyncio.Protocol:
+        make = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
+        return make(
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+            arrival=arrival,
+        )
 
 
 class ManagedServer(DoorServer):
@@ -88,7 +129,8 @@ async def running(
     """``app`` on a socket, taking calls. Leaving the block waits for those that run, once ``should_exit`` is set."""
     asyncio.get_running_loop().set_exception_handler(QuietAccepts())
     _without_delay(listener)
-    server = ManagedServer(_config(app, tls, None, proxies))
+    connections = Connections(proxies)
+    server = ManagedServer(_config(app, tls, None, connections, proxies), connections)
     task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     while not (server.started or task.done()):
         await asyncio.sleep(0.01)
@@ -108,9 +150,13 @@ def _without_delay(listener: socket.socket) -> None:
 
 
 def _config(
-    app: Starlette, tls: TlsFiles | None, drain_s: int | None, proxies: tuple[str, ...]
+    app: Starlette,
+    tls: TlsFiles | None,
+    drain_s: int | None,
+    connections: Connections,
+    proxies: tuple[str, ...],
 ) -> uvicorn.Config:
-    protocol: type[asyncio.Protocol] = guarded(Connections(proxies), partial(is_known, app.state.door))
+    protocol: type[asyncio.Protocol] = guarded(connections, partial(is_known, app.state.door))
     if tls is not None and tls.client_ca is not None:
         protocol = naming(protocol)
     config = uvicorn.Config(
@@ -120,7 +166,6 @@ def _config(
         log_config=None,
         log_level="warning",
         access_log=False,
-        backlog=AT_A_TIME,
         server_header=False,
         timeout_graceful_shutdown=drain_s,
         # Said in any case: uvicorn believes whoever calls from this machine, or whom the environment names.

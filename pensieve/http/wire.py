@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pensieve.http.common.entrance import ADMITTED, OPEN
 from pensieve.http.common.failures import HttpFailure
-from pensieve.http.connections import Connections
+from pensieve.http.connections import Connection, Connections
 
 HEAD_S: Final = 30.0
 """How long a request may take up to its body: from the connection, or from its first byte on one that is open."""
@@ -75,6 +75,10 @@ class _Flow(FlowControl):
             self.read_paused = False
             self._wake()
 
+    def forget(self) -> None:
+        """Call nothing any more."""
+        self._wake = _nothing
+
 
 class _Outlet:
     """The transport as a request's answer sees it: to close it is to linger where the caller still sends."""
@@ -99,9 +103,18 @@ class _Headers:
 class Guarded(HttpToolsProtocol):
     """One connection. See the module docstring."""
 
-    def __init__(self, connections: Connections, knows: Callable[[Any], bool], **options: Any) -> None:
-        """``knows``: whether the caller of a request, given its scope, was let in before."""
+    def __init__(
+        self,
+        connections: Connections,
+        knows: Callable[[Any], bool],
+        *,
+        arrival: Connection | None = None,
+        **options: Any,
+    ) -> None:
+        """``knows``: whether the caller of a request, given its scope, was let in before. ``arrival``: what the
+        connection counts as before it is made."""
         super().__init__(**options)
+        self._arrival = arrival
         self._connections = connections
         self._knows = knows
         self._waiting = bytearray()
@@ -133,8 +146,10 @@ class Guarded(HttpToolsProtocol):
         super().connection_made(transport)
         self.flow = _Flow(transport, self._wake)
         self._read_at_once(STRANGERS_READ)
-        if not self._connections.came(self, self.address):
+        counted = self._arrival is not None and self._connections.goes_on(self._arrival, self)
+        if not counted and not self._connections.came(self, self.address):
             self._refuse(_full())
+        self._arrival = None
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -142,7 +157,20 @@ class Guarded(HttpToolsProtocol):
             _end(timer)
         self._connections.left(self)
         self._waiting.clear()
+        idle = self.idle
         super().connection_lost(exc)
+        assert isinstance(self.flow, _Flow)
+        self.flow.forget()
+        if idle:
+            self._forget_request()
+
+    def _forget_request(self) -> None:
+        """Let go of what refers to this object: a closed connection is freed at once, not by a garbage collection,
+        which would hold up the loop for those of many."""
+        if self.cycle is not None:
+            self.cycle.default_headers = []  # they refer to it
+            self.cycle.scope["state"].pop(ADMITTED, None)
+        self.cycle = self.scope = None  # type: ignore[assignment]
 
     @property
     def address(self) -> str:
@@ -163,7 +191,7 @@ class Guarded(HttpToolsProtocol):
     def evict(self) -> None:
         """Make room for another connection, at once."""
         if not self.idle and not self.cycle.response_started:
-            self.transport.write(_EVICTED)
+            self.transport.write(FULL)
         self.transport.close()
 
     def pause_writing(self) -> None:
@@ -339,7 +367,10 @@ class Guarded(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._connections.queue.leave(self)
         super().on_response_complete()
-        if self.transport.is_closing() or self._dropped is not None:
+        if self.transport.is_closing():
+            self._forget_request()
+            return
+        if self._dropped is not None:
             return
         self._left_over = AHEAD
         self._wake()
@@ -439,7 +470,12 @@ def _answer(failure: HttpFailure) -> bytes:
     return head.encode() + body
 
 
-_EVICTED: Final = _answer(_full())
+FULL: Final = _answer(_full())
+"""What a connection is told that has to make room."""
+
+
+def _nothing() -> None:
+    """Stands for a callback that is over."""
 
 
 def _end(timer: asyncio.TimerHandle | None) -> None:

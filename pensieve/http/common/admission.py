@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from pensieve.client import AsyncClient, RetryPolicy, ServerInfo
 from pensieve.errors import Cancelled, PensieveError, Unauthenticated
@@ -30,6 +30,9 @@ KEYLESS: Final = "keyless"
 """What a server that asks for no key says among its features."""
 GOOD_S: Final = 1.0
 """How long a credential counts as good without another question. The service looks at its key file as often."""
+STALE_S: Final = 10.0
+"""How much longer it counts as good while the question is asked beside the request. The service hears of the request
+itself, too, and refuses it if the credential is revoked."""
 BAD_S: Final = 2.0
 """How long a credential counts as bad."""
 PATIENT_REFUSALS: Final = 10
@@ -43,6 +46,10 @@ RECHECK_S: Final = 2.0
 """How long the service may take to confirm a credential that was good before; then the service itself decides."""
 _PAUSES_S: Final = (0.05, 0.3)
 """Bounds of the random pause before an unreachable service is asked again."""
+
+
+_Question: TypeAlias = "asyncio.Task[ServerInfo | None]"
+_Questions: TypeAlias = "dict[bytes, _Question]"
 
 
 @dataclass(slots=True)
@@ -65,7 +72,10 @@ class Admission:
         self._settings = settings
         self._good: OrderedDict[bytes, _Good] = OrderedDict()
         self._bad: OrderedDict[bytes, _Bad] = OrderedDict()
-        self._questions: dict[bytes, asyncio.Task[ServerInfo | None]] = {}
+        self._questions: _Questions = {}
+        """About credentials that are not known."""
+        self._rechecks: _Questions = {}
+        """About credentials that were good before: no stranger's question takes their place."""
         self._closed = False
         self.keyless = False
         """Whether the service lets in callers without a credential, as far as it has said so."""
@@ -84,36 +94,46 @@ class Admission:
             self._good.move_to_end(credential)
             if good.until > time.monotonic():
                 return
+            if good.until + STALE_S > time.monotonic():
+                if credential not in self._rechecks and not self._closed:
+                    self._start(self._rechecks, who, credential, known=True)
+                return
         elif (bad := self._bad.get(credential)) is not None and bad.until > time.monotonic():
             bad.refusals += 1
             if bad.refusals > PATIENT_REFUSALS:
                 await asyncio.sleep(bad.until - time.monotonic())
             raise bad.error.with_traceback(None)
-        if (question := self._questions.get(credential)) is None:
+        questions = self._questions if good is None else self._rechecks
+        if (question := questions.get(credential)) is None:
             if self._closed:
                 raise _closed()
-            if len(self._questions) >= MOST_QUESTIONS:
+            if len(self._questions) >= MOST_QUESTIONS and good is None:
                 oldest = next(iter(self._questions))
                 self._questions.pop(oldest).cancel()
-            question = asyncio.create_task(self._ask(who, credential, known=good is not None))
-            self._questions[credential] = question
-            question.add_done_callback(partial(self._answered, credential))
+            question = self._start(questions, who, credential, known=good is not None)
         await asyncio.wait({question})  # others may wait for it, too: it outlives this request
         if question.cancelled():
             raise _closed() if self._closed else _too_many()
         if (error := question.exception()) is not None:
             raise error.with_traceback(None)
 
-    def _answered(self, credential: bytes, question: asyncio.Task[ServerInfo | None]) -> None:
-        if self._questions.get(credential) is question:
-            del self._questions[credential]
+    def _start(self, questions: _Questions, who: Who, credential: bytes, *, known: bool) -> _Question:
+        question = asyncio.create_task(self._ask(who, credential, known=known))
+        questions[credential] = question
+        question.add_done_callback(partial(self._answered, questions, credential))
+        return question
+
+    @staticmethod
+    def _answered(questions: _Questions, credential: bytes, question: _Question) -> None:
+        if questions.get(credential) is question:
+            del questions[credential]
         if not question.cancelled():
             question.exception()  # seen, also where every caller that waited has left
 
     def close(self) -> None:
         """Ask nothing more. Requests that wait for an answer end with Cancelled (CLIENT_CLOSED)."""
         self._closed = True
-        for question in list(self._questions.values()):
+        for question in [*self._questions.values(), *self._rechecks.values()]:
             question.cancel()
 
     async def _ask(self, who: Who, credential: bytes, *, known: bool) -> ServerInfo | None:

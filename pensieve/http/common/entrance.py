@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pensieve.errors import PensieveError
-from pensieve.http.common.credentials import HOLDER, address_of, who_calls
+from pensieve.http.common.credentials import HOLDER, address_of, who_calls, who_says
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import HttpFailure, failure_of
 from pensieve.http.common.sites import check_host, check_site
@@ -17,6 +18,9 @@ OPEN: Final = frozenset({"/health", "/ready", "/metrics"})
 """Paths that take no credential and read no body."""
 ADMITTED: Final = "admitted"
 """Where a request's state has what is called when its caller is let in: the connection is a known caller's then."""
+
+
+_AUTHORIZATION: Final = re.compile(rb"\r\nauthorization:([^\r\n]*)\r\n", re.IGNORECASE)
 
 
 class Entrance:
@@ -36,6 +40,8 @@ class Entrance:
         except (HttpFailure, PensieveError) as error:
             failure = error if isinstance(error, HttpFailure) else failure_of(error)
             failure.closes = has_body(request)
+            # With it, this frame would hold itself, and all of a stranger's request, until a garbage collection.
+            error.__traceback__ = failure.__traceback__ = None
             await self._door.refusal(failure, request)(scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -68,6 +74,16 @@ def is_known(door: HttpDoor, scope: Scope) -> bool:
     """Whether the caller of a request was let in before."""
     try:
         return door.admission.knows(who_calls(Request(scope), vouches=door.settings.vouches))
+    except HttpFailure:
+        return False
+
+
+def begins_known(door: HttpDoor, sent: bytes) -> bool:
+    """Whether the first bytes of a connection name a caller that was let in before. They are not checked otherwise."""
+    found = _AUTHORIZATION.search(sent)
+    key = found[1].strip().decode("latin-1") if found is not None else None
+    try:
+        return door.admission.knows(who_says(key))
     except HttpFailure:
         return False
 
