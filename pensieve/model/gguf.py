@@ -128,6 +128,7 @@ def _config(file: GgufFile, family: str) -> dict[str, Any]:
         # The file names a window only where it slides.
         "sliding_window": file.metadata.get(f"{family}.attention.sliding_window") or None,
         "use_sliding_window": True,
+        "max_window_layers": 0,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "dtype": _dtype(file),
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
@@ -151,7 +152,7 @@ def _rope(file: GgufFile, family: str) -> dict[str, Any]:
     kind = file.text(f"{family}.rope.scaling.type", "linear")
     factor = file.number(f"{family}.rope.scaling.factor", file.number(f"{family}.rope.scale_linear", 1.0))
     if kind not in ("none", "linear"):
-        return rope | {"rope_type": kind}  # which the reader refuses
+        raise ModelError(f"{file.path}: RoPE scaling {kind!r} is not supported")
     return (
         rope | {"rope_type": "linear", "factor": factor}
         if kind == "linear" and factor not in (0.0, 1.0)

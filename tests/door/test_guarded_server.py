@@ -108,8 +108,9 @@ def naming(method: MethodDescriptor, session: str) -> bytes | None:
     """A request of this method that names the session and is otherwise right; None: it names none."""
     kind: Any = getattr(pb, method.input_type.name)
     field = next((name for name in ("name", "session") if name in kind.DESCRIPTOR.fields_by_name), "")
-    if not field or method.containing_service.name == "AdminService":
-        return None  # EvictCache looks nothing up: it drops what is cached of a session, if anything is
+    if not field or method.containing_service.name == "AdminService" or method.name == "ClaimRequestId":
+        # EvictCache looks nothing up: it drops what is cached of a session, if anything is. A claim keeps a name.
+        return None
     request = kind(**{field: session})
     if "turn" in kind.DESCRIPTOR.fields_by_name:
         request.turn.CopyFrom(spec("hi"))

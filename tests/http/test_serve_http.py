@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import ssl
+import tempfile
 import time
 import urllib.request
 from collections.abc import AsyncIterator
@@ -161,11 +162,12 @@ def test_private_sockets_that_are_removed_are_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Programs that tidy up temporary folders take them away while a server runs."""
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    # Not below tmp_path: a socket's path must be short, or the server takes another folder.
+    temporary = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
+    monkeypatch.setenv("TMPDIR", str(temporary))
     with launched(tmp_path, SLOW, http=ANY_PORT) as server, client_of(server) as client:
         first = respond(client, "My name is Ada.")
-        (folder,) = (tmp_path / "temporary").glob("pensieve-*")
+        (folder,) = temporary.glob("pensieve-*")
         shutil.rmtree(folder)
         until(
             lambda: (folder / "http").is_socket() and (folder / "admin").is_socket(),
@@ -180,6 +182,8 @@ def test_private_sockets_that_are_removed_are_made_again(
         assert "a private socket was removed, and is there again" in server.stderr
         server.terminate()
         assert server.finish() == (0, "")
+    assert list(temporary.iterdir()) == []
+    temporary.rmdir()
 
 
 async def test_a_door_that_does_not_reach_the_service_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ class Engine:
     """Each turn takes it ten steps of 2 ms: a quarter of it planning, the rest waiting; before the run it made one."""
 
     state = LinkState.SERVING
-    restarts_total = 0
+    restarts_total = condemned_turns_total = condemned_sessions_total = 0
 
     def __init__(self) -> None:
         self.stats = Stats(

@@ -19,7 +19,7 @@ import pytest
 import redis
 
 from pensieve.store import Key
-from pensieve.store._codec import FORMAT, chain_hash
+from pensieve.store._codec import FORMAT, FORMAT_ERASED, chain_hash
 from pensieve.store._redis.rows import index_key, session_keys
 from pensieve.store.redis_store import RedisStore
 from pensieve.v1 import pensieve_pb2 as pb
@@ -125,7 +125,7 @@ async def test_a_session_of_another_version_goes_on_and_keeps_what_it_had(
 @pytest.mark.fault(53)
 async def test_what_only_a_newer_version_understands_is_refused_and_left_alone(plain: redis.Redis) -> None:
     """The format of a record grows when ignoring a field of it would be wrong."""
-    log = rewritten(lambda record: record, FORMAT + 1)
+    log = rewritten(lambda record: record, FORMAT_ERASED + 1)
     async with served(plain, log) as rig:
         request = pb.TurnSpec(request_id=uid(), input=[pb.InputItem(role=pb.ROLE_USER, text="hi")])
         calls = [

@@ -50,8 +50,8 @@ class Caller:
         """Every change of health from here on; the first message is the state now."""
         return self._health.Watch(health_pb2.HealthCheckRequest(), timeout=60)
 
-    async def becomes(self, status: int, seconds: float) -> None:
-        async with asyncio.timeout(seconds):
+    async def becomes(self, status: int) -> None:
+        async with asyncio.timeout(60):
             while await self.health() != status:
                 await asyncio.sleep(0.02)
 
@@ -276,7 +276,7 @@ def test_bad_options_are_refused_in_one_line(tmp_path: Path) -> None:
     keys.write_text("")
     for name, options, status, words in (
         ("store", {"store": "mysql://x"}, 2, "unknown store"),
-        ("model", {"model": str(tmp_path / "nowhere")}, 1, "nowhere"),
+        ("model", {"model": str(tmp_path / "nowhere")}, 2, "nowhere"),
         ("keys", {"api_keys": str(keys)}, 2, "holds no [[key]]"),
     ):
         with launched(tmp_path / name, ready=False, **options) as server:

@@ -127,7 +127,8 @@ async def test_marks_are_moved_and_restored_with_their_session(
     for url in (last, shared_redis.url):
         raw = open_raw(url)
         await raw.open(Mode.WRITE)
-        assert "listing" in [one.problem for one in (await check(raw)).findings], url
+        problems = [one.problem for one in (await check(raw)).findings]
+        assert problems == ([] if url == last else ["listing"]), "SQLite makes them anew as it opens"
         await repair(raw, apply=True)
         assert (await check(raw)).findings == []
         await raw.close()
