@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import Final
 
 _LOCAL: Final = re.compile(r"(?:[a-z0-9-]+\.)*localhost|(?:[a-z0-9-]+\.)+internal")
-"""Names that nobody can register: the last is what containers call the machine they run on."""
+"""Reserved names that no one can register. Containers call their host by the last one."""
 
 
 def names_this_machine(host: str, more: Collection[str] = ()) -> bool:

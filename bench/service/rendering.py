@@ -29,7 +29,7 @@ from pensieve.tokenizer import ChatTokenizer, TemplateError
 
 COUNTS: Final = (250, 500, 1000, 2000)
 ROOM: Final = Room(1 << 22, Overflow.REJECT, None)
-WORDS: Final = "Well, the fox was in the garden at 7, and nobody knows whose dog that is. "
+WORDS: Final = "Well, the fox was in the garden at 7, and no one knows whose dog that is. "
 
 
 def entries(roles: Sequence[Role], chars: int) -> list[InputEntry]:

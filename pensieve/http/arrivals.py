@@ -72,7 +72,7 @@ class Intake:
         self._waiting: dict[Arrival, None] = {}
         """Oldest first."""
         self._silent: dict[Arrival, None] = {}
-        """Those of them that had sent nothing when they were looked at."""
+        """Waiting connections that had sent nothing at the last look."""
         self._starting: set[Arrival] = set()
         self._turn: asyncio.Handle | None = None
         self._closed = False

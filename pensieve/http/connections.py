@@ -16,7 +16,7 @@ OURS: Final = 128
 """Files that the process needs for other things: connections to the service, listeners, modules."""
 UNLIMITED: Final = 65536
 SHARE: Final = 8
-"""An address may open one more connection while it has fewer than so many times the free ones."""
+"""An address may open another connection while it holds fewer than this many times the free ones."""
 
 
 AT_ONCE: Final = 16

@@ -38,7 +38,7 @@ class Caller:
 
 
 class Callers:
-    """Clients, least recently used closed first when there are too many and nobody uses them. One event loop.
+    """Clients by credentials. When there are too many, it closes the idle one that was used least recently.
 
     Only callers that the service has let in get one (``Admission``). Their number is not bounded while they are busy;
     the number of connections under them is.

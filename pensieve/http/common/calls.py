@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from starlette.requests import Request
@@ -62,7 +62,7 @@ class CallPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     session: str = ""
     """One that was there, to be gone on with; if it has moved on, the turn begins in ``own`` instead."""
     revision: int | None = None
-    """Of ``session``, right before the turn; None: whatever it is at."""
+    """The revision of ``session`` that the turn expects; None accepts any."""
     source: Source | None = None
     """What ``own`` branches off from, where the request does not say."""
 
@@ -221,8 +221,4 @@ def is_refusal(error: PensieveError | HttpFailure) -> bool:
     return isinstance(error, InvalidArgument | ContextLimitExceeded | ResourceExhausted | FailedPrecondition)
 
 
-def _plain(value: Any) -> Any:
-    raise NotImplementedError(f"{type(value)} stands in a request")
-
-
-_encoder = msgspec.json.Encoder(order="deterministic", enc_hook=_plain)
+_encoder = msgspec.json.Encoder(order="deterministic")

@@ -46,7 +46,7 @@ class HttpDoor:
 
         async def following() -> None:
             async with held:
-                with contextlib.suppress(PensieveError):  # Whoever asks for the outcome is told.
+                with contextlib.suppress(PensieveError):  # GetTurn reports the outcome.
                     await work
 
         task = asyncio.create_task(following())

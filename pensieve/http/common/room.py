@@ -35,12 +35,12 @@ class HeldRoom:
 
 
 class BodyRoom:
-    """So many bytes. Used on one event loop."""
+    """``size`` bytes that callers share. Used on one event loop."""
 
     def __init__(self, size: int) -> None:
         self.size = self.left = size
         self._places: list[HeldRoom] = []
-        """Those that hold something, oldest first."""
+        """Requests that hold bytes, oldest first."""
         self._of_holder: Counter[str] = Counter()
         self._change = asyncio.Event()
 

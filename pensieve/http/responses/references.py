@@ -16,7 +16,7 @@ from pensieve.http.responses.objects import Response, input_message
 from pensieve.http.responses.requests import REFERENCE, AskedResponse, InputItem
 
 _MOST: Final = 1024
-"""Of one request: each may have to be read."""
+"""References in one request. Each may cost a read of a session."""
 
 
 async def resolved(asked: AskedResponse, caller: Caller, info: ServerInfo) -> AskedResponse:
