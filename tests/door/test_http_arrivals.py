@@ -68,7 +68,6 @@ async def test_a_known_caller_does_not_wait_for_questions(
 
     async with keyed(tmp_path) as on, httpx.AsyncClient(base_url=on.url, timeout=30) as http:
         assert (await http.get("/v1/models", headers=GOOD)).status_code == 200
-        monkeypatch.setattr(Admission, "_confirmed", silent)
         monkeypatch.setattr(Admission, "_found_out", silent)
         for number in range(3):
             with contextlib.suppress(httpx.TimeoutException):

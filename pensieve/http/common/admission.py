@@ -30,9 +30,6 @@ KEYLESS: Final = "keyless"
 """What a server that asks for no key says among its features."""
 GOOD_S: Final = 1.0
 """How long a credential counts as good without another question. The service looks at its key file as often."""
-STALE_S: Final = 10.0
-"""How much longer it counts as good while the question is asked beside the request. The service hears of the request
-itself, too, and refuses it if the credential is revoked."""
 BAD_S: Final = 2.0
 """How long a credential counts as bad."""
 PATIENT_REFUSALS: Final = 10
@@ -93,10 +90,6 @@ class Admission:
         if (good := self._good.get(credential)) is not None:
             self._good.move_to_end(credential)
             if good.until > time.monotonic():
-                return
-            if good.until + STALE_S > time.monotonic():
-                if credential not in self._rechecks and not self._closed:
-                    self._start(self._rechecks, who, credential, known=True)
                 return
         elif (bad := self._bad.get(credential)) is not None and bad.until > time.monotonic():
             bad.refusals += 1
