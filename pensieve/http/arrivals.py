@@ -2,8 +2,11 @@
 
 A connection counts from the moment it is taken, so also while its TLS handshake runs. Many are taken in one turn of the
 event loop, at the price of a few system calls each. One with a known caller's key in its first bytes is served at once.
-Of the others one is served a turn, the newest first. Those that are too many are refused before anything is made for
-them. So a caller that is known never waits for strangers who came before it.
+The others are served one after the other, the newest first, and where many wait and none is let in, with a pause after
+each. Those that are too many are refused before anything is made for them. So a caller that is known never waits for
+strangers who came before it, and strangers take a small part of the event loop's time.
+
+The system hands over a connection when its first bytes are there, so that one look at them is enough.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import itertools
 import socket
 import ssl
 from collections.abc import Callable
@@ -22,10 +24,14 @@ from pensieve.http.wire import FULL
 
 BACKLOG: Final = 2048
 """Connections that wait in the system until they are taken."""
-AT_A_TIME: Final = 64
+AT_A_TIME: Final = 256
 """Connections that are taken before those that are there have their turn."""
-KNOWN_AT_A_TIME: Final = 16
-"""Connections of known callers that are served of these."""
+CROWD: Final = 16
+"""Waiting connections from which on each refusal is followed by a pause."""
+PAUSE_S: Final = 0.01
+"""How long no stranger of a crowd is served after one that was not let in."""
+SILENT_S: Final = 1
+"""How long the system waits for the first bytes of a connection before it hands it over, about."""
 PEEKED: Final = 4096
 """Bytes of a request in which a known key is looked for."""
 HANDSHAKE_S: Final = 10.0
@@ -44,6 +50,8 @@ class Arrival:
         self.socket = taken
         self.address = address
         self.starting: asyncio.Task[None] | None = None
+        self.begun = False
+        """The task has begun: it closes the socket if it fails."""
         self._evict = evict
 
     def evict(self) -> None:
@@ -71,15 +79,17 @@ class Intake:
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[Arrival, None] = {}
         """Oldest first."""
-        self._silent: dict[Arrival, None] = {}
-        """Waiting connections that had sent nothing at the last look."""
         self._starting: set[Arrival] = set()
         self._turn: asyncio.Handle | None = None
+        self._admissions = 0
+        """Of ``connections``, when a stranger was served last."""
         self._closed = False
 
     def start(self) -> None:
         """Take connections from now on."""
         self._listener.setblocking(False)
+        if self._context is None:  # the first bytes of a handshake say nothing about the caller
+            self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_S)
         self._listener.listen(BACKLOG)
         self._loop.add_reader(self._listener.fileno(), self._take)
 
@@ -97,7 +107,6 @@ class Intake:
         """uvicorn waits for its servers; the connections that are served it waits for itself."""
 
     def _take(self) -> None:
-        served = 0
         for _ in range(AT_A_TIME):
             try:
                 taken, address = self._listener.accept()
@@ -109,12 +118,12 @@ class Intake:
                 self._wait_for_files(error)
                 break
             taken.setblocking(False)
-            one = Arrival(taken, address[0], self._evicted)
+            one = Arrival(taken, address[0], self._end)
             if not self._connections.came(one, one.address):
                 self._connections.left(one)
                 self._end(one)
-            elif served < KNOWN_AT_A_TIME and self._is_known(one):
-                served += 1
+            elif self._is_known(one):
+                self._connections.admitted(one)
                 self._serve(one)
             else:
                 self._waiting[one] = None
@@ -134,24 +143,23 @@ class Intake:
     def _is_known(self, one: Arrival) -> bool:
         if self._context is not None:
             return False
-        self._silent.pop(one, None)
         try:
             return self._knows(one.socket.recv(PEEKED, socket.MSG_PEEK))
-        except BlockingIOError:
-            self._silent[one] = None
         except OSError:
-            pass
-        return False
+            return False
 
     def _go_on(self) -> None:
-        if self._waiting and self._turn is None:
+        if not self._waiting or self._turn is not None:
+            return
+        refused = self._connections.admissions == self._admissions
+        if refused and len(self._waiting) > CROWD and self._context is None:
+            self._turn = self._loop.call_later(PAUSE_S, self._serve_next)
+        else:
             self._turn = self._loop.call_soon(self._serve_next)
 
     def _serve_next(self) -> None:
         self._turn = None
-        for one in list(itertools.islice(reversed(self._silent), KNOWN_AT_A_TIME)):
-            if self._is_known(one):
-                self._serve(one)
+        self._admissions = self._connections.admissions
         self._serve_newest()
         self._go_on()
 
@@ -161,35 +169,30 @@ class Intake:
 
     def _serve(self, one: Arrival) -> None:
         self._waiting.pop(one, None)
-        self._silent.pop(one, None)
         self._starting.add(one)
         one.starting = self._loop.create_task(self._start(one))
+        one.starting.add_done_callback(lambda _: self._started(one))
 
     async def _start(self, one: Arrival) -> None:
+        one.begun = True
         deadline = None if self._context is None else HANDSHAKE_S
-        try:
-            # An end in the handshake is the caller's: there is none to tell of it.
-            with contextlib.suppress(OSError):
-                await self._loop.connect_accepted_socket(
-                    lambda: self._protocol(one), one.socket, ssl=self._context, ssl_handshake_timeout=deadline
-                )
-        finally:
-            self._starting.discard(one)
-            one.starting = None
-            self._connections.left(one)
+        # An end in the handshake is the caller's: there is none to tell of it.
+        with contextlib.suppress(OSError):
+            await self._loop.connect_accepted_socket(
+                lambda: self._protocol(one), one.socket, ssl=self._context, ssl_handshake_timeout=deadline
+            )
 
-    def _evicted(self, one: Arrival) -> None:
-        if one in self._waiting and self._is_known(one):  # its first bytes have come since
-            self._serve(one)
-        else:
-            self._end(one)
+    def _started(self, one: Arrival) -> None:
+        self._starting.discard(one)
+        one.starting = None
+        self._connections.left(one)
 
     def _end(self, one: Arrival) -> None:
         self._waiting.pop(one, None)
-        self._silent.pop(one, None)
         if one.starting is not None:
             one.starting.cancel()
-            return
+            if one.begun:
+                return
         if self._context is None:
             with contextlib.suppress(OSError):
                 one.socket.recv(PEEKED)  # a socket that is closed with bytes unread takes the answer back

@@ -49,13 +49,15 @@ class Queue:
         else:
             self._waiting[one] = start
 
-    def leave(self, one: Connection) -> None:
-        """The request has been let in or refused, or its connection is gone."""
+    def leave(self, one: Connection) -> bool:
+        """The request has been let in or refused, or its connection is gone. Returns whether it was looked at."""
         self._waiting.pop(one, None)
-        if (timer := self._looked_at.pop(one, None)) is not None:
-            timer.cancel()
-            if self._waiting:
-                self._start(*self._waiting.popitem())
+        if (timer := self._looked_at.pop(one, None)) is None:
+            return False
+        timer.cancel()
+        if self._waiting:
+            self._start(*self._waiting.popitem())
+        return True
 
     def _start(self, one: Connection, start: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
@@ -84,6 +86,8 @@ class Connections:
         self._address: dict[Connection, str] = {}
         self._of_address: dict[str, int] = {}
         self.queue = Queue()
+        self.admissions = 0
+        """Strangers who were let in."""
 
     def __len__(self) -> int:
         return len(self._address)
@@ -112,15 +116,15 @@ class Connections:
         """``one`` counts in the place of ``before``. False: that one does not count any more."""
         if (address := self._address.pop(before, None)) is None:
             return False
-        strangers = self._strangers[address]
-        del strangers[before]
-        strangers[one] = None
+        alike = self._known if before in self._known else self._strangers[address]
+        del alike[before]
+        alike[one] = None
         self._address[one] = address
         return True
 
     def admitted(self, one: Connection) -> None:
         """The caller is known."""
-        self.queue.leave(one)
+        self.admissions += self.queue.leave(one)
         if one in self._address and one not in self._known:
             self._forget_stranger(one)
             self._known[one] = None

@@ -30,6 +30,7 @@ from pensieve.http.tls import TlsFiles
 from support.service.certificates import authority, signed
 from support.service.service_rig import serving
 
+CLOSE = b"Connection: close\r\n\r\n"
 ASKED = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
 
 
@@ -44,16 +45,65 @@ async def test_a_known_caller_is_served_before_strangers_who_came_earlier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with keyed(tmp_path) as on:
-        assert b" 200 OK" in await on.says(ASKED + KEY + b"Connection: close\r\n\r\n")
+        assert b" 200 OK" in await on.says(ASKED + KEY + CLOSE)
         monkeypatch.setattr(Intake, "_serve_newest", lambda _: None)  # it is never a stranger's turn
         strange = [
             await opened(on.port, ASKED + b"Authorization: Bearer ck_%d_x\r\n\r\n" % n) for n in range(50)
         ]
         for key in (KEY, KEY.lower(), b"X: y\r\nAUTHORIZATION:  bearer  ck_acme_secret \r\n"):
             async with asyncio.timeout(30):
-                assert b" 200 OK" in await on.says(ASKED + key + b"Connection: close\r\n\r\n")
+                assert b" 200 OK" in await on.says(ASKED + key + CLOSE)
         for _, writer in strange:
             writer.close()
+
+
+def dialled(port: int, sent: bytes) -> socket.socket:
+    """A connection that the event loop here has not seen yet."""
+    one = socket.create_connection(("127.0.0.1", port))
+    one.sendall(sent)
+    return one
+
+
+@pytest.mark.fault(60)
+async def test_strangers_who_come_at_once_evict_no_known_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = Connections(files=64)
+    monkeypatch.setattr(run, "Connections", lambda _: counted)
+    async with keyed(tmp_path) as on:
+        assert b" 200 OK" in await on.says(ASKED + KEY + CLOSE)
+        monkeypatch.setattr(Intake, "_serve_newest", lambda _: None)
+        known = dialled(on.port, ASKED + KEY + CLOSE)
+        strange = [
+            dialled(on.port, ASKED + b"Authorization: Bearer ck_%d_x\r\n\r\n" % number)
+            for number in range(2 * counted.most)
+        ]
+        reader, writer = await asyncio.open_connection(sock=known)
+        async with asyncio.timeout(30):
+            assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+        for one in strange:
+            one.close()
+
+
+@pytest.mark.fault(60)
+async def test_a_connection_that_makes_way_before_it_has_begun_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with keyed(tmp_path) as on:
+        monkeypatch.setattr(Intake, "_serve_newest", lambda _: None)
+        (intake,) = on.server.servers
+        reader, writer = await opened(on.port, ASKED + b"Authorization: Bearer ck_x_x\r\n\r\n")
+        async with asyncio.timeout(30):
+            while not intake._waiting:
+                await asyncio.sleep(0.01)
+            (one,) = intake._waiting
+            intake._serve(one)
+            one.evict()
+            assert (await reader.read()).startswith(b"HTTP/1.1 503 ")
+            while intake._starting:
+                await asyncio.sleep(0.01)
+        writer.close()
 
 
 @pytest.mark.fault(60)
@@ -92,7 +142,7 @@ async def test_a_closed_connection_leaves_nothing_to_collect(
         try:
             for number in range(10):
                 key = KEY if number % 2 else b"Authorization: Bearer ck_%d_x\r\n" % number
-                await on.says(ASKED + key + b"Connection: close\r\n\r\n")
+                await on.says(ASKED + key + CLOSE)
             async with asyncio.timeout(10):
                 while alive:
                     await asyncio.sleep(0.01)

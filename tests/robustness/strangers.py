@@ -4,6 +4,8 @@
 
 Senders in a process of their own write one-byte chunks, large bodies and calls with invented keys as fast as they are
 taken: by turns to the door and to a port that only discards what it gets, so that the load on the machine is the same.
+That port ends a connection after the head of a call without a body: who waits there for an answer comes back as soon as
+at the door.
 The tenant's calls go to the door all the time, each on a connection of its own. For each attack the script prints the
 p50 and p99 of these calls, the ratio of both p99, and the files that server and door have open. It ends with status 1
 where the door was started again, a call of the tenant failed, or half of the files were exceeded.
@@ -35,7 +37,8 @@ from pensieve.spawn import ServerProcess, read_metric
 
 BODY_BYTES: Final = (4 << 20) - 1
 ANSWER_S: Final = 5.0
-"""How long a sender waits for an answer; the port that discards gives none."""
+"""How long a sender waits for an answer."""
+END: Final = b"\r\n\r\n"
 HEAD: Final = b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 CHUNKS: Final = b"1\r\nx\r\n" * 2000
 
@@ -65,11 +68,20 @@ async def key(port: int, number: int) -> None:
     """A call with a key that was never used before."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     with contextlib.closing(writer):
-        bearer = f"ck_k{os.urandom(6).hex()}_{number}".encode()
-        writer.write(
-            b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer " + bearer + b"\r\n\r\n"
-        )
+        writer.write(_invented(number))
         await asyncio.wait_for(reader.read(1), ANSWER_S)
+
+
+async def key_and_away(port: int, number: int) -> None:
+    """The same, without waiting for the answer."""
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    with contextlib.closing(writer):
+        writer.write(_invented(number))
+
+
+def _invented(number: int) -> bytes:
+    bearer = f"ck_k{os.urandom(6).hex()}_{number}".encode()
+    return b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer " + bearer + END
 
 
 Sender = Callable[[int, int], Coroutine[Any, Any, None]]
@@ -79,6 +91,7 @@ ATTACKS: Final[dict[str, tuple[Sender, int]]] = {
     "one-byte chunks, 40 connections": (chunks, 40),
     "64 bodies of 4 MiB without a key": (body, 64),
     "1,000 invented keys at a time": (key, 1000),
+    "1,000 invented keys, no answer awaited": (key_and_away, 1000),
 }
 
 
@@ -111,7 +124,9 @@ def discard(port: Any) -> None:
 
     async def drop(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
-            while await reader.read(1 << 16):
+            while (read := await reader.read(1 << 16)) and not (
+                read.startswith(b"GET ") and read.endswith(END)
+            ):
                 pass
         writer.close()
 
