@@ -8,9 +8,22 @@ May import: nothing else of Pensieve.
 
 from pensieve.speech.calls import SHOWN_MARKS, CallForm, FunctionCall, is_object, opened, written
 from pensieve.speech.ends import FirstCall, ThoughtEnd
-from pensieve.speech.reader import PLAIN, Answer, SpeechForm, SpeechReader, Spoken, Thought, Words, read
+from pensieve.speech.reader import (
+    CLOSE_THOUGHT,
+    OPEN_THOUGHT,
+    PLAIN,
+    Answer,
+    SpeechForm,
+    SpeechReader,
+    Spoken,
+    Thought,
+    Words,
+    read,
+)
 
 __all__ = [
+    "CLOSE_THOUGHT",
+    "OPEN_THOUGHT",
     "PLAIN",
     "SHOWN_MARKS",
     "Answer",

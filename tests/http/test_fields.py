@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,41 @@ async def test_what_would_change_the_answer_is_refused_by_name(path: str) -> Non
         anything = dict.fromkeys(kind.WITHOUT_EFFECT.keys() - set(names(kind)), "x")
         answer = await http.post(path, json={**body, **nothing, **anything})
         assert answer.status_code == 200, answer.text
+
+
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "value", "at"),
+    [
+        ("/v1/chat/completions", "stream_options", {"include_usage": True}, ""),
+        ("/v1/chat/completions", "tools", [FUNCTION], "[0]"),
+        ("/v1/chat/completions", "tools", [FUNCTION], "[0].function"),
+        ("/v1/completions", "stream_options", {}, ""),
+        ("/v1/responses", "text", {}, ""),
+        ("/v1/responses", "prompt_cache_options", {}, ""),
+        ("/v1/responses", "tools", [{"type": "function", "name": "f"}], "[0]"),
+    ],
+)
+async def test_what_options_and_tools_have_not_is_refused_by_name(
+    path: str, name: str, value: Any, at: str
+) -> None:
+    _, body = ENDPOINTS[path]
+    body = {**body, name: copy.deepcopy(value)}
+    if name == "tools":
+        body["tool_choice"] = "none"
+    place = body[name][0] if at else body[name]
+    place = place["function"] if at == "[0].function" else place
+    async with door() as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as http:
+        place["whatever"] = None  # a field that was left out
+        answer = await http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        place["whatever"] = 1
+        answer = await http.post(path, json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, "unknown_parameter"), answer.text
+        assert error["param"] == f"{name}{at}.whatever"
 
 
 def names(kind: type[msgspec.Struct]) -> list[str]:

@@ -376,6 +376,26 @@ async def test_a_resent_history_is_what_the_template_writes_of_the_whole_convers
         assert context_of(rig) == whole
 
 
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+@pytest.mark.parametrize(("style", "kept"), [("thinking", True), ("qwen", False)])
+async def test_a_thought_that_is_resent_beside_the_answer_is_read_by_a_model_that_thinks(
+    field: str, style: str, kept: bool
+) -> None:
+    answer = {"role": "assistant", "content": "Hi.", field: "Hm."}
+    said: list[Any] = [{"role": "user", "content": "hello"}, answer, {"role": "user", "content": "the end"}]
+    async with tool_door("Bye.", "Bye again.", style=style) as rig:
+        await say(rig, said, tools=[])
+        assert (f"{THOUGHT}Hi." in context_of(rig)) is kept
+        assert ("Hm." in context_of(rig)) is kept
+        # The history is found by its words, with its thoughts or without.
+        answer.pop(field)
+        said += [{"role": "assistant", "content": "Bye."}, {"role": "user", "content": "and now"}]
+        await say(rig, said, tools=[])
+        assert len(rig.service.link.generations) == 2
+        before, after = (context_of(rig, turn) for turn in (0, 1))
+        assert after.startswith(before)
+
+
 async def test_what_was_generated_stays_as_it_was_generated() -> None:
     async with tool_door(f"{THOUGHT}Hi.", "Bye.", style="last thinks") as rig:
         first = await respond(rig, "hello", tools=[])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import AsyncExitStack
-from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -34,7 +33,7 @@ async def create(request: Request) -> Response:
         model = await door.model_of(caller, body.model)
         info = await door.info_of(caller)
         use = await door.bodies.aside(request, tool_use, info, body.tools or (), body.tool_choice)
-        talk = replace(talk, tools=use.text, form=use.form)
+        talk = talk.read_as(use.form, use.text)
         named: NamedTalk | None = None
         if body.session:
             # What it holds is not what was resent: nobody is led there by it.

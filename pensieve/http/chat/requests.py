@@ -42,6 +42,9 @@ class Message(msgspec.Struct, frozen=True):
     function_call: Any = None
     audio: Any = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """Another name of ``reasoning_content``."""
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
@@ -62,6 +65,11 @@ class AskedChat(NamedTuple):
 class ChatRequest(Drawing, kw_only=True):
     """The request; ``session`` is not OpenAI's."""
 
+    NESTED: ClassVar[fields.Nested] = {
+        **Drawing.NESTED,
+        "stream_options": ChunkOptions,
+        "tools": OfferedTool,
+    }
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
         "cache_prompt": "cached state is used wherever there is some",
         "chat_id": "histories are found by what they say",
@@ -170,6 +178,8 @@ def _said(message: Message, param: str) -> Said:
         text = text_of(message.content, f"{param}.content")
         return Said(Role.TOOL, text, call_id=message.tool_call_id or "")
     found = said(message.role, message.content, param)
+    if found.role is Role.ASSISTANT:
+        found = replace(found, thought=(message.reasoning_content or message.reasoning or "").strip("\n"))
     if not message.tool_calls:
         return found
     if found.role is not Role.ASSISTANT:

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from pensieve.http.common.credentials import HOLDER
 from pensieve.http.common.failures import HttpFailure
-from pensieve.http.common.fields import check_fields
+from pensieve.http.common.fields import check_fields, check_nested
 from pensieve.http.common.room import BodyRoom, HeldRoom, given_up
 
 P = ParamSpec("P")
@@ -126,7 +126,9 @@ def _decoded(data: bytes, kind: type[T], made: Callable[[T], R]) -> R:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise HttpFailure(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
     check_fields(data, kind)
-    return made(body)
+    found = made(body)
+    check_nested(data, kind)  # after what says more: a tool of another kind has other fields
+    return found
 
 
 def _uncollected(data: bytes, kind: type[T]) -> T:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import msgspec
 
 from pensieve.client import CallingMessage, FunctionCall, InputLike, Item, Role, ToolResult
 from pensieve.http.common.failures import bad, unsupported
-from pensieve.speech import PLAIN, SpeechForm, is_object, read
+from pensieve.speech import CLOSE_THOUGHT, OPEN_THOUGHT, PLAIN, SpeechForm, is_object, read
 
 ROLES = {"system": Role.SYSTEM, "developer": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}
 _NUMBERS: Final = {role: role.number for role in Role}
@@ -40,13 +40,18 @@ class Said:
     """Of an answer."""
     call_id: str = ""
     """Of what a function gave back."""
+    thought: str = ""
+    """Of an answer of a model that thinks."""
 
     @property
     def given(self) -> InputLike:
         """For the SDK."""
+        text = (
+            f"{OPEN_THOUGHT}\n{self.thought}\n{CLOSE_THOUGHT}\n\n{self.text}" if self.thought else self.text
+        )
         if self.calls:
-            return CallingMessage(self.calls, self.text)
-        return ToolResult(self.text, self.call_id) if self.role is Role.TOOL else (self.role, self.text)
+            return CallingMessage(self.calls, text)
+        return ToolResult(text, self.call_id) if self.role is Role.TOOL else (self.role, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,11 @@ class Talk:
     def beginning(self) -> str:
         """What stands before the messages: two talks with other beginnings are never one."""
         return f"{self.system}\0{self.tools}" if self.tools else self.system
+
+    def read_as(self, form: SpeechForm, tools: str) -> Talk:
+        """The same talk, for a model whose answers are read in this form, with these tools."""
+        history = self.history if form.thinks else tuple(replace(one, thought="") for one in self.history)
+        return replace(self, form=form, tools=tools, history=history)
 
     def answered(self, text: str) -> Said:
         """An answer to it as a client knows it, and will say it again."""

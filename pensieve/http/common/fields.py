@@ -1,18 +1,21 @@
 """Fields of requests: each is honoured, has no effect on the answer, or is refused by name.
 
-The struct of a request declares what is read. Its class variables ``WITHOUT_EFFECT`` and ``REFUSED`` name the rest.
+The struct of a request declares what is read. Its class variables ``WITHOUT_EFFECT`` and ``REFUSED`` name the rest, and
+``NESTED`` the structs of fields that are looked into in the same way.
 A field with the value null is one that was left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
 from pensieve.http.common.failures import HttpFailure, unsupported
 
+Nested: TypeAlias = Mapping[str, type[msgspec.Struct]]
+"""Structs by the names of fields."""
 _STRUCTURED: Final = "structured output is not supported"
 STRUCTURED: Final = dict.fromkeys(
     (
@@ -75,15 +78,42 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
 
 def check_fields(data: bytes, kind: type[msgspec.Struct]) -> None:
     """Raises HttpFailure (400) for the first field of the JSON object ``data`` that a request of this kind has not."""
+    _check(msgspec.json.decode(data, type=dict[str, msgspec.Raw]), kind, "")
+
+
+def check_nested(data: bytes, kind: type[msgspec.Struct]) -> None:
+    """The same for the objects that ``kind`` names in ``NESTED``: options and tools. Messages and items may come back
+    with all that they were told with."""
+    for name, raw in msgspec.json.decode(data, type=dict[str, msgspec.Raw]).items():
+        _descend(name, raw, kind, name)
+
+
+def _descend(name: str, raw: msgspec.Raw, kind: type[msgspec.Struct], path: str) -> None:
+    nested: Nested = getattr(kind, "NESTED", {})
+    inner = nested.get(name)
+    if inner is None:
+        return
+    match msgspec.json.decode(raw, type=dict[str, msgspec.Raw] | list[dict[str, msgspec.Raw]] | None):
+        case dict(found):
+            _check(found, inner, f"{path}.")
+        case list(several):
+            for number, found in enumerate(several):
+                _check(found, inner, f"{path}[{number}].")
+
+
+def _check(found: Mapping[str, msgspec.Raw], kind: type[msgspec.Struct], path: str) -> None:
     without_effect: Mapping[str, str] = getattr(kind, "WITHOUT_EFFECT", {})
     refused: Mapping[str, str] = getattr(kind, "REFUSED", {})
     known = {one.encode_name for one in msgspec.structs.fields(kind)}
-    for name, raw in msgspec.json.decode(data, type=dict[str, msgspec.Raw]).items():
+    for name, raw in found.items():
+        param = path + name
+        if path and name in known:
+            _descend(name, raw, kind, param)
         if name in known or name in without_effect or bytes(raw).strip() == b"null":
             continue
         if name not in refused:
             raise HttpFailure(
-                400, f"{name}: this request has no such field", param=name, code="unknown_parameter"
+                400, f"{param}: this request has no such field", param=param, code="unknown_parameter"
             )
         if msgspec.json.decode(raw) not in NEUTRAL.get(name, ()):
-            raise unsupported(name, refused[name])
+            raise unsupported(param, refused[name])

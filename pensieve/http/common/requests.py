@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sized
-from typing import Annotated, Final, Literal
+from collections.abc import Mapping, Sized
+from typing import Annotated, ClassVar, Final, Literal
 
 import msgspec
 from starlette.requests import Request
 
 from pensieve.client import TurnOptions
 from pensieve.http.common.failures import bad
+from pensieve.http.common.fields import Nested
 
 _KEYS: Final = uuid.UUID("6c0cbb0c-6c43-4b0e-9f5c-2a4a52c0a3d1")
 """Namespace of request ids made of ``Idempotency-Key``s."""
@@ -36,6 +37,10 @@ class CacheOptions(msgspec.Struct, frozen=True):
 class ChunkOptions(msgspec.Struct, frozen=True):
     """Options of a stream."""
 
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
+        "continuous_usage_stats": "usage comes once",
+        "include_obfuscation": "events are never padded",
+    }
     include_usage: bool = False
 
 
@@ -43,6 +48,7 @@ class Drawing(msgspec.Struct, kw_only=True, omit_defaults=True):
     """How tokens are drawn, and how long their state is wanted; the last six are not OpenAI's. The service checks
     ranges."""
 
+    NESTED: ClassVar[Nested] = {"prompt_cache_options": CacheOptions}
     temperature: float | None = None
     top_p: float | None = None
     frequency_penalty: float | None = None

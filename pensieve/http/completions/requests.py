@@ -31,6 +31,10 @@ class AskedCompletion(NamedTuple):
 class CompletionRequest(Drawing, kw_only=True):
     """The request; ``return_token_ids`` is vLLM's."""
 
+    NESTED: ClassVar[fields.Nested] = {
+        **Drawing.NESTED,
+        "stream_options": ChunkOptions,
+    }
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
         "cache_prompt": "cached state is used wherever there is some",
         "metadata": "a completion is not kept",

@@ -69,6 +69,11 @@ class AskedResponse(NamedTuple):
 class ResponseRequest(Drawing, kw_only=True):
     """The request."""
 
+    NESTED: ClassVar[fields.Nested] = {
+        **Drawing.NESTED,
+        "text": TextOptions,
+        "tools": OfferedTool,
+    }
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
         "client_metadata": "clients are not told apart",
         "include": "but for message.output_text.logprobs, what it names does not occur",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
 from pensieve.client import ServerInfo, TurnOptions
 from pensieve.http.common.failures import HttpFailure, bad, unsupported
+from pensieve.http.common.fields import Nested
 from pensieve.speech import SpeechForm
 
 
@@ -31,6 +32,8 @@ class FunctionDefinition(msgspec.Struct, frozen=True):
 class OfferedTool(msgspec.Struct, frozen=True):
     """A tool of a request: chat completions put the function under ``function``, responses its fields beside."""
 
+    NESTED: ClassVar[Nested] = {"function": FunctionDefinition}
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {"cache_control": "where to cut is found out without it"}
     type: str
     function: FunctionDefinition | None = None
     name: str | None = None

@@ -140,7 +140,7 @@ def collect(copy: Copy, folder: Path, files: Sequence[str], seconds: dict[str, f
             data = coverage.CoverageData(basename=str(recorded))
             data.read()
             for measured in data.measured_files():
-                path = Path(measured).relative_to(copy.root).as_posix()
+                path = Path(*Path(measured).relative_to(copy.root.parent).parts[1:]).as_posix()  # in any copy
                 reached.setdefault(path, set()).update(data.lines(measured) or ())
                 for line, contexts in data.contexts_by_lineno(measured).items():
                     tests.setdefault(path, {}).setdefault(line, []).extend(filter(None, contexts))
