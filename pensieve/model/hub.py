@@ -39,6 +39,7 @@ def download(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     repo, _, quant = _HOSTS.sub("", name).partition(":")
+    unreachable: Exception | None = None
     try:
         files, unreachable = _files(repo)
         if unreachable is not None and quant and not files:
@@ -55,7 +56,7 @@ def download(name: str) -> Path:
     except HfHubHTTPError as error:
         raise ModelError(f"{name}: not here, and the hub refused it: {_first_line(error)}") from error
     except Exception as error:  # errors of its HTTP client, which differs between versions
-        raise _unreached(name, error) from error
+        raise _unreached(name, unreachable or error) from error
     return folder if patterns is _PATTERNS else folder / patterns[0]
 
 

@@ -27,7 +27,7 @@ import msgspec
 from pensieve import __version__
 from pensieve.debug import debug_enabled
 from pensieve.engine.process.host import DEFAULT_BUILDER
-from pensieve.errors import PensieveError
+from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.logs import QuietAccepts, configure_logging
 from pensieve.machine import manager
 from pensieve.model.arch import ModelError
@@ -292,7 +292,7 @@ def _load_tokenizer(folder: Path, options: ServeOptions) -> ChatTokenizer:
 def _explained(error: BaseException) -> BaseException:
     """An error that an operator can act on becomes a StartError of one line; any other is a bug and stays as it is."""
     if isinstance(error, PensieveError):
-        return StartError(error.message)
+        return StartError(error.message, status=2 if isinstance(error, InvalidArgument) else 1)
     if isinstance(error, OSError):
         return StartError(str(error))
     if isinstance(error, ModelError | ValueError | GatewayError | BindError):

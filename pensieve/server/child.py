@@ -7,7 +7,7 @@ import contextlib
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final, Self
+from typing import ClassVar, Final, Self
 
 from pensieve.lifeline import ended_how, is_stopped
 from pensieve.logs import stderr_writer
@@ -30,6 +30,9 @@ def waited_for(pid: int) -> Iterator[None]:
 
 class ChildProcess:
     """What an engine and an HTTP door have in common. ``kill`` and then ``wait`` for it in the end, always."""
+
+    WITHHELD: ClassVar[str | None] = None
+    """How lines on stderr begin that are remembered, but not passed on: this process tells them itself."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -123,6 +126,13 @@ class ChildProcess:
     async def _forward_stderr(self) -> None:
         """Pass on what it writes, and remember the end. Never stops early: a full pipe would block it."""
         assert self._process.stderr is not None
+        begun = b""
         while data := await self._process.stderr.read(1 << 16):
-            stderr_writer().write(data)
             self._stderr_tail = (self._stderr_tail + data)[-_LAST_LINE_BYTES:]
+            if self.WITHHELD is not None:
+                *lines, begun = (begun + data).split(b"\n")
+                data = b"".join(line + b"\n" for line in lines if not line.startswith(self.WITHHELD.encode()))
+                if len(begun) > _LAST_LINE_BYTES:
+                    data, begun = data + begun, b""
+            stderr_writer().write(data)
+        stderr_writer().write(begun)

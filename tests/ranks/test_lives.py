@@ -14,7 +14,7 @@ from pensieve.config import EngineOptions
 from pensieve.engine.ranks import collectives, host
 from pensieve.engine.ranks.build import build_workers, check_gpus
 from pensieve.engine.ranks.crew import TOLD_PATIENCE_S
-from pensieve.errors import Internal
+from pensieve.errors import InvalidArgument
 from pensieve.model.arch import ModelError
 from pensieve.server.links.process_link import ProcessLink
 from support.engine.checkpoints import tiny_checkpoint
@@ -48,7 +48,7 @@ async def test_ranks_live_and_die_together(model: Path, monkeypatch: pytest.Monk
 @pytest.mark.fault(30)
 async def test_a_start_that_fails_says_why_and_leaves_nothing(model: Path) -> None:
     link = ProcessLink(options(model, device_cache="4000TiB"), log_level="WARNING")
-    with pytest.raises(Internal, match=r"device cache 4000TiB: .* do not fit .*: give at most \d+MiB"):
+    with pytest.raises(InvalidArgument, match=r"device cache 4000TiB: .* do not fit .*: give at most \d+MiB"):
         await link.start()
     await nothing_is_left()
 

@@ -267,8 +267,9 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     script = Script(fail_to_start="the device has room for 12 chunks, 100 are needed")
     with launched(tmp_path, script, ready=False) as server:
         status, line = refused_start(server)
-        assert status == 1
+        assert status == 2
         assert line.endswith("the engine did not start: the device has room for 12 chunks, 100 are needed")
+        assert server.stderr.count("12 chunks") == 1, "said once"
 
 
 def test_bad_options_are_refused_in_one_line(tmp_path: Path) -> None:

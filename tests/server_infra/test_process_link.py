@@ -19,7 +19,14 @@ import pytest
 from pensieve.core import FinishReason, Sampling, SessionKey
 from pensieve.debug import child_environment
 from pensieve.engine.messages import Finished, Output, RequestProgress, Started
-from pensieve.errors import ContextLimitExceeded, Internal, ResourceExhausted, Unavailable
+from pensieve.errors import (
+    ContextLimitExceeded,
+    Internal,
+    InvalidArgument,
+    PensieveError,
+    ResourceExhausted,
+    Unavailable,
+)
 from pensieve.server.links.engine_link import LinkState
 from pensieve.server.links.process import EngineProcess, HostCommand
 from pensieve.server.links.process_link import ProcessLink
@@ -231,16 +238,18 @@ async def test_idling_is_no_stall() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "words"),
+    ("script", "kind", "words"),
     [
-        (Script(fail_to_start="no such folder: /models/x"), "no such folder: /models/x"),
-        (Script(raise_to_start="pool too large"), "RuntimeError: pool too large"),
-        (Script(exit_to_start=True, chatter="loading\nout of memory\n"), "status 5 after: out of memory"),
+        (Script(fail_to_start="no such folder: /models/x"), InvalidArgument, "no such folder: /models/x"),
+        (Script(raise_to_start="pool too large"), Internal, "RuntimeError: pool too large"),
+        (Script(exit_to_start=True, chatter="x\nout of memory\n"), Internal, "status 5 after: out of memory"),
     ],
 )
-async def test_a_failed_start_says_why_in_the_engines_own_words(script: Script, words: str) -> None:
+async def test_a_failed_start_says_why_in_the_engines_own_words(
+    script: Script, kind: type[PensieveError], words: str
+) -> None:
     link = ProcessLink(options(script), builder=BUILDER)
-    with pytest.raises(Internal) as caught:
+    with pytest.raises(kind) as caught:
         await link.start()
     assert words in caught.value.message
     assert link.pid is None

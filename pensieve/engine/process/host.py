@@ -2,9 +2,10 @@
 
 The process inherits one end of a socket pair. The first frame is its ``EngineOptions``, then come ``Command``s; it
 answers with ``Report``s. Whatever goes wrong is written to stderr, its last line saying why, and ends the process with
-status 1: the front end starts a new one. It lives no longer than the front end: it leaves when the other end of the
-pair closes, and the kernel kills it should it be stuck in a step at that time. SIGINT, SIGTERM and SIGHUP, which a
-terminal and a service manager send to both, are for the front end to act on: it drains and says ``Stop``.
+status 1 (2: options that cannot be followed). The front end starts a new one. It lives no longer than the front end:
+it leaves when the other end of the pair closes, and the kernel kills it should it be stuck in a step at that time.
+SIGINT, SIGTERM and SIGHUP, which a terminal and a service manager send to both, are for the front end to act on: it
+drains and says ``Stop``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pensieve.config import EngineOptions
 from pensieve.engine.messages import Command, Report
 from pensieve.engine.process.loop import HostedEngine, run_engine
 from pensieve.engine.process.names import RequestNames
-from pensieve.errors import PensieveError
+from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.frames import FrameSocket, PeerClosed, decoder_for
 from pensieve.lifeline import die_with_parent, leave_signals_to_parent
 from pensieve.logs import configure_logging
@@ -32,6 +33,8 @@ log = logging.getLogger("pensieve.engine.process.host")  # Also when this module
 
 LAST_WORDS: Final = "engine: "
 """Begins the last line on stderr of an engine that failed."""
+REFUSED: Final = 2
+"""Exit status of an engine that cannot follow its options, or serve the model: no other start will do better."""
 DEFAULT_BUILDER: Final = "pensieve.engine.build:build_engine"
 _OPTIONS_TIMEOUT_S: Final = 30.0
 
@@ -110,7 +113,7 @@ def serve(fd: int, parent: int, builder: str) -> int:
         log.info("engine leaves: %s", error)
         return 0
     except PensieveError as error:
-        return _failed(error.message)
+        return _failed(error.message, REFUSED if isinstance(error, InvalidArgument) else 1)
     except Exception as error:
         return _failed(f"{type(error).__name__}: {error}")
     finally:
@@ -118,10 +121,10 @@ def serve(fd: int, parent: int, builder: str) -> int:
     return 0
 
 
-def _failed(why: str) -> int:
+def _failed(why: str, status: int = 1) -> int:
     """Say why in one plain last line on stderr, whatever the log format: the front end passes it on."""
     print(f"{LAST_WORDS}{' '.join(why.split())}", file=sys.stderr, flush=True)
-    return 1
+    return status
 
 
 @click.command()

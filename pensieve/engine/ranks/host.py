@@ -19,7 +19,7 @@ import click
 import msgspec
 
 from pensieve.config import EngineOptions
-from pensieve.engine.process.host import LAST_WORDS
+from pensieve.engine.process.host import LAST_WORDS, REFUSED
 from pensieve.engine.ranks.crew import TOLD_PATIENCE_S
 from pensieve.lifeline import die_with_parent, leave_signals_to_parent
 from pensieve.logs import configure_logging
@@ -83,7 +83,7 @@ def main(
         name = "" if expected else f"{type(error).__name__}: "
         why = " ".join(f"{name}{error}".split())
         print(f"{LAST_WORDS}rank {rank}: {why}", file=sys.stderr, flush=True)
-        status = 1
+        status = REFUSED if expected else 1
     # All has been given back, and taking the interpreter with torch apart takes as long as a front end waits. After a
     # failure the other ranks would notice that before the engine is told of the end.
     sys.stderr.flush()

@@ -50,6 +50,7 @@ def engine_environment(*, failpoints: bool) -> dict[str, str]:
 class EngineProcess(ChildProcess):
     """A running engine process. Use ``spawn``; ``kill`` and then ``wait`` it in the end, always."""
 
+    WITHHELD = LAST_WORDS
     _stopped = False
 
     @classmethod

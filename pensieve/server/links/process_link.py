@@ -13,8 +13,8 @@ from typing import Final
 
 from pensieve.config import EngineOptions
 from pensieve.engine.messages import Command, Stop
-from pensieve.engine.process.host import DEFAULT_BUILDER
-from pensieve.errors import Internal, PensieveError
+from pensieve.engine.process.host import DEFAULT_BUILDER, REFUSED
+from pensieve.errors import Internal, InvalidArgument, PensieveError
 from pensieve.frames import FrameError
 from pensieve.server.links.base import DEFAULT_STALL_LIMIT_S, BaseLink
 from pensieve.server.links.engine_link import LinkState
@@ -36,6 +36,11 @@ DEATH_PATIENCE_S: Final = 0.5
 
 class EngineStartError(Exception):
     """An engine process ended before it was ready; the text is its last words."""
+
+    def __init__(self, words: str, status: int = 1) -> None:
+        super().__init__(words)
+        self.refused = status == REFUSED
+        """The options cannot be followed, or the model not served."""
 
 
 class ProcessLink(BaseLink):
@@ -65,7 +70,10 @@ class ProcessLink(BaseLink):
         try:
             await self._bring_up(first=True)
         except EngineStartError as error:
-            raise Internal(f"the engine did not start: {error}", reason="ENGINE_FAILED") from error
+            message = f"the engine did not start: {error}"
+            if error.refused:
+                raise InvalidArgument(message) from error
+            raise Internal(message, reason="ENGINE_FAILED") from error
         self._supervisor = asyncio.create_task(self._supervise(), name="engine supervisor")
 
     async def stop(self) -> None:
@@ -133,7 +141,7 @@ class ProcessLink(BaseLink):
                     process.kill()
                 status = await process.wait(STOP_PATIENCE_S)
         if report is None:
-            raise EngineStartError(process.last_words(status))
+            raise EngineStartError(process.last_words(status), status)
         # Only now, with ``info`` about to be known, may commands go to this process: ``_send`` looks at ``_process``.
         self._process = process
         self._receive(report)
