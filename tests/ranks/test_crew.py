@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
+from pensieve.config import EngineOptions
 from pensieve.debug import child_environment
 from support.processes import alive, until
 
@@ -38,6 +40,23 @@ def test_a_rank_that_fails_ends_the_engine_with_its_words() -> None:
     )
     assert done.returncode == 1, done.stderr
     assert done.stderr.splitlines()[-1].startswith("engine: rank 1: ")
+
+
+def test_a_rank_that_fails_unexpectedly_says_where() -> None:
+    command = [sys.executable, "-P", "-m", "pensieve.engine.ranks.host", "--parent", str(os.getpid())]
+    command += ["--device", "cpu", "--ring", "0", "--meeting", "0", "--rank", "1"]
+    done = subprocess.run(
+        command,
+        input=msgspec.msgpack.encode(EngineOptions(model="/nowhere", tensor_parallel=2)),
+        env=child_environment(failpoints=False),
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    lines = done.stderr.decode().splitlines()
+    assert done.returncode == 1
+    assert "Traceback (most recent call last):" in lines
+    assert lines[-1].startswith("engine: rank 1: DistStoreError: "), "there is no place to meet at"
 
 
 def test_a_rank_is_bound_to_the_engine_before_it_imports_torch() -> None:

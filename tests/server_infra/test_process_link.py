@@ -27,6 +27,7 @@ from pensieve.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from pensieve.server.child import ChildProcess
 from pensieve.server.links.engine_link import LinkState
 from pensieve.server.links.process import EngineProcess, HostCommand
 from pensieve.server.links.process_link import ProcessLink
@@ -254,6 +255,13 @@ async def test_a_failed_start_says_why_in_the_engines_own_words(
     assert words in caught.value.message
     assert link.pid is None
     await link.stop()
+
+
+async def test_a_process_that_does_not_end_in_time_is_killed() -> None:
+    process = await ChildProcess.started(lambda _: ["sleep", "600"], os.environ)
+    async with asyncio.timeout(20):
+        assert await process.wait(0.05) == -signal.SIGKILL
+    assert process.ending(-signal.SIGKILL) == "ended with signal 9 from here"
 
 
 async def test_failed_restarts_are_tried_again() -> None:

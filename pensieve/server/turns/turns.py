@@ -40,8 +40,8 @@ class Turns:
         runner: TurnRunner,
         settings: TurnSettings,
         gate: Gate,
-        on_ended: Callable[[TurnEnd], None] | None = None,
-        on_refused: Callable[[str, str], None] | None = None,
+        on_ended: Callable[[TurnEnd], None],
+        on_refused: Callable[[str, str], None],
     ) -> None:
         """``on_ended`` hears how each turn ended, before any caller does; ``on_refused`` whose turn did not begin, and
         the reason."""
@@ -227,8 +227,7 @@ class Turns:
             if held is None and attach_only:
                 return await self._replay(key, spec, revision), True
             if held is None and revision is None and refusal is not None:
-                if self._on_refused is not None:
-                    self._on_refused(key.tenant, refusal.reason)
+                self._on_refused(key.tenant, refusal.reason)
                 raise refusal
         if self._called_off.has(*turn, stream_id):
             raise called_off()
@@ -320,8 +319,7 @@ class Turns:
             self._discarded.move_to_end(turn)
             while len(self._discarded) > self._settings.discarded_turns:
                 self._discarded.popitem(last=False)
-        if self._on_ended is not None:
-            self._on_ended(end)
+        self._on_ended(end)
 
     async def _committed(self, key: Key, request_id: str) -> TurnView | None:
         revision = await self._store.find_request(key, request_id)
