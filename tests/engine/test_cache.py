@@ -242,3 +242,17 @@ def test_many_sessions_keep_their_order_under_a_partial_ranking() -> None:
     ]
     expected = [(name, index) for _, name, index in sorted(chunks)][:25]
     assert victims(cache, Reclaim.SAVED_PAGE, 100.0, 25) == expected
+
+
+def test_a_session_that_is_left_with_fewer_tokens_holds_kv_of_no_more() -> None:
+    cache = make(8, 8)
+    key, context = SessionKey("a"), tokens(8)
+    for start, end in cache.admit(key, context, 8, 0.0).missing:
+        cache.computed(key, start, end)
+    commit(cache)
+    cache.release(key, 1.0, context[:5])
+    cache.check()
+    assert [chunk.filled for chunk in cache._sessions[key].chunks] == [4, 1]
+    # Other tokens follow: what was known of the old ones does not stand for theirs.
+    longer = np.concatenate([context[:5], tokens(4, seed=1000)])
+    assert cache.admit(key, longer, 4, 2.0).missing == ((5, 9),)

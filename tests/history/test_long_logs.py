@@ -133,3 +133,19 @@ def test_records_add_up_together_as_one_by_one(changes: list[tuple[bool, int, in
         one_by_one = one_by_one.apply(*records[-1])
         assert one_by_one.items == (*kept, *record.items)
     assert History().after(records) == one_by_one
+
+
+async def test_what_is_known_of_a_log_is_not_read_again(
+    store: HistoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another replica has gone on: only its records are read."""
+    async with serving(store=store) as one, serving(store=store) as two:
+        name = await one.create()
+        for number in range(6):
+            await one.stream(name, spec(f"word {number}"))
+        decoded = Decoded(monkeypatch)
+        await two.stream(name, spec("and now"))
+        assert decoded.since() > 6, "it has to read all of it"
+        await one.stream(name, spec("again"))
+        assert decoded.since() <= 3
+    await store.close()

@@ -126,20 +126,26 @@ async def test_heads_without_end_are_cut_off(setup: Setup, monkeypatch: pytest.M
     assert (await setup.get("/healthz"))[0] == 200
 
 
-async def test_silent_connections_keep_nobody_out(setup: Setup) -> None:
+async def test_silent_connections_keep_nobody_out(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Far more of them than there are places, of each kind, and no time limit that would free one."""
-    silent = []
+    monkeypatch.setattr(admin_port, "_HEAD_TIMEOUT_S", 600.0)
+    silent, over = [], []
     for number in range(300):
-        _, writer = await asyncio.open_connection("127.0.0.1", setup.number)
+        reader, writer = await asyncio.open_connection("127.0.0.1", setup.number)
         if number % 2:
             writer.write(b"GET /hea")
         silent.append(writer)
+        over.append(asyncio.create_task(reader.read()))
+    async with asyncio.timeout(30):  # the most silent ones have made way
+        while sum(one.done() for one in over) < len(over) - admin_port._MAX_HTTP:
+            await asyncio.sleep(0.01)
     for _ in range(20):
         assert (await setup.get("/healthz"))[0] == 200
         assert (await setup.get("/readyz"))[0] == 200
     assert (await setup.get("/metrics"))[0] == 200
     for writer in silent:
         writer.close()
+    await asyncio.gather(*over)
 
 
 async def test_silent_grpc_connections_keep_nobody_out(setup: Setup) -> None:

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from pensieve.core import Role
+from pensieve.core import Role, TokenLogprob
 from pensieve.errors import InvalidArgument
+from pensieve.server.turns.text import OutputText
 from pensieve.tokenizer import ChatTokenizer, HistoryItem, RawMessage, TokenMessage
 from support import tokenizers_ as tiny
 
@@ -79,6 +80,17 @@ def test_the_pieces_of_tokens_are_their_text(ids: list[int], kind: str) -> None:
         first = first and not chat.token_text(token).piece
     assert b"".join(one.piece for one in texts).decode("utf-8", "replace") == chat.decode(ids)
     assert all(not one.piece for one in texts if one.name)
+
+
+@given(st.lists(st.integers(0, 419), max_size=20), st.sampled_from(["bytes", "metaspace"]))
+def test_scores_name_the_pieces_that_tokens_add_to_an_answer(ids: list[int], kind: str) -> None:
+    text = OutputText(CHATS[kind])
+    for token in ids:
+        text.push(token, TokenLogprob(token, -1.0, ((token, -1.0),)))
+    shown = text.finish()
+    scores = text.scores(0, len(ids))
+    assert b"".join(one.token.piece for one in scores).decode("utf-8", "replace") == shown
+    assert [one.top_tokens for one in scores] == [(one.token,) for one in scores]
 
 
 def _chat(kind: str, folder: Path) -> ChatTokenizer:
