@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 from pensieve.v1 import pensieve_pb2 as pb
@@ -268,6 +269,10 @@ async def test_server_info_and_admin() -> None:
         assert len(info.tokenizer_sha256) == 64
         stats = await rig.admin.GetStats(pb.GetStatsRequest())
         assert (stats.store_state, stats.gpu_tokens_used) == ("serving", 7)
+        seen = stats.last_engine_step_time.ToMilliseconds()
+        assert abs(seen - time.time() * 1000) < 600_000, "a step was seen just now"
+        again = await rig.admin.GetStats(pb.GetStatsRequest())
+        assert again.last_engine_step_time == stats.last_engine_step_time, "no step since"
         name = await rig.create()
         assert (await rig.admin.EvictCache(pb.EvictCacheRequest(session=name))).tokens_evicted == 11
         assert rig.link.evicted == ["acme/" + name.removeprefix("sessions/")]

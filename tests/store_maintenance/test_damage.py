@@ -12,13 +12,14 @@ import pytest
 import redis
 
 from pensieve.errors import DataLoss, FailedPrecondition
-from pensieve.store import Replay
+from pensieve.store import Replay, open_store
 from pensieve.store._redis.rows import index_key, session_keys
+from pensieve.store._sqlite import recovery
 from pensieve.store.maintenance import Problem
 from pensieve.store.maintenance.archive import read_sessions
 from pensieve.store.records import State
 from support.store.patient import KEY, MADE, Patient, execute
-from support.store.store_bench import SqliteBench, request
+from support.store.store_bench import SqliteBench, first_record, request, row
 
 # ---- damage to both kinds
 
@@ -297,3 +298,16 @@ async def test_damaged_pages_are_found_and_the_rest_is_still_checked(patient: Pa
         file.write(b"\xa5" * 64)
     problems = {one.problem for one in (await patient.check()).findings}
     assert Problem.FILE in problems
+
+
+async def test_reading_a_file_page_by_page_tells_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "_TOLD_EACH", 1)
+    path, told = tmp_path / "history.sqlite3", list[tuple[int, int]]()
+    store = open_store(f"sqlite:///{path}")
+    await store.open()
+    await store.create(row(KEY), first_record(), "fp")
+    await store.close()
+    recovery.RecoveredFile(path, lambda done, of: told.append((done, of))).close()
+    assert told == [(number, len(told)) for number in range(1, len(told) + 1)] != []
