@@ -168,12 +168,16 @@ def test_a_network_is_not_served_unasked(tmp_path: Path, monkeypatch: pytest.Mon
     assert said.exit_code == 2 and said.stdout == ""
     assert "the server at 127.0.0.1:1 asks for no key; start it with --api-keys" in said.stderr
     assert served == []
-    assert opened("--insecure-i-know").exit_code == 0 and opened(listen="127.0.0.1:0").exit_code == 0
+    assert (
+        opened("--insecure-i-know", "--heartbeat", "3s").exit_code == 0
+        and opened(listen="127.0.0.1:0").exit_code == 0
+    )
     keyless = False
     assert opened(*tls).exit_code == 0
     # The last one refuses calls, too, should the server be started without keys later.
     assert [one.wants_keys for one in served] == [False, False, True]
     assert [one.on_loopback for one in served] == [False, True, False]
+    assert [one.heartbeat_s for one in served] == [3, 10, 10]
 
 
 async def test_the_start_finds_out_whether_the_server_asks_for_keys(tmp_path: Path) -> None:
