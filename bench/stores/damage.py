@@ -242,6 +242,21 @@ def damaged(folder: Path, chance: random.Random) -> str:
     return ", ".join(chance.choice(ways)(folder, chance) for _ in range(chance.choice([1, 1, 2])))
 
 
+def part_zeroed(folder: Path, name: str) -> None:
+    """The last page of a table or an index, a leaf, holds nothing but zeros."""
+    with contextlib.closing(sqlite3.connect(folder / "h.db")) as connection:
+        ((number,),) = connection.execute(
+            "SELECT max(pageno) FROM dbstat WHERE name = ? AND pagetype = 'leaf'", (name,)
+        )
+    _edit(folder / "h.db", (number - 1) * PAGE, bytes(PAGE))
+
+
+def parts(folder: Path) -> list[str]:
+    """All tables and indexes."""
+    with contextlib.closing(sqlite3.connect(folder / "h.db")) as connection:
+        return [name for (name,) in connection.execute("SELECT DISTINCT name FROM dbstat ORDER BY name")]
+
+
 def rows_deleted(folder: Path, chance: random.Random) -> str:
     """As another program would: rows are gone, and the indexes agree."""
     table = chance.choice(["sessions", "requests", "marks", "labels", "tenants", "records"])
@@ -382,13 +397,30 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 async def one(pristine: Pristine, seed: int, folder: Path) -> tuple[str, int, int, Losses]:
     """One damage: what it was, sound records, whole sessions, and what was lost."""
-    chance, losses = random.Random(seed), Losses()
-    base = folder / "base"
+    chance, base = random.Random(seed), folder / "base"
     _copied(pristine.folder, base)
     what = rows_deleted(base, chance) if chance.random() < 0.15 else ""
     extents, before = located(base), _files(base)
     if not what or chance.random() < 0.3:
         what = ", ".join(filter(None, [what, damaged(base, chance)]))
+    return what, *await _judged(pristine, folder, extents, before)
+
+
+async def one_of(pristine: Pristine, damage: Callable[[Path], object], folder: Path) -> Losses:
+    """What is lost after this damage to the files of a folder."""
+    base = folder / "base"
+    _copied(pristine.folder, base)
+    extents, before = located(base), _files(base)
+    damage(base)
+    return (await _judged(pristine, folder, extents, before))[2]
+
+
+async def _judged(
+    pristine: Pristine, folder: Path, extents: dict[Stored, list[Extent]], before: dict[str, bytes]
+) -> tuple[int, int, Losses]:
+    """Sound records, whole sessions, and what was lost. ``extents``, ``before``: of the files in ``folder/base`` when
+    they were not damaged yet."""
+    base, losses = folder / "base", Losses()
     after = _files(base)
     sound = {stored for stored, where in extents.items() if _unchanged(before, after, where)}
     whole = {name: log for name, log in pristine.logs.items() if set(log) <= sound}
@@ -405,7 +437,7 @@ async def one(pristine: Pristine, seed: int, folder: Path) -> tuple[str, int, in
         ) as error:
             if sound:
                 losses.add("errors", f"{name}: {type(error).__name__} {error}")
-    return what, len(sound), len(whole), losses
+    return len(sound), len(whole), losses
 
 
 async def _raw(path: Path, mode: Mode = Mode.READ) -> list[RawSession]:

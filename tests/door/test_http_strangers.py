@@ -17,11 +17,13 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from pensieve.client import AsyncClient
 from pensieve.http import connections as connections_of
 from pensieve.http import wire
 from pensieve.http.app import make_app
 from pensieve.http.common import admission, room
 from pensieve.http.common.bodies import SMALL_BYTES, Bodies
+from pensieve.http.common.credentials import who_says
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.settings import DoorSettings
 from pensieve.http.connections import Connections
@@ -109,6 +111,113 @@ async def test_a_body_is_not_read_before_the_caller_is_known(
         assert on.door.bodies.room == room.BodyRoom(64 * (4 << 20)).left
 
 
+@pytest.mark.fault(55)
+@pytest.mark.parametrize(
+    ("header", "judged"),
+    [
+        ("Basic eDp5", "Basic eDp5"),
+        ("bearer  ck_acme_no ", "Bearer ck_acme_no"),
+        ("Bearer", "Bearer"),
+        ("", "none"),
+    ],
+)
+async def test_who_sends_a_header_is_judged_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: str, judged: str
+) -> None:
+    """Whatever it is, the service sees it: without one, it would judge the caller by its certificate."""
+    seen: set[str] = set()
+    async with keyed(tmp_path, vouches=True) as on:
+        check = on.entry._authenticator.check
+
+        def noted(method: str, metadata: Any, peer: Any) -> Any:
+            seen.add(str(dict(metadata).get("authorization")))
+            return check(method, metadata, peer)
+
+        monkeypatch.setattr(on.entry._authenticator, "check", noted)
+        head = HEAD.replace(b"POST", b"GET") + b"Connection: close\r\n"
+        sent = b"Authorization: " + header.encode() + b"\r\n"
+        assert (await on.says(head + sent + b"\r\n")).startswith(b"HTTP/1.1 401 ")
+        assert seen == {judged}
+        answer = await on.says(head + KEY + sent + b"\r\n")
+        assert answer.startswith(b"HTTP/1.1 401 ") and b"send one Authorization header" in answer
+        assert seen == {judged}, "of two headers none counts"
+
+
+@pytest.mark.fault(36)
+@pytest.mark.parametrize("asks", [True, False], ids=["with keys", "without"])
+async def test_bodies_count_for_whom_the_service_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks: bool
+) -> None:
+    holders: list[str] = []
+    place = room.BodyRoom.place
+
+    def noted(self: room.BodyRoom, holder: str, end: Any) -> Any:
+        holders.append(holder)
+        return place(self, holder, end)
+
+    monkeypatch.setattr(room.BodyRoom, "place", noted)
+    async with contextlib.AsyncExitStack() as stack:
+        if asks:
+            on = await stack.enter_async_context(keyed(tmp_path))
+            other = on.keys.read_text().replace('id = "acme"', 'id = "other"')
+            on.keys.write_text(on.keys.read_text() + other)
+            on.entry.look(always=True)
+            url = on.url
+        else:
+            rig = await stack.enter_async_context(door(service_options={"door": Door(None, Metrics())}))
+            url = rig.url
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60))
+        for key in ("acme", "other"):
+            headers = {"Authorization": f"Bearer ck_{key}_secret", "Content-Type": "application/json"}
+            assert (await http.post(RESPONSES, content=BODY, headers=headers)).status_code == 200
+    assert len(set(holders)) == (2 if asks else 1), "where no key is asked for, an address is a caller"
+    assert asks or set(holders) == {"@127.0.0.1"}
+
+
+def connections_to(port: int) -> int:
+    """Connections that are open to a port of this machine."""
+    tables = "".join(Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    rows = [line.split() for line in tables.splitlines()]
+    return sum(row[2].endswith(f":{port:04X}") and row[3] == "01" for row in rows)
+
+
+@pytest.mark.fault(60)
+async def test_questions_about_many_keys_share_one_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "MOST_QUESTIONS", 8)
+    answered, seen = 0, asyncio.Event()
+    ask = AsyncClient.server_info
+
+    async def held(self: AsyncClient) -> Any:
+        nonlocal answered
+        try:
+            return await ask(self)
+        finally:
+            answered += 1
+            async with asyncio.timeout(30):
+                await seen.wait()
+
+    async with keyed(tmp_path) as on, httpx.AsyncClient(base_url=on.url, timeout=60) as http:
+        monkeypatch.setattr(AsyncClient, "server_info", held)
+        wrong = [{"Authorization": f"Bearer ck_{number}_{number}"} for number in range(8)]
+        asking = asyncio.gather(*(http.get("/v1/models", headers=headers) for headers in wrong))
+        async with asyncio.timeout(30):
+            while answered < len(wrong):
+                await asyncio.sleep(0.005)
+        good = asyncio.create_task(http.get("/v1/models", headers=GOOD))
+        async with asyncio.timeout(30):
+            while answered < len(wrong) + 1:
+                await asyncio.sleep(0.005)
+        count = connections_to(int(on.service.target.rpartition(":")[2]))
+        seen.set()
+        statuses = [answer.status_code for answer in await asking]
+        known = await good
+        assert sorted(statuses) == [401] * 7 + [503], "of more, the oldest question makes way"
+        assert known.status_code == 200
+        assert count == 1
+
+
 @pytest.mark.fault(60)
 async def test_invented_keys_cost_no_connections(tmp_path: Path) -> None:
     async with keyed(tmp_path) as on, httpx.AsyncClient(base_url=on.url, timeout=60) as http:
@@ -139,21 +248,31 @@ async def test_a_bad_key_that_is_tried_again_is_asked_about_now_and_then(
             return check(*args)
 
         monkeypatch.setattr(on.entry._authenticator, "check", counted)
-        for _ in range(20):
+        for _ in range(21):
             assert (await http.get("/v1/models")).status_code == 401
+        with pytest.raises(httpx.ReadTimeout):  # the next ones are answered when it is asked about again
+            await http.get("/v1/models", timeout=0.2)
         assert checks == 1
 
 
+@pytest.mark.parametrize("lasting", [False, True], ids=["verdict over", "verdict in force"])
 async def test_a_key_that_is_revoked_is_refused_from_then_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lasting: bool
 ) -> None:
+    conversation = "/v1/conversations/conv_" + "0" * 32
     async with keyed(tmp_path) as on, httpx.AsyncClient(base_url=on.url, timeout=60) as http:
+        monkeypatch.setattr(admission, "GOOD_S", 60.0 if lasting else 0.0)
         assert (await http.get("/v1/models", headers=GOOD)).status_code == 200
+        who = who_says(GOOD["Authorization"])
+        assert on.door.admission.knows(who)
         on.keys.write_text(on.keys.read_text().replace("acme", "other"))
         on.entry.look(always=True)
-        monkeypatch.setattr(admission, "GOOD_S", 0.0)
-        for path in ("/v1/models", "/v1/models/tiny", "/v1/conversations/conv_" + "0" * 32):
+        for path in ("/v1/models", "/v1/models/tiny", conversation):
             assert (await http.get(path, headers=GOOD)).status_code == 401, path
+        if not lasting:  # else nothing but the calls themselves would be refused
+            broken = await http.post(RESPONSES, content=b"{", headers=GOOD)
+            assert broken.status_code == 401, "its body is read"
+            assert not on.door.admission.knows(who), "it goes before strangers"
 
 
 PIECES: dict[str, bytes] = {
@@ -400,19 +519,39 @@ STREAMS: tuple[tuple[str, dict[str, Any]], ...] = (
 @pytest.mark.parametrize(("route", "asked"), STREAMS)
 async def test_a_stream_is_never_silent(route: str, asked: dict[str, Any]) -> None:
     async with (
+        asyncio.timeout(30),
         door(answer=None, heartbeat_s=0.05) as rig,
         httpx.AsyncClient(base_url=rig.url, timeout=60) as http,
         http.stream("POST", route, json=asked) as answer,
     ):
         generation = await rig.service.link.next_generation()
         generation.admit()
-        comments = 0
-        async for line in answer.aiter_lines():
-            comments += line == ":"
-            assert line == "" or line.startswith((":", "data: ", "event: "))
-            if comments == 3:
-                generation.finish()
-        assert comments >= 3
+        assert await comments_in(answer, generation) >= 3
+
+
+async def test_a_stream_that_is_resumed_is_never_silent() -> None:
+    async with (
+        asyncio.timeout(30),
+        door(answer=None, heartbeat_s=0.05) as rig,
+        httpx.AsyncClient(base_url=rig.url, timeout=60) as http,
+    ):
+        begun = await http.post(RESPONSES, json={"input": "hi", "background": True})
+        generation = await rig.service.link.next_generation()
+        generation.admit()
+        path = f"{RESPONSES}/{begun.json()['id']}"
+        async with http.stream("GET", path, params={"stream": "true"}) as answer:
+            assert await comments_in(answer, generation) >= 3
+
+
+async def comments_in(answer: httpx.Response, generation: Any) -> int:
+    """Comments of a stream whose generation ends after three of them."""
+    comments = 0
+    async for line in answer.aiter_lines():
+        comments += line == ":"
+        assert line == "" or line.startswith((":", "data: ", "event: "))
+        if comments == 3:
+            generation.finish()
+    return comments
 
 
 async def test_a_whole_answer_has_no_comments() -> None:

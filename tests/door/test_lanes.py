@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from pensieve.core import Role, pack_tokens
 from pensieve.errors import ResourceExhausted
 from pensieve.server.history.lanes import MOST_WAITING_CHARS, SHORT_CHARS, Abandoned, Check, TextLanes
+from pensieve.server.history.rendering import Renderer, Room, Stamp
+from pensieve.server.values import InputEntry, SpokenEntry
+from pensieve.speech import FunctionCall
+from pensieve.store.records import History, Overflow, SessionConfig
 from pensieve.v1 import pensieve_pb2 as pb
-from support.service.service_rig import refusal, serving, spec, user
+from support.http.tool_rig import speaker
+from support.service.service_rig import refusal, serving, spec, tokenizer, user
+from support.tool_templates import WEATHER
 
 LONG = 10 * SHORT_CHARS
 
@@ -187,6 +196,71 @@ async def test_many_short_messages_are_as_much_work_as_a_long_one(monkeypatch: p
         assert seen.pop() > SHORT_CHARS, "it would stand in the way of short ones"
         await rig.run(await rig.create(), "hi")
         assert seen.pop() <= SHORT_CHARS
+
+
+FIRST = Stamp(1, "", 0)
+
+
+@pytest.mark.fault(36)
+async def test_tools_calls_and_tokens_are_work_as_text_is() -> None:
+    sizes: list[int] = []
+
+    class Noting(TextLanes):
+        async def run(self, tenant: str, chars: int, work: Any) -> Any:
+            sizes.append(chars)
+            return await super().run(tenant, chars, work)
+
+    renderer = Renderer(speaker("qwen"), Noting())
+    filling = "x" * SHORT_CHARS
+    shown = History(config=SessionConfig(tools=json.dumps([WEATHER | {"description": filling}])))
+    asked = InputEntry(Role.USER, "hi")
+    calls = (FunctionCall("weather", json.dumps({"town": filling}), "c1"),)
+    large = [
+        (shown, asked),
+        (History(), SpokenEntry(Role.ASSISTANT, "", calls=calls)),
+        (History(), InputEntry(Role.USER, tokens=pack_tokens([20] * (SHORT_CHARS + 1)))),
+    ]
+    for history, entry in large:
+        items, _ = await renderer.items(history, [asked, entry], FIRST)
+        assert sizes.pop() > SHORT_CHARS, entry
+    behind = replace(shown, items=items[:1], head_item=1)
+    await renderer.items(behind, [asked], FIRST)
+    assert sizes.pop() <= SHORT_CHARS, "tools stand before the first user's words alone"
+    renderer.close()
+
+
+@pytest.mark.fault(36)
+async def test_rendering_looks_whether_its_caller_is_there() -> None:
+    class Counting(TextLanes):
+        left = False
+        checks = 0
+
+        async def run(self, _tenant: str, _chars: int, work: Any) -> Any:
+            def check() -> None:
+                self.checks += 1
+                if self.left:
+                    raise Abandoned
+
+            return work(check)
+
+    lanes = Counting()
+    renderer = Renderer(tokenizer(), lanes)
+
+    async def checks(count: int, chars: int) -> int:
+        before = lanes.checks
+        await renderer.items(History(), [InputEntry(Role.USER, "x" * chars)] * count, FIRST)
+        return lanes.checks - before
+
+    few = await checks(8, 1)
+    assert await checks(500, 1) > few, "while the template writes"
+    assert await checks(8, 10_000) > few, "while the text becomes tokens"
+    lanes.left = True
+    entries, room = [InputEntry(Role.USER, "hi")], Room(1 << 20, Overflow.REJECT, None)
+    with pytest.raises(Abandoned):
+        await renderer.items(History(), entries, FIRST)
+    with pytest.raises(Abandoned):
+        await renderer.prepare(History(), entries, FIRST, room)
+    renderer.close()
 
 
 TOO_LONG = ("OUT_OF_RANGE", "CONTEXT_LIMIT_EXCEEDED")

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from openai import APIStatusError, OpenAI
 
 from pensieve.cli.gateway import gateway as gateway_command
+from pensieve.http import run
 from pensieve.http.common.settings import DoorSettings
 from pensieve.http.run import needs_no_key
 from pensieve.server.operations.metrics import Metrics
@@ -138,17 +139,45 @@ def test_a_certificate_needs_its_key(tmp_path: Path) -> None:
     assert "are not a certificate in PEM and its key" in broken.stderr
 
 
-def test_a_network_is_not_served_unasked(tmp_path: Path) -> None:
+def test_a_network_is_not_served_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Off loopback a door takes TLS for its callers, and keys of the server behind it."""
+    served: list[DoorSettings] = []
+    keyless = True
 
-    def opened(*more: str) -> Any:
-        return CliRunner().invoke(
-            gateway_command, ["--target", "127.0.0.1:1", "--listen", "0.0.0.0:0", *more]
-        )
+    async def serve(settings: DoorSettings, *_: object) -> None:
+        served.append(settings)
+
+    async def asked(_: DoorSettings) -> bool:
+        return keyless
+
+    monkeypatch.setattr(run, "serve", serve)
+    monkeypatch.setattr(run, "needs_no_key", asked)
+    monkeypatch.setattr(run.TlsFiles, "context", lambda _: None)
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    cert.touch()
+    key.touch()
+    tls = ("--tls-cert", str(cert), "--tls-key", str(key))
+
+    def opened(*more: str, listen: str = "0.0.0.0:0") -> Any:
+        return CliRunner().invoke(gateway_command, ["--target", "127.0.0.1:1", "--listen", listen, *more])
 
     said = opened()
     assert said.exit_code == 2 and said.stdout == ""
     assert "--listen: 0.0.0.0:0 is not loopback; give --tls-cert and --tls-key" in said.stderr
+    said = opened(*tls)
+    assert said.exit_code == 2 and said.stdout == ""
+    assert "the server at 127.0.0.1:1 asks for no key; start it with --api-keys" in said.stderr
+    assert served == []
+    assert (
+        opened("--insecure-i-know", "--heartbeat", "3s").exit_code == 0
+        and opened(listen="127.0.0.1:0").exit_code == 0
+    )
+    keyless = False
+    assert opened(*tls).exit_code == 0
+    # The last one refuses calls, too, should the server be started without keys later.
+    assert [one.wants_keys for one in served] == [False, False, True]
+    assert [one.on_loopback for one in served] == [False, True, False]
+    assert [one.heartbeat_s for one in served] == [3, 10, 10]
 
 
 async def test_the_start_finds_out_whether_the_server_asks_for_keys(tmp_path: Path) -> None:

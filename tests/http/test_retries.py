@@ -191,14 +191,17 @@ async def test_a_conversation_keeps_its_own_instructions_and_tools() -> None:
 
 
 REFUSED = {"temperature": -1.0}
+LONG = "word " * 2000
+KINDS = ("response", "branch", "chat", "named", "text", "texts", "long", "unstored", "conversation", "items")
 
 
 @pytest.mark.parametrize("key", ["", "key"])
-@pytest.mark.parametrize("kind", ["response", "branch", "chat", "named", "text", "texts", "long", "unstored"])
+@pytest.mark.parametrize("kind", KINDS)
 async def test_what_is_refused_leaves_nothing_and_may_be_put_right(kind: str, key: str) -> None:
     async with door() as rig, asking(rig) as ask:
         first = (await ask(RESPONSES, {"input": "hi"})).json()["id"]
         await ask(RESPONSES, {"input": "on", "previous_response_id": first})
+        conversation = (await ask(CONVERSATIONS, {})).json()["id"]
         before = [(one.name, one.revision) for one in await sessions(rig)]
         good: Body
         path, good = {
@@ -210,15 +213,41 @@ async def test_what_is_refused_leaves_nothing_and_may_be_put_right(kind: str, ke
             "texts": (TEXT, {"prompt": ["a", "b"]}),
             "long": (RESPONSES, {"input": "a"}),
             "unstored": (RESPONSES, {"input": "a", "store": False}),
+            "conversation": (CONVERSATIONS, {"items": talk("a")}),
+            "items": (f"{CONVERSATIONS}/{conversation}/items", {"items": talk("a")}),
         }[kind]
-        bad = {**good, **REFUSED} if kind != "long" else {"input": "word " * 2000}
+        too_long = {"items": talk(LONG)} if "items" in good else {"input": LONG}
+        bad = {**good, **(too_long if kind in ("long", "conversation", "items") else REFUSED)}
         for _ in range(2):
             await ask(path, bad, key, status=400)
             assert [(one.name, one.revision) for one in await sessions(rig)] == before
         # The same key is free for the call as it should have been.
         answer = (await ask(path, good, key)).json()
         if key and kind != "unstored":
-            assert (await ask(path, good, key)).json()["id"] == answer["id"]
+            same = "id" if "id" in answer else "data"
+            assert (await ask(path, good, key)).json()[same] == answer[same]
+
+
+@pytest.mark.parametrize("key", ["", "key"])
+@pytest.mark.parametrize("there", [True, False], ids=["there", "new"])
+async def test_a_named_session_keeps_nothing_of_what_is_refused(there: bool, key: str) -> None:
+    """More messages than one turn takes are added before it, and go with it."""
+    async with door(service_options={"context_limit": 2000}) as rig, asking(rig) as ask:
+        if there:
+            await ask(CHAT, {"messages": talk("hi"), "session": "mine"})
+        crowd = [{"role": "user", "content": str(number)} for number in range(70)]
+        body = {"messages": crowd, "session": "mine"}
+        await ask(CHAT, {**body, "messages": [*crowd, *talk(LONG)]}, key, status=400)
+        if not there:
+            assert await sessions(rig) == []
+            await ask(CHAT, {**body, "session": "other"}, key)  # the key is free
+            return
+        await ask(CHAT, {**body, **REFUSED}, key, status=400)
+        assert [item.text for item in await rig.service.items("sessions/mine")] == ["hi", ANSWER]
+        answer = (await ask(CHAT, body, key)).json()
+        if key:
+            assert (await ask(CHAT, body, key)).json()["id"] == answer["id"]
+        assert len(await rig.service.items("sessions/mine")) == 73
 
 
 async def test_an_overloaded_server_is_asked_again_with_the_same_key() -> None:

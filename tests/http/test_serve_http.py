@@ -16,15 +16,20 @@ import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
 import msgspec
 import pytest
+from click.testing import CliRunner
 from openai import APIConnectionError, OpenAI
 
+from pensieve.http import child
 from pensieve.http.common.readiness import Readiness
 from pensieve.http.common.settings import DoorSettings
+from pensieve.options.serve import ServeOptions
+from pensieve.server import ports
 from pensieve.server.gateway import keeper
 from pensieve.server.gateway.keeper import Gateway, GatewayError
 from pensieve.server.gateway.process import GatewayCommand
@@ -67,7 +72,7 @@ def respond(client: OpenAI, text: str, tokens: int = 6, **options: Any) -> Any:
 
 
 def test_a_door_that_dies_comes_back_and_a_drain_lets_streams_end(tmp_path: Path) -> None:
-    limits = {"http_max_body": 1, "http_cors_origin": f"{PAGE} https://b.example"}
+    limits = {"http_max_body": 1, "http_cors_origin": f"{PAGE} https://b.example", "http_host": "chat.lan"}
     with launched(tmp_path, SLOW, http=ANY_PORT, **limits) as server, client_of(server) as client:
         with httpx.Client(base_url=f"http://{server.http}/v1") as http:
             body = {"input": "x" * (1 << 20)}
@@ -77,6 +82,9 @@ def test_a_door_that_dies_comes_back_and_a_drain_lets_streams_end(tmp_path: Path
                 for origin in (PAGE, "https://c.example")
             ]
             assert allowed == [PAGE, None]
+            names = ("localhost", "chat.lan", "evil.example")
+            found = [http.get("/models", headers={"Host": name}).status_code for name in names]
+            assert found == [200, 200, 403], "it asks for no key, and is on loopback"
         assert page(server.http, "/health") == page(server.http, "/ready") == '{"status":"ok"}'
         assert page(server.admin, "/readyz/http") == "ok\n"
         first = respond(client, "My name is Ada.")
@@ -279,6 +287,60 @@ async def test_files_of_no_use_are_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(GatewayError, match="the HTTP door did not start: it ended with status 1 after: "):
         await door.ready()
     await door.close()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "0.0.0.0:0"])
+def test_the_door_has_the_options_of_its_server(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    commands: list[GatewayCommand] = []
+    served: list[DoorSettings] = []
+
+    class Opened:
+        def __init__(self, command: GatewayCommand) -> None:
+            commands.append(command)
+
+        def open(self, _host: str, port: int) -> int:
+            return port
+
+    async def serve(settings: DoorSettings, *sockets: Any) -> None:
+        served.append(settings)
+        for one in sockets[:2]:
+            one.close()
+
+    monkeypatch.setattr(ports, "Gateway", Opened)
+    monkeypatch.setattr(child, "_serve", serve)
+    for name in ("configure_logging", "leave_signals_to_parent", "die_with_parent"):
+        monkeypatch.setattr(child, name, lambda *_, **__: True)
+    options = ServeOptions(
+        heartbeat_s=3.5,
+        http_max_body=7,
+        http_patience_s=1.5,
+        http_cors_origin=f"{PAGE} https://b.example",
+        http_trusted_proxy="10.0.0.0/8 192.0.2.1",
+        http_host="chat.lan model.lan",
+    )
+    private = SimpleNamespace(path=Path("/private"))
+    server: Any = SimpleNamespace(_options=options, _private=private)
+    server._on_private_socket = server._opened = lambda *_: None
+    never: Any = None
+    ports.Ports._bind_http(server, address, never, never)
+    files = [one.detach() for one in socket.socketpair()]
+    arguments = commands[0].arguments(*files)
+    said = CliRunner().invoke(child.main, arguments[arguments.index("pensieve.http.child") + 1 :])
+    assert said.exit_code == 0, said.output
+    assert served == [
+        DoorSettings(
+            "unix:/private/http",
+            patience_s=1.5,
+            max_body_bytes=7 << 20,
+            cors_origins=(PAGE, "https://b.example"),
+            shows_metrics=False,
+            vouches=True,
+            proxies=("10.0.0.0/8", "192.0.2.1"),
+            on_loopback=address.startswith("127."),
+            hosts=("chat.lan", "model.lan"),
+            heartbeat_s=3.5,
+        )
+    ]
 
 
 def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from pensieve.client import TokenCount
 from pensieve.core import Role
-from pensieve.server.history.rendering import Renderer, Stamp
+from pensieve.server.history import rendering
+from pensieve.server.history.rendering import Renderer, Room, Stamp
 from pensieve.server.values import InputEntry
-from pensieve.store.records import History
+from pensieve.store.records import History, Overflow
 from pensieve.tokenizer import ChatTokenizer
 from pensieve.v1 import pensieve_pb2 as pb
-from support.service.service_rig import Rig, encode, refusal, says, serving, spec, uid
+from support.service.service_rig import Rig, encode, refusal, says, serving, spec, tokenizer, uid
 from support.tokenizers_ import LLAMA3, byte_level, write_folder
 
 DROP = pb.SessionConfig(system_prompt="Be brief.", overflow_policy=pb.OVERFLOW_POLICY_DROP_OLDEST_TURNS)
@@ -127,6 +129,38 @@ async def test_the_start_token_stays_when_its_item_is_hidden(tmp_path: Path) -> 
     assert renderer.context(view)[1:].tolist() == view.tokens().tolist()
     assert renderer.length(view) == len(renderer.context(view))
     assert renderer.length(whole) == len(renderer.context(whole))
+
+
+async def test_a_turn_and_a_cut_cost_one_pass_over_the_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths are looked at once; what is rendered are the last few messages."""
+    count, looks, shown = 600, 0, 0
+    chat = tokenizer()
+    renderer = Renderer(chat)
+    entries = [InputEntry(role, "hello") for role in (Role.USER, Role.ASSISTANT) * (count // 2)]
+    items, _ = await renderer.items(History(), entries, Stamp(1, "", 0))
+    whole = History(revision=1, items=items, head_item=count)
+    length, seen = rendering.packed_length, ChatTokenizer.seen
+
+    def looked(tokens: bytes) -> int:
+        nonlocal looks
+        looks += 1
+        return length(tokens)
+
+    def noted(self: ChatTokenizer, *args: Any, **more: Any) -> Any:
+        nonlocal shown
+        shown += 1
+        return seen(self, *args, **more)
+
+    monkeypatch.setattr(rendering, "packed_length", looked)
+    monkeypatch.setattr(ChatTokenizer, "seen", noted)
+    tokens = renderer.length(whole)
+    for limit in (2 * tokens, tokens // 2):
+        looks = shown = 0
+        room = Room(limit, Overflow.DROP_OLDEST_TURNS, None)
+        made = await renderer.prepare(whole, [InputEntry(Role.USER, "on")], Stamp(count + 1, "", 0), room)
+        assert len(made.context) <= limit - limit // 8, "the next turn would have to cut again"
+        assert looks <= 6 * count and shown <= 40
+    renderer.close()
 
 
 async def test_a_refusal_says_what_sets_the_limit() -> None:

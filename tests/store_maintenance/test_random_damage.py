@@ -1,8 +1,12 @@
-"""Random damage to a history file costs what it hits: no sound record, no turn twice, and nothing erased comes back."""
+"""Damage to a history file costs what it hits: no sound record, no turn twice, and nothing erased comes back."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,3 +22,30 @@ def test_no_sound_record_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     total = damage.play(iter(seeds), tmp_path, problems.append)
     assert problems == []
     assert total["damages"] == len(seeds) and total["whole_sessions"] > 0
+
+
+@pytest.mark.fault(43)
+async def test_damage_to_any_part_costs_no_sound_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page of each table and index, the beginning of the file, and its log of changes."""
+    damage = load_bench("stores/damage", monkeypatch)
+    plain = await damage.make(tmp_path / "plain", with_log=False, sessions=6)
+    logged = await damage.make(tmp_path / "logged", with_log=True, sessions=6)
+
+    def flipped(base: Path) -> None:
+        path = base / "h.db-wal"
+        written = bytearray(path.read_bytes())
+        written[32 + 24 + 2000] ^= 1  # of the first page: SQLite believes none that follows
+        path.write_bytes(written)
+
+    cases: dict[str, tuple[Any, Callable[[Path], object]]] = {
+        name: (plain, partial(damage.part_zeroed, name=name)) for name in damage.parts(plain.folder)
+    }
+    assert {"sessions", "records", "requests", "marks", "sessions_newest"} <= set(cases)
+    cases["cut"] = logged, lambda base: os.truncate(base / "h.db", 0)
+    cases["log"] = logged, flipped
+    lost = {
+        name: (await damage.one_of(made, ruin, tmp_path / name)).what for name, (made, ruin) in cases.items()
+    }
+    assert {name: what for name, what in lost.items() if what} == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 import threading
 import time
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from pensieve.core import Role, TokenArray
 from pensieve.errors import InvalidArgument
 from pensieve.tokenizer import ChatTokenizer, HistoryItem, TemplateError, TextMessage, TokenMessage
+from pensieve.tokenizer.encoding import SLICE_CHARS
 from pensieve.tokenizer.template import ChatTemplate
 from support import tokenizers_ as tiny
 
@@ -187,6 +189,20 @@ def test_added_words_follow_the_tokenizer(tmp_path: Path) -> None:
     assert [*np.concatenate(rendered.item_tokens), *rendered.generation_prompt] == whole
     added = [backend.token_to_id(word) for word in ("Zanzibar", "[NOTE]", "<|fim|>", "normal", "<think>")]
     assert [whole.count(one) for one in added] == [2, 1, 1, 1, 1]
+
+
+def test_long_texts_are_cut_where_no_word_takes_what_stands_before_it(tmp_path: Path) -> None:
+    backend = json.loads(tiny.byte_level())
+    for word in backend["added_tokens"]:
+        word["lstrip"] = word["content"] == "<|im_end|>"
+    folder = tiny.write_folder(tmp_path, json.dumps(backend), tiny.CHATML, eos="<|im_end|>")
+    chat, oracle = ChatTokenizer.from_folder(folder), PreTrainedTokenizerFast.from_pretrained(str(folder))
+    long = "word " * (SLICE_CHARS // 4)
+    pairs = [(U, long), (A, "yes"), (U, long), (A, long)]
+    rendered = chat.render([], [TextMessage(*pair) for pair in pairs], generation_prompt=False)
+    text = oracle.apply_chat_template(messages(*pairs), tokenize=False)
+    whole = oracle(text, add_special_tokens=False)["input_ids"]
+    assert np.concatenate(rendered.item_tokens).tolist() == whole
 
 
 @pytest.mark.fault(18)

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pensieve.core import Role
 from pensieve.speech import FunctionCall
-from pensieve.tokenizer import ChatTokenizer, HistoryItem, TextMessage
+from pensieve.tokenizer import ChatTokenizer, HistoryItem, TextMessage, TokenMessage
 from pensieve.tokenizer.marked import MarkedTemplate
 from support.lengths import at_length, some
 from support.real_tokenizers import SHA256, wanted
@@ -251,7 +251,7 @@ def test_each_item_holds_its_own_text(model: Model) -> None:
             assert model.oracle.decode(ids).count("question") + model.oracle.decode(ids).count("answer ") == 1
 
 
-@pytest.mark.parametrize("shape", ["dialogue", "any order"])
+@pytest.mark.parametrize("shape", ["dialogue", "any order", "answers as tokens"])
 def test_the_work_of_an_import_is_linear_in_its_messages(
     model: Model, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,11 +267,16 @@ def test_the_work_of_an_import_is_linear_in_its_messages(
         return plain(self, messages, **more)
 
     monkeypatch.setattr(MarkedTemplate, "say", say)
-    roles = [U, A] * 500 if shape == "dialogue" else draw.choices((U, A, S, T), k=1000)
+    roles = draw.choices((U, A, S, T), k=1000) if shape == "any order" else [U, A] * 500
+    said: list[Any] = [TextMessage(role, "a") for role in roles]
+    each = 6
+    if shape == "answers as tokens":  # each begins a part that is written anew
+        said[1::2] = [TokenMessage(A, np.array([20], dtype=np.int32))] * 500
+        each = 15
     for count in (10, 1000):
         shown = 0
-        model.imported([TextMessage(role, "a") for role in roles[:count]])
-        assert shown <= 6 * count
+        model.imported(said[:count])
+        assert shown <= each * count
     history = [HistoryItem(role, closed=role is A) for role in roles]
     shown = 0
     model.chat.render(history, [TextMessage(U, "hi")], generation_prompt=True, when=WHEN)

@@ -117,4 +117,5 @@ async def _take_back(session: AsyncSession, item: int, revision: int) -> None:
 
 
 def _id(call: Call, name: str) -> str:
-    return str(uuid.uuid5(call.id, name))
+    # A key that was refused is free for another call: what that one adds is something else.
+    return str(uuid.uuid5(call.id, f"{call.fingerprint} {name}"))
