@@ -163,6 +163,7 @@ def _config(
         app,
         http=protocol,
         ws="none",
+        lifespan="on",  # by default a failure in it would pass for an application that has none
         log_config=None,
         log_level="warning",
         access_log=False,

@@ -218,6 +218,13 @@ async def test_questions_about_many_keys_share_one_connection(
         assert count == 1
 
 
+@pytest.mark.fault(55)
+async def test_not_even_a_small_body_of_a_stranger_is_waited_for(tmp_path: Path) -> None:
+    async with keyed(tmp_path) as on:
+        answer = await on.says(HEAD + b"Authorization: Bearer nobody\r\nContent-Length: 10\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 401 ") and b"connection: close" in answer
+
+
 @pytest.mark.fault(60)
 async def test_invented_keys_cost_no_connections(tmp_path: Path) -> None:
     async with keyed(tmp_path) as on, httpx.AsyncClient(base_url=on.url, timeout=60) as http:
@@ -379,6 +386,15 @@ def test_one_address_leaves_connections_to_others() -> None:
     assert counted.came(Fake(counted), "10.0.0.2")
 
 
+def test_who_is_known_too_late_is_not_counted_again() -> None:
+    counted = Connections(files=1024)
+    one = Fake(counted)
+    counted.came(one, "10.0.0.1")
+    counted.left(one)
+    counted.admitted(one)
+    assert len(counted) == 0 and counted.strangers == 0
+
+
 async def test_unknown_callers_are_looked_at_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections_of, "YOUNG_S", 60.0)
     counted, begun = Connections(files=1024), list[int]()
@@ -420,6 +436,17 @@ async def test_slow_bodies_make_way_for_other_callers(monkeypatch: pytest.Monkey
         with pytest.raises(Exception, match="too many large bodies"):
             await shared.take(third, 20)
     assert shared.left == 100 and not shared._of_holder
+
+
+@pytest.mark.fault(36)
+async def test_a_callers_old_body_makes_way_for_its_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "PATIENCE_S", 0.0)
+    shared, ended = room.BodyRoom(100), list[str]()
+    with shared.place("a", lambda: ended.append("old")) as old, shared.place("a", lambda: None) as new:
+        await shared.take(old, 100)
+        await shared.take(new, 100)
+        assert ended == ["old"] and old.given_up
+    assert shared.left == 100
 
 
 @pytest.mark.fault(36)

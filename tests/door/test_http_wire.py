@@ -212,3 +212,18 @@ async def test_who_does_not_wait_for_a_whole_answer_leaves_no_turn(route: str, a
                 await asyncio.sleep(0.01)
         sessions = (await on.service.api.ListSessions(pb.ListSessionsRequest())).sessions
         assert all(not one.HasField("active_turn") and one.revision <= 1 for one in sessions)
+
+
+@pytest.mark.parametrize(("sent", "closes"), [(100, False), (100_000, True)])
+async def test_an_answer_before_the_end_of_a_large_body_is_the_last_of_its_connection(
+    sent: int, closes: bool
+) -> None:
+    """The caller is told so. A small body is read to its end, and the connection goes on."""
+    async with wired() as wire:
+        head = b"POST /v1/nowhere HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        first = head + b"Content-Length: %d\r\n\r\n" % sent
+        last = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        back = await wire.says(first, b" " * sent + last)
+        assert back.startswith(b"HTTP/1.1 404 ")
+        assert (b"connection: close" in back.lower().partition(b"\r\n\r\n")[0]) is closes
+        assert (b" 200 OK" in back) is not closes

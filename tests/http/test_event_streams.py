@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx2 as httpx
+import pytest
 from openai import APIError
 from openai.types.chat import ChatCompletionChunk
 from openai.types.responses import ResponseStreamEvent
@@ -118,6 +119,25 @@ async def test_an_answer_that_is_lost_and_comes_again() -> None:
         found = await events(rig, breaks("the fox", restarting()), plays("the fox jumps"))
         assert kinds(found) == [*BEGIN, *END, "response.completed"]
         assert "".join(event["delta"] for event in found if event["type"] == BEGIN[-1]) == "the fox jumps"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+    ],
+)
+async def test_chunks_of_an_answer_that_comes_again_are_told_once(path: str, body: dict[str, Any]) -> None:
+    async with door(answer=None) as rig:
+        *lines, _, _ = await streamed(
+            rig, path, body, breaks("the fox", restarting()), plays("the fox jumps")
+        )
+        chunks = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+        told = [one.get("text") or one.get("delta", {}).get("content") for one in chunks]
+        assert "".join(filter(None, told)) == "the fox jumps"
+        first = 0 if path == "/v1/completions" else 1  # a chat begins with the role
+        assert all(told[first:-1]), "no chunk says nothing"
 
 
 async def test_an_answer_that_is_lost_and_comes_as_another() -> None:

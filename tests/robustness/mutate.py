@@ -31,7 +31,7 @@ TESTS: dict[str, list[str]] = {
         *("operations", "page", "client", "faults"),
     ],
     "store": ["store", "store_maintenance", "replicas"],
-    "http": ["http", "door", "interop"],
+    "http": ["http", "door", "interop", "speech"],
 }
 """Part → folders with its tests. A part's mutants are tried on its own tests first, then on those of the others."""
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.json")
