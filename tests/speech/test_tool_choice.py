@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from openai import BadRequestError
 from tokenizers import Tokenizer
 
 from support.http.http_rig import HttpRig
@@ -164,6 +165,18 @@ async def test_one_call_at_a_time(style: str) -> None:
         await rig.client.responses.create(**{**single, "input": [result]}, previous_response_id=response.id)
         assert "Rome" in context_of(rig) and '"Oslo"' not in context_of(rig).partition("blue")[0]
         assert rig.service.link.generations[-1].cancelled, "nobody generates what nobody wants"
+
+
+async def test_a_function_that_is_not_offered_cannot_be_forced() -> None:
+    async with tool_door(ROME) as rig:
+        for choice in (NAMED, ALLOWED):
+            with pytest.raises(BadRequestError) as caught:
+                await rig.client.responses.create(model="tiny", input=HOW, tools=[OTHER], tool_choice=choice)
+            assert caught.value.param == "tool_choice" and "'weather'" in caught.value.message
+            with pytest.raises(BadRequestError) as caught:
+                await chat(rig, [OTHER], chat_choice(choice))
+            assert caught.value.param == "tool_choice"
+        assert not rig.service.link.generations
 
 
 async def test_words_are_not_bound() -> None:

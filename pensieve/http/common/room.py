@@ -8,6 +8,7 @@ A body that has come whole is never given up: it waits for this server, not for 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -69,11 +70,9 @@ class BodyRoom:
             if rival.holder == place.holder and not is_address(place.holder):
                 raise _full()  # its own bodies are in the way: it may wait for them as it likes
             self._change.clear()
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(when):
                     await self._change.wait()
-            except TimeoutError:
-                continue
         if not place.held:
             place.since = asyncio.get_running_loop().time()
             self._places.append(place)
