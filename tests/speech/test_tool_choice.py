@@ -172,7 +172,8 @@ async def test_a_function_that_is_not_offered_cannot_be_forced() -> None:
         for choice in (NAMED, ALLOWED):
             with pytest.raises(BadRequestError) as caught:
                 await rig.client.responses.create(model="tiny", input=HOW, tools=[OTHER], tool_choice=choice)
-            assert caught.value.param == "tool_choice" and "'weather'" in caught.value.message
+            assert caught.value.param == "tool_choice"
+            assert "there is no function 'weather' in tools" in caught.value.message
             with pytest.raises(BadRequestError) as caught:
                 await chat(rig, [OTHER], chat_choice(choice))
             assert caught.value.param == "tool_choice"
