@@ -36,11 +36,10 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         steady = _Steady(send, scope["app"].state.door.settings.heartbeat_s)
-        beating = asyncio.create_task(steady.beat(), name="heartbeat")
         try:
             await super().__call__(scope, receive, steady.send)
         finally:
-            beating.cancel()
+            steady.end()
             await self._held.aclose()
 
 
@@ -52,25 +51,28 @@ class _Steady:
         self._heartbeat_s = heartbeat_s
         self._one = asyncio.Lock()
         self._last = 0.0
-        self._open = asyncio.Event()
-        """Set between the head and the end."""
+        self._beating: asyncio.Task[None] | None = None
+        """From the head of the answer to its end."""
 
     async def send(self, message: Message) -> None:
         async with self._one:
             await self._send(message)
             self._last = asyncio.get_running_loop().time()
-            if message["type"] == "http.response.start" or message.get("more_body"):
-                self._open.set()
-            else:
-                self._open.clear()
+            if message["type"] == "http.response.start":
+                self._beating = asyncio.create_task(self._beat(), name="heartbeat")
+            elif not message.get("more_body"):
+                self.end()
 
-    async def beat(self) -> None:
-        """Until cancelled."""
+    def end(self) -> None:
+        """No more comments."""
+        if self._beating is not None:
+            self._beating.cancel()
+
+    async def _beat(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await self._open.wait()
             await asyncio.sleep(self._last + self._heartbeat_s - loop.time())
             async with self._one:
-                if self._open.is_set() and loop.time() >= self._last + self._heartbeat_s:
+                if loop.time() >= self._last + self._heartbeat_s:
                     await self._send({"type": "http.response.body", "body": SILENT, "more_body": True})
                     self._last = loop.time()
