@@ -24,8 +24,12 @@ Edge = tuple[Lane, Lane]
 
 
 def nap(rng: random.Random) -> None:
-    """Hold the current stream up by up to 0.3 ms, or not at all."""
-    cycles = rng.choice([0, 0, 20_000, 100_000, 500_000])
+    """Hold the current stream up by up to 2 ms, or not at all.
+
+    That is longer than a slow processor takes to queue what follows; with 0.3 ms, waits that were left out showed on an
+    H100 beside other work only.
+    """
+    cycles = rng.choice([0, 0, 20_000, 200_000, 4_000_000])
     if cycles:
         torch.cuda._sleep(cycles)
 
