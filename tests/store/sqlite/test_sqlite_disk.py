@@ -6,12 +6,25 @@ import errno
 import os
 import subprocess
 import sys
+from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
 
+from pensieve.store import EndOrder
 from support.faults.failing_disk import STORIES
 from support.faults.io_errors import IoErrors
+from support.store.store_bench import (
+    LEASE_MS,
+    counts,
+    first_record,
+    key,
+    opened_sqlite,
+    request,
+    rewind_record,
+    row,
+    turn_record,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -67,3 +80,43 @@ def test_a_failing_disk(tmp_path: Path, story: list[str]) -> None:
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout == "passed\n"
+
+
+FULL, NORMAL = 2, 1
+"""SQLite's levels of ``synchronous``: each change is flushed before it counts as made, or the next flush covers it."""
+
+
+async def test_what_is_told_to_be_kept_was_flushed_and_a_lease_was_not(tmp_path: Path) -> None:
+    """The store's own connection says so, right after each change. A lease that a power cut takes away is no loss."""
+    at, other = key(), key("s2")
+    async with opened_sqlite(tmp_path / "h.db") as store:
+        file = store._database.file
+
+        async def flushed(change: Awaitable[object]) -> int:
+            await change
+            found = await store._database._in_thread(
+                lambda: file.connection().execute("PRAGMA synchronous").fetchone()
+            )
+            return int(found[0])
+
+        async def not_flushed() -> None:
+            """A change of another session, after which none is flushed unless it asks for it."""
+            assert await flushed(store.begin(other, request("r0", "t0"))) == NORMAL
+            assert await flushed(store.abort(other, "t0")) == NORMAL
+
+        await store.create(row(other), first_record(), "fp")
+        await not_flushed()
+        assert await flushed(store.create(row(at), first_record(), "fp")) == FULL
+        assert await flushed(store.begin(at, request("r1", "t1"))) == NORMAL
+        assert await flushed(store.renew(at, "t1", LEASE_MS)) == NORMAL
+        assert await flushed(store.ask_to_end(at, "r1", EndOrder(keep=True))) == NORMAL
+        assert await flushed(store.commit(at, "t1", "fp-r1", turn_record(1, "r1"), counts(2))) == FULL
+        await not_flushed()
+        assert await flushed(store.apply(at, "fp-r2", rewind_record(2, "r2"), counts(3))) == FULL
+        await not_flushed()
+        store._database._proven_at = -1e9
+        assert await flushed(store.ping()) == FULL
+        await not_flushed()
+        assert await flushed(store.mark_damaged(at)) == FULL
+        await not_flushed()
+        assert await flushed(store.delete(at)) == FULL

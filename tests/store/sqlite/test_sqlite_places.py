@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import AsyncIterator
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.errors import FailedPrecondition, Unavailable
-from pensieve.store._sqlite import durable
+from pensieve.store._sqlite import claim, durable
 from pensieve.store._sqlite import file as sqlite_file
 from pensieve.store.sqlite_store import SqliteStore
 from support.store.store_bench import (
@@ -73,6 +74,28 @@ async def test_the_file_itself_is_locked(tmp_path: Path, how: str) -> None:
         await whole_turn(store, KEY, 1)
     async with opened_sqlite(other) as store:
         assert len(await store.read(KEY)) == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "served"), [(errno.ENOLCK, False), (errno.EIO, False), (errno.EINVAL, True)]
+)
+async def test_a_lock_that_fails_is_told_and_one_that_the_kernel_lacks_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, served: bool
+) -> None:
+    """The lock file is there all the same; a network file system that has lost its locks is no place for a history."""
+
+    def failing(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(claim.fcntl, "fcntl", failing)
+    store = SqliteStore(tmp_path / "h.db")
+    if served:
+        await store.open()
+        await refused(tmp_path / "h.db")
+        await store.close()
+    else:
+        with pytest.raises(Unavailable, match=f"cannot lock .*h.db: {os.strerror(number)}"):
+            await store.open()
 
 
 @pytest.mark.fault(62)

@@ -14,8 +14,10 @@ import pytest
 from pensieve.errors import DataLoss, FailedPrecondition, PensieveError, Unavailable
 from pensieve.store import TenantUsage, sqlite_store
 from pensieve.store._sqlite import file as sqlite_file
+from pensieve.store._sqlite import reader as sqlite_reader
 from pensieve.store._sqlite import rows as sqlite_rows
 from pensieve.store._sqlite.durable import content_digest, make_durable
+from pensieve.store._sqlite.reader import SqliteReader
 from pensieve.store._sqlite.rows import Rows
 from pensieve.store.records import State
 from pensieve.store.sqlite_store import SqliteStore
@@ -256,6 +258,54 @@ async def test_neither_commits_nor_reads_wait_for_a_listing(store: SqliteStore) 
     finally:
         leave.set()
     assert await slow == 2
+
+
+async def test_a_tenant_whose_reads_pile_up_is_refused_and_the_others_are_served(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_reader, "MOST_WAITING", 2)
+    entered, leave = threading.Event(), threading.Event()
+
+    def stuck(rows: Rows) -> None:
+        entered.set()
+        assert leave.wait(60)
+
+    reads = [asyncio.create_task(store._database.read(stuck, TENANT))]
+    try:
+        assert await asyncio.to_thread(entered.wait, 60)
+        reads += [asyncio.create_task(store._database.read(stuck, TENANT)) for _ in range(2)]
+        other = asyncio.create_task(store.usage("other"))
+        refused = asyncio.create_task(store.load(KEY))
+        await asyncio.sleep(0)
+        assert [task.done() for task in (*reads, other, refused)] == [False] * 4 + [True]
+    finally:
+        leave.set()
+    with pytest.raises(Unavailable, match="too many reads of this tenant are waiting"):
+        await refused
+    await asyncio.gather(*reads)
+    assert await other == TenantUsage(0, 0)
+    assert (await store.load(KEY)).revision == 2
+
+
+def test_a_reader_without_a_connection_can_be_closed_while_a_read_is_ending(tmp_path: Path) -> None:
+    """There is nothing to interrupt then."""
+
+    class Ending:
+        """The lock of a read that lets go at the second try."""
+
+        tries = 0
+
+        def acquire(self, timeout: float) -> bool:
+            self.tries += 1
+            return self.tries > 1
+
+        def release(self) -> None:
+            pass
+
+    reader, lock = SqliteReader(tmp_path / "h.db", "reads", 0), Ending()
+    reader._lock = lock  # type: ignore[assignment]
+    reader.close()
+    assert lock.tries == 2
 
 
 async def test_a_listing_by_label_looks_at_the_sessions_that_carry_it(
