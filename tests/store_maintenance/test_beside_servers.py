@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 
 import pytest
 import redis
@@ -46,6 +47,22 @@ async def test_a_session_in_a_file_is_read_at_one_moment(patient: Patient) -> No
     assert deleted and session is not None and len(session.log) == 6
     assert await store.session(KEY) is None
     await store.close()
+
+
+@pytest.mark.parametrize("patient", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("mode", list(Mode))
+async def test_a_file_that_is_closed_is_let_go(patient: Patient, mode: Mode) -> None:
+    """Whoever holds the object still has no connection to the file, and a server can take it at once."""
+    store = open_raw(patient.url)
+    assert isinstance(store, SqliteDump)
+    await store.open(mode)
+    connection = store._sql
+    await store.close()
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        connection.execute("SELECT 1")
+    await store.close()
+    async with patient.served() as server:
+        assert (await server.load(KEY)).revision == 6
 
 
 async def test_a_session_that_went_on_is_not_overwritten(patient: Patient) -> None:

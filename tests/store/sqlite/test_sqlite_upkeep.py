@@ -21,7 +21,17 @@ from pensieve.store._sqlite.reader import SqliteReader
 from pensieve.store._sqlite.rows import Rows
 from pensieve.store.records import State
 from pensieve.store.sqlite_store import SqliteStore
-from support.store.store_bench import TENANT, counts, first_record, key, request, row, turn_record, whole_turn
+from support.store.store_bench import (
+    TENANT,
+    counts,
+    first_record,
+    key,
+    opened_sqlite,
+    request,
+    row,
+    turn_record,
+    whole_turn,
+)
 
 KEY = key()
 OTHER = key("s2")
@@ -173,6 +183,43 @@ async def test_a_file_with_a_damaged_page_is_served_without_what_it_has_lost(tmp
     await store.close()
     (kept,) = tmp_path.glob("h.db.damaged-*")
     assert kept.read_bytes() == before
+
+
+@pytest.mark.fault(43)
+@pytest.mark.parametrize("lost", ["PRAGMA user_version = 0", "DELETE FROM store"], ids=["schema", "name"])
+async def test_a_file_that_has_lost_what_it_says_of_itself_is_served_again(
+    store: SqliteStore, lost: str
+) -> None:
+    """It looks like another program's; what its pages hold tells that it is a history."""
+    before = await store.read(KEY)
+    await store.close()
+    behind(store.path, lost)
+    async with opened_sqlite(store.path) as again:
+        assert await again.read(KEY) == before
+        assert again.store_id
+        await whole_turn(again, KEY, 2)
+    assert list(store.path.parent.glob("h.db.damaged-*"))
+
+
+@pytest.mark.fault(43)
+async def test_a_server_whose_file_has_lost_its_name_keeps_it_and_goes_on(store: SqliteStore) -> None:
+    """The server knows the name. Under a new one it would take its own file for another and refuse all work."""
+    name = store.store_id
+    await store._database.erase_log()
+    with contextlib.closing(sqlite3.connect(store.path)) as connection:
+        page = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'store'").fetchone()[0]
+    with store.path.open("r+b") as file:
+        file.seek(4096 * (page - 1))
+        file.write(b"\xff" * 4096)
+    behind(store.path, "INSERT INTO tenants VALUES ('nobody', 0, 0)")  # so that the page is read again
+    assert await store._database.mend()
+    assert store.store_id == name
+    await whole_turn(store, KEY, 2)
+    assert len(await store.read(KEY)) == 3
+    await store.close()
+    async with opened_sqlite(store.path) as again:
+        assert again.store_id == name
+    assert list(store.path.parent.glob("h.db.damaged-*"))
 
 
 async def test_an_unreadable_row_is_made_again_from_its_records(
