@@ -129,3 +129,32 @@ async def test_two_programs_that_write_one_session_write_it_once(
     assert all(client.ttl(name) > 0 for name in client.keys("pv1:{*") if name in begun)
     await first.close()
     await second.close()
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("patient", ["redis"], indirect=True)
+@pytest.mark.parametrize(
+    ("most", "most_bytes", "batches"), [(1000, 1 << 30, 1), (4, 1 << 30, 3), (1000, 1, 11)]
+)
+async def test_a_session_is_written_in_batches_of_bounded_size(
+    patient: Patient,
+    client: redis.Redis,
+    monkeypatch: pytest.MonkeyPatch,
+    most: int,
+    most_bytes: int,
+    batches: int,
+) -> None:
+    """A row, four request ids and six records: neither a round trip for each of them, nor all of a long log at once."""
+    monkeypatch.setattr(dump, "BATCH", most)
+    monkeypatch.setattr(dump, "BATCH_BYTES", most_bytes)
+    store = open_raw(patient.url)
+    await store.open(Mode.WRITE)
+    session = await store.session(KEY)
+    assert session is not None
+    assert len(session.requests) + len(session.log) == 10
+    client.config_resetstat()
+    assert await store.put(session, over=session.stamp)
+    stats: dict[str, dict[str, int]] = client.info("commandstats")  # type: ignore[assignment]
+    assert stats["cmdstat_expire"]["calls"] == 3 * batches, "each batch prolongs the life of the three keys"
+    await store.close()
+    assert await patient.problems() == set()
