@@ -61,6 +61,8 @@ def renew(path: Path, now: Moment, progress: Progress | None = None, *, store_id
         if not keys:
             raise NothingFound
         _remove(made)
+        # Made by hand: SQLite would let everybody read it until it is whole.
+        os.close(os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         damaged = 0
         with contextlib.closing(sqlite3.connect(made, isolation_level=None)) as connection:
             connection.execute("PRAGMA synchronous = OFF")  # it is flushed as a whole

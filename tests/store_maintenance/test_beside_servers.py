@@ -8,7 +8,7 @@ import sqlite3
 import pytest
 import redis
 
-from pensieve.errors import DataLoss, FailedPrecondition
+from pensieve.errors import DataLoss, FailedPrecondition, Unavailable
 from pensieve.store._redis import dump
 from pensieve.store._redis.rows import index_key, session_keys
 from pensieve.store._sqlite.dump import SqliteDump
@@ -85,6 +85,23 @@ async def test_a_session_that_went_on_is_not_overwritten(patient: Patient) -> No
         assert (await server.load(KEY)).revision == 7
         assert len(await server.read(KEY)) == 7
     assert {one.session for one in (await patient.check()).findings} <= {KEY.session_id}
+
+
+@pytest.mark.parametrize("patient", ["sqlite"], indirect=True)
+async def test_what_was_written_to_a_file_that_has_gone_meanwhile_is_not_told_to_be_kept(
+    patient: Patient,
+) -> None:
+    store = open_raw(patient.url)
+    assert isinstance(store, SqliteDump)
+    await store.open(Mode.WRITE)
+    session = await store.session(KEY)
+    assert session is not None
+    assert await store.put(session, over=session.stamp)
+    store._path.rename(store._path.with_name("moved"))
+    with pytest.raises(Unavailable) as caught:
+        await store.flush()
+    assert caught.value.reason == "STORE_REPLACED"
+    await store.close()
 
 
 @pytest.mark.redis

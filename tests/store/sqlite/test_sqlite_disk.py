@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Awaitable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pensieve.store import EndOrder
+from pensieve.store._sqlite.dump import SqliteDump
+from pensieve.store.maintenance import Mode
+from pensieve.store.sqlite_store import SqliteStore
 from support.faults.failing_disk import STORIES
 from support.faults.io_errors import IoErrors
 from support.store.store_bench import (
@@ -120,3 +125,33 @@ async def test_what_is_told_to_be_kept_was_flushed_and_a_lease_was_not(tmp_path:
         assert await flushed(store.mark_damaged(at)) == FULL
         await not_flushed()
         assert await flushed(store.delete(at)) == FULL
+
+
+@pytest.mark.parametrize("maintained", [False, True], ids=["served", "maintained"])
+async def test_nothing_is_left_to_what_sqlite_was_built_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, maintained: bool
+) -> None:
+    """Some builds neither flush each change nor overwrite what is deleted unless they are told to."""
+    connect = sqlite3.connect
+
+    def otherwise(*place: Any, **options: Any) -> sqlite3.Connection:
+        connection = connect(*place, **options)
+        for name in ("synchronous", "secure_delete", "foreign_keys"):
+            connection.execute(f"PRAGMA {name} = OFF").fetchall()
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", otherwise)
+    store = SqliteDump(tmp_path / "h.db") if maintained else SqliteStore(tmp_path / "h.db")
+    if isinstance(store, SqliteDump):
+        await store.open(Mode.WRITE)
+        connection = store._sql
+    else:
+        await store.open()
+        await store.create(row(key()), first_record(), "fp")
+        connection = store._database.file.connection()
+    settings = {
+        name: connection.execute(f"PRAGMA {name}").fetchone()[0]
+        for name in ("synchronous", "secure_delete", "foreign_keys")
+    }
+    await store.close()
+    assert settings == {"synchronous": FULL, "secure_delete": 1, "foreign_keys": 1}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sqlite3
+import stat
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,11 +15,13 @@ import pytest
 
 from pensieve.errors import DataLoss, FailedPrecondition, PensieveError, Unavailable
 from pensieve.store import TenantUsage, sqlite_store
+from pensieve.store._clock import Moment
 from pensieve.store._sqlite import file as sqlite_file
 from pensieve.store._sqlite import reader as sqlite_reader
 from pensieve.store._sqlite import rows as sqlite_rows
 from pensieve.store._sqlite.durable import content_digest, make_durable
 from pensieve.store._sqlite.reader import SqliteReader
+from pensieve.store._sqlite.renewal import renew
 from pensieve.store._sqlite.rows import Rows
 from pensieve.store.records import State
 from pensieve.store.sqlite_store import SqliteStore
@@ -158,6 +162,55 @@ async def test_ping_tells_of_a_disk_that_is_nearly_full(
     assert caught.value.reason == "STORE_FULL"
     monkeypatch.undo()
     await store.ping()
+
+
+@pytest.mark.fault(38)
+async def test_ping_tells_of_a_file_system_that_has_become_read_only(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Linux makes it after errors of the disk; it has room then."""
+    found = os.statvfs(store.path)
+    flags = os.statvfs_result([*found[:8], found.f_flag | os.ST_RDONLY, *found[9:]])
+    monkeypatch.setattr(os, "statvfs", lambda _: flags)
+    with pytest.raises(Unavailable, match="the file system is read-only") as caught:
+        await store.ping()
+    assert caught.value.reason == "STORE_FULL"
+    monkeypatch.undo()
+    await store.ping()
+
+
+async def test_a_large_file_is_not_looked_over_for_each_session_that_has_lost_something(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = []
+    monkeypatch.setattr(sqlite_file, "is_sound", lambda connection: looks.append(connection) or True)
+    for _ in range(3):
+        assert not await store._database.mend()
+    assert len(looks) == 1
+    monkeypatch.setattr(sqlite_file, "AGAIN_S", 0.0)
+    assert not await store._database.mend()
+    assert len(looks) == 2
+
+
+@pytest.mark.fault(43)
+async def test_a_file_made_of_a_damaged_one_is_as_private_from_its_first_byte_on(store: SqliteStore) -> None:
+    made, modes = store.path.with_name(".h.db.new"), set[int]()
+
+    def look(_what: str, _done: int, _of: int | None) -> None:
+        if made.exists():
+            modes.add(stat.S_IMODE(made.stat().st_mode))
+
+    await store.close()
+    before = os.umask(0)
+    try:
+        renew(store.path, Moment(1, 1), look)
+    finally:
+        os.umask(before)
+    assert modes == {0o600}
+    assert stat.S_IMODE(store.path.stat().st_mode) == 0o600
+    store.path.chmod(0o640)
+    renew(store.path, Moment(1, 1))
+    assert stat.S_IMODE(store.path.stat().st_mode) == 0o640, "who could read it still can"
 
 
 @pytest.mark.fault(43)
