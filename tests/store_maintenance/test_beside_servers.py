@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+from pathlib import Path
 
 import pytest
 import redis
@@ -12,8 +13,9 @@ from pensieve.errors import DataLoss, FailedPrecondition, Unavailable
 from pensieve.store._redis import dump
 from pensieve.store._redis.rows import index_key, session_keys
 from pensieve.store._sqlite.dump import SqliteDump
-from pensieve.store.maintenance import Mode, open_raw
+from pensieve.store.maintenance import Mode, backup, open_backup, open_raw, restore
 from support.store.patient import KEY, Patient, execute
+from support.store.redis_server import RedisServer
 from support.store.store_bench import counts, request, turn_record
 
 
@@ -175,3 +177,39 @@ async def test_a_session_is_written_in_batches_of_bounded_size(
     assert stats["cmdstat_expire"]["calls"] == 3 * batches, "each batch prolongs the life of the three keys"
     await store.close()
     assert await patient.problems() == set()
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("patient", ["redis"], indirect=True)
+async def test_a_session_in_which_a_turn_runs_is_not_merged_with(patient: Patient, tmp_path: Path) -> None:
+    store = open_raw(patient.url)
+    await store.open(Mode.WRITE)
+    await backup(store, tmp_path / "b.jsonl")
+    async with patient.served() as server:
+        await server.begin(KEY, request("running", "t"))
+        done = await restore(open_backup(tmp_path / "b.jsonl"), store, merge=True)
+        assert done.conflicts == [f"{KEY.tenant}/{KEY.session_id}: a turn is running"]
+        assert (done.written, done.kept) == (0, 0), "and without being told to skip it nothing is done"
+        await server.renew(KEY, "t", 1000)
+    await store.close()
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("mode", [Mode.READ, Mode.SNAPSHOT, Mode.ALONE])
+async def test_a_redis_without_a_history_or_with_a_newer_one_is_not_read(
+    shared_redis: RedisServer, client: redis.Redis, mode: Mode
+) -> None:
+    store = open_raw(shared_redis.url)
+    try:
+        client.set("of another program", "x")
+        with pytest.raises(FailedPrecondition, match="holds no history") as caught:
+            await store.open(mode)
+        assert caught.value.reason == "STORE_FOREIGN"
+        assert client.keys("*") == [b"of another program"], "nothing is made of it"
+        for schema in ("99", "?"):
+            client.hset("pv1:store", mapping={"store_id": "x", "schema": schema})
+            with pytest.raises(FailedPrecondition, match="upgrade Pensieve") as caught:
+                await store.open(mode)
+            assert caught.value.reason == "STORE_VERSION"
+    finally:
+        await store.close()
