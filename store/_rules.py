@@ -105,7 +105,7 @@ def present(meta: Meta | None, now: Moment) -> Meta:
 
 def ttl_ms(config: SessionConfig) -> int:
     """Idle lifetime of a session; 0 = it never expires."""
-    return round(config.ttl_s * 1000) if config.ttl_s > 0 else 0
+    return round(config.ttl_s * 1000)
 
 
 def expiry(config: SessionConfig, now: Moment) -> int:

@@ -52,9 +52,7 @@ class SqliteDatabase:
         self._erasing = False
         """Deleted content is still in the log of changes."""
         self._ids = RequestIds()
-        """Belongs to the thread, for the connection that it was filled from."""
-        self._seen: tuple[int, int] = (0, 0)
-        """Connection and data version for which ``_ids`` holds: another program's change makes another one."""
+        """Belongs to the thread. The sums in the file's rows tell which of them still hold."""
 
     async def open(self) -> None:
         """Raises FailedPrecondition when another server holds the file or its schema is newer; Unavailable."""
@@ -160,7 +158,7 @@ class SqliteDatabase:
             connection.execute(f"PRAGMA synchronous = {'FULL' if flush else 'NORMAL'}")
             connection.execute("BEGIN IMMEDIATE")
             try:
-                rows = Rows(connection, self._remembered(connection))
+                rows = Rows(connection, self._ids)
                 result = work(rows)
                 connection.execute("COMMIT")
                 rows.committed()
@@ -181,13 +179,6 @@ class SqliteDatabase:
         if self.file.wants_emptying and self._thread is not None:
             self._thread.submit(self._tidy)  # behind this change, whose caller need not wait for it
         return result
-
-    def _remembered(self, connection: sqlite3.Connection) -> RequestIds:
-        ((version,),) = connection.execute("PRAGMA data_version").fetchall()
-        if (id(connection), version) != self._seen:
-            self._ids.clear()
-            self._seen = id(connection), version
-        return self._ids
 
     def _prove_writable(self) -> None:
         self.file.connection()

@@ -103,7 +103,6 @@ class SqliteDump:
         assert self._file is not None
         self._connection = self._file.connection()
         self.store_id = self._file.store_id
-        self._connection.execute("PRAGMA synchronous = FULL")
         self._connection.execute("BEGIN IMMEDIATE")
         self._schema = SCHEMA
 
@@ -119,8 +118,6 @@ class SqliteDump:
 
     async def close(self) -> None:
         connection, self._connection = self._connection, None
-        if connection is not None and connection.in_transaction:
-            connection.execute("ROLLBACK")
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -206,7 +203,6 @@ class SqliteDump:
             self._sql.execute("COMMIT")
             if self._file is not None:
                 self._file.check_in_place()
-            self._sql.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             self._sql.execute("BEGIN IMMEDIATE")
 
     @property

@@ -267,7 +267,7 @@ class SqliteFile:
         if connection is not None:
             self._forget(connection)
         self._part()
-        renew(self._real, self._now(), progress)
+        renew(self._real, self._now(), progress, store_id=self.store_id)
         self._claim.follow(self._real)
         self._home = identity_of(self._real)
 

@@ -41,11 +41,9 @@ def columns_of(meta: Meta) -> tuple[int, int, int, int]:
     return row.update_ms, row.expire_ms, int(row.state is State.DELETED), int(meta.lease is not None)
 
 
-def read_row(key: Key, crc: object, blob: object) -> ReadRow:
-    """``crc``: None in a file that has none."""
+def read_row(key: Key, crc: object, blob: Any) -> ReadRow:
+    """``crc``: None in a file that has none. ``blob`` is whatever the file holds in its place."""
     try:
-        if not isinstance(blob, bytes):
-            raise TypeError
         meta = _meta_decoder.decode(blob)
     except (msgspec.MsgspecError, TypeError, ValueError) as error:
         return ReadRow(None, f"its row cannot be decoded ({type(error).__name__})", None)

@@ -47,9 +47,10 @@ class NothingFound(Exception):
     """No session can be read from the file."""
 
 
-def renew(path: Path, now: Moment, progress: Progress | None = None) -> Renewal:
+def renew(path: Path, now: Moment, progress: Progress | None = None, *, store_id: str = "") -> Renewal:
     """Make a new file of what ``path`` holds, and put it in its place. No connection to it may be open.
 
+    ``store_id``: the store's name, for a file that has lost it; "" where the caller does not know it either.
     Raises NothingFound, OSError and sqlite3's errors; the old file is as it was then.
     """
     tell = progress or _logging()
@@ -60,15 +61,15 @@ def renew(path: Path, now: Moment, progress: Progress | None = None) -> Renewal:
         if not keys:
             raise NothingFound
         _remove(made)
+        # Made by hand: SQLite would let everybody read it until it is whole.
+        os.close(os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         damaged = 0
         with contextlib.closing(sqlite3.connect(made, isolation_level=None)) as connection:
             connection.execute("PRAGMA synchronous = OFF")  # it is flushed as a whole
             schema.bring_up(connection, 0)
             connection.execute("BEGIN IMMEDIATE")
-            if recovered.store_id:
-                connection.execute(
-                    "UPDATE store SET value = ? WHERE name = 'store_id'", (recovered.store_id,)
-                )
+            if known := recovered.store_id or store_id:
+                connection.execute("UPDATE store SET value = ? WHERE name = 'store_id'", (known,))
             for number, key in enumerate(keys):
                 tell("writing sessions", number, len(keys))
                 raw = recovered.session(key)

@@ -58,8 +58,3 @@ class RequestIds:
         found = self._sessions.pop(number, None)
         if found is not None:
             self._count -= len(found[1])
-
-    def clear(self) -> None:
-        """Forget everything: another program has changed the file, or it was opened afresh."""
-        self._sessions.clear()
-        self._count = 0

@@ -69,8 +69,6 @@ class Rows:
         self._ids = ids
         self._appended: dict[int, list[tuple[str, int]]] = {}
         """Request ids that this transaction adds, with their checksums, by number of the session."""
-        self._numbers: dict[Key, int] = {}
-        """What this transaction has found or given."""
 
     def committed(self) -> None:
         """Remember what the transaction has added, now that it is part of the file."""
@@ -154,7 +152,6 @@ class Rows:
 
     def erase(self, key: Key) -> None:
         """Remove the session with its records and request ids; nothing happens when there is none."""
-        self._numbers.pop(key, None)
         self._connection.execute(
             "DELETE FROM sessions WHERE tenant = ? AND session_id = ?", (key.tenant, key.session_id)
         )
@@ -295,22 +292,18 @@ class Rows:
                 raise DamagedSession(key)
             return None
         number, requests_sum, crc, blob, *columns = found
-        self._numbers[key] = number
         meta = read_row(key, crc, blob).meta
         if meta is None or columns_of(meta) != tuple(columns):
             raise DamagedSession(key)
         return _Head(number, requests_sum, meta)
 
     def _number(self, key: Key) -> int:
-        if key in self._numbers:
-            return self._numbers[key]
         found = self._one(
             "SELECT id FROM sessions WHERE tenant = ? AND session_id = ?", key.tenant, key.session_id
         )
         if found is None:
             raise DamagedSession(key)
-        self._numbers[key] = int(found[0])
-        return self._numbers[key]
+        return int(found[0])
 
     def _ask(self, key: Key, request_id: str, known: Known) -> None:
         """Remember what was committed under a request id."""

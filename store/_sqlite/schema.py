@@ -139,7 +139,10 @@ def found_schema(connection: sqlite3.Connection, path: Path) -> int:
 
 
 def bring_up(connection: sqlite3.Connection, found: int) -> str:
-    """Make the tables or change those of an older schema, in one transaction; the store id. Raises DataLoss."""
+    """Make the tables or change those of an older schema, in one transaction; the store id.
+
+    Raises DataLoss and sqlite3's errors. The caller closes the connection then, which undoes the transaction.
+    """
     if found < SCHEMA:
         if found:
             log.info(
@@ -148,25 +151,20 @@ def bring_up(connection: sqlite3.Connection, found: int) -> str:
                 SCHEMA,
             )
         connection.execute("BEGIN IMMEDIATE")
-        try:
-            if found == 0:
-                _run(connection, _FIRST)
-                connection.execute("INSERT INTO store VALUES ('store_id', ?)", (uuid.uuid4().hex,))
-            if found < 2:
-                _run(connection, _SECOND)
-                _enter_labels(connection)
-                _run(connection, _SECOND_KEPT)
-            if found < 3:
-                _run(connection, _THIRD)  # records of before have no mark
-            if found < 4:
-                _run(connection, _FOURTH)
-                _prove(connection)
-            connection.execute(f"PRAGMA user_version = {SCHEMA}")
-            connection.execute("COMMIT")
-        except BaseException:
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
-            raise
+        if found == 0:
+            _run(connection, _FIRST)
+            connection.execute("INSERT INTO store VALUES ('store_id', ?)", (uuid.uuid4().hex,))
+        if found < 2:
+            _run(connection, _SECOND)
+            _enter_labels(connection)
+            _run(connection, _SECOND_KEPT)
+        if found < 3:
+            _run(connection, _THIRD)  # records of before have no mark
+        if found < 4:
+            _run(connection, _FOURTH)
+            _prove(connection)
+        connection.execute(f"PRAGMA user_version = {SCHEMA}")
+        connection.execute("COMMIT")
     named = connection.execute("SELECT value FROM store WHERE name = 'store_id'").fetchone()
     if named is None:
         raise DataLoss("the history file has lost its own name: it is damaged", reason="HISTORY_CORRUPT")

@@ -120,6 +120,8 @@ def test_a_damaged_store_is_backed_up_all_the_same(path: Path, tmp_path: Path) -
         (["check", "--store", "sqlite:///{folder}/h.db", "--session", "nobody"], 2, "expected TENANT/ID"),
         (["check", "--store", "sqlite:///{folder}/h.db", "--session", "a/b"], 1, "no such session"),
         (["check", "--store", "sqlite:///{folder}/noise"], 1, "is not a history file"),
+        (["check", "--store", "sqlite:///{folder}/empty"], 1, "empty is not a history file"),
+        (["backup", "{folder}/b", "--store", "sqlite:///{folder}/empty"], 1, "empty is not a history file"),
         (["backup", "{folder}/b.zst", "--store", "sqlite:///{folder}/h.db"], 2, "packed as .gz"),
         (["backup", "{folder}/no/b.jsonl", "--store", "sqlite:///{folder}/h.db"], 2, "no file can be there"),
         (["restore", "{folder}/noise", "--to", "sqlite:///{folder}/new.db"], 1, "is not a backup"),
@@ -131,6 +133,7 @@ def test_a_damaged_store_is_backed_up_all_the_same(path: Path, tmp_path: Path) -
 )
 def test_mistakes(path: Path, arguments: list[str], code: int, words: str) -> None:
     (path.parent / "noise").write_bytes(b"noise " * 1000)
+    (path.parent / "empty").touch()
     result = run(*(one.replace("{folder}", str(path.parent)) for one in arguments))
     assert (result.exit_code, words in result.stderr) == (code, True), result.output
     assert result.stdout == ""

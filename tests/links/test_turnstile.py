@@ -121,6 +121,21 @@ async def test_a_session_whose_warming_an_engine_may_have_died_of_is_not_warmed_
     assert turnstile.may_warm(just_now)
 
 
+async def test_all_of_a_condemned_session_is_refused_and_what_has_no_name_is_never_a_suspect() -> None:
+    """A name tells the tries of one turn apart; without one a generation is of its session all the same."""
+    gate = Gate()
+    for _ in range(3):
+        gate.die(gate.enter(""))
+    assert [one.request for one in (gate.enter(""), gate.enter(""))] == gate.sent
+    assert not gate.turnstile.condemned.add("s", "t", b"1")
+    on_probation = [gate.enter(""), gate.enter("")]
+    assert gate.sent[2:] == [one.request for one in on_probation]
+    assert gate.turnstile.condemned.add("s", "t", b"2")
+    for name in ("", "new"):
+        with pytest.raises(Internal, match="SESSION_QUARANTINED"):
+            gate.enter(name)
+
+
 async def test_nothing_is_kept_of_what_is_over() -> None:
     gate = Gate()
     for number in range(5):

@@ -145,6 +145,15 @@ async def test_the_listing_repairs_itself(store: RedisStore, client: redis.Redis
     assert [one.session_id for one in (await store.list_sessions(TENANT, limit=10)).rows] == ["s1"]
 
 
+async def test_what_is_remembered_of_sessions_is_bounded(store: RedisStore) -> None:
+    """The ones that were changed last: a server that runs for months has seen more than it can remember."""
+    store._acknowledged._max_sessions = 2
+    for number in range(4):
+        await store.create(row(key(f"n{number}")), first_record(), "fp")
+    await whole_turn(store, key("n2"), 1)
+    assert list(store._acknowledged._numbers) == [key("n3"), key("n2")]
+
+
 async def test_many_updates_in_one_millisecond_are_all_listed(store: RedisStore, client: redis.Redis) -> None:
     """More entries of one time than a page of the index takes, and young, so that none is tidied away."""
     names = [f"s{number}" for number in range(5)]

@@ -51,6 +51,26 @@ async def test_a_redis_that_may_evict_from_now_on_does_not_serve(
         assert not await refusal(store)
 
 
+async def test_what_a_redis_does_not_keep_is_said_once_and_again_when_it_has_changed(
+    shared_redis: RedisServer, client: redis.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each ping looks at the settings; the log is for what is new."""
+    client.config_set("appendonly", "no")
+    try:
+        async with opened_redis(shared_redis.url) as store:
+            for _ in range(3):
+                await store.ping()
+            assert caplog.text.count("Conversations WILL be lost") == 1
+            client.config_set("appendonly", "yes")
+            await store.ping()
+            client.config_set("appendonly", "no")
+            for _ in range(3):
+                await store.ping()
+            assert caplog.text.count("Conversations WILL be lost") == 2
+    finally:
+        client.config_set("appendonly", "yes")
+
+
 async def test_the_durability_that_is_shown_is_the_present_one(
     shared_redis: RedisServer, client: redis.Redis
 ) -> None:

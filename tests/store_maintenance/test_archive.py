@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import gzip
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from pensieve.store import Key, open_store
 from pensieve.store._codec import StoredRecord, store_record
-from pensieve.store._raw import RawSession
+from pensieve.store._raw import RawSession, silent
 from pensieve.store._rules import Meta
 from pensieve.store.maintenance import (
     BadBackup,
@@ -24,11 +26,13 @@ from pensieve.store.maintenance import (
     Mode,
     backup,
     check,
+    move,
     open_backup,
     open_raw,
     restore,
 )
 from pensieve.store.maintenance.archive import ArchiveWriter, read_sessions
+from pensieve.store.maintenance.copying import copy
 from pensieve.store.records import SessionRow, State
 from support.processes import until
 from support.store.population import Made, populate
@@ -229,6 +233,54 @@ async def test_merging_keeps_the_longer_of_two_copies(tmp_path: Path) -> None:
             "gone": (1, "deleted"),
         }
     )
+
+
+async def test_a_copy_of_a_file_is_not_moved_into_the_file(tmp_path: Path) -> None:
+    """Both call themselves by one name: what was deleted in one would come back from the other."""
+    await filled(tmp_path / "h.db", MADE)
+    shutil.copy(tmp_path / "h.db", tmp_path / "copy.db")
+    source, target = open_raw(f"sqlite:///{tmp_path}/copy.db"), open_raw(f"sqlite:///{tmp_path}/h.db")
+    await source.open(Mode.ALONE)
+    await target.open(Mode.WRITE)
+    try:
+        with pytest.raises(CopyRefused, match="both are one and the same store"):
+            await move(source, target, merge=True)
+    finally:
+        await source.close()
+        await target.close()
+
+
+class Going:
+    """Sessions that are there once, and gone when they are to be compared."""
+
+    def __init__(self, path: Path) -> None:
+        self._left = list(read_sessions(path))
+
+    async def sessions(self) -> AsyncIterator[RawSession]:
+        left, self._left = self._left, []
+        for session in left:
+            yield session
+
+
+async def test_sessions_that_went_away_meanwhile_are_told(tmp_path: Path) -> None:
+    """What was written of them could not be compared with where it came from."""
+    path = await backed_up(await filled(tmp_path / "h.db", MADE), tmp_path / "b.jsonl")
+    store = open_raw(f"sqlite:///{tmp_path}/new.db")
+    await store.open(Mode.WRITE)
+    try:
+        with pytest.raises(CopyRefused, match="went away while they were copied"):
+            await copy(Going(path), store, of=None, merge=False, skip=False, progress=silent)
+    finally:
+        await store.close()
+    assert await revisions(f"sqlite:///{tmp_path}/new.db") == {}, "and nothing of them stays"
+
+
+async def test_a_backup_of_a_newer_program_says_what_to_do(tmp_path: Path) -> None:
+    path = await backed_up(await filled(tmp_path / "h.db", MADE), tmp_path / "b.jsonl")
+    head, rest = path.read_bytes().split(b"\n", 1)
+    path.write_bytes(head.replace(b'"format":1', b'"format":2') + b"\n" + rest)
+    with pytest.raises(BadBackup, match="has format 2, this program reads up to 1: upgrade Pensieve"):
+        open_backup(path)
 
 
 async def test_two_histories_under_one_name_are_a_conflict(tmp_path: Path) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
+from pathlib import Path
 
 import pytest
 import redis
 
-from pensieve.errors import DataLoss, FailedPrecondition
+from pensieve.errors import DataLoss, FailedPrecondition, Unavailable
 from pensieve.store._redis import dump
 from pensieve.store._redis.rows import index_key, session_keys
 from pensieve.store._sqlite.dump import SqliteDump
-from pensieve.store.maintenance import Mode, open_raw
+from pensieve.store.maintenance import Mode, backup, open_backup, open_raw, restore
 from support.store.patient import KEY, Patient, execute
+from support.store.redis_server import RedisServer
 from support.store.store_bench import counts, request, turn_record
 
 
@@ -48,6 +51,22 @@ async def test_a_session_in_a_file_is_read_at_one_moment(patient: Patient) -> No
     await store.close()
 
 
+@pytest.mark.parametrize("patient", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("mode", list(Mode))
+async def test_a_file_that_is_closed_is_let_go(patient: Patient, mode: Mode) -> None:
+    """Whoever holds the object still has no connection to the file, and a server can take it at once."""
+    store = open_raw(patient.url)
+    assert isinstance(store, SqliteDump)
+    await store.open(mode)
+    connection = store._sql
+    await store.close()
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        connection.execute("SELECT 1")
+    await store.close()
+    async with patient.served() as server:
+        assert (await server.load(KEY)).revision == 6
+
+
 async def test_a_session_that_went_on_is_not_overwritten(patient: Patient) -> None:
     """What was read before a turn was committed must not take the place of what is there after it."""
     store = open_raw(patient.url)
@@ -68,6 +87,23 @@ async def test_a_session_that_went_on_is_not_overwritten(patient: Patient) -> No
         assert (await server.load(KEY)).revision == 7
         assert len(await server.read(KEY)) == 7
     assert {one.session for one in (await patient.check()).findings} <= {KEY.session_id}
+
+
+@pytest.mark.parametrize("patient", ["sqlite"], indirect=True)
+async def test_what_was_written_to_a_file_that_has_gone_meanwhile_is_not_told_to_be_kept(
+    patient: Patient,
+) -> None:
+    store = open_raw(patient.url)
+    assert isinstance(store, SqliteDump)
+    await store.open(Mode.WRITE)
+    session = await store.session(KEY)
+    assert session is not None
+    assert await store.put(session, over=session.stamp)
+    store._path.rename(store._path.with_name("moved"))
+    with pytest.raises(Unavailable) as caught:
+        await store.flush()
+    assert caught.value.reason == "STORE_REPLACED"
+    await store.close()
 
 
 @pytest.mark.redis
@@ -112,3 +148,68 @@ async def test_two_programs_that_write_one_session_write_it_once(
     assert all(client.ttl(name) > 0 for name in client.keys("pv1:{*") if name in begun)
     await first.close()
     await second.close()
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("patient", ["redis"], indirect=True)
+@pytest.mark.parametrize(
+    ("most", "most_bytes", "batches"), [(1000, 1 << 30, 1), (4, 1 << 30, 3), (1000, 1, 11)]
+)
+async def test_a_session_is_written_in_batches_of_bounded_size(
+    patient: Patient,
+    client: redis.Redis,
+    monkeypatch: pytest.MonkeyPatch,
+    most: int,
+    most_bytes: int,
+    batches: int,
+) -> None:
+    """A row, four request ids and six records: neither a round trip for each of them, nor all of a long log at once."""
+    monkeypatch.setattr(dump, "BATCH", most)
+    monkeypatch.setattr(dump, "BATCH_BYTES", most_bytes)
+    store = open_raw(patient.url)
+    await store.open(Mode.WRITE)
+    session = await store.session(KEY)
+    assert session is not None
+    assert len(session.requests) + len(session.log) == 10
+    client.config_resetstat()
+    assert await store.put(session, over=session.stamp)
+    stats: dict[str, dict[str, int]] = client.info("commandstats")  # type: ignore[assignment]
+    assert stats["cmdstat_expire"]["calls"] == 3 * batches, "each batch prolongs the life of the three keys"
+    await store.close()
+    assert await patient.problems() == set()
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("patient", ["redis"], indirect=True)
+async def test_a_session_in_which_a_turn_runs_is_not_merged_with(patient: Patient, tmp_path: Path) -> None:
+    store = open_raw(patient.url)
+    await store.open(Mode.WRITE)
+    await backup(store, tmp_path / "b.jsonl")
+    async with patient.served() as server:
+        await server.begin(KEY, request("running", "t"))
+        done = await restore(open_backup(tmp_path / "b.jsonl"), store, merge=True)
+        assert done.conflicts == [f"{KEY.tenant}/{KEY.session_id}: a turn is running"]
+        assert (done.written, done.kept) == (0, 0), "and without being told to skip it nothing is done"
+        await server.renew(KEY, "t", 1000)
+    await store.close()
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("mode", [Mode.READ, Mode.SNAPSHOT, Mode.ALONE])
+async def test_a_redis_without_a_history_or_with_a_newer_one_is_not_read(
+    shared_redis: RedisServer, client: redis.Redis, mode: Mode
+) -> None:
+    store = open_raw(shared_redis.url)
+    try:
+        client.set("of another program", "x")
+        with pytest.raises(FailedPrecondition, match="holds no history") as caught:
+            await store.open(mode)
+        assert caught.value.reason == "STORE_FOREIGN"
+        assert client.keys("*") == [b"of another program"], "nothing is made of it"
+        for schema in ("99", "?"):
+            client.hset("pv1:store", mapping={"store_id": "x", "schema": schema})
+            with pytest.raises(FailedPrecondition, match="upgrade Pensieve") as caught:
+                await store.open(mode)
+            assert caught.value.reason == "STORE_VERSION"
+    finally:
+        await store.close()

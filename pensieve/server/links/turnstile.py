@@ -75,16 +75,15 @@ class Turnstile:
 
         ``origin``: name of a turn over all its tries, "" for none.
         """
-        if origin:
-            self._quarantine.check(origin)
-            self.condemned.check(command.session, command.standing.tenant, command.tokens)
+        self._quarantine.check(origin)
+        self.condemned.check(command.session, command.standing.tenant, command.tokens)
 
     def enter(self, generation: OpenGeneration, command: Submit, origin: str) -> None:
         """Send the command, now or when it is this generation's turn. Raises what ``send`` does."""
         passage = _Passage(generation, command, origin)
         if origin and self.condemned.on_probation(command.session):
             self._quarantine.suspect(origin)
-        alone = bool(origin) and self._quarantine.must_wait(origin)
+        alone = self._quarantine.must_wait(origin)
         if alone and self._lone is not None:
             self._held[generation.request] = passage
             return

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
+import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from pensieve.errors import FailedPrecondition, Unavailable
-from pensieve.store._sqlite import durable
+from pensieve.store._sqlite import claim, durable
 from pensieve.store._sqlite import file as sqlite_file
 from pensieve.store.sqlite_store import SqliteStore
 from support.store.store_bench import (
@@ -75,6 +77,28 @@ async def test_the_file_itself_is_locked(tmp_path: Path, how: str) -> None:
         assert len(await store.read(KEY)) == 2
 
 
+@pytest.mark.parametrize(
+    ("number", "served"), [(errno.ENOLCK, False), (errno.EIO, False), (errno.EINVAL, True)]
+)
+async def test_a_lock_that_fails_is_told_and_one_that_the_kernel_lacks_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, served: bool
+) -> None:
+    """The lock file is there all the same; a network file system that has lost its locks is no place for a history."""
+
+    def failing(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(claim.fcntl, "fcntl", failing)
+    store = SqliteStore(tmp_path / "h.db")
+    if served:
+        await store.open()
+        await refused(tmp_path / "h.db")
+        await store.close()
+    else:
+        with pytest.raises(Unavailable, match=f"cannot lock .*h.db: {os.strerror(number)}"):
+            await store.open()
+
+
 @pytest.mark.fault(62)
 async def test_behind_a_link_the_log_of_changes_is_emptied_and_made_durable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -103,6 +127,50 @@ async def test_a_link_that_leads_elsewhere_now(tmp_path: Path) -> None:
         with pytest.raises(Unavailable) as caught:
             await whole_turn(store, KEY, 2)
         assert caught.value.reason == "STORE_REPLACED"
+
+
+# ---- opened on a disk in trouble, or after a renewal that was cut off
+
+
+@pytest.mark.fault(38)
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (errno.ENOSPC, "STORE_FULL"),
+        (errno.EDQUOT, "STORE_FULL"),
+        (errno.EROFS, "STORE_FULL"),
+        (errno.EIO, "STORE_UNAVAILABLE"),
+    ],
+    ids=lambda one: errno.errorcode[one] if isinstance(one, int) else one,
+)
+async def test_a_start_tells_a_full_disk_from_a_sick_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, reason: str
+) -> None:
+    async with opened_sqlite(tmp_path / "h.db"):
+        pass
+
+    def failing(_: Path) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(durable, "sync_folder", failing)
+    with pytest.raises(Unavailable, match=os.strerror(number)) as caught:
+        await SqliteStore(tmp_path / "h.db").open()
+    assert caught.value.reason == reason
+
+
+async def test_a_file_made_of_one_that_is_no_longer_there_is_not_taken_and_not_left(tmp_path: Path) -> None:
+    path, left = tmp_path / "h.db", tmp_path / ".h.db.renewed-1"
+    async with opened_sqlite(path) as store:
+        await store.create(row(KEY), first_record(), "fp")
+    shutil.copy(path, left)
+    older = left.read_bytes()
+    async with opened_sqlite(path) as store:
+        await whole_turn(store, KEY, 1)
+    assert not left.exists()
+    left.write_bytes(older)
+    async with opened_sqlite(path) as store:
+        assert len(await store.read(KEY)) == 2
+    assert not left.exists()
 
 
 # ---- deleted while in use
@@ -135,6 +203,29 @@ async def test_turns_outlive_the_log_of_changes_that_held_them(
         await store.ping()
         revision = (await store.load(KEY)).revision
         assert (await whole_turn(store, KEY, revision)).revision == revision + 1
+
+
+@pytest.mark.fault(63)
+async def test_while_another_program_reads_the_deleted_log_of_changes_no_turn_is_taken(
+    tmp_path: Path,
+) -> None:
+    """It could not be brought into the file, and a new log would hide what it holds."""
+    path = tmp_path / "h.db"
+    async with opened_sqlite(path) as store:
+        await store.create(row(KEY), first_record(), "fp")
+        await whole_turn(store, KEY, 1)
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN")
+            other.execute("SELECT COUNT(*) FROM sessions").fetchone()
+            await whole_turn(store, KEY, 2)
+            os.unlink(f"{path}-wal")
+            with pytest.raises(
+                Unavailable, match="another program reads the log of changes that was deleted"
+            ):
+                await store.ping()
+        await store.ping()
+        assert len(await store.read(KEY)) == 3
+        await whole_turn(store, KEY, 3)
 
 
 @pytest.mark.fault(38)

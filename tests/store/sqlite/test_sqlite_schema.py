@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sqlite3
 from pathlib import Path
 
@@ -48,7 +49,7 @@ async def make_first_schema(path: Path) -> None:
         connection.execute("PRAGMA user_version = 1")
 
 
-async def test_an_older_file_is_brought_up_to_date(tmp_path: Path) -> None:
+async def test_an_older_file_is_brought_up_to_date(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "h.db"
     await make_first_schema(path)
     first = tmp_path / "first.db"
@@ -56,8 +57,12 @@ async def test_an_older_file_is_brought_up_to_date(tmp_path: Path) -> None:
         connection.executescript(schema._FIRST)
     assert sorted(statements(path), key=str) == sorted(statements(first), key=str)
 
+    caplog.set_level(logging.INFO)
     store = SqliteStore(path)
     await store.open()
+    told = f"from schema 1 to {schema.SCHEMA}: older programs cannot open it then"
+    assert told in caplog.text, "who goes back to an older program has to know"
+    caplog.clear()
     for labels in ({"team": "blue"}, {"team": "blue", "kind": "chat"}):
         page = await store.list_sessions(TENANT, limit=9, labels=labels)
         assert [one.session_id for one in page.rows] == [KEY.session_id]
@@ -71,6 +76,7 @@ async def test_an_older_file_is_brought_up_to_date(tmp_path: Path) -> None:
     await fresh.open()
     await fresh.close()
     assert set(statements(path)) == set(statements(tmp_path / "fresh.db"))
+    assert "schema" not in caplog.text, "nothing of a new file"
 
 
 async def test_a_file_of_the_second_schema_is_brought_up_to_date(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sqlite3
+import stat
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,13 +15,27 @@ import pytest
 
 from pensieve.errors import DataLoss, FailedPrecondition, PensieveError, Unavailable
 from pensieve.store import TenantUsage, sqlite_store
+from pensieve.store._clock import Moment
 from pensieve.store._sqlite import file as sqlite_file
+from pensieve.store._sqlite import reader as sqlite_reader
 from pensieve.store._sqlite import rows as sqlite_rows
 from pensieve.store._sqlite.durable import content_digest, make_durable
+from pensieve.store._sqlite.reader import SqliteReader
+from pensieve.store._sqlite.renewal import renew
 from pensieve.store._sqlite.rows import Rows
 from pensieve.store.records import State
 from pensieve.store.sqlite_store import SqliteStore
-from support.store.store_bench import TENANT, counts, first_record, key, request, row, turn_record, whole_turn
+from support.store.store_bench import (
+    TENANT,
+    counts,
+    first_record,
+    key,
+    opened_sqlite,
+    request,
+    row,
+    turn_record,
+    whole_turn,
+)
 
 KEY = key()
 OTHER = key("s2")
@@ -148,6 +164,55 @@ async def test_ping_tells_of_a_disk_that_is_nearly_full(
     await store.ping()
 
 
+@pytest.mark.fault(38)
+async def test_ping_tells_of_a_file_system_that_has_become_read_only(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Linux makes it after errors of the disk; it has room then."""
+    found = os.statvfs(store.path)
+    flags = os.statvfs_result([*found[:8], found.f_flag | os.ST_RDONLY, *found[9:]])
+    monkeypatch.setattr(os, "statvfs", lambda _: flags)
+    with pytest.raises(Unavailable, match="the file system is read-only") as caught:
+        await store.ping()
+    assert caught.value.reason == "STORE_FULL"
+    monkeypatch.undo()
+    await store.ping()
+
+
+async def test_a_large_file_is_not_looked_over_for_each_session_that_has_lost_something(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = []
+    monkeypatch.setattr(sqlite_file, "is_sound", lambda connection: looks.append(connection) or True)
+    for _ in range(3):
+        assert not await store._database.mend()
+    assert len(looks) == 1
+    monkeypatch.setattr(sqlite_file, "AGAIN_S", 0.0)
+    assert not await store._database.mend()
+    assert len(looks) == 2
+
+
+@pytest.mark.fault(43)
+async def test_a_file_made_of_a_damaged_one_is_as_private_from_its_first_byte_on(store: SqliteStore) -> None:
+    made, modes = store.path.with_name(".h.db.new"), set[int]()
+
+    def look(_what: str, _done: int, _of: int | None) -> None:
+        if made.exists():
+            modes.add(stat.S_IMODE(made.stat().st_mode))
+
+    await store.close()
+    before = os.umask(0)
+    try:
+        renew(store.path, Moment(1, 1), look)
+    finally:
+        os.umask(before)
+    assert modes == {0o600}
+    assert stat.S_IMODE(store.path.stat().st_mode) == 0o600
+    store.path.chmod(0o640)
+    renew(store.path, Moment(1, 1))
+    assert stat.S_IMODE(store.path.stat().st_mode) == 0o640, "who could read it still can"
+
+
 @pytest.mark.fault(43)
 async def test_a_file_with_a_damaged_page_is_served_without_what_it_has_lost(tmp_path: Path) -> None:
     path = tmp_path / "h.db"
@@ -171,6 +236,43 @@ async def test_a_file_with_a_damaged_page_is_served_without_what_it_has_lost(tmp
     await store.close()
     (kept,) = tmp_path.glob("h.db.damaged-*")
     assert kept.read_bytes() == before
+
+
+@pytest.mark.fault(43)
+@pytest.mark.parametrize("lost", ["PRAGMA user_version = 0", "DELETE FROM store"], ids=["schema", "name"])
+async def test_a_file_that_has_lost_what_it_says_of_itself_is_served_again(
+    store: SqliteStore, lost: str
+) -> None:
+    """It looks like another program's; what its pages hold tells that it is a history."""
+    before = await store.read(KEY)
+    await store.close()
+    behind(store.path, lost)
+    async with opened_sqlite(store.path) as again:
+        assert await again.read(KEY) == before
+        assert again.store_id
+        await whole_turn(again, KEY, 2)
+    assert list(store.path.parent.glob("h.db.damaged-*"))
+
+
+@pytest.mark.fault(43)
+async def test_a_server_whose_file_has_lost_its_name_keeps_it_and_goes_on(store: SqliteStore) -> None:
+    """The server knows the name. Under a new one it would take its own file for another and refuse all work."""
+    name = store.store_id
+    await store._database.erase_log()
+    with contextlib.closing(sqlite3.connect(store.path)) as connection:
+        page = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'store'").fetchone()[0]
+    with store.path.open("r+b") as file:
+        file.seek(4096 * (page - 1))
+        file.write(b"\xff" * 4096)
+    behind(store.path, "INSERT INTO tenants VALUES ('nobody', 0, 0)")  # so that the page is read again
+    assert await store._database.mend()
+    assert store.store_id == name
+    await whole_turn(store, KEY, 2)
+    assert len(await store.read(KEY)) == 3
+    await store.close()
+    async with opened_sqlite(store.path) as again:
+        assert again.store_id == name
+    assert list(store.path.parent.glob("h.db.damaged-*"))
 
 
 async def test_an_unreadable_row_is_made_again_from_its_records(
@@ -256,6 +358,54 @@ async def test_neither_commits_nor_reads_wait_for_a_listing(store: SqliteStore) 
     finally:
         leave.set()
     assert await slow == 2
+
+
+async def test_a_tenant_whose_reads_pile_up_is_refused_and_the_others_are_served(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_reader, "MOST_WAITING", 2)
+    entered, leave = threading.Event(), threading.Event()
+
+    def stuck(rows: Rows) -> None:
+        entered.set()
+        assert leave.wait(60)
+
+    reads = [asyncio.create_task(store._database.read(stuck, TENANT))]
+    try:
+        assert await asyncio.to_thread(entered.wait, 60)
+        reads += [asyncio.create_task(store._database.read(stuck, TENANT)) for _ in range(2)]
+        other = asyncio.create_task(store.usage("other"))
+        refused = asyncio.create_task(store.load(KEY))
+        await asyncio.sleep(0)
+        assert [task.done() for task in (*reads, other, refused)] == [False] * 4 + [True]
+    finally:
+        leave.set()
+    with pytest.raises(Unavailable, match="too many reads of this tenant are waiting"):
+        await refused
+    await asyncio.gather(*reads)
+    assert await other == TenantUsage(0, 0)
+    assert (await store.load(KEY)).revision == 2
+
+
+def test_a_reader_without_a_connection_can_be_closed_while_a_read_is_ending(tmp_path: Path) -> None:
+    """There is nothing to interrupt then."""
+
+    class Ending:
+        """The lock of a read that lets go at the second try."""
+
+        tries = 0
+
+        def acquire(self, timeout: float) -> bool:
+            self.tries += 1
+            return self.tries > 1
+
+        def release(self) -> None:
+            pass
+
+    reader, lock = SqliteReader(tmp_path / "h.db", "reads", 0), Ending()
+    reader._lock = lock  # type: ignore[assignment]
+    reader.close()
+    assert lock.tries == 2
 
 
 async def test_a_listing_by_label_looks_at_the_sessions_that_carry_it(
