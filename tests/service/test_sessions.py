@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from typing import Any
 
+from pensieve.store.memory_store import MemoryStore
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service.service_rig import ANSWER, Rig, encode, refusal, says, serving, spec, uid, user
 
@@ -284,6 +286,22 @@ async def test_a_session_that_never_had_a_turn_leaves_its_id_free() -> None:
         turn = await rig.run(name, discarded)
         assert (turn.output.text, turn.base_revision) == ("better", 1)
         assert [item.text for item in await rig.items(name)] == ["Be kind.", "a", "better"]
+
+
+async def test_another_server_takes_the_next_session_of_an_id_for_what_it_is() -> None:
+    ticks = itertools.count(1_700_000_000_000)
+    async with (
+        serving(store=MemoryStore(clock=lambda: next(ticks))) as rig,
+        serving(store=rig.store) as other,
+    ):
+        name = await rig.create("Be brief.", session_id="mine")
+        await rig.api.AppendItems(pb.AppendItemsRequest(name=name, items=[user("more")]))
+        assert len(await other.items(name)) == 2  # it knows revision 2
+        await rig.api.DeleteSession(unused(name))
+        await rig.create("Be kind.", session_id="mine")
+        assert (await other.run(name, "a")).base_revision == 1
+        assert [item.text for item in await other.items(name)] == ["Be kind.", "a", ANSWER]
+        assert (await refusal(rig.api.DeleteSession(unused(name)))).reason == "SESSION_USED"
 
 
 async def test_a_session_that_has_had_a_turn_is_not_unused() -> None:
