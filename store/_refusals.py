@@ -75,6 +75,10 @@ def not_next(current: int, offered: int) -> RevisionMismatch:
     )
 
 
+def other_head(current: int) -> RevisionMismatch:
+    return RevisionMismatch("the session has changed meanwhile", metadata={"current_revision": str(current)})
+
+
 def diverged(revision: int) -> DataLoss:
     """The store's log is sound but is not the one the caller remembers (a fail-over lost acknowledged records)."""
     return DataLoss(

@@ -218,6 +218,19 @@ def delete(
     raise _refusals.not_found() if meta is None else _refusals.expired()
 
 
+def is_to_forget(meta: Meta | None, head_hash: str, now: Moment) -> bool:
+    """Whether there is a session to remove without a trace. Raises what ``HistoryStore.forget`` does."""
+    if meta is None or is_gone(meta, now) or meta.row.state is State.DELETED:
+        return False
+    if meta.row.state is State.DAMAGED:
+        raise _refusals.damaged()
+    if meta.lease is not None and meta.lease.until_ms > now.steady_ms:
+        raise _refusals.busy(meta.lease.request_id, meta.lease.until_ms - now.steady_ms)
+    if meta.row.head_hash != head_hash:
+        raise _refusals.other_head(meta.row.revision)
+    return True
+
+
 def check_first(record: Record) -> None:
     """Raises ValueError unless ``record`` can start a session: the caller's mistake, not the client's."""
     if record.revision != 1 or record.kind is not RecordKind.CREATE:

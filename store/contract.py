@@ -317,6 +317,15 @@ class HistoryStore(Protocol):
         """Erase content at once; a tombstone (id and time) stays for the life of the store's retention."""
         ...
 
+    async def forget(self, key: Key, head_hash: str) -> None:
+        """Remove a session and every trace of it: its id is free again. For one that has never had a turn.
+
+        ``head_hash``: chain hash of the newest record that the caller has read, and found to be no turn. A session that
+        is not there, or was deleted, is no error. Order of checks: state → busy → head. Raises TurnInProgress,
+        RevisionMismatch when the newest record is another one, FailedPrecondition (SESSION_DAMAGED).
+        """
+        ...
+
     async def mark_damaged(self, key: Key) -> None:
         """No more writes to this session; reads and deletion go on."""
         ...

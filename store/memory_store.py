@@ -217,6 +217,11 @@ class MemoryStore:
             self._unmark(key)
             self._sessions[key] = _Session(tombstone)
 
+    async def forget(self, key: Key, head_hash: str) -> None:
+        if _rules.is_to_forget(self._meta(key), head_hash, self._now()):
+            self._unmark(key)
+            del self._sessions[key]
+
     async def mark_damaged(self, key: Key) -> None:
         meta = _rules.present(self._meta(key), self._now())
         self._sessions[key].meta = _rules.damage(meta)

@@ -85,6 +85,7 @@ class RedisStore:
         self._apply = link.script(scripts.APPLY)
         self._abort = link.script(scripts.ABORT)
         self._delete = link.script(scripts.DELETE)
+        self._forget = link.script(scripts.FORGET)
         self._damage = link.script(scripts.DAMAGE)
 
     @classmethod
@@ -304,6 +305,21 @@ class RedisStore:
             await self._link.confirm(session_keys(key), 0, "")
         self._acknowledged.erased(key, *(values if outcome == b"OK" else ()))
         await self._index.remove(key)
+
+    async def forget(self, key: Key, head_hash: str) -> None:
+        outcome, *values = await self._acknowledged.change(self._forget, key, [head_hash])
+        if outcome == b"DELETED":
+            return
+        if outcome == b"NOT_FOUND":
+            # A try whose reply was lost may have removed it. The listing is corrected when it is read.
+            await self._link.check_marker()
+            return
+        if outcome != b"OK":
+            await self._refuse(key, outcome, values)
+        now, number, update_ms = values
+        await self._link.confirm(session_keys(key), 0, head_hash)
+        self._acknowledged.erased(key, now, number)
+        await self._index.remove_old(key, int(update_ms))
 
     async def mark_damaged(self, key: Key) -> None:
         outcome, *values = await self._link.call(self._damage, session_keys(key), [])

@@ -304,6 +304,16 @@ class SqliteStore:
         if await self._write(work):
             await self._database.erase_log()
 
+    async def forget(self, key: Key, head_hash: str) -> None:
+        def work(rows: Rows) -> bool:
+            found = _rules.is_to_forget(rows.meta(key), head_hash, self._now())
+            if found:
+                rows.erase(key)
+            return found
+
+        if await self._write(work):
+            await self._database.erase_log()
+
     async def mark_damaged(self, key: Key) -> None:
         await self._write(
             lambda rows: rows.put(key, _rules.damage(_rules.present(rows.salvaged(key), self._now())))

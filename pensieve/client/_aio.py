@@ -321,9 +321,19 @@ class AsyncSession(SessionView):
         """
         return await self.update(rebind=True, expected_revision=expected_revision)
 
-    async def delete(self, *, expected_revision: int | None = None, allow_missing: bool = False) -> None:
-        """Erase the conversation at once."""
-        await self._link.run(self._core.delete(expected_revision, allow_missing))
+    async def delete(
+        self,
+        *,
+        expected_revision: int | None = None,
+        allow_missing: bool = False,
+        unused_only: bool = False,
+    ) -> None:
+        """Erase the conversation at once. Its id is not free again for 30 days.
+
+        ``unused_only``: only a session that has never had a turn, whose id is free again then. Raises
+        FailedPrecondition (SESSION_USED) where it has had one, TurnInProgress while one runs.
+        """
+        await self._link.run(self._core.delete(expected_revision, allow_missing, unused_only))
 
     async def count_tokens(
         self,

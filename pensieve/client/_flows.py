@@ -348,17 +348,21 @@ class SessionCore:
         response = yield from self.call("UpdateSession", request, replay=expected_revision is None)
         return self._learn(response.session)
 
-    def delete(self, expected_revision: int | None, allow_missing: bool) -> Flow[None]:
+    def delete(self, expected_revision: int | None, allow_missing: bool, unused_only: bool) -> Flow[None]:
         request = pb.DeleteSessionRequest(
-            name=self.name, expected_revision=expected_revision, allow_missing=allow_missing
+            name=self.name,
+            expected_revision=expected_revision,
+            allow_missing=allow_missing,
+            unused_only=unused_only,
         )
+        gone = "SESSION_NOT_FOUND" if unused_only else "SESSION_DELETED"
         tries, tried = Tries(self.settings), False
         while True:
             try:
                 yield Invoke("DeleteSession", request, self.name, tries.left_s)
                 return
             except NotFound as error:
-                if tried and error.reason == "SESSION_DELETED":
+                if tried and error.reason == gone:
                     return  # By the try whose answer was lost.
                 raise
             except PensieveError as error:

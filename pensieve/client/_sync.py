@@ -319,9 +319,19 @@ class Session(SessionView):
         """
         return self.update(rebind=True, expected_revision=expected_revision)
 
-    def delete(self, *, expected_revision: int | None = None, allow_missing: bool = False) -> None:
-        """Erase the conversation at once."""
-        self._link.run(self._core.delete(expected_revision, allow_missing))
+    def delete(
+        self,
+        *,
+        expected_revision: int | None = None,
+        allow_missing: bool = False,
+        unused_only: bool = False,
+    ) -> None:
+        """Erase the conversation at once. Its id is not free again for 30 days.
+
+        ``unused_only``: only a session that has never had a turn, whose id is free again then. Raises
+        FailedPrecondition (SESSION_USED) where it has had one, TurnInProgress while one runs.
+        """
+        self._link.run(self._core.delete(expected_revision, allow_missing, unused_only))
 
     def count_tokens(
         self,

@@ -172,7 +172,7 @@ class ConversationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteSession(self, request, context):
-        """Erases content now; a tombstone blocks late retries.
+        """Erases content now; a tombstone blocks late retries, unless unused_only is set.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -67,6 +67,20 @@ if expire > 0 then redis.call('ZADD', ends, ARGV[4], session) else redis.call('Z
 """
 )
 
+# ARGV: session id, and until when (ms) it was changed: another session may have been made under its id since then.
+_REMOVE_OLD: Final = (
+    _PRELUDE
+    + """
+local session, most = ARGV[1], tonumber(ARGV[2])
+local place = redis.call('ZSCORE', index, session)
+if place and tonumber(place) <= most then redis.call('ZREM', index, session) end
+local update, bytes = kept(session)
+if update > most or redis.call('HDEL', usage, session) == 0 then return end
+redis.call('ZREM', ends, session)
+redis.call('INCRBY', total, string.format('%.0f', -bytes))
+"""
+)
+
 # ARGV: session id, and what its members of `marks` begin with.
 _REMOVE: Final = (
     _PRELUDE
@@ -112,6 +126,7 @@ class RedisIndex:
         self._link = link
         self._enter = link.script(_ENTER)
         self._remove = link.script(_REMOVE)
+        self._remove_old = link.script(_REMOVE_OLD)
         self._usage = link.script(_USAGE)
 
     async def announce(self, key: Key) -> None:
@@ -129,6 +144,11 @@ class RedisIndex:
     async def remove(self, key: Key) -> None:
         prefix = f"s:{quote(key.session_id, safe='')}:"
         await self._link.call(self._remove, tenant_keys(key.tenant), [key.session_id, prefix])
+
+    async def remove_old(self, key: Key, until_ms: int) -> None:
+        """The same for a session without marked turns whose id is free again: what was entered later than ``until_ms``
+        is of another one, and stays."""
+        await self._link.call(self._remove_old, tenant_keys(key.tenant), [key.session_id, until_ms])
 
     async def mark(self, key: Key, entries: Iterable[Marking]) -> None:
         """Enter what turns of the session are found by, before they are appended."""

@@ -127,6 +127,8 @@ class RedisLink:
     async def confirm(self, keys: list[str], revision: int, head_hash: str, *, reading: bool = False) -> bool:
         """Returns when that revision of a session (0: its deletion), written before, would outlive Redis' process.
 
+        With a ``head_hash``, 0 is the removal of the session that had that head.
+
         ``reading``: it was read, not made. False then, at once, for a disk that takes no writes: nothing is proven, but
         reads go on there.
 

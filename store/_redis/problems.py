@@ -79,6 +79,8 @@ def refusal(
             return _refusals.wrong_revision(int(values[0]), expected or 0)
         case b"CORRUPT":
             return _refusals.corrupt(key, int(values[0]), values[1].decode())
+        case b"OTHER_HEAD":
+            return _refusals.other_head(int(values[0]))
         case b"DIVERGED":
             return _refusals.diverged(int(values[0]))
         case b"NOT_NEXT":

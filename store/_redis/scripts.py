@@ -12,8 +12,8 @@ KEYS of every script, all in one hash slot (``k`` = ``pv1:{<tenant>/<session id>
 
 A tombstone is k:m alone, with state "deleted". ``sure`` is the largest revision that replicas are known to have, if
 they are asked. Replies are lists: an outcome name, then its values; "OK" carries the server's time in ms and all of
-k:m. CREATE, COMMIT, APPLY and DELETE take a fourth key and one more argument, and reply a number: see ``numbered``.
-Times come from the server (``TIME``) only.
+k:m. CREATE, COMMIT, APPLY, DELETE and FORGET take a fourth key and one more argument, and reply a number: see
+``numbered``. Times come from the server (``TIME``) only.
 
 The three keys answer for each other. k:l must end with the row's revision and hash; ``seal`` is "<revision>|<number of
 request ids>|<sha1>", where the hash covers that number and every field that only a record changes. A seal of an earlier
@@ -297,6 +297,21 @@ return {'OK', digits(now), numbered()}
 """
 )
 
+# ARGV: chain hash of the newest record. Replies the update time, too, by which the listing is kept.
+FORGET: Final = (
+    PRELUDE
+    + """
+local refused = absent() or damaged() or broken()
+if refused then return refused end
+local left = lease_left()
+if left > 0 then return {'BUSY', get('run_req'), digits(left)} end
+if get('head_hash') ~= ARGV[1] then return {'OTHER_HEAD', get('revision')} end
+local update = digits(num('update_ms'))
+redis.call('DEL', m, q, l)
+return {'OK', digits(now), numbered(), update}
+"""
+)
+
 DAMAGE: Final = (
     PRELUDE
     + """
@@ -317,10 +332,11 @@ local function written(there, none, reading)
 end
 """
 
-# KEYS: a fourth, which never exists. ARGV: a revision and its chain hash, or 0 for the deletion; "1" to write nothing,
-# so that a full disk refuses nothing. Replies "1" if the session still has it (or was deleted since), how many bytes
-# for the append-only file are in Redis' own memory, how many flushes of the file are under way, and "1" if it could not
-# be written to: all as before this command, "0" without such a file or a right to INFO.
+# KEYS: a fourth, which never exists. ARGV: a revision and its chain hash, or 0 for the deletion, or 0 and the chain
+# hash of a session that was removed without a trace; "1" to write nothing, so that a full disk refuses nothing. Replies
+# "1" if the session still has it (or was deleted since), how many bytes for the append-only file are in Redis' own
+# memory, how many flushes of the file are under way, and "1" if it could not be written to: all as before this command,
+# "0" without such a file or a right to INFO.
 BUFFERED: Final = (
     PRELUDE
     + _WRITTEN
@@ -328,6 +344,7 @@ BUFFERED: Final = (
 local revision, hash = ARGV[1], ARGV[2]
 local function has_it()
   if get('state') == 'deleted' then return true end
+  if revision == '0' and hash ~= '' then return get('head_hash') ~= hash end
   if revision == '0' or num('revision') < int(revision) then return false end
   if revision == get('revision') then return get('head_hash') == hash end
   local entry = redis.call('XRANGE', l, revision .. '-0', revision .. '-0')[1]

@@ -136,10 +136,11 @@ def test_delete(client: Any, fake: FakeConversations) -> None:
     chat.delete(allow_missing=True)
 
 
-def test_a_delete_whose_answer_was_lost(client: Any, fake: FakeConversations) -> None:
+@pytest.mark.parametrize("unused_only", [False, True])
+def test_a_delete_whose_answer_was_lost(client: Any, fake: FakeConversations, unused_only: bool) -> None:
     chat = client.create_session()
     fake.unary_script.append(grpc.StatusCode.UNAVAILABLE)
-    chat.delete()
+    chat.delete(unused_only=unused_only)
     assert fake.calls.count("DeleteSession") == 2
 
 

@@ -46,6 +46,18 @@ async def test_sessions_are_counted_and_room_comes_back() -> None:
         assert await rig.session(await rig.create())
 
 
+@pytest.mark.parametrize("unused_only", [False, True])
+async def test_room_is_there_as_soon_as_a_session_is_removed(
+    unused_only: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quotas, "FRESH_S", 3600.0)
+    async with serving(tenants=table(max_sessions=1)) as rig:
+        for _ in range(3):
+            name = await rig.create()
+            assert_quota(await refusal(rig.create()), "max_sessions")
+            await rig.api.DeleteSession(pb.DeleteSessionRequest(name=name, unused_only=unused_only))
+
+
 async def test_a_session_that_exists_is_found_again_without_room() -> None:
     async with serving(tenants=table(max_sessions=1)) as rig:
         request = pb.CreateSessionRequest(request_id=uid())

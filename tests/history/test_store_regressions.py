@@ -57,12 +57,13 @@ async def test_turns_and_readers_are_refused(
             rig.call(name, spec("third")),
             rig.api.ListItems(pb.ListItemsRequest(name=name)),
             rig.api.RewindSession(pb.RewindSessionRequest(name=name, item=1)),
+            rig.api.DeleteSession(pb.DeleteSessionRequest(name=name, unused_only=True)),
         ):
             error = await refusal(call)
             assert (error.code, error.reason) == REGRESSED
             assert error.metadata["current_revision"] == "2"
-        assert counted.seen_by == ["server"] * 3
-        assert sum("went back in time" in record.message for record in caplog.records) == 3
+        assert counted.seen_by == ["server"] * 4
+        assert sum("went back in time" in record.message for record in caplog.records) == 4
         assert (await rig.session(name)).revision == 2, "nothing was added"
         assert (await rig.run(other, "hi")).revision == 2, "other sessions go on"
 

@@ -12,7 +12,7 @@ import pytest
 
 from pensieve.client import AsyncClient
 from pensieve.errors import NotFound, ResourceExhausted
-from pensieve.http.chat import endpoint
+from pensieve.http.chat import named
 from pensieve.http.responses.ids import ResponseId
 from pensieve.v1 import pensieve_pb2 as pb
 from support.http.http_rig import BearerTenant, HttpRig, door, opened
@@ -221,7 +221,7 @@ async def test_what_is_refused_leaves_nothing_and_may_be_put_right(kind: str, ke
         for _ in range(2):
             await ask(path, bad, key, status=400)
             assert [(one.name, one.revision) for one in await sessions(rig)] == before
-        # The same key is free for the call as it should have been.
+        # The same key is free for the call as it should have been, and so is a name that the client chose.
         answer = (await ask(path, good, key)).json()
         if key and kind != "unstored":
             same = "id" if "id" in answer else "data"
@@ -240,7 +240,7 @@ async def test_a_named_session_keeps_nothing_of_what_is_refused(there: bool, key
         await ask(CHAT, {**body, "messages": [*crowd, *talk(LONG)]}, key, status=400)
         if not there:
             assert await sessions(rig) == []
-            await ask(CHAT, {**body, "session": "other"}, key)  # the key is free
+            await ask(CHAT, body, key)  # key and name are free
             return
         await ask(CHAT, {**body, **REFUSED}, key, status=400)
         assert [item.text for item in await rig.service.items("sessions/mine")] == ["hi", ANSWER]
@@ -345,7 +345,7 @@ async def test_a_turn_of_another_call_in_a_named_session_is_never_taken_back(
     """Two first calls name one session. The other one is answered while this one makes the session, or begins in it."""
     async with door() as rig, asking(rig) as ask:
         waiting = [ask(CHAT, {"messages": talk("other"), "session": "mine"})]
-        module, name = (endpoint, "answered") if refused else (AsyncClient, "create_session")
+        module, name = (named, "answered") if refused else (AsyncClient, "create_session")
         real = getattr(module, name)
 
         async def beside(*args: Any, **options: Any) -> Any:

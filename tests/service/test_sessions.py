@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from typing import Any
 
+from pensieve.store.memory_store import MemoryStore
 from pensieve.v1 import pensieve_pb2 as pb
-from support.service.service_rig import ANSWER, Rig, encode, refusal, serving, spec, uid, user
+from support.service.service_rig import ANSWER, Rig, encode, refusal, says, serving, spec, uid, user
 
 
 async def talk(rig: Rig, turns: int = 2, system: str = "Be brief.") -> str:
@@ -249,6 +251,82 @@ async def test_delete() -> None:
         assert (await refusal(rig.api.DeleteSession(missing))).reason == "SESSION_NOT_FOUND"
         missing.allow_missing = True
         await rig.api.DeleteSession(missing)
+
+
+def unused(name: str, **fields: Any) -> pb.DeleteSessionRequest:
+    return pb.DeleteSessionRequest(name=name, unused_only=True, **fields)
+
+
+async def test_a_session_that_never_had_a_turn_leaves_its_id_free() -> None:
+    async with serving(answer=None) as rig:
+        said = [user("hello"), pb.InputItem(role=pb.ROLE_ASSISTANT, text="the fox")]
+        name = await rig.create("Be brief.", session_id="mine", initial_items=said)
+        await rig.api.AppendItems(pb.AppendItemsRequest(name=name, items=[user("more")]))
+        await rig.items(name)  # the history is cached
+        stale = unused(name, expected_revision=1)
+        assert (await refusal(rig.api.DeleteSession(stale))).reason == "REVISION_MISMATCH"
+        discarded = spec("a")
+        call = rig.call(name, discarded)
+        generation = await rig.link.next_generation()
+        generation.admit()
+        error = await refusal(rig.api.DeleteSession(unused(name)))
+        assert (error.code, error.reason) == ("ABORTED", "TURN_IN_PROGRESS")
+        await rig.cancel(name, discarded.request_id, keep=pb.CancelTurnRequest.KEEP_NOTHING)
+        assert (await refusal(call)).reason == "TURN_CANCELLED"
+        rig.link.evicted.clear()
+        await rig.api.DeleteSession(unused(name, expected_revision=2))
+        assert len(rig.link.evicted) == 1
+        gone = await refusal(rig.api.GetSession(pb.GetSessionRequest(name=name)))
+        assert (gone.code, gone.reason) == ("NOT_FOUND", "SESSION_NOT_FOUND")
+        assert (await refusal(rig.api.DeleteSession(unused(name)))).reason == "SESSION_NOT_FOUND"
+        await rig.api.DeleteSession(unused(name, allow_missing=True))
+        # Another session has the id now, and is not taken for one that lost what it had.
+        assert await rig.create("Be kind.", session_id="mine") == name
+        rig.link.answer = lambda _: says("better")
+        turn = await rig.run(name, discarded)
+        assert (turn.output.text, turn.base_revision) == ("better", 1)
+        assert [item.text for item in await rig.items(name)] == ["Be kind.", "a", "better"]
+
+
+async def test_another_server_takes_the_next_session_of_an_id_for_what_it_is() -> None:
+    ticks = itertools.count(1_700_000_000_000)
+    async with (
+        serving(store=MemoryStore(clock=lambda: next(ticks))) as rig,
+        serving(store=rig.store) as other,
+    ):
+        name = await rig.create("Be brief.", session_id="mine")
+        await rig.api.AppendItems(pb.AppendItemsRequest(name=name, items=[user("more")]))
+        assert len(await other.items(name)) == 2  # it knows revision 2
+        await rig.api.DeleteSession(unused(name))
+        await rig.create("Be kind.", session_id="mine")
+        assert (await other.run(name, "a")).base_revision == 1
+        assert [item.text for item in await other.items(name)] == ["Be kind.", "a", ANSWER]
+        assert (await refusal(rig.api.DeleteSession(unused(name)))).reason == "SESSION_USED"
+
+
+async def test_a_session_that_has_had_a_turn_is_not_unused() -> None:
+    async with serving() as rig:
+        name = await talk(rig, 1)
+        copy = await rig.api.ForkSession(pb.ForkSessionRequest(name=name, request_id=uid()))
+        for change in (
+            None,
+            pb.RewindSessionRequest(name=name),
+            pb.RewindSessionRequest(name=name, erase=True),
+        ):
+            if change is not None:
+                await rig.api.RewindSession(change)
+            for request in (unused(name), unused(name, allow_missing=True)):
+                error = await refusal(rig.api.DeleteSession(request))
+                assert (error.code, error.reason) == ("FAILED_PRECONDITION", "SESSION_USED")
+        assert (await rig.session(name)).revision == 4
+        # A fork has had no turn of its own.
+        await rig.api.DeleteSession(unused(copy.session.name))
+        await rig.api.DeleteSession(pb.DeleteSessionRequest(name=name))
+        assert (await refusal(rig.api.DeleteSession(unused(name)))).reason == "SESSION_DELETED"
+        await rig.api.DeleteSession(unused(name, allow_missing=True))
+        assert (
+            await refusal(rig.create(session_id=name.removeprefix("sessions/")))
+        ).reason == "SESSION_DELETED"
 
 
 async def test_count_tokens_foretells_the_turn() -> None:

@@ -93,7 +93,10 @@ class Congruence:
             *[self.renew, self.abort, self.ask_to_end, self.find_request, self.read, self.read, self.lapse]
             * 2,
         ]
-        self.rare = [self.delete, self.mark_damaged, self.sessions_expire, self.server_restarts]
+        self.rare = [
+            *[self.delete, self.forget, self.forget, self.mark_damaged, self.sessions_expire],
+            self.server_restarts,
+        ]
 
     async def step(self) -> None:
         act = self.random.choice(self.rare if self.random.random() < 0.06 else self.rules)
@@ -105,7 +108,8 @@ class Congruence:
         slot = self.random.choice(SLOTS)
         session = self.model.sessions.get(f"{slot}{self.generation[slot]}")
         if session is None or (session.state != "active" and self.random.random() < 0.15):
-            self.generation[slot] += 1
+            if session is not None or self.random.random() < 0.5:  # a name that is free again is used again
+                self.generation[slot] += 1
             await self.create(f"{slot}{self.generation[slot]}")
         return f"{slot}{self.generation[slot]}"
 
@@ -207,6 +211,17 @@ class Congruence:
             outcome,
             lambda s: s.delete(key(name), expected_revision=expected, allow_missing=allow_missing),
         )
+
+    async def forget(self, name: str) -> None:
+        knows_head = self.random.random() < 0.8
+        there = self.model.load(name)[0] == "row"
+
+        async def call(store: HistoryStore) -> None:
+            head = (await store.load(key(name))).head_hash if there and knows_head else "0" * 64
+            await store.forget(key(name), head)
+
+        await self.check("forget", self.model.forget(name, knows_head), call)
+        await self.listings_agree()
 
     async def mark_damaged(self, name: str) -> None:
         await self.check("damage", self.model.mark_damaged(name), lambda s: s.mark_damaged(key(name)))

@@ -10,15 +10,19 @@ import redis
 
 from pensieve.errors import DataLoss, NotFound, TurnInProgress
 from pensieve.store import Began
+from pensieve.store._codec import encode_record
 from pensieve.store._redis.index import BATCH, GRACE_MS
 from pensieve.store._redis.rows import index_key, session_keys
 from pensieve.store.records import State
 from pensieve.store.redis_store import RedisStore
+from support.store.redis_server import RedisServer
 from support.store.store_bench import (
     TENANT,
+    RedisBench,
     counts,
     first_record,
     key,
+    opened,
     request,
     row,
     turn_record,
@@ -152,6 +156,33 @@ async def test_what_is_remembered_of_sessions_is_bounded(store: RedisStore) -> N
         await store.create(row(key(f"n{number}")), first_record(), "fp")
     await whole_turn(store, key("n2"), 1)
     assert list(store._acknowledged._numbers) == [key("n3"), key("n2")]
+
+
+async def test_a_session_that_is_made_again_meanwhile_stays_listed(
+    store: RedisStore, client: redis.Redis, shared_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another server makes it between the removal of the one before and that of its entry in the listing."""
+    made = await store.create(row(KEY), first_record(), "fp")
+    async with opened(RedisBench(shared_redis.url, client)) as other:
+        remove_old = store._index.remove_old
+
+        async def later(*args: Any) -> None:
+            while _ms(client) <= made.update_ms:
+                pass
+            await other.store.create(row(KEY, ttl_s=1000), first_record(), "another")
+            await remove_old(*args)
+
+        monkeypatch.setattr(store._index, "remove_old", later)
+        await store.forget(KEY, made.head_hash)
+        for one in (store, other.store):
+            assert [found.session_id for found in (await one.list_sessions(TENANT, limit=10)).rows] == ["s1"]
+            usage = await one.usage(TENANT)
+            assert (usage.sessions, usage.bytes) == (1, len(encode_record(first_record())))
+
+
+def _ms(client: Any) -> int:
+    seconds, micros = client.time()
+    return int(seconds) * 1000 + int(micros) // 1000
 
 
 async def test_many_updates_in_one_millisecond_are_all_listed(store: RedisStore, client: redis.Redis) -> None:

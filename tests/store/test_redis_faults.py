@@ -93,6 +93,7 @@ async def test_an_emptied_redis_is_not_a_store_without_sessions(own_redis: Redis
             store.begin(KEY, request("r1", "t1")),
             store.commit(KEY, "t1", "fp-r1", turn_record(1, "r1"), counts(2)),
             store.delete(KEY, allow_missing=True),
+            store.forget(KEY, ""),
             store.open(),
         ):
             with pytest.raises(Unavailable) as caught:

@@ -5,7 +5,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pensieve.errors import AlreadyExists, DataLoss, InvalidArgument, NotFound, RevisionMismatch, TurnFenced
+from pensieve.errors import (
+    AlreadyExists,
+    DataLoss,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    RevisionMismatch,
+    TurnFenced,
+    TurnInProgress,
+)
 from pensieve.store import Began, Key, TenantUsage
 from pensieve.store._codec import encode_record
 from pensieve.store.records import Record, RecordKind, SamplingDefaults, SessionConfig, SessionRow, State
@@ -273,6 +282,46 @@ async def test_delete_checks_revision_and_presence(bench: Bench) -> None:
     with pytest.raises(DataLoss):
         await bench.store.delete(KEY, expected_revision=3)
     await bench.store.delete(KEY, expected_revision=2)
+
+
+async def test_a_session_is_forgotten_and_its_id_is_free_again(bench: Bench) -> None:
+    made = await bench.store.create(row(KEY, labels={"a": "b"}), first_record(), "fp")
+    await bench.store.begin(KEY, request("r1", "t1"))
+    with pytest.raises(TurnInProgress):
+        await bench.store.forget(KEY, made.head_hash)
+    bench.lapse_lease(KEY)
+    before = await bench.store.apply(KEY, "fp", rewind_record(1, "w1"), counts(2))
+    with pytest.raises(RevisionMismatch) as caught:
+        await bench.store.forget(KEY, made.head_hash)
+    assert caught.value.metadata == {"current_revision": "2"}
+    await bench.store.forget(KEY, before.head_hash)
+    with pytest.raises(NotFound) as missing:
+        await bench.store.load(KEY)
+    assert missing.value.reason == "SESSION_NOT_FOUND"
+    assert await names(bench) == await names(bench, labels={"a": "b"}) == []
+    assert await bench.store.usage(TENANT) == TenantUsage(0, 0)
+    await bench.store.forget(KEY, before.head_hash)  # it is not there, as was wanted
+    again = await bench.store.create(row(KEY), first_record(), "another")
+    assert again.revision == 1 and await bench.store.find_request(KEY, "w1") is None
+    for lost in ("t1", "t2"):
+        with pytest.raises(TurnFenced):
+            await bench.store.commit(KEY, lost, "fp-r1", turn_record(1, "r1"), counts(2))
+    await turn(bench, 1)
+    assert await names(bench) == [KEY.session_id]
+    assert (await bench.store.usage(TENANT)).sessions == 1
+
+
+async def test_what_is_damaged_or_deleted_is_not_forgotten(bench: Bench) -> None:
+    made = await create(bench)
+    await bench.store.mark_damaged(KEY)
+    with pytest.raises(FailedPrecondition) as caught:
+        await bench.store.forget(KEY, made.head_hash)
+    assert caught.value.reason == "SESSION_DAMAGED"
+    await bench.store.delete(KEY)
+    await bench.store.forget(KEY, made.head_hash)
+    with pytest.raises(NotFound) as deleted:
+        await bench.store.load(KEY)
+    assert deleted.value.reason == "SESSION_DELETED"
 
 
 async def test_a_turn_loses_its_lease_with_a_new_session_of_the_same_name(bench: Bench) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,25 +53,34 @@ class ChatCompletion:
         return {**self._frame("chat.completion"), "choices": choices, "usage": usage_of(turn)}
 
     async def chunks(
-        self, stream: AsyncTurnStream, *, include_usage: bool, scored: bool
+        self,
+        stream: AsyncTurnStream,
+        *,
+        include_usage: bool,
+        scored: bool,
+        around: AbstractAsyncContextManager[None],
     ) -> AsyncIterator[bytes]:
-        """The answer as it comes, ``scored`` with log-probabilities; errors after the first chunk are an event too."""
+        """The answer as it comes, ``scored`` with log-probabilities; errors after the first chunk are an event too.
+
+        ``around`` is entered while the turn runs, and left before its error is told.
+        """
         tellers: dict[int, ChatTeller] = {}
         sent, tokens = SentText(), SentTokens(scored)
         try:
-            async for piece in stream:
-                text, (_, scores) = sent.new_text(piece), tokens.new_tokens(piece)
-                if text is None and not scores:
-                    continue
-                teller = self._teller(tellers, piece.candidate)
-                if scores and not teller.begun:
-                    # As OpenAI does: its client for Node tells scores twice that come with an answer's first chunk.
-                    yield self._chunk(piece.candidate, teller.nothing())
-                # Tokens whose text is held back, or is nobody's, are told with nothing.
-                deltas = [*teller.push(text or "")] or ([teller.nothing()] if scores else [])
-                for delta in deltas:
-                    yield self._chunk(piece.candidate, delta, scores=scores)
-                    scores = ()
+            async with around:
+                async for piece in stream:
+                    text, (_, scores) = sent.new_text(piece), tokens.new_tokens(piece)
+                    if text is None and not scores:
+                        continue
+                    teller = self._teller(tellers, piece.candidate)
+                    if scores and not teller.begun:
+                        # As OpenAI does: its client for Node tells scores twice that come with an answer's first chunk.
+                        yield self._chunk(piece.candidate, teller.nothing())
+                    # Tokens whose text is held back, or is nobody's, are told with nothing.
+                    deltas = [*teller.push(text or "")] or ([teller.nothing()] if scores else [])
+                    for delta in deltas:
+                        yield self._chunk(piece.candidate, delta, scores=scores)
+                        scores = ()
         except PensieveError as error:
             yield event(failure_of(error).body)
             return

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pensieve.client import AsyncSession, AsyncTurnStream, Turn, TurnOptions
-from pensieve.errors import AlreadyExists, DataLoss, NotFound, PensieveError
+from pensieve.client import Turn
 from pensieve.http.chat.completions import ChatCompletion
+from pensieve.http.chat.named import begin as begin_named
 from pensieve.http.chat.requests import ChatRequest
-from pensieve.http.common.callers import Caller
-from pensieve.http.common.calls import Call, CallPlan, is_refusal
-from pensieve.http.common.contents import NamedTalk, Talk
+from pensieve.http.common.calls import Call
+from pensieve.http.common.contents import NamedTalk
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.heads import begin, noting
-from pensieve.http.common.imports import added, adding, answered, chunks_of, parted, roles_of
 from pensieve.http.common.presence import while_there
 from pensieve.http.common.streams import EventStream
 from pensieve.http.tools.definitions import tool_use
@@ -35,9 +32,11 @@ async def create(request: Request) -> Response:
         use = await door.bodies.aside(request, tool_use, info, body.tools or (), body.tool_choice)
         talk = talk.read_as(use.form, use.text)
         named: NamedTalk | None = None
+        around: AbstractAsyncContextManager[None] = nullcontext()
         if body.session:
             # What it holds is not what was resent: nobody is led there by it.
-            session, stream = await _named(caller, body.session, talk, call, options)
+            begun = await begin_named(caller.client, body.session, talk, call, options)
+            session, stream, around = begun.session, begun.stream, begun.to_its_end()
         else:
             named = await door.bodies.aside(request, NamedTalk, talk, caller.scope)
             session, stream = await begin(caller, door.heads, named, call, options, door.settings.chat_ttl_s)
@@ -49,51 +48,13 @@ async def create(request: Request) -> Response:
                 door.heads.ended(named, session.id, turn)
 
         if not body.stream:
-            turn = await while_there(request, stream.finish())
+            async with around:
+                turn = await while_there(request, stream.finish())
             note(turn)
             return door.answer(completion.whole(turn), request)
         include_usage = body.stream_options is not None and body.stream_options.include_usage
-        said = completion.chunks(stream, include_usage=include_usage, scored=bool(body.logprobs))
+        said = completion.chunks(
+            stream, include_usage=include_usage, scored=bool(body.logprobs), around=around
+        )
         chunks = noting(said, stream, note)
         return EventStream(chunks, held.pop_all(), door.headers(request))
-
-
-async def _named(
-    caller: Caller, name: str, talk: Talk, call: Call, options: TurnOptions
-) -> tuple[AsyncSession, AsyncTurnStream]:
-    """A turn of the session that the client names; what is resent of its history is not read."""
-    options["request_id"] = str(call.id)
-    (early, last), client = parted(talk.new), caller.client
-    session = client.session(name)
-    await call.settled(client, CallPlan(session=name))
-    try:
-        async with call.leaving_nothing(client, CallPlan(session=name)), adding(session, early, call, last):
-            return session, await answered(session, last, options)
-    except (NotFound, DataLoss) as error:
-        is_lost = error.reason == "HISTORY_REGRESSED" and error.metadata.get("current_revision") == "0"
-        if error.reason != NotFound.default_reason and not is_lost:
-            raise
-    first, *rest = chunks_of(talk.history) or [()]
-    try:
-        session = await client.create_session(
-            session_id=name,
-            system_prompt=talk.system or None,
-            tools=talk.tools or None,
-            initial_items=[one.given for one in first],
-            followed_by=roles_of((*talk.history, *talk.new)[len(first) :]),
-        )
-    except AlreadyExists:  # Another call has made it in this moment: it is one that was there.
-        async with call.leaving_nothing(client, CallPlan(session=name)), adding(session, early, call, last):
-            return session, await answered(session, last, options)
-    async with call.leaving_nothing(client, CallPlan(session=name)):
-        try:
-            await added(session, talk.history[len(first) :], call, "history", follow=talk.new)
-            await added(session, early, call, follow=last)
-            return session, await answered(session, last, options)
-        except PensieveError as error:
-            if not call.may_be_repeated or is_refusal(error):
-                # Under a name that others know, what one of them has added since is not this call's to take back.
-                with contextlib.suppress(PensieveError):
-                    made = 1 + len(rest) + len(chunks_of(early))
-                    await session.delete(expected_revision=made, allow_missing=True)
-            raise

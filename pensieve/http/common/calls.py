@@ -35,7 +35,8 @@ from pensieve.errors import (
 from pensieve.http.common.failures import HttpFailure
 from pensieve.http.common.requests import request_id_of
 
-_PATIENCE_S: Final = 2.0
+PATIENCE_S: Final = 2.0
+"""How long is tried to take back what a refused call had made: the refusal waits for it."""
 _NO_PART_OF_A_CALL: Final = frozenset(
     {
         "model",  # There is one.
@@ -126,11 +127,17 @@ class Call:
             yield
         except (PensieveError, HttpFailure) as error:
             if not self.may_be_repeated or is_refusal(error):
-                # The refusal is the answer, whatever comes of this: a server that is overloaded may refuse it, too.
-                with contextlib.suppress(PensieveError, TimeoutError):
-                    async with asyncio.timeout(_PATIENCE_S):
-                        await self._take_back(client, plan, more)
+                await self.refused(client, plan, more)
             raise
+
+    async def refused(
+        self, client: AsyncClient, plan: CallPlan, more: Mapping[str, uuid.UUID] = MappingProxyType({})
+    ) -> None:
+        """Take back what was made for the call by ``plan``, and its claim. ``more``: see ``leaving_nothing``."""
+        # The refusal is the answer, whatever comes of this: a server that is overloaded may refuse it, too.
+        with contextlib.suppress(PensieveError, TimeoutError):
+            async with asyncio.timeout(PATIENCE_S):
+                await self._take_back(client, plan, more)
 
     async def _take_back(self, client: AsyncClient, plan: CallPlan, more: Mapping[str, uuid.UUID]) -> None:
         own = {plan.own: self.id, **more} if plan.own else {}

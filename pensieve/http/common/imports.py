@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -70,10 +70,12 @@ async def added(
     part: str = "items",
     *,
     follow: Sequence[Said] = (),
+    note: Callable[[], None] = lambda: None,
 ) -> AsyncSession:
     """The session with these items behind its own. Another try of the call adds none of them again.
 
     ``part``: tells apart what one call adds to one session in several parts. ``follow``: items that come behind these.
+    ``note`` is called for each record that the session has of this.
     """
     if items and call.may_be_repeated and await has_turn(session, call.id):
         return session
@@ -85,7 +87,9 @@ async def added(
         # What a try has added and taken back again is not there any more, and its request id is used.
         while True:
             name = _id(call, f"{part} {number} {tries}")
-            if len(await session.append(given, followed_by=roles, request_id=name)) == len(given):
+            there = await session.append(given, followed_by=roles, request_id=name)
+            note()
+            if len(there) == len(given):
                 break
             tries += 1
     return session

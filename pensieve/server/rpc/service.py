@@ -91,6 +91,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
             key_of(self._valid(request).name),
             expected_revision=convert.optional(request, "expected_revision"),
             allow_missing=request.allow_missing,
+            unused_only=request.unused_only,
         )
         return pb.DeleteSessionResponse()
 

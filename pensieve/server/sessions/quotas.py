@@ -73,6 +73,10 @@ class StorageQuotas:
         if await self._store.find_request(key, request_id) is None:
             raise self._too_many_bytes(key.tenant)
 
+    def freed(self, tenant: str) -> None:
+        """A session was removed: the store is asked again before the tenant is refused for want of room."""
+        self._known.pop(tenant, None)
+
     def _has_too_many_bytes(self, tenant: str, usage: TenantUsage) -> bool:
         most = self._tenants.limits(tenant).max_stored_bytes
         return most is not None and usage.bytes >= most

@@ -10,7 +10,15 @@ from typing import NamedTuple
 import msgspec
 
 from pensieve.core import Role
-from pensieve.errors import AlreadyExists, DataLoss, InvalidArgument, NotFound, RevisionMismatch, Unavailable
+from pensieve.errors import (
+    AlreadyExists,
+    DataLoss,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    RevisionMismatch,
+    Unavailable,
+)
 from pensieve.server import ids
 from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.cache import Histories
@@ -26,7 +34,7 @@ from pensieve.server.turns import record as turn_record
 from pensieve.server.turns.turns import Turns
 from pensieve.server.values import InputEntry, fingerprint
 from pensieve.store import Counts, HistoryStore, Key
-from pensieve.store.records import History, Item, Overflow, Record, SessionRow
+from pensieve.store.records import History, Item, Overflow, Record, RecordKind, SessionRow
 
 log = logging.getLogger(__name__)
 
@@ -255,20 +263,65 @@ class Sessions:
         counts = session_records.counts(self._renderer, copy)
         return await self._create(target, record, counts, mark, derived=not session_id, source=source)
 
-    async def delete(self, key: Key, *, expected_revision: int | None, allow_missing: bool) -> None:
+    async def delete(
+        self,
+        key: Key,
+        *,
+        expected_revision: int | None,
+        allow_missing: bool,
+        unused_only: bool = False,
+    ) -> None:
         """Erase content now, running turns included; the engine's cached state goes too, if an engine is up.
 
         A session that is not there, or was deleted before, is an error unless ``allow_missing``.
+        ``unused_only``: its id is free again. Raises FailedPrecondition (SESSION_USED) where the session has had a
+        turn, TurnInProgress while one runs.
         """
+        if unused_only:
+            await self._forget(key, expected_revision, allow_missing)
+            return
         if not allow_missing:
             await self._store.load(key)
         await self._store.delete(key, expected_revision=expected_revision, allow_missing=allow_missing)
+        self._quotas.freed(key.tenant)
         self._histories.forget(key)
         await self._turns.end_session(key, NotFound("the session was deleted", reason="SESSION_DELETED"))
         self._histories.forget(key)
         await self._uncache(key)
 
     # ---- parts
+
+    async def _forget(self, key: Key, expected_revision: int | None, allow_missing: bool) -> None:
+        """Remove a session that has never had a turn. No turn runs in it then: who comes next finds none."""
+        try:
+            head = await self._unused_head(key, expected_revision)
+        except NotFound:
+            if not allow_missing:
+                raise
+            return
+        await self._store.forget(key, head)
+        self._quotas.freed(key.tenant)
+        self._histories.forget(key)
+        await self._uncache(key)
+
+    async def _unused_head(self, key: Key, expected_revision: int | None) -> str:
+        """Chain hash of the session's newest record; no record up to it is a turn's.
+
+        Raises DataLoss (HISTORY_REGRESSED) where the store may have lost a turn.
+        """
+        seen, revision, head = self._histories.known.of(key), 0, ""
+        while True:
+            piece = await self._store.read_slice(key, after_revision=revision, head_hash=head)
+            self._histories.known.check(key, piece.row, seen)
+            _check_revision(piece.row.revision, expected_revision)
+            if any(one.record.kind is RecordKind.TURN for one in piece.records):
+                raise FailedPrecondition(
+                    "the session has had a turn: without unused_only it is deleted", reason="SESSION_USED"
+                )
+            if piece.records:
+                revision, head = piece.records[-1].record.revision, piece.records[-1].head_hash
+            if revision == piece.row.revision:
+                return head
 
     async def _uncache(self, key: Key) -> None:
         """Drop the session's cached state, if an engine is up."""

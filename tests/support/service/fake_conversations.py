@@ -116,7 +116,8 @@ class FakeConversations(pensieve_pb2_grpc.ConversationServiceServicer):
     async def DeleteSession(self, request: pb.DeleteSessionRequest, context: Any) -> pb.DeleteSessionResponse:
         if self.sessions.pop(request.name, None) is None and not request.allow_missing:
             self.calls.append("DeleteSession")
-            await self._fail(context, NotFound("deleted", reason="SESSION_DELETED"))
+            reason = "SESSION_NOT_FOUND" if request.unused_only else "SESSION_DELETED"
+            await self._fail(context, NotFound("deleted", reason=reason))
         await self._enter(context, "DeleteSession")
         return pb.DeleteSessionResponse()
 

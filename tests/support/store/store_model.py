@@ -208,6 +208,19 @@ class Model:
             self.sessions[name] = ModelSession("", ttl=False, state="deleted")
         return ("done",)
 
+    def forget(self, name: str, knows_head: bool) -> Outcome:
+        if self._absent(name) is not None:
+            return ("done",)
+        session = self.sessions[name]
+        if session.state == "damaged":
+            return DAMAGED
+        if session.turn is not None and not session.turn.lapsed:
+            return ("TurnInProgress", "TURN_IN_PROGRESS", session.turn.request_id)
+        if not knows_head:
+            return MISMATCH
+        del self.sessions[name]
+        return ("done",)
+
     def mark_damaged(self, name: str) -> Outcome:
         absent = self._absent(name)
         if absent is None:
