@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 from collections.abc import Generator
 
 import hypothesis
@@ -17,6 +18,9 @@ from support.smollm2 import SMOLLM2_FILE
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# A shell that starts the tests in the background has them, and all that they start, ignore Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples on every run, so that a red test is red again; `explore` looks for new ones.
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
