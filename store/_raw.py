@@ -89,11 +89,11 @@ class RawSession:
 
 
 Progress = Callable[[str, int, int | None], None]
-"""What is being done, how much is done, and of how much."""
+"""Called with the name of the step, the number of parts done, and the number of all parts (None: unknown)."""
 
 
 def silent(_what: str, _done: int, _of: int | None) -> None:
-    """Progress that nobody watches."""
+    """Report no progress."""
 
 
 class Mode(enum.Enum):

@@ -82,7 +82,7 @@ class Intake:
         self._starting: set[Arrival] = set()
         self._turn: asyncio.Handle | None = None
         self._admissions = 0
-        """Of ``connections``, when a stranger was served last."""
+        """The count of ``connections.admissions`` when the last stranger was served."""
         self._closed = False
 
     def start(self) -> None:

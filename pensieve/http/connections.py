@@ -26,7 +26,7 @@ YOUNG_S: Final = 0.1
 
 
 class Connection(Protocol):
-    """What is counted."""
+    """A connection that counts towards the limits."""
 
     @property
     def idle(self) -> bool: ...

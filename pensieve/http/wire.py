@@ -1,7 +1,7 @@
 """HTTP below the application: what a connection may cost before, and while, its requests are answered.
 
-Bytes are parsed a piece at a time, each connection in its turn, and only as far as somebody waits for them: a body when
-the application asks for it, the next request when the one before it is answered. So no caller can make the event loop
+Connections take turns. In each turn one piece is parsed, and only when it is needed: a body when the application asks
+for it, the next request when the one before it is answered. So no caller can make the event loop
 work on what it sends, however it is cut into chunks, lines or packets. What is no HTTP is refused in the form of all
 errors, and a caller that stands still is left.
 """
@@ -33,10 +33,10 @@ LINGER_S: Final = 2.0
 """How long what a refused caller still sends is taken and dropped; if it were not, the refusal would get lost."""
 LINGER_BYTES: Final = 1 << 20
 HEAD_PIECE: Final = 1024
-"""Bytes of heads that are parsed at a time: few requests can stand in so many."""
+"""Bytes of heads that are parsed at a time. A piece this small holds few requests."""
 BODY_PIECE: Final = 4096
 WAITING_BYTES: Final = 16 * 1024
-"""Bytes of a connection that are read before somebody waits for them."""
+"""Bytes of a connection that are read before the application asks for them."""
 STRANGERS_READ: Final = 16 * 1024
 KNOWN_READ: Final = 64 * 1024
 """Bytes that are taken from the socket at once, by whether the caller is known."""
@@ -174,7 +174,7 @@ class Guarded(HttpToolsProtocol):
 
     @property
     def address(self) -> str:
-        """Of the connection: a proxy's, where one stands before the door."""
+        """Address of the peer. Behind a proxy it is the proxy's."""
         return self.client[0] if self.client is not None else ""
 
     @property
@@ -233,7 +233,7 @@ class Guarded(HttpToolsProtocol):
 
     @property
     def _wanted(self) -> bool:
-        """Whether somebody waits for what comes next."""
+        """Whether the application is ready for the next bytes."""
         return not self.flow.read_paused if self._in_body else self.idle
 
     def _read_at_once(self, size: int) -> None:

@@ -183,7 +183,7 @@ class ChatTokenizer:
         return self._template.writes_date
 
     def fewest_tokens(self, messages: int) -> int:
-        """No conversation of so many messages has fewer tokens: refuse it before rendering it."""
+        """Lower bound of the tokens of a conversation with this many messages, known without rendering it."""
         return messages * self._message_tokens
 
     def check_tools(self, tools: str) -> None:

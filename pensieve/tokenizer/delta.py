@@ -385,7 +385,7 @@ class _Writer:
             return after
         stop = self._ends.after(text, end, len(text))
         if self._template.needs_calls and self._group[0].role is Role.TOOL and stop is not None:
-            # It is shown as a call, whose rest is nobody's text: what is left of it is its end-of-sequence token.
+            # The template shows it as a call. Of the call's text only the end-of-sequence token counts here.
             eos = max((one for one in self._ends.texts if text.endswith(one, 0, stop)), key=len)
             return stop if last.closed or last.whole else stop - len(eos)
         if last.whole:

@@ -2,7 +2,7 @@
 
 SQLite finds a row through the pages above it and gives up where one of them is damaged. Here every page is looked at
 by itself. A page whose parts add up is read as it is. On a page where they do not, rows are looked for by their form;
-whoever reads them has to prove them (checksum and chain hash). Freed pages hold nothing: SQLite erases what it frees
+the reader has to prove them (checksum and chain hash). Freed pages hold nothing: SQLite erases what it frees
 (``secure_delete``).
 
 The log of changes is laid over the file as SQLite would do it. Frames behind a damaged one, which SQLite ignores, are
@@ -205,7 +205,7 @@ class Pages:
 
 class _Cell(NamedTuple):
     start: int
-    """Of the payload."""
+    """Where the payload begins."""
     length: int
     local: int
     """Bytes of the payload on this page."""

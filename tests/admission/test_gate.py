@@ -128,7 +128,7 @@ def test_without_overload_nobody_is_refused() -> None:
 
 @pytest.mark.fault(35)
 @pytest.mark.parametrize("slower", [2, 6])
-def test_a_machine_that_becomes_slower_keeps_nobody_waiting_longer(slower: int) -> None:
+def test_a_machine_that_becomes_slower_makes_no_turn_wait_longer(slower: int) -> None:
     """Another program takes the processor while turns wait: those who were let in before wait no longer for it."""
     service = Service()
     service.offer(4 * RATE, 30.0)

@@ -126,7 +126,7 @@ async def test_heads_without_end_are_cut_off(setup: Setup, monkeypatch: pytest.M
     assert (await setup.get("/healthz"))[0] == 200
 
 
-async def test_silent_connections_keep_nobody_out(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_connections_shut_no_caller_out(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Far more of them than there are places, of each kind, and no time limit that would free one."""
     monkeypatch.setattr(admin_port, "_HEAD_TIMEOUT_S", 600.0)
     silent, over = [], []

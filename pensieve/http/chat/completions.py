@@ -76,7 +76,7 @@ class ChatCompletion:
                     if scores and not teller.begun:
                         # As OpenAI does: its client for Node tells scores twice that come with an answer's first chunk.
                         yield self._chunk(piece.candidate, teller.nothing())
-                    # Tokens whose text is held back, or is nobody's, are told with nothing.
+                    # A chunk without text carries the scores of tokens whose text is held back or belongs to no part.
                     deltas = [*teller.push(text or "")] or ([teller.nothing()] if scores else [])
                     for delta in deltas:
                         yield self._chunk(piece.candidate, delta, scores=scores)

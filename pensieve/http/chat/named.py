@@ -81,12 +81,10 @@ async def begin(client: AsyncClient, name: str, talk: Talk, call: Call, options:
                     raise
             try:
                 return await _begun(client, name, talk, call, options)
-            except (
-                AlreadyExists
-            ) as error:  # Another call has made it in this moment: it is one that was there.
+            except AlreadyExists as error:  # another call has just made it: go on in that one
                 if error.reason != "SESSION_EXISTS" or attempt + 1 == _RACES:
                     raise
-            except NotFound as error:  # Another call had made it, too, and has taken it back.
+            except NotFound as error:  # another call had made it and has removed it again
                 if not _is_missing(error) or attempt + 1 == _RACES:
                     raise
     raise AssertionError("unreachable: the last attempt returns or raises")

@@ -125,9 +125,10 @@ def _decoded(data: bytes, kind: type[T], made: Callable[[T], R]) -> R:
         raise HttpFailure(400, "the body is nested too deep", code="invalid_json") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise HttpFailure(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
-    check_fields(data, kind)
+    fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    check_fields(fields, kind)
     found = made(body)
-    check_nested(data, kind)  # after what says more: a tool of another kind has other fields
+    check_nested(fields, kind)  # after what says more: a tool of another kind has other fields
     return found
 
 

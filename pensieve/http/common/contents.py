@@ -39,9 +39,9 @@ class Said:
     calls: tuple[FunctionCall, ...] = ()
     """Of an answer."""
     call_id: str = ""
-    """Of what a function gave back."""
+    """Id of the call whose result this is."""
     thought: str = ""
-    """Of an answer of a model that thinks."""
+    """What the model thought before this answer; "" where it does not think."""
 
     @property
     def given(self) -> InputLike:

@@ -16,6 +16,8 @@ from pensieve.http.common.failures import HttpFailure, unsupported
 
 Nested: TypeAlias = Mapping[str, type[msgspec.Struct]]
 """Structs by the names of fields."""
+Fields: TypeAlias = Mapping[str, msgspec.Raw]
+"""The fields of a JSON object by name, each not yet decoded."""
 _STRUCTURED: Final = "structured output is not supported"
 STRUCTURED: Final = dict.fromkeys(
     (
@@ -76,15 +78,15 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
 """Values with which a refused field asks for what is done anyway."""
 
 
-def check_fields(data: bytes, kind: type[msgspec.Struct]) -> None:
-    """Raises HttpFailure (400) for the first field of the JSON object ``data`` that a request of this kind has not."""
-    _check(msgspec.json.decode(data, type=dict[str, msgspec.Raw]), kind, "")
+def check_fields(fields: Fields, kind: type[msgspec.Struct]) -> None:
+    """Raises HttpFailure (400) for the first field that a request of this kind has not."""
+    _check(fields, kind, "")
 
 
-def check_nested(data: bytes, kind: type[msgspec.Struct]) -> None:
+def check_nested(fields: Fields, kind: type[msgspec.Struct]) -> None:
     """The same for the objects that ``kind`` names in ``NESTED``: options and tools. Messages and items may come back
     with all that they were told with."""
-    for name, raw in msgspec.json.decode(data, type=dict[str, msgspec.Raw]).items():
+    for name, raw in fields.items():
         _descend(name, raw, kind, name)
 
 
@@ -101,7 +103,7 @@ def _descend(name: str, raw: msgspec.Raw, kind: type[msgspec.Struct], path: str)
                 _check(found, inner, f"{path}[{number}].")
 
 
-def _check(found: Mapping[str, msgspec.Raw], kind: type[msgspec.Struct], path: str) -> None:
+def _check(found: Fields, kind: type[msgspec.Struct], path: str) -> None:
     without_effect: Mapping[str, str] = getattr(kind, "WITHOUT_EFFECT", {})
     refused: Mapping[str, str] = getattr(kind, "REFUSED", {})
     known = {one.encode_name for one in msgspec.structs.fields(kind)}

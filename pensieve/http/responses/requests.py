@@ -33,7 +33,7 @@ class InputItem(msgspec.Struct, frozen=True):
     arguments: str | None = None
     output: Content = None
     id: str | None = None
-    """Of a reference: the item that it stands for."""
+    """Id of the item that an item reference names."""
 
 
 class InConversation(msgspec.Struct, frozen=True):

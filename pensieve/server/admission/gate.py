@@ -31,7 +31,7 @@ MEANS: Final = 0.05
 BURST: Final = 32
 """So many turns on their way to an engine that takes all that comes are no queue."""
 FEW: Final = 4
-"""So many turns that wait are no overload, however long they do: the engine is in a long step."""
+"""This few waiting turns are no overload, however long they wait: the engine is in a long step."""
 SHORTEST_RETRY_S: Final = 0.1
 LONGEST_RETRY_S: Final = 30.0
 JITTER: Final = 0.25

@@ -32,7 +32,7 @@ _LONG_THREADS: Final = 1
 
 
 Check = Callable[[], None]
-"""Called by work now and then; raises ``Abandoned`` when nobody waits for the work any more."""
+"""Long work calls it regularly. It raises ``Abandoned`` once the last caller has left."""
 
 
 class Abandoned(Exception):

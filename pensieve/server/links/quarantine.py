@@ -2,7 +2,7 @@
 
 When an engine dies, the requests of the step that it was in are suspects. Who tries again is let in: suspects one at a
 time, beside everybody else, so that the next death tells which of them it was. A suspect that gets further than it was
-when the engine died waits for nobody any more, one that ends well is none. The next turn of a session that had a guilty
+when the engine died no longer runs alone. One that ends well is cleared. The next turn of a session that had a guilty
 one is a suspect from the start.
 
 Found guilty is a request that was in two deaths, if it is the only one, or the only one of those that were let in one

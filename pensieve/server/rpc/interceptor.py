@@ -35,7 +35,7 @@ from pensieve.tracing import found_in, incoming, trace_id
 _identity: contextvars.ContextVar[Identity] = contextvars.ContextVar("pensieve_identity")
 DEFAULT_IN_FLIGHT: Final = 1024
 CROWD: Final = 4
-"""So many times as fast as one connection may all connections of an address send, where there are no credentials."""
+"""Without credentials, all connections of an address together may send this many times as fast as one connection."""
 _HEALTH: Final = "/grpc.health."
 
 
