@@ -15,11 +15,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pensieve.config import BATCH_LIMITS, CacheConfig, parse_cache_size
 from pensieve.engine.cost.model import CostModel, CostProfileError
+from pensieve.errors import PensieveError
 from pensieve.replay.load.generators import generate
 from pensieve.replay.load.schedule import Gaps
 from pensieve.replay.load.shaping import Shaping, shape
 from pensieve.replay.load.workload import Dataset, DatasetError, load
 from pensieve.replay.parameters import DatasetName, Outputs, numbers, output_options
+from pensieve.simulate import history
 from pensieve.simulate.report import document, show
 from pensieve.simulate.run import EngineName, Simulation, run_all
 from pensieve.simulate.scenario import policies
@@ -39,7 +41,12 @@ _HISTORY = 1.5
 
 
 @click.command(context_settings={"show_default": True, "max_content_width": 110})
-@click.argument("trace", type=DatasetName())
+@click.argument("trace", type=DatasetName(), required=False)
+@click.option(
+    "--store",
+    metavar="URL",
+    help="Instead of TRACE: the turns in this history store, at the times when they came. It is only read.",
+)
 @click.option(
     "--engine",
     type=click.Choice(["turns", "full"]),
@@ -176,8 +183,9 @@ _HISTORY = 1.5
 @click.option("--jobs", type=_POSITIVE, metavar="N", help="Policies at a time; default: one per core.")
 @output_options
 def simulate(
-    trace: Path | str, engine: EngineName, names: tuple[str, ...], sessions: int | None, rate: float | None,
-    rates: tuple[float, ...], think_time: float | None, think_from: Path | None, seed: int, seeds: tuple[int, ...],
+    trace: Path | str | None, store: str | None, engine: EngineName, names: tuple[str, ...], sessions: int | None,
+    rate: float | None, rates: tuple[float, ...], think_time: float | None, think_from: Path | None, seed: int,
+    seeds: tuple[int, ...],
     run_in: float, warm_up: float | None, window: float | None, row_s: float | None,
     system_tokens: int, jobs: int | None, outputs: Outputs,
     **given: Any,
@@ -187,7 +195,8 @@ def simulate(
     TRACE is a length trace (JSONL: session_id, turn, input_tokens, output_tokens[, timestamp_s]; the first row of a
     session may say with prefix and prefix_tokens, or with hash_ids, what it begins with) or ShareGPT JSON, maybe
     gzipped, or a built-in workload of `pensieve replay`. What is written is a report like that of a replay, which
-    `pensieve replay compare` reads. Exit code 1 when a receipt does not add up.
+    `pensieve replay compare` reads. Of a trace that `pensieve serve --record` wrote, or of a --store, it also says how
+    much less a policy that knows the future would have recomputed. Exit code 1 when a receipt does not add up.
     """
     outputs.require()
     if rate is not None and rates:
@@ -196,7 +205,7 @@ def simulate(
     if run_in:
         _check_run_in(trace, sessions, seeds, settings)
     try:
-        data = _dataset(trace, sessions, seed)
+        data = _dataset(trace, store, sessions, seed)
         shaped = shape(data.conversations, Shaping(system_tokens=system_tokens), settings.context_limit)
         gaps = None if think_from is None else Gaps.of(load(think_from))
         loads = [
@@ -207,6 +216,8 @@ def simulate(
             loads = [in_the_middle(lives, run_in, _HISTORY * settings.machine.token_s) for lives in loads]
     except (DatasetError, ValueError) as error:
         raise click.UsageError(str(error)) from error
+    except PensieveError as error:
+        raise click.ClickException(error.message) from error
     spans = [_span(lives, warm_up, window) for lives in loads]
     work = [
         Simulation(settings, lives, engine, name, span, row_s)
@@ -222,12 +233,14 @@ def simulate(
         click.get_current_context().exit(1)
 
 
-def _check_run_in(trace: Path | str, sessions: int | None, seeds: Sequence[int], settings: Settings) -> None:
+def _check_run_in(
+    trace: Path | str | None, sessions: int | None, seeds: Sequence[int], settings: Settings
+) -> None:
     if isinstance(trace, str) and seeds:
         raise click.UsageError(
             "--run-in with a built-in workload takes one --seed: a replay draws it anew for each"
         )
-    if isinstance(trace, Path) and sessions is not None:
+    if not isinstance(trace, str) and sessions is not None:
         raise click.UsageError("--run-in takes each session of a trace once: give no --sessions")
     if sessions is not None and sessions > _MOST_GENERATED:
         raise click.UsageError(f"--run-in takes at most {_MOST_GENERATED:,} --sessions")
@@ -235,12 +248,17 @@ def _check_run_in(trace: Path | str, sessions: int | None, seeds: Sequence[int],
         raise click.UsageError("--run-in and --lose-replica-at count from different times: give one of them")
 
 
-def _dataset(trace: Path | str, sessions: int | None, seed: int) -> Dataset:
-    """Raises DatasetError."""
+def _dataset(trace: Path | str | None, store: str | None, sessions: int | None, seed: int) -> Dataset:
+    """Raises DatasetError, ValueError and the errors of a store."""
+    if (trace is None) == (store is None):
+        raise click.UsageError("give TRACE or --store")
+    if store is not None:
+        return history.from_store(store)
     if isinstance(trace, Path):
         return load(trace)
     if sessions is None:
         raise click.UsageError(f"{trace} is drawn: say how many --sessions")
+    assert trace is not None
     return generate(trace, min(sessions, _MOST_GENERATED), seed)
 
 
