@@ -21,8 +21,8 @@ from pensieve.cli import environment
 from pensieve.cli.blame import Blame, BlamedContext, blamed
 from pensieve.lifeline import end_with
 from pensieve.options import serve as options
-from pensieve.options.complaints import complain
-from pensieve.options.groups import GROUPS, GroupedCommand
+from pensieve.options.commands import GroupedCommand, complain
+from pensieve.options.table import FIRST, GROUPS
 
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """What writing to stdout fails with when that is a file on a full or failing disk."""
@@ -138,7 +138,10 @@ def cli() -> None:
 
 
 @cli.command(
-    cls=GroupedCommand, groups=GROUPS, epilog="Each option may be a variable, too: PENSIEVE_SERVE_<OPTION>."
+    cls=GroupedCommand,
+    groups=GROUPS,
+    first=FIRST,
+    epilog="Each option may be a variable, too: PENSIEVE_SERVE_<OPTION>.",
 )
 @options.serve_flags
 @click.option(

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from pensieve.cli.refusals import BadModel
 from pensieve.config import CacheConfig, DeviceName, DtypeName, EngineOptions, LoadFormat
 from pensieve.engine.cost.probe import LONGEST, CostPoint, Prober, describe, prober
-from pensieve.options.completion import models
+from pensieve.options.commands import models
 from pensieve.simulate.calibrate import SWAP_CHUNKS, calibrated
 
 if TYPE_CHECKING:  # the module brings torch with it

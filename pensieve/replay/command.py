@@ -14,8 +14,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from pensieve.options.complaints import complain
-from pensieve.options.groups import GroupedCommand
+from pensieve.options.commands import GroupedCommand, complain
 from pensieve.replay.groups import GROUPS
 from pensieve.replay.load.generators import generate
 from pensieve.replay.load.schedule import Arrivals, Gaps

@@ -27,8 +27,7 @@ from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.model.arch import ModelError
 from pensieve.model.resolve import resolve_model
 from pensieve.model.smollm2 import SMOLLM2
-from pensieve.options.complaints import complain
-from pensieve.options.completion import models
+from pensieve.options.commands import complain, models
 from pensieve.options.serve import state_directory
 from pensieve.own_server import OwnServer, why_not
 from pensieve.spawn import NOT_STARTED, SpawnError

@@ -18,7 +18,7 @@ from pensieve.cli.doctor import gpu as doctor_gpu
 from pensieve.cli.doctor.checks import Check
 from pensieve.cli.doctor.ports import port
 from pensieve.options import serve as options
-from pensieve.options.completion import models
+from pensieve.options.commands import models
 
 _DEFAULTS = options.ServeOptions()
 _NAME: Final = 24
