@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pensieve.lifeline import die_with_parent
-from pensieve.simulate.full.engine import FullSimulation
+from pensieve.simulate.full import FullSimulation
 from pensieve.simulate.scenario.load import Load
 from pensieve.simulate.scenario.settings import Settings
 from pensieve.simulate.scenario.tally import Span

@@ -13,7 +13,7 @@ from pensieve.config import CacheConfig
 from pensieve.core import SessionKey, Usage
 from pensieve.engine.plan import Plan, StepResult
 from pensieve.replay.load.workload import Conversation, TurnLengths
-from pensieve.simulate.full.engine import Clock, CostWorker, FullSimulation
+from pensieve.simulate.full import Clock, CostWorker, FullSimulation
 from pensieve.simulate.run import EngineName, Simulation
 from pensieve.simulate.scenario import policies
 from pensieve.simulate.scenario.load import Load

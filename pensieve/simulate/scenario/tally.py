@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import log
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,91 @@ from pensieve.engine.cost.model import CostModel
 from pensieve.replay.measure.activity import TTFT_LIMIT_S, largest_within_limit
 from pensieve.replay.measure.report import SOURCES
 from pensieve.replay.measure.windows import BINS, has_trend
-from pensieve.simulate.scenario.slices import Slice
-from pensieve.simulate.scenario.times import Times
+
+_STEP = math.log(1.01)
+_LEAST = 1e-5
+
+
+@dataclass(slots=True)
+class Times:
+    """Mean and percentiles of durations; a percentile is right to 1 %."""
+
+    count: int = 0
+    total: float = 0.0
+    most: float = 0.0
+    bins: dict[int, int] = field(default_factory=dict)
+
+    def add(self, seconds: float, count: int = 1) -> None:
+        self.count += count
+        self.total += count * seconds
+        if seconds > self.most:
+            self.most = seconds
+        bin_ = int(log(seconds / _LEAST) / _STEP) if seconds > _LEAST else 0
+        bins = self.bins
+        bins[bin_] = bins.get(bin_, 0) + count
+
+    def percentile(self, share: float) -> float | None:
+        left = share * self.count
+        for bin_ in sorted(self.bins):
+            left -= self.bins[bin_]
+            if left <= 0:
+                return min(_LEAST * math.exp((bin_ + 0.5) * _STEP), self.most)
+        return None
+
+    def quantiles(self) -> list[float] | None:
+        """The percentiles 0, 1, … 100; None where nothing was added."""
+        found = [self.percentile(share / 100) for share in range(101)]
+        return None if found[-1] is None else [value for value in found if value is not None]
+
+    def merge(self, other: Times) -> None:
+        """Add what another one has."""
+        self.count, self.total = self.count + other.count, self.total + other.total
+        self.most = max(self.most, other.most)
+        for bin_, count in other.bins.items():
+            self.bins[bin_] = self.bins.get(bin_, 0) + count
+
+    def statistic(self) -> dict[str, float | int | None]:
+        mean = self.total / self.count if self.count else None
+        shares = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
+        percentiles = {name: self.percentile(share) for name, share in shares.items()}
+        return {"count": self.count, "mean": mean, **percentiles, "max": self.most if self.count else None}
+
+
+@dataclass(slots=True)
+class Slice:
+    """What ``told`` tells, over all turns that were added."""
+
+    turns: int = 0
+    history: int = 0
+    """Tokens of history, all turns together."""
+    device: int = 0
+    host: int = 0
+    recomputed: int = 0
+    cold: Times = field(default_factory=Times)
+    warm: Times = field(default_factory=Times)
+    normalised: Times = field(default_factory=Times)
+
+    def add(self, usage: Usage, ttft: float, answering: float, *, warm: bool) -> None:
+        """One completed turn; seconds to its first token, and from there to its last."""
+        self.turns += 1
+        self.history += usage.context_tokens - usage.new_tokens
+        self.device += usage.gpu_cached_tokens
+        self.host += usage.swapped_in_tokens
+        self.recomputed += usage.recomputed_tokens
+        (self.warm if warm else self.cold).add(ttft)
+        self.normalised.add((ttft + answering) / usage.output_tokens)
+
+    def told(self) -> dict[str, Any]:
+        """For JSON. Shares are of the history tokens."""
+        return {
+            "turns": self.turns,
+            "tokens": {"history": self.history, "gpu_cached": self.device, "swapped_in": self.host,
+                       "recomputed": self.recomputed},
+            "hit_rate": (self.device + self.host) / self.history if self.history else None,
+            "ttft_s": {"cold": self.cold.statistic(), "warm": self.warm.statistic()},
+            "normalised_latency_s": self.normalised.statistic(),
+        }  # fmt: skip
+
 
 _TURNS_SHOWN = 20
 Span = tuple[float, float]

@@ -15,14 +15,13 @@ from typing import Final
 
 from pensieve.core import Usage
 from pensieve.simulate.scenario import policies
-from pensieve.simulate.scenario.bound import Bound
 from pensieve.simulate.scenario.load import Life
+from pensieve.simulate.scenario.policies import Bound
 from pensieve.simulate.scenario.routing import Router
 from pensieve.simulate.scenario.settings import Settings
 from pensieve.simulate.scenario.tally import ChunkPrices, Span, Tally
-from pensieve.simulate.turns.batch import Batch
+from pensieve.simulate.turns.batch import Batch, LiveTurn
 from pensieve.simulate.turns.cache import TurnCache
-from pensieve.simulate.turns.live import LiveTurn
 
 _NEVER: Final = float("inf")
 _READ_AHEAD: Final = 32
