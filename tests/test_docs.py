@@ -10,8 +10,8 @@ import pytest
 
 from pensieve.cli.chat.command import chat
 from pensieve.cli.gateway import gateway
-from pensieve.cli.sessions.command import sessions
-from pensieve.cli.store.command import store
+from pensieve.cli.sessions import sessions
+from pensieve.cli.store import store
 from pensieve.cli.top.command import top
 from pensieve.demo.run import demo
 from pensieve.options.table import OPTIONS
