@@ -6,13 +6,13 @@ import functools
 import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from pensieve.config import CacheConfig, SchedulerConfig
 from pensieve.core import Hints, Sampling, SessionKey, TokenArray, Usage, pack_tokens
 from pensieve.engine.cache.chunk import Restore
-from pensieve.engine.cache.digests import Path
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost.model import CostModel
 from pensieve.engine.engine import Engine
@@ -24,7 +24,7 @@ from pensieve.simulate.scenario.load import Life, hints_of
 from pensieve.simulate.scenario.machine import Machine, work_of
 from pensieve.simulate.scenario.routing import Router
 from pensieve.simulate.scenario.settings import Settings
-from pensieve.simulate.scenario.tally import ChunkPrices, Span, Tally
+from pensieve.simulate.scenario.tally import ChunkPrices, EndedTurn, Tally
 
 VOCABULARY = 1 << 30
 """So many that sessions have nothing in common but what the load says."""
@@ -136,16 +136,14 @@ class FullSimulation:
         policy: str,
         progress: Callable[[int], None] | None = None,
         make_worker: MakeWorker | None = None,
-        window: Span | None = None,
-        zero_s: float = 0.0,
-        row_s: float | None = None,
+        tally: Tally | None = None,
     ) -> None:
         self._settings = settings
         self._policy = policy
         self._make_worker = make_worker
         self._prices = ChunkPrices(settings.cost)
         self._progress = progress
-        self.tally = Tally(window, zero_s, row_s)
+        self.tally = tally or Tally()
         self._replicas = [self._replica() for _ in range(settings.replicas)]
         self._router = Router(settings, lambda replica: len(self._replicas[replica].turns))
         self._arrivals: list[tuple[float, int, _Turn]] = []
@@ -246,7 +244,9 @@ class FullSimulation:
         answering = now - turn.first_token
         shared = len(turn.context) - len(turn.history) - usage.new_tokens
         self.tally.add(
-            turn.turn, usage, len(turn.context), turn.cost, ttft, answering, now, shared, turn.replica
+            EndedTurn(
+                turn.turn, usage, len(turn.context), turn.cost, ttft, answering, now, shared, turn.replica
+            )
         )
         if self._progress is not None:
             self._progress(self.tally.sessions)
@@ -297,18 +297,8 @@ class StampedCache(CacheManager):
         """The session's next turn."""
         self._coming[key] = turn
 
-    def admit(
-        self,
-        key: SessionKey,
-        tokens: TokenArray,
-        num_new: int,
-        now: float,
-        path: Path | None = None,
-        *,
-        warm: bool = False,
-        tenant: str = "",
-    ) -> Restore:
-        restore = super().admit(key, tokens, num_new, now, path, warm=warm, tenant=tenant)
+    def admit(self, key: SessionKey, *arguments: Any, **others: Any) -> Restore:
+        restore = super().admit(key, *arguments, **others)
         if key in self._coming:  # else a return from suspension
             self._turns[key] = self._coming.pop(key)
             self.restores[key] = restore

@@ -130,6 +130,26 @@ class ChunkPrices:
         )
 
 
+@dataclass(slots=True)  # not frozen: one is made for each turn
+class EndedTurn:
+    """A completed turn as an engine counts it. Times in virtual seconds."""
+
+    number: int
+    """In its session, from 0."""
+    usage: Usage
+    expected_context: int
+    cost: float
+    """Seconds of what had to be recomputed."""
+    ttft: float
+    answering: float
+    """From its first token to its end."""
+    at: float
+    """When it ended."""
+    shared: int = 0
+    """Tokens of its input that were found cached."""
+    replica: int = 0
+
+
 @dataclass(slots=True)
 class _Row:
     """Sums over all turns of one number."""
@@ -178,50 +198,44 @@ class Tally:
     timeline: dict[int, Slice] = field(default_factory=dict)
     """The turns by when they ended: in which row of ``row_s`` after the window's start."""
 
-    def add(
-        self,
-        turn: int,
-        usage: Usage,
-        expected_context: int,
-        cost: float,
-        ttft: float,
-        answering: float,
-        now: float,
-        shared: int = 0,
-        replica: int = 0,
-    ) -> None:
-        """One completed turn, ended ``now``; ``answering``: seconds since its first token.
-
-        ``shared``: tokens of its input that were found cached. ``replica``: which one answered.
-        """
-        values = (usage.gpu_cached_tokens, usage.swapped_in_tokens, usage.recomputed_tokens, usage.new_tokens)
-        now -= self.zero_s
-        self.sessions += turn == 0
-        self.violations += not usage.reconciles or usage.context_tokens != expected_context or min(values) < 0
+    def add(self, turn: EndedTurn) -> None:
+        """Count a completed turn."""
+        usage = turn.usage
+        values = (
+            usage.gpu_cached_tokens,
+            usage.swapped_in_tokens,
+            usage.recomputed_tokens,
+            usage.new_tokens,
+        )
+        now = turn.at - self.zero_s
+        self.sessions += turn.number == 0
+        self.violations += (
+            not usage.reconciles or usage.context_tokens != turn.expected_context or min(values) < 0
+        )
         self.ended = max(self.ended, now)
         if self.window is not None:
-            self._in_flight(now - ttft - answering, now)
+            self._in_flight(now - turn.ttft - turn.answering, now)
             if not self.window[0] <= now < self.window[1]:
                 self.turns_outside += 1
                 return
-        slices = [self.replicas.setdefault(replica, Slice())]
+        slices = [self.replicas.setdefault(turn.replica, Slice())]
         if self.row_s is not None:
             start = self.window[0] if self.window else 0.0
             slices.append(self.timeline.setdefault(int((now - start) / self.row_s), Slice()))
         for slice_ in slices:
-            slice_.add(usage, ttft, answering, warm=turn > 0)
-        self.shared += shared
-        self.recomputed_cost_s += cost
-        self.answering_s += answering
-        self.latency.add(ttft + answering)
-        self.normalised.add((ttft + answering) / usage.output_tokens)
-        number = min(turn, _TURNS_SHOWN - 1)
+            slice_.add(usage, turn.ttft, turn.answering, warm=turn.number > 0)
+        self.shared += turn.shared
+        self.recomputed_cost_s += turn.cost
+        self.answering_s += turn.answering
+        self.latency.add(turn.ttft + turn.answering)
+        self.normalised.add((turn.ttft + turn.answering) / usage.output_tokens)
+        number = min(turn.number, _TURNS_SHOWN - 1)
         while len(self.rows) <= number:
             self.rows.append(_Row())
         row = self.rows[number]
         row.turns += 1
         row.output += usage.output_tokens
-        row.ttft.add(ttft)
+        row.ttft.add(turn.ttft)
         for place, tokens in enumerate(values):
             row.sources[place] += tokens
 
