@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 from rich.cells import cell_len, set_cell_size
@@ -248,6 +249,14 @@ _PATIENCE = RetryPolicy(max_wait_s=3.0)
 Function = Callable[..., Any]
 
 
+class Server(NamedTuple):
+    """The server that a command asks, and what it shows there."""
+
+    target: str
+    api_key: str | None
+    tls: bool
+
+
 class ListByDefault(click.Group):
     """Without a subcommand it lists: ``pensieve sessions --label k=v``."""
 
@@ -295,9 +304,14 @@ def _connection(function: Function) -> Function:
             help="TLS towards it, with the system's root certificates.",
         ),
     )
+
+    @functools.wraps(function)
+    def connected(target: str, api_key: str | None, tls: bool, **others: Any) -> Any:
+        return function(server=Server(target, api_key, tls), **others)
+
     for option in reversed(options):
-        function = option(function)
-    return function
+        connected = option(connected)
+    return connected
 
 
 @click.group(name="sessions", cls=ListByDefault, context_settings={"help_option_names": ["-h", "--help"]})
@@ -326,16 +340,14 @@ def sessions() -> None:
     "--json", "as_json", is_flag=True, help="One JSON object for each session, on a line of its own."
 )
 def list_(
-    target: str,
-    api_key: str | None,
-    tls: bool,
+    server: Server,
     labels: tuple[tuple[str, str], ...],
     limit: int,
     no_residency: bool,
     as_json: bool,
 ) -> None:
     """The newest first: age, last use, items, tokens, state, and where the context lies."""
-    with _client(target, api_key, tls) as client:
+    with _client(server) as client:
         infos = client.sessions(labels=dict(labels), limit=limit + 1 if limit else None)
         more = bool(limit) and len(infos) > limit
         infos = infos[:limit] if limit else infos
@@ -350,7 +362,7 @@ def list_(
         for line in listing(infos, datetime.now(UTC), console.width):
             console.print(line)
     else:
-        click.echo("no sessions with these labels" if labels else f"no sessions at {target}", err=True)
+        click.echo("no sessions with these labels" if labels else f"no sessions at {server.target}", err=True)
     if more:
         click.echo(f"the newest {limit}; --limit 0 lists all", err=True)
 
@@ -368,11 +380,9 @@ def list_(
 )
 @click.option("--text", is_flag=True, help="What was said, too.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-def show(
-    target: str, api_key: str | None, tls: bool, session_id: str, turns: int, text: bool, as_json: bool
-) -> None:
+def show(server: Server, session_id: str, turns: int, text: bool, as_json: bool) -> None:
     """One session, and where the context of each turn came from."""
-    with _client(target, api_key, tls) as client:
+    with _client(server) as client:
         info = find(client, session_id)
         session = client.session(info.name)
         items = session.items()
@@ -406,11 +416,11 @@ def show(
 @_connection
 @click.argument("session_ids", metavar="ID…", nargs=-1, required=True, shell_complete=completion.sessions)
 @click.option("--yes", is_flag=True, help="Do not ask. Ids are written in full then.")
-def delete(target: str, api_key: str | None, tls: bool, session_ids: tuple[str, ...], yes: bool) -> None:
+def delete(server: Server, session_ids: tuple[str, ...], yes: bool) -> None:
     """Erase sessions with all that was said in them. It cannot be undone."""
     if not yes and not sys.stdin.isatty():
         raise click.UsageError("there is no terminal to ask at; --yes erases without asking")
-    with _client(target, api_key, tls) as client:
+    with _client(server) as client:
         # All are found before the first is erased: a mistyped id stops everything.
         infos = {info.name: info for info in (find(client, one, whole=yes) for one in session_ids)}
         for info in infos.values():
@@ -431,12 +441,14 @@ def _turns(client: Client, info: SessionInfo, requests: list[str]) -> Iterator[T
 
 
 @contextmanager
-def _client(target: str, api_key: str | None, tls: bool) -> Iterator[Client]:
+def _client(server: Server) -> Iterator[Client]:
     """A connection whose failures are one line."""
     try:
-        with Client(target, api_key=api_key, tls=tls, timeout=20.0, retry=_PATIENCE) as client:
+        with Client(
+            server.target, api_key=server.api_key, tls=server.tls, timeout=20.0, retry=_PATIENCE
+        ) as client:
             yield client
     except PensieveError as error:
-        said = refusal(error, target)
-        failed = click.ClickException(said if target in said else f"{target}: {said}")
+        said = refusal(error, server.target)
+        failed = click.ClickException(said if server.target in said else f"{server.target}: {said}")
         raise misuse(error) or failed from error
