@@ -1,4 +1,8 @@
-"""``pensieve doctor``: what this machine can do, and what is missing, with the fix."""
+"""``pensieve doctor``: what this machine can do, and what is missing, with the fix.
+
+Each check looks at one thing, changes nothing, and returns what it found. It never raises for what it is there to find:
+a broken import or a closed port is its result.
+"""
 
 from __future__ import annotations
 

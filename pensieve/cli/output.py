@@ -1,4 +1,4 @@
-"""Where tables and findings are printed: stdout, as wide as a terminal is, or as wide as it takes."""
+"""Output for a terminal: stdout as wide as a terminal is, or as wide as it takes; figures and times; foreign words."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """One turn under way: its pieces onto the terminal, a line while the server is away, Ctrl-C.
 
 A thread reads the stream, and the main thread, which alone writes, takes what it read. So a stream that waits for a
-server that is gone never holds up the clock on the terminal or Ctrl-C.
+server that is gone never holds up the clock on the terminal or Ctrl-C. An answer appears as it comes, or as Markdown of
+which only the last block is drawn again.
 """
 
 from __future__ import annotations

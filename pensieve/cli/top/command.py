@@ -1,4 +1,7 @@
-"""``pensieve top``: the command line."""
+"""``pensieve top``: the command line, and the live screen: one thread asks the feed, the main one draws and reads keys.
+
+However it ends, the terminal is given back as it was.
+"""
 
 from __future__ import annotations
 

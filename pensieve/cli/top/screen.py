@@ -1,4 +1,8 @@
-"""One look at a server as lines of text, for any width. Pure: it is tested without a terminal."""
+"""One look at a server as lines of text, for any width. Pure: it is tested without a terminal.
+
+``View`` says which sessions are shown, and what keys change of that. A session's chunks are a row of characters whose
+shapes say what their colours say as well.
+"""
 
 from __future__ import annotations
 

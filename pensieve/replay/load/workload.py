@@ -164,12 +164,12 @@ def length_trace(path: Path, text: str) -> list[Conversation]:
             if not row.get("committed", True):
                 continue
             stamp = row.get("timestamp_s")
-            found = [int(row[name]) for name in RECEIPT_FIELDS] if RECEIPT_FIELDS[0] in row else None
+            receipt = [int(row[name]) for name in RECEIPT_FIELDS] if RECEIPT_FIELDS[0] in row else None
             turn = TurnLengths(
                 int(row["input_tokens"]),
                 int(row["output_tokens"]),
                 None if stamp is None else float(stamp),
-                None if found is None else (found[0], found[1], found[2]),
+                None if receipt is None else (receipt[0], receipt[1], receipt[2]),
             )
             entry = int(row["turn"]), turn, row
             session = str(row["session_id"])
