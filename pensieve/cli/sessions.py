@@ -1,4 +1,4 @@
-"""``pensieve sessions``: the sessions of a server as tables of any width and as JSON, one in detail, and their erasure."""
+"""``pensieve sessions``: the sessions of a server as tables and as JSON, one in detail, and their erasure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``pensieve store``: look after a history store. The commands, and what they found and did, for people and programs."""
+"""``pensieve store``: look after a history store. Commands, and what they found and did, for people and programs."""
 
 from __future__ import annotations
 
