@@ -3,6 +3,6 @@
 ``web`` answers requests. ``state`` puts together what ``recent`` has heard of turns, ``strips`` of the cache and
 ``notes`` of the store; ``details`` is one session.
 
-May import: core, debug, engine.messages, errors, hosts, pensieve, server.child, server.ids, server.links,
+May import: core, engine.messages, errors, hosts, pensieve, server.ids, server.links,
 server.operations, server.values, store.
 """
