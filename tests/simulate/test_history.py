@@ -68,18 +68,18 @@ def test_a_turn_that_does_not_go_on_begins_a_new_session() -> None:
 
 async def converse(address: str) -> None:
     """Six sessions, some of which are rewound, forked or answered anew."""
-    wishes = random.Random(3)
+    wishes, words = random.Random(3), ["some", "words", "that", "take", "a", "few", "chunks", "of", "room"]
     async with AsyncClient(address) as client:
         chats = [await client.create_session() for _ in range(6)]
-        for number in range(5):
+        for number in range(6):
             for chat in chats:
-                text = "some words that take a few chunks of room here"[: wishes.randint(10, 40)]
+                text = " ".join(words[: wishes.randint(3, len(words))])
                 await chat.send(text, max_output_tokens=wishes.randint(2, 6))
                 await asyncio.sleep(0.02)
             if number == 3:
                 branch = await chats[0].fork()
                 await branch.send("and now another way", max_output_tokens=3)
-                await chats[1].regenerate()
+                await chats[1].regenerate(max_output_tokens=3)
 
 
 async def test_the_store_says_what_a_recording_says(tmp_path: Path) -> None:
@@ -119,9 +119,9 @@ async def test_the_store_says_what_a_recording_says(tmp_path: Path) -> None:
         "--no-sharing",
     ]
     policies = ["--policy", "lru", "--policy", "clairvoyant", "--swap-watermark", "0", "--jobs", "1"]
-    ran = CliRunner().invoke(
-        simulate, ["--store", f"sqlite:///{tmp_path}/history.db", *options, *policies, "--json", str(out)]
-    )
+    url = f"sqlite:///{tmp_path}/history.db"
+    arguments = ["--store", url, *options, *policies, "--json", str(out)]
+    ran = await asyncio.to_thread(CliRunner().invoke, simulate, arguments)
     assert ran.exit_code == 0, ran.output
     report = json.loads(out.read_text())
     gap, lru = report["gap"], report["targets"][0]["tokens"]
