@@ -19,7 +19,7 @@ from pensieve.simulate.scenario import policies
 from pensieve.simulate.scenario.load import Load
 from pensieve.simulate.scenario.machine import Machine
 from pensieve.simulate.scenario.settings import Settings
-from pensieve.simulate.scenario.tally import Span, Tally
+from pensieve.simulate.scenario.tally import EndedTurn, Span, Tally
 from pensieve.simulate.turns.engine import TurnSimulation
 from support.engine.hash_worker import HashWorker
 from support.lengths import at_length
@@ -112,12 +112,10 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
     found: list[Seen] = []
     add = Tally.add
 
-    def spy(
-        self: Tally, turn: int, usage: Usage, context: int, cost: float, ttft: float, rest: float, now: float,
-        shared: int = 0, replica: int = 0,
-    ) -> None:  # fmt: skip
-        found.append(Seen(turn, usage, cost, ttft, now - ttft - rest, now))
-        add(self, turn, usage, context, cost, ttft, rest, now, shared, replica)
+    def spy(self: Tally, turn: EndedTurn) -> None:
+        arrived = turn.at - turn.ttft - turn.answering
+        found.append(Seen(turn.number, turn.usage, turn.cost, turn.ttft, arrived, turn.at))
+        add(self, turn)
 
     monkeypatch.setattr(Tally, "add", spy)
     return found
