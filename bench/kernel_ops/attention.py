@@ -137,14 +137,15 @@ def measure(name: str, spans: Spans, heads: int, kv_heads: int, ceilings: Ceilin
     }  # fmt: skip
 
 
-def rows(ceilings: Ceilings, peer: Peer | None, only: str) -> list[Row]:
-    """All shapes whose name contains ``only``, for every ratio of heads."""
-    return [
+def section(ceilings: Ceilings, peer: Peer | None, only: str) -> tuple[list[Row], str]:
+    """All shapes whose name contains ``only``, for every ratio of heads; and the table."""
+    rows = [
         measure(shape, spans, heads, kv_heads, ceilings, peer)
         for heads, kv_heads in HEADS
         for shape, spans in shapes().items()
         if only in shape
     ]
+    return rows, as_markdown(rows)
 
 
 def as_markdown(report: list[Row]) -> str:

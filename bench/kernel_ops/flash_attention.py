@@ -16,8 +16,6 @@ from pensieve.kernels.span_table import SpanTable
 
 Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 """A query, keys and values [P, N, Hkv, D] of one layer."""
-ContiguousCall = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""A query, keys and values [T, Hkv, D] of one layer → a result like the query."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,27 +43,6 @@ class Peer:
                 q=q, k=keys, v=values, out=out, cu_seqlens_q=starts, seqused_k=seen, max_seqlen_q=longest[0],
                 max_seqlen_k=longest[1], page_table=tables, softmax_scale=scale,
             )  # fmt: skip
-
-        return extension if self.is_extension else interface
-
-    def prepare_contiguous(self, spans: SpanTable, out: torch.Tensor, scale: float) -> ContiguousCall:
-        """The same where the contexts lie one after the other, without pages. The result may be in ``out``, or not."""
-        seen = spans.position + spans.q_len
-        ends = [torch.cat([n.new_zeros(1), n.cumsum(0, dtype=torch.int32)]) for n in (spans.q_len, seen)]
-        longest = spans.max_q_len, spans.max_context
-
-        def interface(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self.library.flash_attn_varlen_func(
-                q, keys, values, *ends, *longest, softmax_scale=scale, causal=True
-            )
-            return result
-
-        def extension(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            self._forward(
-                q=q, k=keys, v=values, out=out, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1],
-                max_seqlen_q=longest[0], max_seqlen_k=longest[1], softmax_scale=scale,
-            )  # fmt: skip
-            return out
 
         return extension if self.is_extension else interface
 

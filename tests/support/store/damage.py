@@ -4,7 +4,7 @@ Damages are bits, bytes and pages of any table or index, of the header and of th
 and rows that another program deleted. A record is *sound* if each byte of its row is what was written, in the page of
 the table and in the pages that continue it. A session is *whole* if all of its records are sound.
 
-python bench/stores/damage.py --damages 200
+python tests/support/store/damage.py --damages 200
 """
 
 from __future__ import annotations

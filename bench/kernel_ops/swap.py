@@ -1,24 +1,20 @@
 """Bandwidth of swapping on this GPU by size of run and mechanism, and what it costs a step that runs beside it.
 
-``rows()`` gives the table, for ``bench/ops.py`` or alone. Runs are scattered on both sides; every figure is a median.
+A section of ``bench/ops.py``. Runs are scattered on both sides; every figure is a median.
 """
 
 from __future__ import annotations
 
 import functools
-import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import click
 import numpy as np
 import torch
-from common.provenance import commit, portable
+from common.provenance import table
 
 from pensieve.engine.kv.mechanisms import RunCopy, make_copy
 from pensieve.engine.kv.pinned import PinnedMemory
@@ -125,7 +121,7 @@ def bandwidth_rows() -> list[Row]:
             sides = pools.sides(functools.partial(make_copy, mechanism))
             half = pools.pages // 2 * LAYERS * (kib << 10)
             rows.append({
-                "what": "bandwidth", "run_kib": kib, "mechanism": mechanism, "runs": pools.pages // 2 * LAYERS,
+                "run_kib": kib, "mechanism": mechanism, "runs": pools.pages // 2 * LAYERS,
                 "h2d_gb_per_s": round(gb_per_s(sides[:1], half), 1),
                 "d2h_gb_per_s": round(gb_per_s(sides[1:], half), 1),
                 "duplex_gb_per_s": round(gb_per_s(sides, half), 1),
@@ -178,7 +174,7 @@ def beside(graph: torch.cuda.CUDAGraph, sides: tuple[Side, ...], num_bytes: int,
     }  # fmt: skip
 
 
-def step_rows(programs: tuple[int, ...] = ()) -> list[Row]:
+def step_rows(programs: tuple[int, ...]) -> list[Row]:
     """One row per mechanism and direction, each with the same step alone just before: the clocks wander."""
     graph, pools = step_graph(), Pools(STEP_RUN_KIB << 10)
     half = pools.pages // 2 * LAYERS * (STEP_RUN_KIB << 10)
@@ -192,7 +188,7 @@ def step_rows(programs: tuple[int, ...] = ()) -> list[Row]:
         for direction, used in (("h2d", sides[:1]), ("d2h", sides[1:]), ("duplex", sides)):
             alone, busy = beside(graph, (), half), beside(graph, used, half)
             rows.append({
-                "what": "step", "copies": f"{name} {direction}", "alone_p50_us": alone["step_p50_us"],
+                "copies": f"{name} {direction}", "alone_p50_us": alone["step_p50_us"],
                 "alone_p99_us": alone["step_p99_us"], **busy,
                 "p50": round(busy["step_p50_us"] / alone["step_p50_us"], 3),
                 "p99": round(busy["step_p99_us"] / alone["step_p99_us"], 3),
@@ -233,7 +229,7 @@ def cpu_rows() -> list[Row]:
                 taken.append(time.perf_counter() - started)
                 swap.drain()
             us = round(float(np.median(taken)) * 1e6)
-            rows.append({"what": "cpu", "mechanism": mechanism, "plan": name, "us": us})
+            rows.append({"mechanism": mechanism, "plan": name, "us": us})
         swap.close()
     pools.close()
     return rows
@@ -255,7 +251,7 @@ def engine_rows() -> list[Row]:
             moved, choice = swap.counters(), swap.lanes.choices[lane]
             rate = (moved.in_bytes + moved.out_bytes) / (moved.in_seconds + moved.out_seconds) / 1e9
             rows.append({
-                "what": "engine", "run_kib": 16 * kv_heads, "direction": lane.value, "choice": choice.mechanism,
+                "run_kib": 16 * kv_heads, "direction": lane.value, "choice": choice.mechanism,
                 "gb_per_s": round(rate, 1), "start_ms": start_ms,
                 **{f"{name}_trial_gb_per_s": round(t.gb_per_s, 1) for name, t in choice.trials.items()},
                 **{f"{name}_us_per_run": round(t.submit_us_per_run, 2) for name, t in choice.trials.items()},
@@ -265,63 +261,12 @@ def engine_rows() -> list[Row]:
     return rows
 
 
-def pin_rows(gib: int) -> list[Row]:
-    """How long it takes to have and to pin host memory."""
-    rows: list[Row] = []
-    for threads in (16, 4):
-        started = time.perf_counter()
-        memory = PinnedMemory(gib << 30, unit=6553600, threads=threads)
-        rows.append(
-            {"what": "pin", "gib": gib, "threads": threads, "s": round(time.perf_counter() - started, 2)}
-        )
-        memory.close()
-    return rows
-
-
-def rows() -> list[Row]:
-    """Everything that the report holds."""
-    return [*bandwidth_rows(), *step_rows((8, 12)), *engine_rows(), *cpu_rows()]
-
-
-def as_markdown(report: list[Row]) -> str:
-    """The rows as tables."""
-    lines = [NOTE, ""]
-    for what in dict.fromkeys(row["what"] for row in report):
-        found = [row for row in report if row["what"] == what]
-        names = [name for name in found[0] if name != "what"]
-        lines += [f"**{what}**", "", "| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
-        lines += ["| " + " | ".join(str(row.get(name, "")) for name in names) + " |" for row in found]
-        lines.append("")
-    return "\n".join(lines)
-
-
-@click.command()
-@click.option(
-    "--out", type=click.Path(path_type=Path), default=Path("bench/results"), help="Folder of the report."
-)
-@click.option("--name", default="ops_swap", help="Name of the report's files.")
-@click.option("--pin", type=int, default=0, help="Also time pinning so many GiB.")
-def main(out: Path, name: str, pin: int) -> None:
-    """Time swapping on this machine's GPU."""
-    import triton
-
-    found = rows()
-    if pin:
-        found += pin_rows(pin)
-    report = {
-        "schema": "pensieve.ops_swap/1", "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "triton": triton.__version__, "command": portable(["python", *sys.argv]), "commit": commit(),
-        "rows": found,
+def section() -> tuple[list[Row], str]:
+    """Everything that the report holds, and its tables."""
+    parts = {
+        "bandwidth": bandwidth_rows(), "step": step_rows((8, 12)), "engine": engine_rows(), "cpu": cpu_rows(),
     }  # fmt: skip
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
-    head = (
-        f"`{report['command']}`\n\n{report['device']}, torch {report['torch']}, Triton {report['triton']}, commit "
-        f"{report['commit'] or 'unknown'}.\n\n"
-    )
-    (out / f"{name}.md").write_text(head + as_markdown(found))
-    click.echo(head + as_markdown(found))
-
-
-if __name__ == "__main__":
-    main()
+    lines = [NOTE, ""]
+    for what, rows in parts.items():
+        lines += [f"**{what}**", "", *table(rows), ""]
+    return [{"what": what, **row} for what, rows in parts.items() for row in rows], "\n".join(lines)
