@@ -1,5 +1,8 @@
 """The first act: one long conversation, held at once on a server that keeps its state and on one that does not.
 
+With a real model it is the only act: a long message and short turns. What its answers say is not judged; both servers
+have to give the same ones.
+
 Both get the same turns, one at a time and greedily, in turns of who goes first: whatever else the machine does hits
 both alike. What is measured is the time to the first token, as the caller sees it.
 """
@@ -17,10 +20,15 @@ from rich.live import Live
 from rich.text import Text
 
 from pensieve.client import Client, Session
-from pensieve.demo.acts.bars import bars, fitting_pitch
-from pensieve.demo.acts.exchange import Exchange, ServerRun, busy, wrong_answers, wrong_receipts
-from pensieve.demo.acts.servers import own_servers
-from pensieve.demo.talk.scenario import LONG_FACTS, Conversation, Utterance, long_conversation
+from pensieve.demo.conversations import (
+    LONG_FACTS,
+    SHORT_QUESTIONS,
+    Conversation,
+    Utterance,
+    long_conversation,
+    notes_and_questions,
+)
+from pensieve.demo.exchange import Exchange, ServerRun, busy, own_servers, wrong_answers, wrong_receipts
 
 KEEPS, FORGETS = "Pensieve", "stateless"
 _AMPLE = [
@@ -39,12 +47,34 @@ LAST_TURNS: Final = LONG_FACTS
 """The closing number is taken over this many turns at the end; all of them ask for a fact."""
 HEIGHT: Final = 4
 """Lines per row of bars."""
+REAL_CONTEXT_TOKENS: Final = 4000
+"""How long the conversation with a real model is, unless an option says otherwise."""
+REAL_LAST_TURNS: Final = len(SHORT_QUESTIONS)
+"""The closing number with a real model is taken over the short turns."""
+REAL_SENTENCE_TOKENS: Final = 8.55
+"""Tokens of SmolLM2 per sentence of the notes, on average."""
+REAL_OTHER_TOKENS: Final = 150
+"""Tokens of the system prompt, the questions and the answers, about."""
+_EIGHTHS: Final = " ▁▂▃▄▅▆▇█"
 
 
 def script(context_tokens: int, seed: int) -> Conversation:
     """A conversation that grows to about this many tokens."""
     sentences = round((context_tokens - OTHER_TOKENS) / STORIES / SENTENCE_TOKENS)
     return long_conversation(STORIES, max(1, sentences), seed)
+
+
+def real_script(context_tokens: int, seed: int) -> Conversation:
+    """A conversation of about this many tokens of SmolLM2."""
+    return notes_and_questions(
+        max(1, round((context_tokens - REAL_OTHER_TOKENS) / REAL_SENTENCE_TOKENS)), seed
+    )
+
+
+def real_servers(model: str) -> dict[str, list[str]]:
+    """Name → options of its ``pensieve serve``: memory for all of SmolLM2's context, 8,192 tokens."""
+    ample = [*("--model", model, "--device", "cpu"), *("--device-cache", "8192tokens", "--host-cache", "0")]
+    return {KEEPS: ample, FORGETS: [*ample, "--stateless"]}
 
 
 class Audience(Protocol):
@@ -164,6 +194,29 @@ class Stage:
                 lines.append(Text.assemble(f"{label:>9} │", (line, style)))
         lines.append(Text(f"{'turns':>9} └{'─' * (self._turns * pitch - 1)}", "dim"))
         return Group(*lines)
+
+
+def bar(value: float, top: float, height: int) -> str:
+    """One bar from its lowest character to its highest. A value above 0 shows, however small it is."""
+    if not top > 0:
+        return " " * height
+    eighths = min(height * 8, max(round(value / top * height * 8), 1 if value > 0 else 0))
+    return "".join(_EIGHTHS[max(0, min(8, eighths - 8 * row))] for row in range(height))
+
+
+def bars(values: Sequence[float], top: float, height: int, pitch: int) -> list[str]:
+    """Lines from the top down: a bar every ``pitch`` columns, a column narrower than that where there is room."""
+    width = max(1, pitch - 1)
+    upright = [bar(value, top, height) for value in values]
+    return [
+        "".join(one[row] * width + " " * (pitch - width) for one in upright).rstrip()
+        for row in reversed(range(height))
+    ]
+
+
+def fitting_pitch(count: int, columns: int) -> int:
+    """Columns per bar, at most 3, so that ``count`` bars fit."""
+    return max(1, min(3, columns // max(1, count)))
 
 
 def medians(keeps: ServerRun, forgets: ServerRun, turns: int = LAST_TURNS) -> tuple[float, float]:

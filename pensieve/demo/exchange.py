@@ -1,16 +1,19 @@
-"""What was said on one server, and everything that may be wrong about it."""
+"""The servers of an act, what was said on one of them, and everything that may be wrong about it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 from rich.console import Console
 
 from pensieve.client import Turn
-from pensieve.demo.talk.scenario import Utterance
+from pensieve.demo.conversations import Utterance
 from pensieve.own_server import OwnServer
 
 SOURCES: Final[Mapping[str, str]] = {
@@ -118,3 +121,20 @@ def busy(console: Console, what: str) -> AbstractContextManager[object]:
         return console.status(what)
     console.print(what)
     return nullcontext()
+
+
+@contextlib.contextmanager
+def own_servers(*commands: Sequence[str]) -> Iterator[list[OwnServer]]:
+    """Servers with these options of ``pensieve serve`` each and a history on disk, started side by side.
+
+    A server that somebody ends is started again. All end with the block, and so do their histories. Raises SpawnError.
+    """
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pensieve-demo-")))
+        made = [
+            OwnServer(*options, "--store", f"sqlite:///{folder / f'history-{number}.sqlite3'}")
+            for number, options in enumerate(commands, 1)
+        ]
+        for one in made:
+            stack.callback(one.close)
+        yield [stack.enter_context(one) for one in made]

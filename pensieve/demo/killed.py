@@ -15,9 +15,8 @@ from rich.console import Console
 from rich.text import Text
 
 from pensieve.client import Client, Session, Turn
-from pensieve.demo.acts.exchange import Exchange, busy
-from pensieve.demo.acts.servers import own_servers
-from pensieve.demo.talk.scenario import Conversation, Utterance, conversations
+from pensieve.demo.conversations import Conversation, Utterance, conversations
+from pensieve.demo.exchange import Exchange, busy, own_servers
 from pensieve.own_server import OwnServer
 
 OPTIONS: Final = [

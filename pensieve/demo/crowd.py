@@ -16,9 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from pensieve.client import AsyncClient
-from pensieve.demo.acts.exchange import Exchange, ServerRun, busy, wrong_answers, wrong_receipts
-from pensieve.demo.acts.servers import own_servers
-from pensieve.demo.talk.scenario import Conversation
+from pensieve.demo.conversations import Conversation
+from pensieve.demo.exchange import Exchange, ServerRun, busy, own_servers, wrong_answers, wrong_receipts
 
 _FOUND = {
     "device": "found on the device",
