@@ -63,6 +63,7 @@ GROUPS: Final[Mapping[str, Sequence[str]]] = {
     "Reports": ("json", "html", "plots", "help"),
 }  # fmt: skip
 """Heading → names of options, in the order of the help."""
+_SECONDS = click.FloatRange(min=0)
 
 
 @click.command()
@@ -100,9 +101,6 @@ def compare(
     if plots_folder is not None:
         with writing(plots_folder):
             write_plots(reports, plots_folder, names, latency_s)
-
-
-_SECONDS = click.FloatRange(min=0)
 
 
 def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,6 +17,10 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
+MOST_BYTES: Final = 64
+"""Longer tokens are not considered when a text is spelled."""
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
 
 @dataclass(frozen=True, slots=True)
 class StopResult:
@@ -79,11 +83,6 @@ class StopMatcher:
             if any(stop.startswith(tail) for stop in self._stops):
                 return start
         return len(text)
-
-
-MOST_BYTES: Final = 64
-"""Longer tokens are not considered when a text is spelled."""
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def byte_alphabet() -> dict[str, int]:

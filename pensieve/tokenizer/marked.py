@@ -21,6 +21,14 @@ from pensieve.core import Role
 from pensieve.tokenizer.tools import NO_TOOLS, Tools, id_marker
 
 _CHECKED_PIECES: Final = 64
+ROLE_NAMES: Final = {
+    Role.SYSTEM: "system",
+    Role.USER: "user",
+    Role.ASSISTANT: "assistant",
+    Role.TOOL: "tool",
+}
+Roles = tuple[Role, ...]
+ANY_TIME: Final = dt.datetime(2001, 2, 3, 4, 5, 6)
 
 
 class _GenerationBlock(Extension):
@@ -58,17 +66,6 @@ def compile_template(source: str) -> jinja2.Template:
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     return environment.from_string(source)
-
-
-ROLE_NAMES: Final = {
-    Role.SYSTEM: "system",
-    Role.USER: "user",
-    Role.ASSISTANT: "assistant",
-    Role.TOOL: "tool",
-}
-
-Roles = tuple[Role, ...]
-ANY_TIME: Final = dt.datetime(2001, 2, 3, 4, 5, 6)
 
 
 class TemplateRefused(Exception):

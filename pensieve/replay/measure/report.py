@@ -19,6 +19,10 @@ from pensieve import __version__
 from pensieve.replay.measure.activity import active_sessions
 from pensieve.replay.records import Outcome, TurnRecord
 
+SCHEMA = "pensieve.replay/1"
+SOURCES = ("gpu_cached", "swapped_in", "recomputed", "new")
+_SHOWN = 20
+
 
 def violations(records: Iterable[TurnRecord]) -> list[str]:
     """One sentence per broken rule; turns without a receipt are passed over."""
@@ -65,11 +69,6 @@ def _against(before: TurnRecord, record: TurnRecord) -> list[str]:
 
 def _where(record: TurnRecord) -> str:
     return f"conversation {record.conversation}, turn {record.turn}"
-
-
-SCHEMA = "pensieve.replay/1"
-SOURCES = ("gpu_cached", "swapped_in", "recomputed", "new")
-_SHOWN = 20
 
 
 def summarise(outcome: Outcome) -> dict[str, Any]:

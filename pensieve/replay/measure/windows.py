@@ -29,6 +29,11 @@ T_975 = (
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
 """Student's t, two-sided 5 %, with 1, 2, … degrees of freedom; with more than 30 the last is a little too wide."""
+BINS = 10
+_PARTS = 100
+_LARGEST_TREND = 0.2
+_T_95 = T_975[BINS - 3]
+"""The point for a line through ``BINS`` levels, which leaves ``BINS`` − 2 degrees of freedom."""
 
 
 def client_lag(outcome: Outcome, max_lag_s: float) -> dict[str, Any]:
@@ -85,13 +90,6 @@ def _interval(values: Sequence[float | None]) -> dict[str, float | int | None]:
     t = T_975[min(len(known) - 1, len(T_975)) - 1]
     half = t * float(known.std(ddof=1)) / math.sqrt(len(known))
     return {"mean": mean, "low": mean - half, "high": mean + half, "n": len(known)}
-
-
-BINS = 10
-_PARTS = 100
-_LARGEST_TREND = 0.2
-_T_95 = T_975[BINS - 3]
-"""The point for a line through ``BINS`` levels, which leaves ``BINS`` − 2 degrees of freedom."""
 
 
 @dataclass(frozen=True, slots=True)

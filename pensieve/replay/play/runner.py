@@ -23,6 +23,13 @@ from pensieve.replay.targets.base import AskedTurn, Target, TargetInfo, TurnFail
 
 _STREAM = 1
 """Numbers the generator's stream, so that it is not the one that input ids are drawn from."""
+_TICK_S = 0.02
+_ENDING = 32
+"""Sessions that a process deletes at once."""
+_BEFOREHAND = 16
+"""Histories that a process sends at once: few enough that they are computed nearly in their order."""
+OnTurn = Callable[[TurnRecord], None]
+OnSend = Callable[[], None]
 
 
 def hint_of(script: Script, place: int, now_s: float, *, noise: float, seed: int) -> Hints:
@@ -62,13 +69,6 @@ class ReplayWatcher:
         return RunWatcher()
 
 
-_TICK_S = 0.02
-_ENDING = 32
-"""Sessions that a process deletes at once."""
-_BEFOREHAND = 16
-"""Histories that a process sends at once: few enough that they are computed nearly in their order."""
-
-
 @dataclass(slots=True)
 class _Talk:
     """A conversation while it is played."""
@@ -84,10 +84,6 @@ class _Talk:
         script = self.script
         wanted = script.conversation.turns[self.place].input_tokens
         return TurnRecord(script.number, script.first_turn + self.place, wanted, due_s)
-
-
-OnTurn = Callable[[TurnRecord], None]
-OnSend = Callable[[], None]
 
 
 class Player:

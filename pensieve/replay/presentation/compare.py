@@ -34,6 +34,7 @@ RULE = (
     "common, that of the slower one at its highest load. A system that was faster even at its own highest load may "
     "carry more: ≥ or ≤."
 )
+SCHEMA = "pensieve.replay.compare/1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +149,6 @@ def _mean_line(points: Sequence[CurvePoint]) -> Line:
 
 def _p90_line(points: Sequence[CurvePoint]) -> Line:
     return [(point.throughput, point.p90_s) for point in points if point.p90_s is not None]
-
-
-SCHEMA = "pensieve.replay.compare/1"
 
 
 class NotAReport(click.ClickException):

@@ -21,6 +21,7 @@ from pensieve.replay.measure.report import at
 _LOAD_KEYS = frozenset({"rate", "seed", "clients"})
 _PLACE = re.compile(r"\bCUDA_VISIBLE_DEVICES=\S+|(?:--port[ =]|\S+:)\d+\b")
 """What differs between equal servers that run side by side: the device, and the ports."""
+Report = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +155,6 @@ def _setting(report: Report, entry: CurveEntry) -> str:
     """All that can change a number and is neither work nor load, as text that compares."""
     details = {key: _PLACE.sub("", str(value)) for key, value in (entry.summary.get("details") or {}).items()}
     return json.dumps([report.get("machine"), report.get("versions"), details], sort_keys=True, default=str)
-
-
-Report = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,20 @@ from pensieve.replay.presentation.curves import (
 )
 from pensieve.replay.presentation.plots import BARS_CAPTION, CAPTION, has_bars, inline_svgs
 
+_CAPTIONS = {
+    "latency": ("Latency against throughput", CAPTION),
+    "ttft": (
+        "Time to first token",
+        "Share of turns that had their first token by then, at each system's highest load. Cold: the first turn of a "
+        "conversation; warm: the later ones.",
+    ),
+    "sources": (
+        "Where the context came from",
+        "Mean tokens of a turn by its number in the conversation, at each system's highest load, from the receipts.",
+    ),
+    "sessions": ("Conversations that are served in time", RULE),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:
@@ -206,21 +220,6 @@ def _by_turn(panel: Panel, entry: CurveEntry) -> Table:
     key = f"turns-{entry.report}-{entry.path.replace('.', '-')}"
     title = "By turn: " + ", ".join(part for part in (entry.system, panel.title, entry.load, seed) if part)
     return Table(key, title, "", ("turn", *(c.title for c in BY_TURN)), 1, tuple(rows), folded=True)
-
-
-_CAPTIONS = {
-    "latency": ("Latency against throughput", CAPTION),
-    "ttft": (
-        "Time to first token",
-        "Share of turns that had their first token by then, at each system's highest load. Cold: the first turn of a "
-        "conversation; warm: the later ones.",
-    ),
-    "sources": (
-        "Where the context came from",
-        "Mean tokens of a turn by its number in the conversation, at each system's highest load, from the receipts.",
-    ),
-    "sessions": ("Conversations that are served in time", RULE),
-}
 
 
 def write_html(

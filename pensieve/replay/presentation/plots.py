@@ -38,6 +38,28 @@ _LETTERS_PER_IN = 14
 # Told apart by the colour-blind, and visible on white and on black.
 _COLOURS = ("#3b8bd0", "#e0662a", "#25a17f", "#c967a5", "#d3961c", "#8a7fd6", "#5fb4c4", "#a0813f")
 _MARKERS = "osD^vPX*"
+_ROOM = 5.0
+"""The picture ends at so many times the lowest latency of the slowest system: above it queues only grow."""
+_LOG_FROM = 10.0
+"""With systems whose lowest latencies are so many times apart, the axis is logarithmic, and nothing is cut."""
+BARS_CAPTION = (
+    "Every system was measured at one load, so there is no curve: bars are the mean over turns and the 90th "
+    "percentile, with the throughput above. Normalised latency: time from sending a turn to its last token, per output "
+    "token."
+)
+CAPTION = (
+    "One line per system: the mean over turns, dashed the 90th percentile; bars are 95 % intervals over seeds. "
+    "Normalised latency: time from sending a turn to its last token, per output token. A hollow arrow at the top is a "
+    "point above the picture; a dotted line is the latency that ratios were asked for."
+)
+_SOURCE_COLOURS = {
+    "gpu_cached": "#25a17f",
+    "swapped_in": "#3b8bd0",
+    "recomputed": "#e0662a",
+    "new": "#9a9a9a",
+}
+_TTFT_STYLES: Mapping[str, LineStyle] = {"cold": ":", "warm": "-"}
+_OLD_QUANTILES = (("p50", 50), ("p90", 90), ("p95", 95), ("p99", 99), ("max", 100))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,22 +151,6 @@ def plain(text: str) -> str:
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-_ROOM = 5.0
-"""The picture ends at so many times the lowest latency of the slowest system: above it queues only grow."""
-_LOG_FROM = 10.0
-"""With systems whose lowest latencies are so many times apart, the axis is logarithmic, and nothing is cut."""
-
-BARS_CAPTION = (
-    "Every system was measured at one load, so there is no curve: bars are the mean over turns and the 90th "
-    "percentile, with the throughput above. Normalised latency: time from sending a turn to its last token, per output "
-    "token."
-)
-CAPTION = (
-    "One line per system: the mean over turns, dashed the 90th percentile; bars are 95 % intervals over seeds. "
-    "Normalised latency: time from sending a turn to its last token, per output token. A hollow arrow at the top is a "
-    "point above the picture; a dotted line is the latency that ratios were asked for."
-)
 
 
 def latency_figure(panels: Sequence[Panel], latency_s: float | None = None) -> Figure | None:
@@ -268,15 +274,6 @@ def _scale(axes: Axes, points: Mapping[str, Sequence[CurvePoint]], top: float | 
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-_SOURCE_COLOURS = {
-    "gpu_cached": "#25a17f",
-    "swapped_in": "#3b8bd0",
-    "recomputed": "#e0662a",
-    "new": "#9a9a9a",
-}
-_TTFT_STYLES: Mapping[str, LineStyle] = {"cold": ":", "warm": "-"}
-_OLD_QUANTILES = (("p50", 50), ("p90", 90), ("p95", 95), ("p99", 99), ("max", 100))
 
 
 class PlotsMissing(click.ClickException):

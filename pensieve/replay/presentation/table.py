@@ -26,6 +26,20 @@ _LABEL = 26
 """A name wider than this is folded."""
 _BETWEEN = 3
 """What a column takes beside its text: two blanks and a line."""
+_EXAMPLES = 5
+_SIDE_BY_SIDE = 4
+_LINE = {
+    "turns_per_s": "turns/s",
+    "output_tokens_per_s": "tok/s",
+    "normalised_latency_s.mean": "norm. mean ms/token",
+    "normalised_latency_s.p90": "norm. p90 ms/token",
+    "ttft_s.cold.p99": "cold TTFT p99 ms",
+    "ttft_s.warm.p99": "warm TTFT p99 ms",
+    "inter_token_s.p99": "inter-token p99 ms",
+    "active_sessions.mean": "active",
+}
+"""What is told of a run in a sweep, and its short name."""
+_COLUMNS = {column.path: column for column in (*SPEED, *FIRST_TOKEN, *SESSIONS)}
 
 
 def print_grid(
@@ -65,22 +79,6 @@ def _parts(widths: Sequence[int], room: int) -> Iterator[list[int]]:
         part.append(index)
         left -= width + _BETWEEN
     yield part
-
-
-_EXAMPLES = 5
-_SIDE_BY_SIDE = 4
-_LINE = {
-    "turns_per_s": "turns/s",
-    "output_tokens_per_s": "tok/s",
-    "normalised_latency_s.mean": "norm. mean ms/token",
-    "normalised_latency_s.p90": "norm. p90 ms/token",
-    "ttft_s.cold.p99": "cold TTFT p99 ms",
-    "ttft_s.warm.p99": "warm TTFT p99 ms",
-    "inter_token_s.p99": "inter-token p99 ms",
-    "active_sessions.mean": "active",
-}
-"""What is told of a run in a sweep, and its short name."""
-_COLUMNS = {column.path: column for column in (*SPEED, *FIRST_TOKEN, *SESSIONS)}
 
 
 def show(report: dict[str, Any], console: Console) -> None:

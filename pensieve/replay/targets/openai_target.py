@@ -14,6 +14,32 @@ import numpy as np
 from pensieve.core import TokenArray, Usage
 from pensieve.replay.targets.base import Address, AskedTurn, OnTokens, TargetInfo, TurnFailed
 
+_WORDS = (
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "you",
+    "that",
+    "it",
+    "he",
+    "was",
+    "for",
+    "on",
+    "are",
+    "as",
+    "with",
+)
+_KEEP_ALIVE_S = 2.0
+"""An idle connection is not used again after this: uvicorn's servers close theirs after 5 s, and a turn that goes out
+at that very moment would fail."""
+RESPONSES_PATH = "/v1/responses"
+"""Behind the address of a target: the server keeps the history."""
+_PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "responses": RESPONSES_PATH}
+_LOST = (aiohttp.ClientError, TimeoutError)
+
 
 class _Delta(msgspec.Struct):
     content: str | None = None
@@ -112,31 +138,6 @@ def _as_of_completions(usage: dict[str, Any] | None) -> dict[str, Any]:
     }
 
 
-_WORDS = (
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "is",
-    "you",
-    "that",
-    "it",
-    "he",
-    "was",
-    "for",
-    "on",
-    "are",
-    "as",
-    "with",
-)
-
-
-_KEEP_ALIVE_S = 2.0
-"""An idle connection is not used again after this: uvicorn's servers close theirs after 5 s, and a turn that goes out
-at that very moment would fail."""
-
-
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """What a server takes, found out by asking it once."""
@@ -153,9 +154,6 @@ class Dialect:
         return _PATHS[self.api]
 
 
-RESPONSES_PATH = "/v1/responses"
-"""Behind the address of a target: the server keeps the history."""
-_PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "responses": RESPONSES_PATH}
 _DIALECTS = (
     Dialect("completions", True, True),
     Dialect("completions", True),
@@ -382,9 +380,6 @@ def _receipt(state: _Session, usage: dict[str, Any], produced: int) -> Usage | N
 def text_of(ids: TokenArray) -> str:
     """English text of about as many tokens, different for different ids."""
     return " ".join(_WORDS[token % len(_WORDS)] for token in ids.tolist())
-
-
-_LOST = (aiohttp.ClientError, TimeoutError)
 
 
 def _lost(error: Exception) -> TurnFailed:

@@ -31,6 +31,17 @@ from pensieve.spawn import READY, STOP_GRACE_S, read_metrics
 Counters = dict[str, float]
 """``NAME``, or ``NAME.LABEL`` where labels tell samples of a name apart, to the value."""
 _PART = "pensieve_step_part_seconds_total."
+_POLL_S = 0.5
+_EXIT_POLL_S = 0.05
+_LOG_LINES = 20
+_LONGEST_LINE = 1 << 20
+"""Bytes. Servers print their whole configuration in one line."""
+_LAST_WORDS_S = 2.0
+"""How long to read what a server said at its end: a process that it left behind may keep the pipe open for ever."""
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+T = TypeVar("T")
+Connect = Callable[[str], Target]
+"""Address (``pensieve://…`` or ``http://…``) → target."""
 
 
 def read_counters(admin: str) -> Counters:
@@ -51,20 +62,6 @@ def growth(before: Counters, after: Counters) -> dict[str, Any]:
             "share": {part: spent / busy for part, spent in parts.items()} if busy else {},
         },
     }
-
-
-_POLL_S = 0.5
-_EXIT_POLL_S = 0.05
-_LOG_LINES = 20
-_LONGEST_LINE = 1 << 20
-"""Bytes. Servers print their whole configuration in one line."""
-_LAST_WORDS_S = 2.0
-"""How long to read what a server said at its end: a process that it left behind may keep the pipe open for ever."""
-_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
-T = TypeVar("T")
-
-Connect = Callable[[str], Target]
-"""Address (``pensieve://…`` or ``http://…``) → target."""
 
 
 class StartedTarget:
