@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from pensieve.kernels.span_table import SpanTable
+from pensieve.kernels.spans import POSITION, Q_LEN, Spans
 
 Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 """A query, keys and values [P, N, Hkv, D] of one layer."""
@@ -28,11 +29,10 @@ class Peer:
     """The operations of vLLM's extension, or the module ``flash_attn_interface``."""
     is_extension: bool
 
-    def prepare(self, spans: SpanTable, tables: torch.Tensor, out: torch.Tensor, scale: float) -> Call:
+    def prepare(self, spans: Spans, tables: torch.Tensor, out: torch.Tensor, scale: float) -> Call:
         """Everything that does not depend on the layer."""
-        starts = torch.cat([spans.q_start, spans.q_start[-1:] + spans.q_len[-1:]])
-        seen = spans.position + spans.q_len
-        longest = spans.max_q_len, spans.max_context
+        starts, _, seen = _columns(spans, out.device)
+        longest = int(spans[:, Q_LEN].max()), int(seen.max())
 
         def interface(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> object:
             return self.library.flash_attn_with_kvcache(
@@ -48,11 +48,11 @@ class Peer:
 
         return extension if self.is_extension else interface
 
-    def prepare_contiguous(self, spans: SpanTable, out: torch.Tensor, scale: float) -> ContiguousCall:
+    def prepare_contiguous(self, spans: Spans, out: torch.Tensor, scale: float) -> ContiguousCall:
         """The same where the contexts lie one after the other, without pages. The result may be in ``out``, or not."""
-        seen = spans.position + spans.q_len
-        ends = [torch.cat([n.new_zeros(1), n.cumsum(0, dtype=torch.int32)]) for n in (spans.q_len, seen)]
-        longest = spans.max_q_len, spans.max_context
+        _, lengths, seen = _columns(spans, out.device)
+        ends = [torch.cat([n.new_zeros(1), n.cumsum(0, dtype=torch.int32)]) for n in (lengths, seen)]
+        longest = int(lengths.max()), int(seen.max())
 
         def interface(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             result: torch.Tensor = self.library.flash_attn_varlen_func(
@@ -76,6 +76,14 @@ class Peer:
             "is_rotary_interleaved": True, "num_splits": 0, "sm_margin": 0, "cp_world_size": 1, "cp_rank": 0,
         }  # fmt: skip
         return self.library.fwd(*_in_order(self.library.fwd, fixed | named))
+
+
+def _columns(spans: Spans, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """int32: where each span's queries start, with their end [S + 1]; its queries [S]; the keys that it sees [S]."""
+    lengths = spans[:, Q_LEN]
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    parts = starts, lengths, spans[:, POSITION] + lengths
+    return tuple(torch.from_numpy(part.astype(np.int32)).to(device) for part in parts)  # type: ignore[return-value]
 
 
 def find(path: Path | None) -> Peer | None:

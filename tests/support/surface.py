@@ -74,7 +74,9 @@ def _sdk() -> Iterator[str]:
         if not inspect.isclass(value):
             continue
         for member, found in inspect.getmembers(value):
-            if member.startswith("_") and member != "__init__" or not value.__module__.startswith("pensieve"):
+            if (member.startswith("_") and member != "__init__") or not value.__module__.startswith(
+                "pensieve"
+            ):
                 continue
             if inspect.isfunction(found):
                 yield f"sdk {name}.{member}({', '.join(inspect.signature(found).parameters)})"
