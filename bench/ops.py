@@ -17,10 +17,10 @@ import torch
 from common.gpu_timing import Ceilings, measure_ceilings
 from common.provenance import commit, portable
 from kernel_ops import attention as ops_attention
-from kernel_ops import cuts, flash_attention
+from kernel_ops import flash_attention
 from kernel_ops import kv_write as ops_kv_write
 
-SECTIONS = ("attention", "cuts", "kv-write", "swap")
+SECTIONS = ("attention", "kv-write", "swap")
 
 
 @click.command()
@@ -44,7 +44,6 @@ def main(section: str, out: Path, name: str, only: str, fa3: Path | None) -> Non
     ceilings = measure_ceilings()
     makers: dict[str, Callable[[], tuple[list[dict[str, Any]], str]]] = {
         "attention": lambda: _attention(ceilings, fa3, only),
-        "cuts": lambda: _cuts(ceilings),
         "kv-write": lambda: _kv_write(ceilings),
         "swap": _swap,
     }
@@ -59,11 +58,6 @@ def _attention(ceilings: Ceilings, fa3: Path | None, only: str) -> tuple[list[di
     peer = flash_attention.find(fa3)
     rows = ops_attention.rows(ceilings, peer, only)
     return rows, ops_attention.as_markdown(rows)
-
-
-def _cuts(ceilings: Ceilings) -> tuple[list[dict[str, Any]], str]:
-    rows = cuts.rows(ceilings)
-    return rows, cuts.as_markdown(rows)
 
 
 def _kv_write(ceilings: Ceilings) -> tuple[list[dict[str, Any]], str]:
