@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pensieve.kernels.span_table import SpanTable
+from pensieve.kernels.spans import POSITION, Q_LEN, Spans
 
 Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 """A query, keys and values [P, N, Hkv, D] of one layer."""
@@ -26,11 +26,12 @@ class Peer:
     """The operations of vLLM's extension, or the module ``flash_attn_interface``."""
     is_extension: bool
 
-    def prepare(self, spans: SpanTable, tables: torch.Tensor, out: torch.Tensor, scale: float) -> Call:
+    def prepare(self, spans: Spans, tables: torch.Tensor, out: torch.Tensor, scale: float) -> Call:
         """Everything that does not depend on the layer."""
-        starts = torch.cat([spans.q_start, spans.q_start[-1:] + spans.q_len[-1:]])
-        seen = spans.position + spans.q_len
-        longest = spans.max_q_len, spans.max_context
+        lengths = torch.from_numpy(spans[:, Q_LEN]).int().to(out.device)
+        starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)])
+        seen = lengths + torch.from_numpy(spans[:, POSITION]).int().to(out.device)
+        longest = int(lengths.max()), int(seen.max())
 
         def interface(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> object:
             return self.library.flash_attn_with_kvcache(
