@@ -33,9 +33,9 @@ from pensieve.client._values import (
     TurnState,
     Warming,
 )
-from pensieve.client.arguments.options import SamplingOptions, SessionChanges, TurnOptions
+from pensieve.client.arguments.options import SessionChanges, TurnOptions
 from pensieve.client.arguments.words import FinishReason, Phase, Role
-from pensieve.core import HintReceipt, TokenLogprob, TokenText, Usage
+from pensieve.core import HintReceipt, SamplingOptions, TokenLogprob, TokenText, Usage
 from pensieve.speech import FunctionCall
 
 __all__ = [

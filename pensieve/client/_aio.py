@@ -30,13 +30,13 @@ from pensieve.client.arguments.options import (
     TURN_KEYS,
     Keep,
     Overflow,
-    SamplingOptions,
     SessionChanges,
     Tools,
     TurnOptions,
 )
 from pensieve.client.arguments.signatures import with_options
 from pensieve.client.arguments.words import Role
+from pensieve.core import SamplingOptions
 
 
 class AsyncClient:
@@ -246,7 +246,8 @@ class AsyncSession(SessionView):
 
     async def last_user_item(self) -> int:
         """Number of the newest user item. Raises NotFound (ITEM_NOT_FOUND) when there is none."""
-        return (await self._link.run(self._core.last_user_item()))[0]
+        item, _ = await self._link.run(self._core.last_user_item())
+        return item
 
     async def items(
         self, *, include_tokens: bool = False, after_item: int = 0, limit: int | None = None

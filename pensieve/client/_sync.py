@@ -1,3 +1,4 @@
+# Generated from _aio.py by `make twin`. Do not edit.
 """The blocking client. Thread-safe, except that one turn stream belongs to one reading thread."""
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from pensieve.client.arguments.options import (
     TURN_KEYS,
     Keep,
     Overflow,
-    SamplingOptions,
     SessionChanges,
     Tools,
     TurnOptions,
 )
 from pensieve.client.arguments.signatures import with_options
 from pensieve.client.arguments.words import Role
+from pensieve.core import SamplingOptions
 
 
 class Client:
@@ -246,7 +247,8 @@ class Session(SessionView):
 
     def last_user_item(self) -> int:
         """Number of the newest user item. Raises NotFound (ITEM_NOT_FOUND) when there is none."""
-        return self._link.run(self._core.last_user_item())[0]
+        item, _ = self._link.run(self._core.last_user_item())
+        return item
 
     def items(
         self, *, include_tokens: bool = False, after_item: int = 0, limit: int | None = None

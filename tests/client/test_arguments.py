@@ -100,6 +100,30 @@ def test_the_front_page() -> None:
     assert "class Client(" in shown and "class AsyncClient(" in shown
 
 
+# -- the table of sampling parameters
+
+
+def test_every_sampling_parameter_has_its_row_and_its_values() -> None:
+    contract = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
+    assert contract == core.SAMPLING.keys() == set(core.SamplingDefaults.__struct_fields__)
+    resolved = set(core.Sampling.__struct_fields__) - {"opening", "top_logprobs"}
+    assert resolved == contract - {"candidate_choice"}
+    assert core.SamplingDefaults() == core.SamplingDefaults(
+        **dict.fromkeys(contract - {"stop", "stop_token_ids", "logit_bias"})
+    )
+
+
+def test_a_row_says_what_its_values_are() -> None:
+    neutral = core.Sampling()
+    for name, row in core.SAMPLING.items():
+        assert (row.low is None) == (row.high is None), name
+        if row.low is not None and (value := getattr(neutral, name)) is not None:
+            assert type(value) is row.kind and row.low <= value <= row.high, name
+        assert not set(row.near) & TURN_KEYS and (row.http in ("", name) or row.http in row.near), name
+    numbers = {name for name, row in core.SAMPLING.items() if row.kind in (int, float)}
+    assert [name for name in numbers if core.SAMPLING[name].low is None] == ["seed"]
+
+
 # -- names
 
 

@@ -14,6 +14,7 @@ import pytest
 import pensieve
 import pensieve.client as sdk
 from pensieve.client._transport import CHANNEL_OPTIONS, ClientSettings
+from support import sync_twin
 
 ERRORS = set(
     [
@@ -144,6 +145,10 @@ def test_what_blocks_on_one_side_is_awaited_on_the_other(twins: tuple[type, type
         assert told[0] == told[1], name
     for one, other in (("enter", "aenter"), ("exit", "aexit"), ("iter", "aiter"), ("next", "anext")):
         assert hasattr(twins[0], f"__{one}__") == hasattr(twins[1], f"__{other}__"), one
+
+
+def test_the_blocking_client_is_what_the_generator_writes() -> None:
+    assert sync_twin.TWIN.read_text() == sync_twin.twin(sync_twin.SOURCE.read_text()), "run `make twin`"
 
 
 def test_import_costs_neither_grpc_nor_torch() -> None:

@@ -5,27 +5,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 
+from pensieve.core import SAMPLING
+
 NEAR = {
-    "best_of": "candidates",
+    **{other: name for name, row in SAMPLING.items() for other in row.near},
     "deadline": "timeout",
     "idempotency_key": "request_id",
     "logprobs": "top_logprobs",
-    "max_completion_tokens": "max_output_tokens",
-    "max_length": "max_output_tokens",
-    "max_new_tokens": "max_output_tokens",
-    "max_tokens": "max_output_tokens",
     "metadata": "annotations",
-    "min_new_tokens": "min_output_tokens",
-    "min_tokens": "min_output_tokens",
-    "n": "candidates",
-    "n_predict": "max_output_tokens",
-    "num_beams": "beam_width",
-    "num_predict": "max_output_tokens",
-    "num_return_sequences": "candidates",
-    "repeat_penalty": "repetition_penalty",
     "request_timeout": "timeout",
-    "stop_sequences": "stop",
-    "stop_strings": "stop",
 }
 """Name elsewhere → name here."""
 

@@ -1,4 +1,4 @@
-"""The options of turns and sessions: the only place where each is written down, with its unit and meaning.
+"""The options of turns and sessions: with ``core.SamplingOptions`` the only place where each has its unit and meaning.
 
 What stands below a key is shown by editors, and by ``help`` of every method that takes the table (``signatures``).
 """
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 from pensieve.client.arguments.signatures import documented
+from pensieve.core import SAMPLING, SamplingOptions
 
 Tools = str | Sequence[Mapping[str, Any]]
 """Definitions of functions, ``{"type": "function", "function": {"name", "description", "parameters"}}`` each, or all of
@@ -16,52 +17,10 @@ them as the text of a JSON array."""
 Overflow = Literal["reject", "drop_oldest_turns", "drop_oldest"]
 """The last two are the same."""
 Keep = Literal["partial", "nothing"]
-Choice = Literal["first", "best_logprob"]
 OnDisconnect = Literal["cancel", "finish"]
 
 
-@documented
-class SamplingOptions(TypedDict, total=False):
-    """How tokens are drawn. What is left out is the session's default, or else the server's."""
-
-    temperature: float
-    """0 is greedy; else at least 0.01: lower is surer, higher is wilder."""
-    top_p: float
-    """Draw from the most likely tokens that together have this probability; 1 is off."""
-    top_k: int
-    """Draw from this many of the most likely tokens; 0 is off."""
-    min_p: float
-    """Draw from the tokens that are at least this probable, as a part of the most likely one's; 0 is off."""
-    repetition_penalty: float
-    """Divides the scores of tokens that are in the context already; 1 is off."""
-    frequency_penalty: float
-    """Taken off a token's score for each time it is in the answer already; 0 is off."""
-    presence_penalty: float
-    """Taken off a token's score once it is in the answer; 0 is off."""
-    seed: int
-    """Of the random draws; left out: one is made, and ``Turn.seed`` says which."""
-    max_output_tokens: int
-    """End the answer after this many tokens, as LENGTH; left out: when the model ends it or the context is full."""
-    min_output_tokens: int
-    """No end of the model's own, and no stop token, before this many tokens."""
-    stop: str | Sequence[str]
-    """End the answer before this text, or any of these."""
-    stop_token_ids: Sequence[int]
-    """End the answer with any of these tokens."""
-    ignore_eos: bool
-    """Go on past the model's own end of an answer."""
-    logit_bias: Mapping[int, float]
-    """Added to the scores of these token ids."""
-    candidates: int
-    """Answers to draw; all are streamed, one is committed."""
-    candidate_choice: Choice
-    """Which one: the first, or the one with the highest mean log-probability per token."""
-    beam_width: int
-    """Above 1: beam search. The answer comes whole, at the end."""
-    length_penalty: float
-    """Beam search: above 0 favours longer answers, below 0 shorter ones."""
-    early_stopping: bool
-    """Beam search: end with the first ``beam_width`` finished answers."""
+documented(SamplingOptions)
 
 
 @documented
@@ -138,6 +97,6 @@ class SessionChanges(TypedDict, total=False):
     """Move the session to the model that is served: ``Session.rebind``."""
 
 
-SAMPLING_KEYS = frozenset(SamplingOptions.__annotations__)
+SAMPLING_KEYS = frozenset(SAMPLING)
 TURN_KEYS = frozenset(TurnOptions.__annotations__)
 CHANGE_KEYS = frozenset(SessionChanges.__annotations__)

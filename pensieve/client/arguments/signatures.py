@@ -74,7 +74,7 @@ def documented(table: type) -> type:
 
 
 def option_texts(table: type) -> dict[str, OptionText]:
-    """Every key of a TypedDict, those of its bases in the same module first. Without sources: keys without meanings."""
+    """Every key of a TypedDict, those of its bases first. Without sources: keys without meanings."""
     found = _tables(table.__module__).get(table.__name__, {})
     return {name: found.get(name, OptionText("", "")) for name in table.__annotations__}
 
@@ -98,13 +98,25 @@ def _tables(module: str) -> dict[str, dict[str, OptionText]]:
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
             mine = tables.setdefault(node.name, {})
-            for base in node.bases:
-                mine |= tables.get(ast.unparse(base), {})
+            for base in map(ast.unparse, node.bases):
+                imported = getattr(sys.modules[module], base, None)
+                if base in tables:
+                    mine |= tables[base]
+                elif hasattr(imported, "__total__"):  # a TypedDict of another module
+                    mine |= _tables(imported.__module__).get(base, {})
             for at, line in enumerate(node.body):
                 if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
                     below = node.body[at + 1 : at + 2]
-                    mine[line.target.id] = OptionText(ast.unparse(line.annotation), _docstring(below))
+                    mine[line.target.id] = OptionText(_kind(line.annotation), _docstring(below))
     return tables
+
+
+def _kind(annotation: ast.expr) -> str:
+    """The type, without what ``Annotated`` says beside it."""
+    match annotation:
+        case ast.Subscript(value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[kind, *_])):
+            return ast.unparse(kind)
+    return ast.unparse(annotation)
 
 
 def _docstring(below: list[ast.stmt]) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sized
-from typing import Annotated, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, cast
 
 import msgspec
 from starlette.requests import Request
 
 from pensieve.client import TurnOptions
+from pensieve.core import SAMPLING
 from pensieve.http.common.failures import bad
 from pensieve.http.common.fields import Nested
 
@@ -44,56 +45,54 @@ class ChunkOptions(msgspec.Struct, frozen=True):
     include_usage: bool = False
 
 
-class Drawing(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """How tokens are drawn, and how long their state is wanted; the last six are not OpenAI's. The service checks
-    ranges."""
+_BODY_TYPES: Final[dict[str, Any]] = {
+    "top_k": Annotated[int, msgspec.Meta(ge=-1)],
+    "min_output_tokens": Natural,
+    "stop_token_ids": list[TokenId],
+}
+"""Sampling parameters that a body writes in another way than a program does. -1 is a ``top_k`` of 0, as in vLLM."""
+_OPTIONS: Final = {row.http: name for name, row in SAMPLING.items() if row.http}
+"""Sampling parameters that all bodies have, by their names there."""
+
+if TYPE_CHECKING:
+    _SamplingBody = msgspec.Struct
+else:
+    _SamplingBody = msgspec.defstruct(
+        "_SamplingBody",
+        [
+            (field, _BODY_TYPES.get(name, SAMPLING[name].kind) | None, None)
+            for field, name in _OPTIONS.items()
+        ],
+        kw_only=True,
+        omit_defaults=True,
+    )
+
+
+class Drawing(_SamplingBody, kw_only=True, omit_defaults=True):
+    """How tokens are drawn, by the rows of ``core.SamplingOptions``, and how long their state is wanted. The service
+    checks ranges."""
 
     NESTED: ClassVar[Nested] = {"prompt_cache_options": CacheOptions}
-    temperature: float | None = None
-    top_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    seed: int | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     prompt_cache_options: CacheOptions | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
-    """0 is off, and so is -1, as in vLLM."""
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Natural | None = None
-    stop_token_ids: list[TokenId] | None = None
+
+    @property
+    def drawn_with(self) -> dict[str, Any]:
+        """The sampling parameters that are set, by their names in the body."""
+        return {field: value for field in _OPTIONS if (value := getattr(self, field)) is not None}
 
     def options(self) -> TurnOptions:
         """Those that are set, for the SDK."""
-        given: TurnOptions = {}
-        if self.temperature is not None:
-            given["temperature"] = self.temperature
-        if self.top_p is not None:
-            given["top_p"] = self.top_p
-        if self.frequency_penalty is not None:
-            given["frequency_penalty"] = self.frequency_penalty
-        if self.presence_penalty is not None:
-            given["presence_penalty"] = self.presence_penalty
-        if self.seed is not None:
-            given["seed"] = self.seed % (1 << 64)
-        if self.top_k is not None:
-            given["top_k"] = max(0, self.top_k)
-        if self.min_p is not None:
-            given["min_p"] = self.min_p
-        if self.repetition_penalty is not None:
-            given["repetition_penalty"] = self.repetition_penalty
-        if self.ignore_eos is not None:
-            given["ignore_eos"] = self.ignore_eos
-        if self.min_tokens is not None:
-            given["min_output_tokens"] = self.min_tokens
-        if self.stop_token_ids:
-            check_number(self.stop_token_ids, "stop_token_ids")
-            given["stop_token_ids"] = self.stop_token_ids
+        given: dict[str, Any] = {_OPTIONS[field]: value for field, value in self.drawn_with.items()}
+        if "seed" in given:
+            given["seed"] %= 1 << 64
+        if "top_k" in given:
+            given["top_k"] = max(0, given["top_k"])
+        check_number(given.get("stop_token_ids", ()), "stop_token_ids")
         ttl = self.prompt_cache_options.ttl if self.prompt_cache_options is not None else None
         if self.prompt_cache_retention == "24h" or ttl == "12h":
             given["importance"] = LONG_CACHED
-        return given
+        return cast(TurnOptions, given)
 
 
 def by_token(biases: dict[str, float]) -> dict[int, float]:

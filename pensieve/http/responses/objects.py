@@ -81,7 +81,7 @@ class Response:
 
     def _snapshot(self, status: str) -> Document:
         asked = self.kept.asked
-        conversation = asked.conversation_id
+        conversation, drawn = asked.conversation_id, asked.drawn_with
         return {
             "id": str(self.id),
             "object": "response",
@@ -91,7 +91,7 @@ class Response:
             "background": bool(asked.background),
             "conversation": {"id": conversation} if conversation else None,
             "error": None,
-            "frequency_penalty": asked.frequency_penalty or 0.0,
+            "frequency_penalty": drawn.get("frequency_penalty", 0.0),
             "incomplete_details": None,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
@@ -100,7 +100,7 @@ class Response:
             "model": self.kept.model,
             "output": [],
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
-            "presence_penalty": asked.presence_penalty or 0.0,
+            "presence_penalty": drawn.get("presence_penalty", 0.0),
             "previous_response_id": asked.previous_response_id,
             "prompt_cache_key": asked.prompt_cache_key,
             "prompt_cache_options": _cache_options(asked),
@@ -109,12 +109,12 @@ class Response:
             "safety_identifier": asked.safety_identifier,
             "service_tier": "default",
             "store": asked.stored,
-            "temperature": 1.0 if asked.temperature is None else asked.temperature,
+            "temperature": drawn.get("temperature", 1.0),
             "text": {"format": {"type": "text"}},
             "tool_choice": _tool_choice(asked.tool_choice),
             "tools": [tool.echo for tool in asked.tools or ()],
             "top_logprobs": asked.top_logprobs or 0,
-            "top_p": 1.0 if asked.top_p is None else asked.top_p,
+            "top_p": drawn.get("top_p", 1.0),
             "truncation": asked.truncation or "disabled",
             "usage": None,
         }
