@@ -17,12 +17,15 @@ from pensieve.client._sync_link import TurnStream
 from pensieve.client._values import (
     CallingMessage,
     Candidate,
+    FinishReason,
     FoundTurn,
     Item,
     Limits,
+    Phase,
     Piece,
     Progress,
     Residency,
+    Role,
     ServerInfo,
     SessionInfo,
     SessionState,
@@ -33,8 +36,7 @@ from pensieve.client._values import (
     TurnState,
     Warming,
 )
-from pensieve.client.arguments.options import SessionChanges, TurnOptions
-from pensieve.client.arguments.words import FinishReason, Phase, Role
+from pensieve.client.arguments import SessionChanges, TurnOptions
 from pensieve.core import HintReceipt, SamplingOptions, TokenLogprob, TokenText, Usage
 from pensieve.speech import FunctionCall
 

@@ -16,6 +16,7 @@ from pensieve.client._transport import ClientSettings
 from pensieve.client._values import (
     FoundTurn,
     Item,
+    Role,
     ServerInfo,
     SessionInfo,
     TenantTotals,
@@ -24,8 +25,7 @@ from pensieve.client._values import (
     Warming,
 )
 from pensieve.client._view import SessionView
-from pensieve.client.arguments.names import check_names
-from pensieve.client.arguments.options import (
+from pensieve.client.arguments import (
     CHANGE_KEYS,
     TURN_KEYS,
     Keep,
@@ -33,9 +33,9 @@ from pensieve.client.arguments.options import (
     SessionChanges,
     Tools,
     TurnOptions,
+    check_names,
+    with_options,
 )
-from pensieve.client.arguments.signatures import with_options
-from pensieve.client.arguments.words import Role
 from pensieve.core import SamplingOptions
 
 

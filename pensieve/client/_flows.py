@@ -20,6 +20,7 @@ from pensieve.client._turn_machine import TurnMachine
 from pensieve.client._values import (
     FoundTurn,
     Item,
+    Role,
     ServerInfo,
     SessionInfo,
     TenantTotals,
@@ -28,9 +29,8 @@ from pensieve.client._values import (
     TurnState,
     Warming,
 )
-from pensieve.client.arguments.ids import UUID
-from pensieve.client.arguments.ids import request_id as make_id
-from pensieve.client.arguments.words import Role
+from pensieve.client.arguments import UUID
+from pensieve.client.arguments import request_id as make_id
 from pensieve.errors import InvalidArgument, NotFound, PensieveError
 from pensieve.v1 import pensieve_pb2 as pb
 

@@ -9,11 +9,8 @@ from typing import Any
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
-from pensieve.client._values import CallingMessage, Item, ToolResult, Turn
-from pensieve.client.arguments.ids import request_id
-from pensieve.client.arguments.names import check_names
-from pensieve.client.arguments.options import SAMPLING_KEYS, TURN_KEYS, Tools
-from pensieve.client.arguments.words import Role
+from pensieve.client._values import CallingMessage, Item, Role, ToolResult, Turn
+from pensieve.client.arguments import SAMPLING_KEYS, TURN_KEYS, Tools, check_names, request_id
 from pensieve.errors import InvalidArgument
 from pensieve.v1 import pensieve_pb2 as pb
 

@@ -19,12 +19,12 @@ import pensieve.client as sdk
 from pensieve import core
 from pensieve.client import FinishReason, Phase, Role, decode
 from pensieve.client import _requests as requests
+from pensieve.client import arguments as names
+from pensieve.client import arguments as signatures
 from pensieve.client._flows import SessionCore, create_session
 from pensieve.client._transport import ClientSettings
 from pensieve.client._view import StreamView
-from pensieve.client.arguments import names, signatures
-from pensieve.client.arguments.ids import request_id
-from pensieve.client.arguments.options import CHANGE_KEYS, SAMPLING_KEYS, TURN_KEYS
+from pensieve.client.arguments import CHANGE_KEYS, SAMPLING_KEYS, TURN_KEYS, request_id
 from pensieve.errors import InvalidArgument
 from pensieve.v1 import pensieve_pb2 as pb
 from support.faults.fake_faults import answer_to

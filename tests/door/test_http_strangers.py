@@ -21,9 +21,10 @@ from pensieve.client import AsyncClient
 from pensieve.http import connections as connections_of
 from pensieve.http import wire
 from pensieve.http.app import make_app
-from pensieve.http.common import admission, room
+from pensieve.http.common import admission
+from pensieve.http.common import bodies as room
 from pensieve.http.common.bodies import SMALL_BYTES, Bodies
-from pensieve.http.common.credentials import who_says
+from pensieve.http.common.callers import who_says
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.settings import DoorSettings
 from pensieve.http.connections import Connections

@@ -14,7 +14,7 @@ import pytest
 
 from pensieve.client import AsyncSession
 from pensieve.errors import Internal, ResourceExhausted
-from pensieve.http.chat import named
+from pensieve.http import chat as named
 from pensieve.store import HistoryStore
 from pensieve.v1 import pensieve_pb2 as pb
 from support.http.http_rig import HttpRig, door

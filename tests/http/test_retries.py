@@ -12,7 +12,7 @@ import pytest
 
 from pensieve.client import AsyncClient
 from pensieve.errors import NotFound, ResourceExhausted
-from pensieve.http.chat import named
+from pensieve.http import chat as named
 from pensieve.http.responses.ids import ResponseId
 from pensieve.v1 import pensieve_pb2 as pb
 from support.http.http_rig import BearerTenant, HttpRig, door, opened

@@ -20,9 +20,21 @@ import msgspec
 from pensieve.client import AsyncSession, AsyncTurnStream, FoundTurn, Turn, TurnOptions
 from pensieve.errors import Aborted, DataLoss, FailedPrecondition, NotFound
 from pensieve.http.common.callers import Caller
-from pensieve.http.common.calls import Call, CallPlan, Source, carried_out, is_free, made_before, new_session
+from pensieve.http.common.calls import (
+    Call,
+    CallPlan,
+    Source,
+    added,
+    answered,
+    carried_out,
+    chunks_of,
+    is_free,
+    made_before,
+    new_session,
+    parted,
+    roles_of,
+)
 from pensieve.http.common.contents import NamedTalk, Said, Talk
-from pensieve.http.common.imports import added, answered, chunks_of, parted, roles_of
 from pensieve.http.common.requests import seed_of
 
 _MADE_HERE: Final = re.compile(r"(?:chat|conv|resp)-[0-9a-f]{32}")
