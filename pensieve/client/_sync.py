@@ -101,25 +101,25 @@ class Client:
         Raises AlreadyExists when ``session_id`` is taken by another session.
         """
         config = _requests.session_config(
-            model=model,
-            system_prompt=system_prompt,
-            ttl=ttl,
-            overflow=overflow,
-            share_prefixes=share_prefixes,
-            tools=tools,
-            default_sampling={**(default_sampling or {}), **sampling},
+            {
+                "model": model,
+                "system_prompt": system_prompt,
+                "ttl": ttl,
+                "overflow": overflow,
+                "share_prefixes": share_prefixes,
+                "tools": tools,
+                "default_sampling": {**(default_sampling or {}), **sampling},
+            }
         )
-        info = self._link.run(
-            _flows.create_session(
-                self._link.settings,
-                session_id=session_id,
-                config=config,
-                labels=labels,
-                initial_items=initial_items,
-                followed_by=followed_by,
-                request_id=request_id,
-            )
+        request = _requests.new_session(
+            config,
+            session_id=session_id,
+            labels=labels,
+            initial_items=initial_items,
+            followed_by=followed_by,
+            request_id=request_id,
         )
+        info = self._link.run(_flows.create_session(self._link.settings, request))
         return Session(self._link, info.name, info)
 
     def session(self, name_or_id: str) -> Session:

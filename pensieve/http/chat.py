@@ -43,7 +43,7 @@ from pensieve.http.common.calls import (
 from pensieve.http.common.contents import Content, NamedTalk, Said, Talk, called, said, talk_of, text_of
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import bad, failure_of, unsupported
-from pensieve.http.common.heads import begin, noting
+from pensieve.http.common.heads import Beginning, noting
 from pensieve.http.common.requests import (
     REFUSED_EVERYWHERE,
     ChunkOptions,
@@ -479,7 +479,8 @@ async def create(request: Request) -> Response:
             session, stream, around = begun.session, begun.stream, begun.to_its_end()
         else:
             named = await door.bodies.aside(request, NamedTalk, talk, caller.scope)
-            session, stream = await begin(caller, door.heads, named, call, options, door.settings.chat_ttl_s)
+            ttl_s = door.settings.chat_ttl_s
+            session, stream = await Beginning(caller, door.heads, named, call, options, ttl_s).begin()
         held.callback(stream.close)
         completion = ChatCompletion.of(stream, model, session.id, use.form)
 

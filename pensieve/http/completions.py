@@ -227,6 +227,14 @@ class BegunPrompt:
     """Of the prompt; empty unless they are wanted."""
 
 
+class _PromptTurn(NamedTuple):
+    """A prompt, the session that is made for it, and its turn there."""
+
+    prompt: Prompt
+    session: str
+    id: uuid.UUID
+
+
 async def begin_all(
     caller: Caller,
     asked: AskedCompletion,
@@ -247,7 +255,7 @@ async def begin_all(
     }
     async with call.leaving_nothing(caller.client, plan, turns):
         begun = [
-            _begin(caller, asked, prompt, name, turn_id, ttl_s, held)
+            _begin(caller, asked, _PromptTurn(prompt, name, turn_id), ttl_s, held)
             for prompt, (name, turn_id) in zip(asked.prompts, turns.items(), strict=True)
         ]
         # All have ended before an error is told: what begins later would not be closed.
@@ -279,29 +287,27 @@ def _session(plan: CallPlan, number: int) -> str:
 async def _begin(
     caller: Caller,
     asked: AskedCompletion,
-    prompt: Prompt,
-    name: str,
-    turn_id: uuid.UUID,
+    turn: _PromptTurn,
     ttl_s: float,
     held: AsyncExitStack,
 ) -> BegunPrompt:
     try:
         session = await caller.client.create_session(
-            session_id=name,
-            initial_items=[(Role.USER, prompt)],
+            session_id=turn.session,
+            initial_items=[(Role.USER, turn.prompt)],
             ttl=ttl_s,
-            request_id=str(uuid.uuid5(turn_id, "session")),
+            request_id=str(uuid.uuid5(turn.id, "session")),
         )
-        text, ids = (prompt, ()) if isinstance(prompt, RawText) else ("", tuple(prompt))
+        text, ids = (turn.prompt, ()) if isinstance(turn.prompt, RawText) else ("", tuple(turn.prompt))
         if (asked.body.echo and not text) or (asked.body.return_token_ids and not ids):
             item = (await session.items(include_tokens=True))[0]
             text, ids = item.text, item.token_ids
         # The prompt is there already: the turn answers it.
         options: TurnOptions = {
-            "seed": seed_of(turn_id),
+            "seed": seed_of(turn.id),
             **asked.options,
             "replace_after_item": 1,
-            "request_id": str(turn_id),
+            "request_id": str(turn.id),
         }
         stream = session.stream(**options)
         held.callback(stream.close)

@@ -279,12 +279,10 @@ def test_every_call_takes_names() -> None:
     assert {next(flow).request.request_id for flow in flows} == {request_id("sessions/a", "n")}
     make: dict[str, Any] = {
         "config": pb.SessionConfig(),
-        "labels": None,
-        "initial_items": (),
         "request_id": "n",
     }
     for session_id, scope in (("a", "sessions/a"), (None, "")):
-        step: Any = next(create_session(settings, session_id=session_id, **make))
+        step: Any = next(create_session(settings, requests.new_session(session_id=session_id, **make)))
         assert step.request.request_id == request_id(scope, "n")
 
 

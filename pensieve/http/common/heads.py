@@ -99,41 +99,32 @@ async def noting(
         yield chunk
 
 
-async def begin(
-    caller: Caller,
-    heads: Heads | None,
-    named: NamedTalk,
-    call: Call,
-    options: TurnOptions,
-    ttl_s: float | None,
-    *,
-    family: str = "chat-",
-    is_found: bool = True,
-) -> tuple[AsyncSession, AsyncTurnStream]:
-    """A turn that the service has accepted, in the session that the history is, or in a new one with that history.
-
-    ``heads``: None for what neither finds nor ``is_found``. A refusal leaves nothing behind.
-    """
-    options["request_id"] = str(call.id)
-    options.setdefault("seed", seed_of(call.id))
-    if heads is not None and is_found:
-        options["mark"] = named.mark
-    return await _Beginning(caller, heads, named, call, options, ttl_s).begin(new_session(family))
-
-
 @dataclass(frozen=True, slots=True)
-class _Beginning:
-    """One talk on its way to its session."""
+class Beginning:
+    """A turn on its way to the session that its history is, or to a new one with that history."""
 
     caller: Caller
     heads: Heads | None
+    """None for what neither finds nor is found."""
     named: NamedTalk
     call: Call
     options: TurnOptions
     ttl_s: float | None
+    """Idle lifetime of a session that is made."""
 
-    async def begin(self, own: str) -> tuple[AsyncSession, AsyncTurnStream]:
-        """``own``: name of the session to be made, if one is."""
+    async def begin(
+        self, family: str = "chat-", *, is_found: bool = True
+    ) -> tuple[AsyncSession, AsyncTurnStream]:
+        """The session, and the turn that the service has accepted there. A refusal leaves nothing behind.
+
+        ``family``: how the name of a session begins that is made. ``is_found``: whether the turn can be found by its
+        history.
+        """
+        self.options["request_id"] = str(self.call.id)
+        self.options.setdefault("seed", seed_of(self.call.id))
+        if self.heads is not None and is_found:
+            self.options["mark"] = self.named.mark
+        own = new_session(family)
         client = self.caller.client
         if self.call.may_be_repeated:
             # What is remembered here may be another door's no more: the service alone is asked.

@@ -35,7 +35,7 @@ from pensieve.http.common.calls import (
 )
 from pensieve.http.common.contents import NamedTalk, talk_of
 from pensieve.http.common.failures import HttpFailure, bad
-from pensieve.http.common.heads import Heads, begin
+from pensieve.http.common.heads import Beginning, Heads
 from pensieve.http.common.requests import seed_of
 from pensieve.http.responses.ids import ResponseId, conversation_session, item_place, mark
 from pensieve.http.responses.objects import Response, input_message
@@ -84,7 +84,7 @@ class Chain:
         # Instructions are said again with each response: nobody is led here without them.
         is_found = self.body.instructions is None
         try:
-            session, stream = await begin(
+            beginning = Beginning(
                 self.caller,
                 # What leaves nothing behind is found by nobody, and finds nothing.
                 heads if self.body.stored else None,
@@ -92,9 +92,8 @@ class Chain:
                 self.call,
                 self._options,
                 None if self.body.stored else unstored_ttl_s,
-                family="resp-",
-                is_found=is_found,
             )
+            session, stream = await beginning.begin("resp-", is_found=is_found)
         except NotFound as error:
             raise self._refusal(error) from None
         told = talk if is_found else None
