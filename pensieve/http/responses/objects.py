@@ -18,7 +18,6 @@ from pensieve.client import (
     Piece,
     Role,
     ServerInfo,
-    TokenLogprob,
     Turn,
     TurnState,
     Usage,
@@ -35,10 +34,10 @@ from pensieve.http.common.answers import (
 )
 from pensieve.http.common.failures import bad, failure_of
 from pensieve.http.common.requests import whole_number
-from pensieve.http.output import OutputItems, OutputTeller, answer_parts, result_item
+from pensieve.http.output import OutputItems, OutputTeller, answer_parts, result_item, text_part
 from pensieve.http.responses.ids import ResponseId, conversation_id, item_id
 from pensieve.http.responses.requests import ResponseRequest
-from pensieve.speech import PLAIN, SpeechForm
+from pensieve.speech import PLAIN, SpeechForm, Words
 
 _NAME: Final = "http.response"
 """Of the turn's annotation. Its value is JSON; a long one is compressed, for tools are told with every turn."""
@@ -137,23 +136,11 @@ class Response:
         return OutputItems(self.id.message.removeprefix("msg_"), self.id.turn_id)
 
     def _output(self, turn: Turn, status: str) -> list[Document]:
-        if self.form.plain:
-            return [self.message(turn.text, status, turn.logprobs)]
         return self.items.all(
             answer_parts(turn.text, self.form),
             "completed" if status == "completed" else "incomplete",
             turn.logprobs,
         )
-
-    def message(self, text: str, status: str, scores: tuple[TokenLogprob, ...] = ()) -> Document:
-        """The answer as an item."""
-        return {
-            "id": self.id.message,
-            "type": "message",
-            "role": "assistant",
-            "status": "completed" if status == "completed" else "incomplete",
-            "content": [text_part(text, scores)],
-        }
 
     def _snapshot(self, status: str) -> Document:
         asked = self.kept.asked
@@ -251,17 +238,14 @@ def usage_of(usage: Usage) -> Document:
     }
 
 
-def text_part(text: str, scores: tuple[TokenLogprob, ...] = ()) -> Document:
-    """A part of an answer."""
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": token_scores(scores)}
-
-
 def input_message(session_id: str, item: Item) -> Document:
     """An item of a history."""
     if item.role == Role.TOOL:
         return result_item(item_id(session_id, item.item), item.text, item.call_id)
     role = item.role if isinstance(item.role, Role) else Role.USER
-    part = text_part(item.text) if role is Role.ASSISTANT else {"type": "input_text", "text": item.text}
+    part = (
+        text_part(Words(item.text)) if role is Role.ASSISTANT else {"type": "input_text", "text": item.text}
+    )
     return {
         "id": item_id(session_id, item.item),
         "type": "message",
@@ -345,8 +329,9 @@ class Events:
             async for chunk in self._spoken(stream):
                 yield chunk
             return
-        yield self._event("response.output_item.added", item=self._item("in_progress", []), output_index=0)
-        yield self._event("response.content_part.added", **self._place, part=text_part(""))
+        begun = self._response.items.item(Words(""), 0, 0, "in_progress", begun=True)
+        yield self._event("response.output_item.added", item=begun, output_index=0)
+        yield self._event("response.content_part.added", **self._place, part=text_part(Words("")))
         try:
             async for piece in stream:
                 yield self._delta(piece)
@@ -390,13 +375,15 @@ class Events:
     def _ended(self, turn: Turn) -> list[bytes]:
         status = status_of(turn)
         done = "completed" if status == "completed" else "incomplete"
-        part = text_part(turn.text, turn.logprobs)
+        words = Words(turn.text)
+        part = text_part(words, turn.logprobs)
+        item = self._response.items.item(words, 0, 0, done, scores=turn.logprobs)
         return [
             self._event(
                 "response.output_text.done", **self._place, text=turn.text, logprobs=part["logprobs"]
             ),
             self._event("response.content_part.done", **self._place, part=part),
-            self._event("response.output_item.done", item=self._item(done, [part]), output_index=0),
+            self._event("response.output_item.done", item=item, output_index=0),
             self._end(turn, status),
         ]
 
@@ -413,9 +400,6 @@ class Events:
     @property
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._message, "output_index": 0, "content_index": 0}
-
-    def _item(self, status: str, content: list[Any]) -> dict[str, Any]:
-        return {**self._response.message("", status), "status": status, "content": content}
 
     def _whole(self, name: str, snapshot: dict[str, Any]) -> bytes:
         return self._event(name, response=snapshot)
