@@ -46,11 +46,9 @@ from pensieve.http.common.failures import bad, failure_of, unsupported
 from pensieve.http.common.heads import Beginning, noting
 from pensieve.http.common.requests import (
     REFUSED_EVERYWHERE,
-    ChunkOptions,
-    Drawing,
+    Completing,
     Nested,
     Positive,
-    by_token,
     check_number,
 )
 from pensieve.http.output import ChatTeller, chat_message, chat_teller
@@ -103,14 +101,10 @@ class AskedChat(NamedTuple):
     """For the SDK."""
 
 
-class ChatRequest(Drawing, kw_only=True):
+class ChatRequest(Completing, kw_only=True):
     """The request; ``session`` is not OpenAI's."""
 
-    NESTED: ClassVar[Nested] = {
-        **Drawing.NESTED,
-        "stream_options": ChunkOptions,
-        "tools": OfferedTool,
-    }
+    NESTED: ClassVar[Nested] = {**Completing.NESTED, "tools": OfferedTool}
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
         "cache_prompt": "cached state is used wherever there is some",
         "chat_id": "histories are found by what they say",
@@ -138,14 +132,7 @@ class ChatRequest(Drawing, kw_only=True):
         "text": "belongs to responses",
     }
     messages: list[Message]
-    model: str | None = None
-    stream: bool | None = False
-    stream_options: ChunkOptions | None = None
-    n: Positive | None = None
-    stop: str | list[str] | None = None
-    max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
-    logit_bias: dict[str, float] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
@@ -198,13 +185,8 @@ class ChatRequest(Drawing, kw_only=True):
         longest = self.max_completion_tokens or self.max_tokens
         if longest is not None:
             options["max_output_tokens"] = longest
-        if self.stop:
-            check_number([self.stop] if isinstance(self.stop, str) else self.stop, "stop")
-            options["stop"] = self.stop
         if self.n is not None and self.n > 1:
             options["candidates"] = self.n
-        if self.logit_bias:
-            options["logit_bias"] = by_token(self.logit_bias)
         if self.logprobs:
             options["top_logprobs"] = self.top_logprobs or 0
         return options

@@ -43,13 +43,9 @@ from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import bad, failure_of, unsupported
 from pensieve.http.common.requests import (
     REFUSED_EVERYWHERE,
-    ChunkOptions,
-    Drawing,
-    Nested,
+    Completing,
     Positive,
     TokenId,
-    by_token,
-    check_number,
     seed_of,
 )
 
@@ -71,13 +67,9 @@ class AskedCompletion(NamedTuple):
     """For the SDK."""
 
 
-class CompletionRequest(Drawing, kw_only=True):
+class CompletionRequest(Completing, kw_only=True):
     """The request; ``return_token_ids`` is vLLM's."""
 
-    NESTED: ClassVar[Nested] = {
-        **Drawing.NESTED,
-        "stream_options": ChunkOptions,
-    }
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
         "cache_prompt": "cached state is used wherever there is some",
         "metadata": "a completion is not kept",
@@ -94,14 +86,7 @@ class CompletionRequest(Drawing, kw_only=True):
         "messages": "belong to chat completions",
     }
     prompt: str | list[str | TokenId | list[TokenId]] | None = None
-    model: str | None = None
-    stream: bool | None = False
-    stream_options: ChunkOptions | None = None
-    n: Positive | None = None
     best_of: Positive | None = None
-    stop: str | list[str] | None = None
-    max_tokens: Positive | None = None
-    logit_bias: dict[str, float] | None = None
     logprobs: int | None = None
     echo: bool | None = False
     suffix: str | None = None
@@ -161,15 +146,10 @@ class CompletionRequest(Drawing, kw_only=True):
         """For the SDK."""
         options = self.options()
         options["max_output_tokens"] = self.max_tokens or MAX_TOKENS
-        if self.stop:
-            check_number([self.stop] if isinstance(self.stop, str) else self.stop, "stop")
-            options["stop"] = self.stop
         if self.drawn > 1:
             options["candidates"] = self.drawn
         if self.drawn > self.answers:
             options["candidate_choice"] = "best_logprob"
-        if self.logit_bias:
-            options["logit_bias"] = by_token(self.logit_bias)
         if self.logprobs is not None:
             options["top_logprobs"] = self.logprobs
         return options

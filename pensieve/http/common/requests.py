@@ -206,7 +206,29 @@ class Drawing(_SamplingBody, kw_only=True, omit_defaults=True):
         return cast(TurnOptions, given)
 
 
-def by_token(biases: dict[str, float]) -> dict[int, float]:
+class Completing(Drawing, kw_only=True):
+    """What requests of both kinds of completions have in common."""
+
+    NESTED: ClassVar[Nested] = {**Drawing.NESTED, "stream_options": ChunkOptions}
+    model: str | None = None
+    stream: bool | None = False
+    stream_options: ChunkOptions | None = None
+    n: Positive | None = None
+    stop: str | list[str] | None = None
+    max_tokens: Positive | None = None
+    logit_bias: dict[str, float] | None = None
+
+    def options(self) -> TurnOptions:
+        given = super().options()
+        if self.stop:
+            check_number([self.stop] if isinstance(self.stop, str) else self.stop, "stop")
+            given["stop"] = self.stop
+        if self.logit_bias:
+            given["logit_bias"] = _by_token(self.logit_bias)
+        return given
+
+
+def _by_token(biases: dict[str, float]) -> dict[int, float]:
     """Logit biases by token id. Raises HttpFailure for a key that is none, and for more than anybody gives."""
     check_number(biases, "logit_bias")
     found: dict[int, float] = {}
