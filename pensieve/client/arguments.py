@@ -95,6 +95,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 WIDTH = 100
 
 
+_TABLE = re.compile(r"^class \w+\(.*total=False\):\n(?:[ \t].*\n|\n)+", re.MULTILINE)
+"""The source of a table of options."""
+
+
 class OptionText(NamedTuple):
     """What the source says of one key of a table."""
 
@@ -163,11 +167,13 @@ def _listed(texts: dict[str, OptionText]) -> str:
 
 @functools.cache
 def _tables(module: str) -> dict[str, dict[str, OptionText]]:
-    """Of every class in a module, its annotated names with the docstrings below them."""
+    """The tables of a module by name: the annotated names of each, with the docstrings below them."""
     try:
-        tree = ast.parse(inspect.getsource(sys.modules[module]))
+        source = inspect.getsource(sys.modules[module])
     except OSError:
         return {}  # A frozen program without sources.
+    # To parse all of a module would take milliseconds of each import.
+    tree = ast.parse("".join(_TABLE.findall(source)))
     tables: dict[str, dict[str, OptionText]] = {}
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
