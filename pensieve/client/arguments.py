@@ -1,7 +1,7 @@
 """What callers of the SDK write: options with their meanings, names that are nearly right, ids of their own.
 
 With ``core.SamplingOptions``, the tables here are the only place where an option has its unit and meaning: eight
-methods share one table of 34, and eight written copies would soon differ. For type checkers and editors such a method
+methods share one table, and eight written copies would soon differ. For type checkers and editors such a method
 has ``**options: Unpack[SomeTable]``: they expand that by themselves. Python does not. So ``with_options`` puts every
 option of the table into the signature that ``help``, a prompt and ``inspect`` show, and its meaning into the docstring.
 """

@@ -221,9 +221,31 @@ class Beginning:
         return await added(session, past[sum(map(len, first)) :], self.call, follow=last)
 
     async def _looked_up(self) -> Head | None:
-        if self.heads is None or not self.named.talk.history:
+        """The end that the service knows; of several the newest, or the one where an earlier try of this turn went."""
+        if self.heads is None or self.named.end is None:
             return None
-        return await _looked_up(self.caller, self.named, self.call.id)
+        talk, (mark, told) = self.named.talk, self.named.end
+        find = functools.partial(self.caller.client.find_turn, mark, request_id=str(self.call.id))
+        found = None if told.calls else await find(told.text)
+        if found is None and not talk.form.plain:
+            # The service knows answers as the model wrote them, with calls and thoughts: what the newest was is read
+            # here.
+            found = _answered_so(await find(), talk, told)
+        if found is None:
+            return None
+        turn, candidate = found.turn, found.candidate
+        if turn.output is None:
+            return None
+        session_id = turn.session.removeprefix("sessions/")
+        if not _MADE_HERE.fullmatch(session_id):
+            return None  # Somebody else's mark: what the session is for is not known.
+        return Head(
+            session_id,
+            turn.revision,
+            turn.output.item,
+            turn.request_id,
+            None if candidate == turn.chosen else candidate,
+        )
 
 
 def pass_unless_gone(error: NotFound | DataLoss) -> None:
@@ -233,33 +255,6 @@ def pass_unless_gone(error: NotFound | DataLoss) -> None:
     """
     if isinstance(error, DataLoss) and error.reason != "HISTORY_REGRESSED":
         raise error
-
-
-async def _looked_up(caller: Caller, named: NamedTalk, turn_id: uuid.UUID) -> Head | None:
-    """The end that the service knows; of several the newest, or the one where an earlier try of this turn went."""
-    if named.end is None:
-        return None
-    talk, (mark, told) = named.talk, named.end
-    find = functools.partial(caller.client.find_turn, mark, request_id=str(turn_id))
-    found = None if told.calls else await find(told.text)
-    if found is None and not talk.form.plain:
-        # The service knows answers as the model wrote them, with calls and thoughts: what the newest was is read here.
-        found = _answered_so(await find(), talk, told)
-    if found is None:
-        return None
-    turn, candidate = found.turn, found.candidate
-    if turn.output is None:
-        return None
-    session_id = turn.session.removeprefix("sessions/")
-    if not _MADE_HERE.fullmatch(session_id):
-        return None  # Somebody else's mark: what the session is for is not known.
-    return Head(
-        session_id,
-        turn.revision,
-        turn.output.item,
-        turn.request_id,
-        None if candidate == turn.chosen else candidate,
-    )
 
 
 def _answered_so(found: FoundTurn | None, talk: Talk, told: Said) -> FoundTurn | None:
