@@ -10,7 +10,7 @@ import msgspec
 
 from pensieve.client import ServerInfo, TurnOptions
 from pensieve.http.common.failures import HttpFailure, bad, unsupported
-from pensieve.http.common.fields import Nested
+from pensieve.http.common.requests import Nested
 from pensieve.speech import SpeechForm
 
 

@@ -1,14 +1,162 @@
-"""An answer told as it comes: output items one behind the other for responses, deltas for chat completions."""
+"""An answer as output items (reasoning, messages, calls of functions), whole or as it comes, and as chat deltas."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import codecs
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from pensieve.http.common.logprobs import token_scores
-from pensieve.http.tools.outputs import OutputItems, call_id, text_part
-from pensieve.http.tools.scores import Scores, TokenScores
-from pensieve.speech import FunctionCall, SpeechForm, SpeechReader, Spoken, Thought, Words
+from pensieve.client import TokenLogprob
+from pensieve.http.common.answers import token_scores
+from pensieve.speech import Answer, FunctionCall, SpeechForm, SpeechReader, Spoken, Thought, Words, read
+
+Scores = tuple[TokenLogprob, ...]
+
+
+class TokenScores:
+    """Takes the tokens of one answer as they come, and deals them out to its words, each once.
+
+    Where words begin or end within a token, the token is theirs. Those of thoughts and calls are nobody's; those behind
+    the last words, such as the token that ends the answer, are theirs.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._chars = 0
+        self._left: deque[tuple[int, int, TokenLogprob]] = deque()
+        """Where a token begins and ends in the text, in characters, and its log-probabilities."""
+
+    def push(self, scores: Iterable[TokenLogprob]) -> None:
+        """Some more tokens."""
+        for one in scores:
+            begin = self._chars
+            self._chars += len(self._decoder.decode(one.token.piece))
+            self._left.append((begin, self._chars, one))
+
+    def of(self, words: Words) -> Scores:
+        """Those of these words; what lies before them goes to nobody."""
+        first = words.end - len(words.text)
+        found = []
+        while self._left and self._left[0][0] < words.end:
+            begin, end, one = self._left.popleft()
+            if begin >= first or end > first:
+                found.append(one)
+        return tuple(found)
+
+    def rest(self) -> Scores:
+        """Those that are left, when no more words follow."""
+        found = tuple(one for _, _, one in self._left)
+        self._left.clear()
+        return found
+
+
+Document = dict[str, Any]
+
+
+def call_id(turn_id: str, number: int, call: FunctionCall, candidate: int = 0) -> str:
+    """Id of a call: the model's own, or one made of the turn, so that it is the same whenever it is told."""
+    if call.id:
+        return call.id
+    made_of = f"{turn_id}/{candidate}/{number}".encode()
+    return f"call_{hashlib.blake2b(made_of, digest_size=12).hexdigest()}"
+
+
+def answer_parts(text: str, form: SpeechForm) -> tuple[Spoken, ...]:
+    """The parts of an answer; an empty one is empty words."""
+    return read(text, form).parts or (Words(""),)
+
+
+class OutputItems:
+    """Makes the items of one response."""
+
+    def __init__(self, suffix: str, turn_id: str) -> None:
+        """``suffix``: what the ids of all items of this response have in common."""
+        self._suffix = suffix
+        self._turn_id = turn_id
+
+    def id(self, part: Spoken, index: int) -> str:
+        """Id of the item with this place in the output."""
+        prefix = {Words: "msg", Thought: "rs", FunctionCall: "fc"}[type(part)]
+        return f"{prefix}_{self._suffix}{f'-{index}' if index else ''}"
+
+    def item(
+        self,
+        part: Spoken,
+        index: int,
+        calls_before: int,
+        status: str,
+        *,
+        begun: bool = False,
+        scores: Scores = (),
+    ) -> Document:
+        """``begun``: the item as it is announced, without its content. ``scores``: of words."""
+        head = {"id": self.id(part, index), "status": status}
+        match part:
+            case Words():
+                content = [] if begun else [text_part(part, scores)]
+                return {**head, "type": "message", "role": "assistant", "content": content}
+            case Thought():
+                content = [] if begun else [text_part(part)]
+                return {**head, "type": "reasoning", "summary": [], "content": content}
+            case FunctionCall():
+                return {
+                    **head,
+                    "type": "function_call",
+                    "call_id": call_id(self._turn_id, calls_before, part),
+                    "name": part.name,
+                    "arguments": "" if begun else part.arguments,
+                }
+
+    def all(self, parts: Sequence[Spoken], status: str, scores: Scores = ()) -> list[Document]:
+        """``status``: of the last item; those before are complete. ``scores``: of the whole answer."""
+        found, calls, dealt = [], 0, TokenScores()
+        dealt.push(scores)
+        for index, part in enumerate(parts):
+            last = index == len(parts) - 1
+            own = dealt.of(part) if isinstance(part, Words) else ()
+            own += dealt.rest() if last and isinstance(part, Words) else ()
+            found.append(self.item(part, index, calls, status if last else "completed", scores=own))
+            calls += isinstance(part, FunctionCall)
+        return found
+
+
+def text_part(part: Words | Thought, scores: Scores = ()) -> Document:
+    """The content of a message or of a reasoning item. ``scores``: of a message's tokens."""
+    if isinstance(part, Thought):
+        return {"type": "reasoning_text", "text": part.text}
+    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": token_scores(scores)}
+
+
+def result_item(item_id: str, text: str, called: str) -> Document:
+    """What a function gave back, as an item."""
+    return {
+        "id": item_id.replace("msg_", "fco_", 1),
+        "type": "function_call_output",
+        "status": "completed",
+        "call_id": called,
+        "output": text,
+    }
+
+
+def chat_message(answer: Answer, turn_id: str, candidate: int) -> Document:
+    """An answer as chat completions tell it."""
+    message: Document = {"role": "assistant", "content": answer.words, "refusal": None}
+    if answer.thoughts:
+        message["reasoning_content"] = answer.thoughts
+    if answer.calls:
+        message["content"] = answer.words or None
+        message["tool_calls"] = [
+            {
+                "id": call_id(turn_id, number, call, candidate),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for number, call in enumerate(answer.calls)
+        ]
+    return message
+
 
 Event = tuple[str, dict[str, Any]]
 """Name and fields."""

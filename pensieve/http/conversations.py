@@ -6,8 +6,9 @@ import contextlib
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,14 +16,53 @@ from pensieve.client import AsyncSession, Item, Role, ServerInfo, SessionInfo
 from pensieve.errors import NotFound
 from pensieve.http.common.callers import Caller
 from pensieve.http.common.calls import Call, CallPlan, new_session
+from pensieve.http.common.contents import Said
 from pensieve.http.common.door import HttpDoor
-from pensieve.http.common.failures import HttpFailure
-from pensieve.http.conversations.requests import ConversationRequest, ItemsRequest, MetadataRequest
+from pensieve.http.common.failures import HttpFailure, bad
 from pensieve.http.responses.ids import ResponseId, conversation_id, conversation_session
-from pensieve.http.responses.kept import KeptResponse
-from pensieve.http.responses.objects import history_items, listing
-from pensieve.http.responses.pages import page
+from pensieve.http.responses.objects import KeptResponse, history_items, listing, page
+from pensieve.http.responses.requests import InputItem, check_metadata, messages_of
 from pensieve.speech import SpeechForm, read
+
+MAX_ITEMS: Final = 20
+"""Of one create."""
+
+
+class ConversationRequest(msgspec.Struct):
+    """A new conversation."""
+
+    items: list[InputItem] | None = None
+    metadata: dict[str, str] | None = None
+
+    def asked(self) -> tuple[ConversationRequest, list[Said], dict[str, str] | None]:
+        """Itself, messages and metadata. Raises HttpFailure."""
+        check_metadata(self.metadata or {})
+        if len(self.items or ()) > MAX_ITEMS:
+            raise bad("items", f"at most {MAX_ITEMS}")
+        return self, messages_of(self.items or [], "items"), self.metadata
+
+
+class ItemsRequest(msgspec.Struct):
+    """Items that were said elsewhere, to be added."""
+
+    items: list[InputItem]
+
+    def asked(self) -> tuple[ItemsRequest, list[Said]]:
+        """Itself, and the messages. Raises HttpFailure."""
+        if not 0 < len(self.items) <= MAX_ITEMS:
+            raise bad("items", f"must be 1 to {MAX_ITEMS}")
+        return self, messages_of(self.items, "items")
+
+
+class MetadataRequest(msgspec.Struct):
+    """New metadata of a conversation, in place of the old."""
+
+    metadata: dict[str, str] | None = None
+
+    def asked(self) -> dict[str, str]:
+        """The metadata. Raises HttpFailure."""
+        check_metadata(self.metadata or {})
+        return self.metadata or {}
 
 
 @dataclass(frozen=True, slots=True)
