@@ -11,7 +11,7 @@ import pytest
 from pensieve.errors import Unavailable
 from pensieve.server.turns import lease
 from pensieve.server.turns.lease import LeaseKeeper, LeaseReleaser
-from pensieve.server.turns.run import CalledOffStreams
+from pensieve.server.turns.turns import CalledOffStreams
 from pensieve.store import HeldLease, HistoryStore, Key, RenewalAnswer, Renewed
 
 KEY = Key("acme", "one")

@@ -165,9 +165,9 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         del request  # may be large, and the stream may be long
         if not attach_only:
             await self._has_room(key, spec.request_id)
-        async with attach as (run, joined):
+        async with attach as (buffer, joined):
             options = StreamOptions(spec.output, settings.heartbeat_s, *resume, joined)
-            async with aclosing(events(run.buffer, options, self._pace)) as stream:
+            async with aclosing(events(buffer, options, self._pace)) as stream:
                 async for event in stream:
                     await context.write(answers.stream_event(event, spec.output, settings.heartbeat_s))
 
@@ -183,8 +183,8 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         )
         del request
         await self._has_room(key, spec.request_id)
-        async with attach as (run, _):
-            view = await run.buffer.outcome()
+        async with attach as (buffer, _):
+            view = await buffer.outcome()
         return pb.RunTurnResponse(turn=answers.turn(view, tokens=spec.output.token_ids))
 
     async def GetTurn(self, request: pb.GetTurnRequest, _context: Any) -> pb.GetTurnResponse:

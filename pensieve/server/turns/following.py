@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Iterator
 from typing import Final
 
 from pensieve.errors import Cancelled, NotFound
@@ -38,38 +39,42 @@ async def follow(store: HistoryStore, run: TurnRun, request: BeginRequest) -> Be
     Raises Cancelled when somebody called it off, and what ``HistoryStore.begin`` raises.
     """
     request = dataclasses.replace(request, follows=True)
-    looks = _Looks(run)
-    run.following = True
-    try:
-        while True:
-            order = await looks.wait()
-            if order is not None:
-                await store.ask_to_end(run.key, run.spec.request_id, as_told(order))
-            outcome = await store.begin(run.key, request)
-            if isinstance(outcome, CalledOff):
-                raise called_off()
-            if not isinstance(outcome, RunningElsewhere):
-                return outcome
-    finally:
-        run.following = False
+    run.elsewhere()
+    pauses = _pauses()
+    while True:
+        if run.order is None:
+            await run.ordered_within(next(pauses))
+        else:
+            await asyncio.sleep(FIRST_LOOK_S)
+        order = run.order
+        if order is not None:
+            if not order.asked:
+                assert order.error is not None
+                raise order.error
+            end = EndOrder(keep=order.error is None, keep_tokens=order.keep_tokens)
+            await store.ask_to_end(run.key, run.spec.request_id, end)
+        outcome = await store.begin(run.key, request)
+        if isinstance(outcome, CalledOff):
+            raise called_off()
+        if not isinstance(outcome, RunningElsewhere):
+            return outcome
 
 
-async def committed_elsewhere(store: HistoryStore, run: TurnRun) -> int:
-    """Wait for the commit of a turn that runs elsewhere, for one who could not begin it; the revision.
+async def committed_elsewhere(store: HistoryStore, key: Key, request_id: str) -> int:
+    """Wait for the commit of a turn that runs elsewhere, for a caller that cannot begin it; the revision.
 
     Raises NotFound (TURN_NOT_FOUND) when it ends without.
     """
-    key, request_id = run.key, run.spec.request_id
-    looks = _Looks(run)
-    while True:
-        await looks.wait()
+    for pause in _pauses():
+        await asyncio.sleep(pause)
         running = (await store.load(key)).running
         # Asked second: a turn that does not run any more has been committed by now, if it ever is.
         revision = await store.find_request(key, request_id)
         if revision is not None:
             return revision
         if running is None or running.request_id != request_id:
-            raise NotFound("the turn ended and left no trace", reason="TURN_NOT_FOUND")
+            break
+    raise NotFound("the turn ended and left no trace", reason="TURN_NOT_FOUND")
 
 
 async def end_elsewhere(
@@ -84,15 +89,10 @@ async def end_elsewhere(
         await asyncio.sleep(pause)
 
 
-def as_told(order: Order) -> EndOrder:
-    """A caller's order as it is left in the store."""
-    return EndOrder(keep=order.error is None, keep_tokens=order.keep_tokens)
-
-
 def hear(run: TurnRun, news: Renewed) -> None:
     """What other servers left in the store for the one that holds the lease: it obeys."""
-    if news.followed and run.on_followed is not None:
-        run.on_followed()
+    if news.followed:
+        run.listened_elsewhere()
     if news.order is not None:
         error = None if news.order.keep else called_off()
         run.end_early(Order(news.order.keep_tokens, error, asked=True))
@@ -102,22 +102,9 @@ def called_off() -> Cancelled:
     return Cancelled("the turn was cancelled and discarded")
 
 
-class _Looks:
-    """When to look into the store."""
-
-    def __init__(self, run: TurnRun) -> None:
-        self._run = run
-        self._pause = FIRST_LOOK_S
-
-    async def wait(self) -> Order | None:
-        """Returns at the next time, with the order to pass on. Raises the error of one that is not for the holder."""
-        if self._run.order is not None:
-            await asyncio.sleep(FIRST_LOOK_S)
-        else:
-            await self._run.ordered_within(self._pause)
-            self._pause = min(1.5 * self._pause, LONGEST_LOOK_S)
-        order = self._run.order
-        if order is not None and not order.asked:
-            assert order.error is not None
-            raise order.error
-        return order
+def _pauses() -> Iterator[float]:
+    """Seconds before each look into the store."""
+    pause = FIRST_LOOK_S
+    while True:
+        yield pause
+        pause = min(1.5 * pause, LONGEST_LOOK_S)

@@ -29,13 +29,14 @@ from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.settings import TurnSettings
 from pensieve.server.turns import candidates, sampling
 from pensieve.server.turns import record as turn_record
+from pensieve.server.turns.buffer import TurnBuffer
 from pensieve.server.turns.following import committed_elsewhere, follow, hear
 from pensieve.server.turns.hints import take as take_hints
 from pensieve.server.turns.lease import LeaseKeeper, LeaseReleaser
 from pensieve.server.turns.record import CommittedTurn
 from pensieve.server.turns.run import Order, TurnRun
 from pensieve.server.turns.text import OutputText
-from pensieve.server.values import InputEntry, ProgressView, TurnView
+from pensieve.server.values import Accepted, InputEntry, ProgressView, TurnView
 from pensieve.store import (
     Began,
     BeginRequest,
@@ -80,10 +81,6 @@ class TurnRunner:
 
     async def play(self, run: TurnRun) -> TurnView:
         """The whole turn, or its replay when it was committed before. Raises what it is discarded with."""
-        if run.committed_at is not None:
-            return await self._replay(run, run.committed_at)
-        if run.onlooker:
-            return await self._replay(run, await committed_elsewhere(self._store, run))
         await async_failpoint("before_begin")
         seed = sampling.explicit_seed(run.spec.sampling)
         known = self._histories.known.of(run.key)
@@ -113,8 +110,19 @@ class TurnRunner:
             await self._abort(run)  # the reply may be lost, not the request
             raise
         if isinstance(outcome, Replay):
-            return await self._replay(run, outcome.revision)
+            run.in_history()
+            return await self._replay(run.buffer, run.key, run.spec.request_id, outcome.revision)
+        run.begun()
         return await self._hold_lease(run, outcome)
+
+    async def show(self, key: Key, request_id: str, revision: int | None, buffer: TurnBuffer) -> TurnView:
+        """Fill the buffer with a turn in history; ``revision`` None: with one that another server is to commit.
+
+        Raises NotFound (TURN_NOT_FOUND) when it ends without.
+        """
+        if revision is None:
+            revision = await committed_elsewhere(self._store, key, request_id)
+        return await self._replay(buffer, key, request_id, revision)
 
     async def committed_turn(self, key: Key, revision: int) -> CommittedTurn | None:
         """The turn with this revision, verified, and what became of it; None when it is not a turn's."""
@@ -123,8 +131,6 @@ class TurnRunner:
     # ---- from begin to end
 
     async def _hold_lease(self, run: TurnRun, began: Began) -> TurnView:
-        run.began = True
-
         def lost() -> None:
             run.end_early(Order(error=TurnFenced("the turn lost its lease")))
 
@@ -151,8 +157,7 @@ class TurnRunner:
         self._served.check(config)
         # A retry has the seed of the attempt before it, whether the turn or its session names one or not.
         seed = sampling.explicit_seed(spec.sampling, config.sampling, defaults)
-        run.seed = began.seed if seed is None else seed
-        run.base_revision = base.revision
+        run.read(base.revision, began.seed if seed is None else seed)
         layers = (spec.sampling, config.sampling, defaults)
         values = sampling.resolve(*layers, seed=run.seed, top_logprobs=spec.output.top_logprobs)
         # What an edit or a regeneration supersedes is cut off only for rendering. The record says it, and is built on
@@ -172,7 +177,6 @@ class TurnRunner:
         self._served.check_tokens(prepared.context, self._link.info.vocab_size)
         values = sampling.with_calls(values, spec.calls, config, self._tokenizer)
         self._served.check_tokens(np.array(values.opening, dtype=np.int32), self._link.info.vocab_size)
-        run.new_tokens = prepared.num_new
         if run.ticket is not None:
             chars = 0 if any(entry.tokens is not None for entry in spec.input) else text_length(spec)
             history = len(prepared.context) - prepared.num_fresh
@@ -188,8 +192,8 @@ class TurnRunner:
             )
             for _ in range(values.candidates)
         ]
-        run.accept(len(prepared.context), *outputs, replayed=False)
-        hints, run.hints = take_hints(spec.hints, self._link.info)
+        hints, receipt = take_hints(spec.hints, self._link.info)
+        run.accept(len(prepared.context), prepared.num_new, receipt, outputs)
         await run.generation.run(
             self._link,
             ids.session_key(run.key),
@@ -286,16 +290,22 @@ class TurnRunner:
         if stored_turn is None or stored_turn.attempt != run.attempt:
             raise TurnFenced("another replica took the turn over and committed it")
 
-    async def _replay(self, run: TurnRun, revision: int) -> TurnView:
-        """The turn was committed before: fill the buffer from the store."""
-        turn = await self.committed_turn(run.key, revision)
+    async def _replay(self, buffer: TurnBuffer, key: Key, request_id: str, revision: int) -> TurnView:
+        """Fill the buffer with a turn in history."""
+        turn = await self.committed_turn(key, revision)
         if turn is None or turn.record.turn is None:
             raise NotFound("the request id belongs to another kind of change", reason="TURN_NOT_FOUND")
-        view = turn_record.committed_view(run.key, turn)
+        view = turn_record.committed_view(key, turn)
         result = turn.record.turn
-        run.seed, run.base_revision, run.attempt = view.seed, view.base_revision, result.attempt
-        outputs = candidates.replayed(view, self._tokenizer)
-        run.accept(result.usage.context_tokens, *outputs, replayed=True)
+        accepted = Accepted(
+            request_id=request_id,
+            base_revision=view.base_revision,
+            context_tokens=result.usage.context_tokens,
+            seed=view.seed,
+            attempt=result.attempt,
+            replayed=True,
+        )
+        buffer.accept(accepted, *candidates.replayed(view, self._tokenizer))
         return view
 
 
