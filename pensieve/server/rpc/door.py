@@ -11,11 +11,10 @@ from typing import Final, Protocol
 from grpc import aio
 
 from pensieve.errors import Unauthenticated
-from pensieve.server.rpc.auth import RELOAD_S, Authenticator
+from pensieve.server.rpc.auth import RELOAD_S, Authenticator, FailedLogins
 from pensieve.server.rpc.calls import CallObserver
 from pensieve.server.rpc.grpc_server import make_server
 from pensieve.server.rpc.interceptor import DEFAULT_IN_FLIGHT, Interceptor
-from pensieve.server.rpc.logins import FailedLogins
 from pensieve.server.tenants import TenantTable
 
 log = logging.getLogger(__name__)

@@ -11,11 +11,9 @@ from pensieve.core import Role
 from pensieve.errors import FailedPrecondition, NotFound
 from pensieve.server.clock import now_ms
 from pensieve.server.history.binding import ServedModel
-from pensieve.server.history.cache import kept, system_item
-from pensieve.server.history.framing import behind_prompt, check_tools, moved_view, without_prompt
-from pensieve.server.history.rendering import Renderer, Stamp
+from pensieve.server.history.cuts import kept, moved_view, system_item, without_prompt
+from pensieve.server.history.rendering import Renderer, Stamp, behind_prompt, check_tools
 from pensieve.server.values import InputEntry, SpokenEntry
-from pensieve.store import Counts
 from pensieve.store.records import (
     History,
     Item,
@@ -66,11 +64,6 @@ class SessionChange:
         }
         set_ones = {name: value for name, value in changes.items() if value is not None}
         return msgspec.structs.replace(config, **set_ones)
-
-
-def counts(renderer: Renderer, history: History) -> Counts:
-    """The numbers that a session's row keeps of its ``history``."""
-    return Counts(history.head_item, len(history.items), renderer.length(history))
 
 
 async def create(renderer: Renderer, new: NewSession, served: ServedModel) -> Record:

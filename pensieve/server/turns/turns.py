@@ -19,7 +19,7 @@ from pensieve.server.bugs import bug
 from pensieve.server.settings import TurnSettings
 from pensieve.server.turns import record as turn_record
 from pensieve.server.turns.buffer import TurnBuffer
-from pensieve.server.turns.following import called_off, end_elsewhere
+from pensieve.server.turns.lease import called_off, end_elsewhere
 from pensieve.server.turns.run import Order, TurnRun, TurnState
 from pensieve.server.turns.runner import TurnRunner
 from pensieve.server.unavailable import draining
@@ -373,7 +373,7 @@ class Turns:
 
     async def _committed(self, key: Key, request_id: str) -> TurnView | None:
         revision = await self._store.find_request(key, request_id)
-        turn = None if revision is None else await self._runner.committed_turn(key, revision)
+        turn = None if revision is None else await turn_record.committed(self._store, key, revision)
         return None if turn is None else turn_record.committed_view(key, turn)
 
     def _remembered(self, key: Key, request_id: str) -> TurnView:
