@@ -134,34 +134,19 @@ def new_session(request: pb.CreateSessionRequest) -> NewSession:
 
 def session_change(request: pb.UpdateSessionRequest) -> SessionChange:
     """The change of the fields that the mask names; without a mask, of those that the given session sets."""
-    paths = set(request.update_mask.paths) or _populated(request.session)
+    given = request.session
+    paths = set(request.update_mask.paths)
+    if not paths:
+        paths = {f"config.{field.name}" for field, _ in given.config.ListFields()}
+        paths |= {"labels"} if given.labels else set()
     if "config" in paths:
-        paths |= {path for path in UPDATABLE if path.startswith("config.")}
-    new = config(request.session.config)
+        paths |= set(UPDATABLE)
+    new = config(given.config)
     return SessionChange(
-        labels=dict(request.session.labels) if "labels" in paths else None,
-        system_prompt=new.system_prompt if "config.system_prompt" in paths else None,
-        sampling=new.sampling if "config.default_sampling" in paths else None,
-        ttl_s=new.ttl_s if "config.ttl" in paths else None,
-        overflow=new.overflow if "config.overflow_policy" in paths else None,
-        prefix_sharing=new.prefix_sharing if "config.prefix_sharing" in paths else None,
-        tools=new.tools if "config.tools_json" in paths else None,
+        labels=dict(given.labels) if "labels" in paths else None,
+        config={field: getattr(new, field) for path, field in UPDATABLE.items() if path in paths},
         rebind=request.rebind,
     )
-
-
-def _populated(session: pb.Session) -> set[str]:
-    new = session.config
-    given = {
-        "labels": bool(session.labels),
-        "config.system_prompt": bool(new.system_prompt),
-        "config.default_sampling": new.HasField("default_sampling"),
-        "config.ttl": new.HasField("ttl"),
-        "config.overflow_policy": bool(new.overflow_policy),
-        "config.prefix_sharing": bool(new.prefix_sharing),
-        "config.tools_json": bool(new.tools_json),
-    }
-    return {path for path, is_set in given.items() if is_set}
 
 
 def turn_spec(turn: pb.TurnSpec) -> NewTurn:

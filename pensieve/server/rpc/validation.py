@@ -31,19 +31,15 @@ Problems = list[tuple[str, str]]
 LABEL_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,62}", re.ASCII)
 LONGEST_DURATION_S = 315_576_000_000
 """What a protobuf Duration may say, 10,000 years."""
-UPDATABLE = frozenset(
-    {
-        "labels",
-        "config",
-        "config.system_prompt",
-        "config.default_sampling",
-        "config.ttl",
-        "config.overflow_policy",
-        "config.prefix_sharing",
-        "config.tools_json",
-    }
-)
-"""Paths that an update mask may name."""
+UPDATABLE = {
+    "config.system_prompt": "system_prompt",
+    "config.default_sampling": "sampling",
+    "config.ttl": "ttl_s",
+    "config.overflow_policy": "overflow",
+    "config.prefix_sharing": "prefix_sharing",
+    "config.tools_json": "tools",
+}
+"""Path that an update mask may name beside ``labels`` and ``config`` → field of ``SessionConfig``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,8 +375,9 @@ def ttl(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
 
 
 def update_mask(value: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
-    if not set(value.paths) <= UPDATABLE:
-        problems.append((path, f"may name only {', '.join(sorted(UPDATABLE))}"))
+    allowed = {"labels", "config", *UPDATABLE}
+    if not set(value.paths) <= allowed:
+        problems.append((path, f"may name only {', '.join(sorted(allowed))}"))
 
 
 # ---- the table

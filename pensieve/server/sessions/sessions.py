@@ -158,13 +158,10 @@ class Sessions:
         session cannot be moved to the model that is served.
         """
         await self._quotas.change(key.tenant)
-        if change.system_prompt is not None:
-            prompt = InputEntry(Role.SYSTEM, change.system_prompt)
-            self._renderer.check_size((prompt,), context_limit(self._link.info))
-        if change.tools is not None:
-            self._renderer.check_size(
-                (InputEntry(Role.SYSTEM, change.tools),), context_limit(self._link.info)
-            )
+        for name in ("system_prompt", "tools"):
+            if name in change.config:
+                entry = InputEntry(Role.SYSTEM, change.config[name])
+                self._renderer.check_size((entry,), context_limit(self._link.info))
 
         async def made(base: History) -> Change:
             return Change(
