@@ -4,6 +4,16 @@
 server may have the turn, and it appends the record atomically. This machine sees to the rest: what this process sends
 to the store, and what it tells its callers, agree with each other whatever happens meanwhile.
 
+::
+
+    without the lease   BEGINNING, FOLLOWING --in history--> REPLAYING ---------------------> REPLAYED
+                          |   (TOLD_TO_KEEP, TOLD_TO_DISCARD)     ` any of these, failed ---> REFUSED
+    with the lease        v begun
+                        GENERATING --keep--> TRUNCATING --.
+                          |    `---------------commit------`-> COMMITTING ----------------> COMMITTED
+                          |                                      `--failed----------------> UNCERTAIN
+                          `--discard--> DISCARDING --failed-------------------------------> DISCARDED
+
 States. Without the lease:
 
 * ``BEGINNING``: the store has been asked, or will be, and has not answered.
