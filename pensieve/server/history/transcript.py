@@ -139,12 +139,12 @@ class _Held:
 
 
 class Appended(NamedTuple):
-    """What the store says of a record that it was given."""
+    """The store's answer to a record."""
 
     row: SessionRow
     is_ours: bool
-    """The log ends in this very record. Not so when the change was sent again: the row is as it is now, and the
-    revision that was asked for may meanwhile be somebody else's."""
+    """The log ends in this very record. It does not when the change was sent again: the row is as it is now, and the
+    revision that the caller asked for may meanwhile be another change's."""
 
 
 class Transcript:

@@ -23,7 +23,7 @@ States. Without the lease:
 
 With the lease, which only this run has:
 
-* ``GENERATING``: nobody has asked the turn to end.
+* ``GENERATING``: no order to end early has come.
 * ``TRUNCATING``, ``DISCARDING``: it ends early; the history gets what there is, or nothing.
 * ``COMMITTING``: the record is on its way to the store. No order is taken any more.
 
@@ -39,16 +39,16 @@ Events, and who may send them (``TRANSITIONS`` has the state after each):
 
 * ``BEGUN``, ``ELSEWHERE``, ``IN_HISTORY``: ``TurnRunner``, as the store answers: ``begun``, ``elsewhere``,
   ``in_history``.
-* ``KEEP``, ``DISCARD``: anybody, by ``end_early`` with an ``Order``. The first order counts. ``Turns`` sends them for
-  callers, a drain, a deleted session and an overdue turn; the runner when the lease is lost or when another server left
-  an order; the run itself when its last listener has left and the grace time is over.
+* ``KEEP``, ``DISCARD``: anything that wants the turn to end, by ``end_early`` with an ``Order``. The first order
+  counts. ``Turns`` sends them for callers, a drain, a deleted session and an overdue turn; the runner when the lease is
+  lost or when another server left an order; the run itself when its last listener has left and the grace time is over.
 * ``COMMIT``: ``TurnRunner``, once it has all output: ``begin_commit``.
 * ``SUCCEEDED``, ``FAILED``: ``Turns``, when the runner has returned or raised: ``end``.
 
-What makes it exactly once, to be read from the table:
+The table makes it exactly once:
 
 * A commit is sent in ``COMMITTING`` only. Only a run with the lease gets there, and it gets there once.
-* No run that was told to discard gets there, and no run that is there can be discarded: nobody is told "discarded"
+* No run that was told to discard gets there, and no run that is there can be discarded: no caller hears "discarded"
   about a turn that is then committed. A failed commit is ``UNCERTAIN``, never ``DISCARDED``.
 * Nothing leads out of the last five states, and callers hear of the outcome only there.
 """
@@ -164,8 +164,8 @@ class Order:
 class TurnRun:
     """One attempt at a turn. See the module docstring; output and outcome are in ``buffer``.
 
-    It belongs to ``Turns``, not to a call: callers ``join`` and ``leave``, and ``TurnRunner`` does its work. Nobody
-    else writes its fields.
+    It belongs to ``Turns``, not to a call: callers ``join`` and ``leave``, and ``TurnRunner`` does its work. No other
+    module writes its fields.
     """
 
     def __init__(self, key: Key, spec: NewTurn, fingerprint: str, ticket: Ticket | None = None) -> None:
@@ -180,13 +180,13 @@ class TurnRun:
         self.generation = TurnGeneration(self.buffer)
         self.state = TurnState.BEGINNING
         self.orders: tuple[Order, ...] = ()
-        """All that came in time. The first counts; the others say who else wants the turn to end."""
+        """All that came in time. The first counts; the others tell whether a caller wants the turn to end as well."""
         self.seed = 0
         self.base_revision = 0
         self.new_tokens = 0
         """Input tokens of this turn, known once it is rendered."""
         self.hints: HintReceipt | None = None
-        """What was made of the turn's hints; None: it gave none."""
+        """The receipt of the turn's hints; None: it gave none."""
         self.arrived_at = asyncio.get_running_loop().time()
         """On the event loop's clock."""
         self._ordered = asyncio.Event()
@@ -218,7 +218,7 @@ class TurnRun:
         self._must(Event.COMMIT)
         return order
 
-    # ---- events: anybody
+    # ---- events: any caller
 
     def end_early(self, order: Order) -> bool:
         """Stop generating and end as ``order`` says. The first order counts; False when it is too late for any."""
@@ -233,12 +233,12 @@ class TurnRun:
     # ---- events: the registry
 
     def end(self, outcome: TurnView | PensieveError) -> None:
-        """The work is over; tells everybody who listens. Nothing changes afterwards."""
+        """The work is over: tell all listeners. Nothing changes afterwards."""
         self._must(Event.FAILED if isinstance(outcome, PensieveError) else Event.SUCCEEDED)
         self._stop_grace()
         self.buffer.end(outcome)
 
-    # ---- what the runner finds out
+    # ---- results of the runner
 
     def read(self, base_revision: int, seed: int) -> None:
         """The history is read: which revision the turn builds on, and the seed in force."""
@@ -284,21 +284,21 @@ class TurnRun:
             self._stop_grace()
             self._grace = asyncio.get_running_loop().call_later(self._grace_s, self._abandon)
 
-    # ---- for everybody to read
+    # ---- to read
 
     @property
     def order(self) -> Order | None:
-        """The one that counts."""
+        """The order in force: the first."""
         return self.orders[0] if self.orders else None
 
     @property
     def called_off(self) -> bool:
-        """It is discarded, and a caller wants it to end: nobody is to begin it again for the attempt's sake."""
+        """It is discarded because a caller wants it to end, wherever it runs: no waiting caller begins it again."""
         return self._is_discarded and any(order.asked for order in self.orders)
 
     @property
     def abandoned(self) -> bool:
-        """It is discarded, and nobody listened any more: a caller who comes now begins anew when this has ended."""
+        """It is discarded, and nobody listens any more: a caller that comes now begins anew when this has ended."""
         return self._is_discarded and any(order.abandons for order in self.orders)
 
     @property
@@ -328,7 +328,7 @@ class TurnRun:
                 await self._ordered.wait()
 
     def summary(self, outcome: TurnView | PensieveError) -> TurnEnd:
-        """How it ends, for all that keep count of turns."""
+        """The end of the turn, for all that keep count of turns."""
         accepted, outputs = self.buffer.accepted, self.buffer.outputs
         if isinstance(outcome, TurnView):
             name = outcome.finish_reason.name if outcome.finish_reason is not None else "unknown"

@@ -30,7 +30,7 @@ TurnKey = tuple[Key, str]
 
 
 class CalledOffStreams:
-    """Streams whose callers want nothing of their turns any more: what of them arrives late must begin nothing.
+    """Streams that their callers have called off: a late request of such a stream must not begin its turn again.
 
     A client that leaves sends CancelTurn. Its StreamTurn, or a repetition of it, may arrive after that: by another
     connection, through a proxy, or because it was held up on its way in. The turn's request id cannot tell such a
@@ -94,8 +94,8 @@ class Turns:
         on_ended: Callable[[TurnEnd], None],
         on_refused: Callable[[str, str], None],
     ) -> None:
-        """``on_ended`` hears how each turn ended, before any caller does; ``on_refused`` whose turn did not begin, and
-        the reason."""
+        """``on_ended`` is called with the end of each turn, before any caller hears of it; ``on_refused`` with tenant and
+        reason when a turn does not begin."""
         self._store = store
         self._runner = runner
         self._settings = settings
@@ -274,7 +274,7 @@ class Turns:
         """
         turn = (key, spec.request_id)
         while (run := self._runs.get(turn)) is not None and run.abandoned:
-            # Who comes back too late starts again: the end of the old attempt is not theirs to hear.
+            # A late caller starts again. It must not see the abandoned attempt's error.
             await run.buffer.wait_for_end()
             if run.called_off:
                 raise called_off()
@@ -345,7 +345,7 @@ class Turns:
         try:
             outcome = await _outcome(self._runner.play(run))
         finally:
-            # Out of the registry first: who hears the outcome and tries again must not meet this run.
+            # Out of the registry first: a caller that hears the outcome and tries again must not meet this run.
             self._retire(run, outcome)
             run.end(outcome)
 
@@ -392,7 +392,7 @@ class Turns:
 
 
 async def _outcome(work: Awaitable[TurnView]) -> TurnView | PensieveError:
-    """What the work comes to, for callers to hear."""
+    """The result of the work, or its error, for callers to hear."""
     try:
         return await work
     except PensieveError as error:
