@@ -4,16 +4,15 @@ A caller may begin one more call while it has fewer than ``SHARE`` times as many
 alone gets four fifths of the places, two get four ninths each, and whoever comes new finds one: the dynamic thresholds
 of Choudhury and Hahne (1998) for a shared buffer.
 
-The bodies of calls (``BodyGate``): gRPC reads a body into memory only when somebody waits for it, so the number of
-places bounds that memory. Headers without a body
-must not cost others anything: when all places are taken and somebody wants in, the body that is overdue first loses
-its place, and its call ends. It is overdue after ``PATIENCE_S`` within its caller's share of the places, which is the
-same for all who hold or want one, and after ``HASTE_S`` beyond it. It loses its place to callers that hold fewer,
-and to others of its own. A place that is left goes to whoever holds fewest. Connections of one caller divide its share
-in the same way: behind one address, or one key, may be many programs.
+The bodies of calls (``BodyGate``): gRPC reads a body into memory only when a handler waits for it, so the number of
+places bounds that memory. Headers without a body must not cost others anything. When all places are taken and another
+body wants in, the body that is overdue first loses its place, and its call ends. It is overdue after ``PATIENCE_S``
+within its caller's share of the places, and after ``HASTE_S`` beyond it. All callers that hold or want a place have the
+same share. A body loses its place to callers that hold fewer, and to others of its own caller. A free place goes to the
+caller that holds fewest. Connections of one caller divide its share in the same way: many programs may be behind one
+address, or one key.
 
-And a caller's bodies are taken in at a pace (``BodyPace``): what is done with large ones keeps the event loop from
-others.
+A caller's bodies are taken in at a pace (``BodyPace``): the work on large ones keeps the event loop from others.
 """
 
 from __future__ import annotations
