@@ -94,8 +94,8 @@ class Turns:
         on_ended: Callable[[TurnEnd], None],
         on_refused: Callable[[str, str], None],
     ) -> None:
-        """``on_ended`` gets the end of each turn, before any caller hears of it; ``on_refused`` gets tenant and reason of
-        a turn that does not begin."""
+        """``on_ended`` gets the end of each turn, before any caller hears of it; ``on_refused`` gets tenant and reason
+        of a turn that does not begin."""
         self._store = store
         self._runner = runner
         self._settings = settings
