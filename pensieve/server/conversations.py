@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from pensieve.server.history.rendering import Renderer, Stamp
 from pensieve.server.history.transcript import Transcript
 from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.operations.usage import UsageBook
-from pensieve.server.sessions.lookup import RequestClaims, TurnFinder
+from pensieve.server.sessions.lookup import RequestClaims, find_turn
 from pensieve.server.sessions.quotas import StorageQuotas
 from pensieve.server.sessions.sessions import Sessions
 from pensieve.server.sessions.warming import SessionWarmer
@@ -112,7 +113,7 @@ class Conversations:
                 on_turn_refused(tenant, reason)
 
         self.turns = Turns(store, runner, settings, self.gate, ended, refused)
-        self.finder = TurnFinder(store)
+        self.find_turn = functools.partial(find_turn, store)
         self.quotas = StorageQuotas(store, tenants)
         self.claims = RequestClaims(store, self.quotas)
         self.sessions = Sessions(transcript, link, self.turns, served, settings, self.quotas)

@@ -193,7 +193,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
     async def FindTurn(self, request: pb.FindTurnRequest, _context: Any) -> pb.FindTurnResponse:
         mark = self._valid(request).mark
         answer = request.answer if request.HasField("answer") else None
-        found = await self._conversations.finder.find(caller().tenant, mark, answer, request.request_id)
+        found = await self._conversations.find_turn(caller().tenant, mark, answer, request.request_id)
         return pb.FindTurnResponse(turn=convert.turn(found.view), candidate=found.candidate)
 
     async def ClaimRequestId(

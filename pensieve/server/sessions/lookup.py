@@ -19,7 +19,7 @@ from pensieve.server.clock import now_ms
 from pensieve.server.sessions.quotas import StorageQuotas
 from pensieve.server.turns import record as turn_record
 from pensieve.server.values import TurnView, fingerprint
-from pensieve.store import Counts, HistoryStore, Key, MarkedTurn
+from pensieve.store import Counts, HistoryStore, Key
 from pensieve.store.records import Record, RecordKind, SessionConfig, SessionRow
 
 KEPT_S: Final = 30 * 24 * 3600.0
@@ -139,43 +139,40 @@ class MarkedView:
     candidate: int
 
 
-class TurnFinder:
-    """Keeps nothing between calls."""
+async def find_turn(
+    store: HistoryStore, tenant: str, mark: str, answer: str | None, request_id: str
+) -> MarkedView:
+    """The newest turn with this mark and this answer, with any answer if that is None.
 
-    def __init__(self, store: HistoryStore) -> None:
-        self._store = store
+    Of several sessions the one that has ``request_id``, if any has, goes first.
+    Raises NotFound (TURN_NOT_FOUND).
+    """
+    marked = await store.find_marked(tenant, mark, answer, limit=MOST_LOOKED_AT)
+    if request_id and len(marked) > 1:
+        has_it = [await _has_turn(store, Key(tenant, one.session_id), request_id) for one in marked]
+        marked = sorted(marked, key=lambda one: not has_it[marked.index(one)])
+    for one in marked:
+        found = await _marked_view(store, Key(tenant, one.session_id), one.revision, mark, answer)
+        if found is not None:
+            return found
+    raise NotFound("no turn has this mark and this answer", reason="TURN_NOT_FOUND")
 
-    async def find(self, tenant: str, mark: str, answer: str | None, request_id: str) -> MarkedView:
-        """The newest one, with any answer if that is None.
 
-        Of several sessions the one that has ``request_id``, if any has, goes first.
-        Raises NotFound (TURN_NOT_FOUND).
-        """
-        marked = await self._store.find_marked(tenant, mark, answer, limit=MOST_LOOKED_AT)
-        if request_id and len(marked) > 1:
-            has_it = [await _has_turn(self._store, Key(tenant, one.session_id), request_id) for one in marked]
-            marked = sorted(marked, key=lambda one: not has_it[marked.index(one)])
-        for one in marked:
-            found = await self._read(Key(tenant, one.session_id), one, mark, answer)
-            if found is not None:
-                return found
-        raise NotFound("no turn has this mark and this answer", reason="TURN_NOT_FOUND")
-
-    async def _read(self, key: Key, one: MarkedTurn, mark: str, answer: str | None) -> MarkedView | None:
-        """The turn itself, because the index is a hint; None when it is another, or is not there."""
-        try:
-            turn = await turn_record.committed(self._store, key, one.revision)
-        except (NotFound, DataLoss):
-            return None  # of a session that nobody can go on with
-        if turn is None or turn.record.turn is None or turn.record.turn.mark != mark:
-            return None
-        view = turn_record.committed_view(key, turn)
-        if answer is None:
-            return MarkedView(view, view.chosen)
-        texts = [each.text for each in view.candidates] or [
-            view.output.text if view.output is not None else ""
-        ]
-        return MarkedView(view, texts.index(answer)) if answer in texts else None
+async def _marked_view(
+    store: HistoryStore, key: Key, revision: int, mark: str, answer: str | None
+) -> MarkedView | None:
+    """The turn itself, because the index is a hint; None when it is another, or is not there."""
+    try:
+        turn = await turn_record.committed(store, key, revision)
+    except (NotFound, DataLoss):
+        return None  # the session is gone or damaged
+    if turn is None or turn.record.turn is None or turn.record.turn.mark != mark:
+        return None
+    view = turn_record.committed_view(key, turn)
+    if answer is None:
+        return MarkedView(view, view.chosen)
+    texts = [each.text for each in view.candidates] or [view.output.text if view.output is not None else ""]
+    return MarkedView(view, texts.index(answer)) if answer in texts else None
 
 
 async def _has_turn(store: HistoryStore, key: Key, request_id: str) -> bool | None:
