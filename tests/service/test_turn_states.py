@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Final
 
@@ -133,21 +132,15 @@ async def test_transition(state: TurnState, event: Event) -> None:
         assert run.state is after
         assert run.buffer.ended == (after in ENDS)
         return
-    refused: tuple[type[BaseException], ...] = (AssertionError, Cancelled)
-    with contextlib.suppress(*refused):
-        assert SENDS[event](run) is False, "it was taken"
-        assert event in (E.KEEP, E.DISCARD), (
-            "only orders may come too late: anything else is a bug, and raises"
-        )
+    # An order may come at any time, so it is answered; every other event has one sender, which knows the state.
+    may_be_late = event in (E.KEEP, E.DISCARD)
+    try:
+        taken = SENDS[event](run)
+    except (AssertionError, Cancelled):
+        assert not may_be_late
+    else:
+        assert may_be_late and taken is False
     assert (run.state, run.orders, run.buffer._outcome) == (state, orders, outcome)
-
-
-async def test_events_out_of_place_raise() -> None:
-    """An order may come at any time, so it is answered; every other event has one sender, who knows the state."""
-    for state in S:
-        for event in set(E) - set(EXPECTED[state]) - {E.KEEP, E.DISCARD}:
-            with pytest.raises((AssertionError, Cancelled)):
-                SENDS[event](run_in(state))
 
 
 async def test_a_commit_of_a_discarded_turn_raises_the_first_order_s_error() -> None:
