@@ -1,4 +1,4 @@
-"""What a history is without some of its items. Pure functions.
+"""A history without some of its items. Pure functions.
 
 Erasing is a rewind that takes the content of what it cuts off out of the log (``erasing``). A cut item may be in the
 log more than once: a change of the system prompt appends all items again, and a choice appends another answer of the
@@ -58,7 +58,7 @@ def without_prompt(history: History) -> tuple[Item, ...]:
 
 
 class _Cut:
-    """What the rewind cuts off, and so what is erased wherever the log has it."""
+    """The items that a rewind cuts off, to be erased wherever the log has them."""
 
     def __init__(self, base: History, rewind: Record) -> None:
         self._live = {item.number for item in base.apply(rewind, "").items}

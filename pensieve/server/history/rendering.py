@@ -199,7 +199,7 @@ class Renderer:
         return items, rendered.generation_prompt
 
     def _text(self, entry: InputEntry) -> str:
-        """Of an item that is no token ids: calls as the model would have written them."""
+        """The text of an item that is not given as token ids, with calls as the model would have written them."""
         if not isinstance(entry, SpokenEntry) or not entry.calls:
             return entry.text
         if self._tokenizer.call_form is None:

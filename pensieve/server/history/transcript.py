@@ -68,7 +68,7 @@ class KnownRevisions:
         self._seen: OrderedDict[Key, Seen] = OrderedDict()
 
     def of(self, key: Key) -> Seen:
-        """What was seen last; all zero when nothing was."""
+        """The session as it was seen last; all zero when it never was."""
         return self._seen.get(key, NOTHING)
 
     def note(self, key: Key, row: SessionRow) -> None:
@@ -126,7 +126,7 @@ class KnownRevisions:
 
 @dataclass(slots=True)
 class _Held:
-    """What is cached of one session."""
+    """One session in the cache."""
 
     history: History
     size: int
@@ -249,7 +249,7 @@ class Transcript:
         return history
 
     def _at_hand(self, key: Key, row: SessionRow) -> History | None:
-        """What is cached, if it is the session's history at ``row``."""
+        """The cached history, if it is the session's at ``row``."""
         held = self._cached.get(key)
         if held is None or (held.history.revision, held.history.head_hash) != (row.revision, row.head_hash):
             return None

@@ -1,4 +1,4 @@
-"""Who is calling and what they may do. Deny by default.
+"""Credentials: they name the caller and what it may do. Deny by default.
 
 A caller sends ``authorization: Bearer ck_<id>_<secret>``, or shows a client certificate; ``keys`` says what the key
 file knows of either. Who sends the header is judged by it alone. The file is looked at every ``RELOAD_S``; a change
@@ -93,7 +93,7 @@ _HELD_BACK: Final = 1024
 
 
 class Told(NamedTuple):
-    """What the HTTP door has found out about its caller."""
+    """A caller as the HTTP door knows it."""
 
     names: tuple[str, ...]
     """In the client certificate that it verified."""
@@ -102,7 +102,7 @@ class Told(NamedTuple):
 
 
 class Peer:
-    """What a call's connection says of the caller. Nothing is looked up before it is asked for."""
+    """A caller as its connection shows it. Nothing is looked up before it is asked for."""
 
     def __init__(self, context: Any, told: Told | None = None) -> None:
         """``told``: what the HTTP door says of its caller, where it is the door that calls."""
@@ -133,7 +133,7 @@ class Peer:
 
 
 def told_by_the_door(metadata: Iterable[tuple[str, str | bytes]]) -> Told:
-    """What the HTTP door says of its caller. To be asked of its private socket only."""
+    """The caller of the HTTP door, by the metadata that the door sets. To be read from its private socket only."""
     names, address = list[str](), ""
     for name, value in metadata:
         if name == TOLD_NAME and isinstance(value, bytes):
@@ -331,7 +331,7 @@ class FailedLogins:
 
 
 def _network(address: str) -> str:
-    """Whoever has one IPv6 address has all of its /64."""
+    """The address; for IPv6 its /64, since a host may have all of that."""
     try:
         known = ipaddress.ip_address(address)
     except ValueError:

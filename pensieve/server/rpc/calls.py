@@ -33,7 +33,7 @@ SHARE: Final = 4
 CLOCK_SLACK_S: Final = 0.1
 _NAMES: Final = {code.value[0]: code.name for code in grpc.StatusCode}
 PLACES: Final = 16
-"""Of 4 MiB each, at most."""
+"""Bodies at once, of 4 MiB each at most."""
 PATIENCE_S: Final = 2.0
 HASTE_S: Final = 0.05
 LIMIT_S: Final = 30.0
@@ -61,7 +61,7 @@ class RunningCall:
         self.caller = caller
         self.connection = connection
         self.error: PensieveError | None = None
-        """What the call was ended with, if it was."""
+        """The call was ended with it."""
         self._over = False
 
     def end(self, error: PensieveError) -> None:
@@ -127,7 +127,7 @@ class Calls:
 
 
 class CallObserver(Protocol):
-    """Who counts. ``method`` is the bare name of it, ``code`` as gRPC writes it."""
+    """Counts calls. ``method`` is the bare name, ``code`` as gRPC writes it."""
 
     def started(self, method: str) -> None: ...
 

@@ -24,7 +24,7 @@ _OPERATORS: Final = "/pensieve.v1.AdminService/GetStats"
 
 
 class DoorObserver(Protocol):
-    """Who counts what happens at the door."""
+    """Counts events at the door."""
 
     def auth_failure(self) -> None: ...
 
@@ -45,12 +45,12 @@ class Door:
         self._held_back: Callable[[], None] = observer.auth_held_back
         self._observer = observer.calls
         self._logins = FailedLogins(self._held_back)
-        """Of operators over HTTP."""
+        """Operators' logins over HTTP."""
         self._interceptors: list[Interceptor] = []
 
     @property
     def tenants(self) -> TenantTable:
-        """What each tenant may use, as the key file says at the time."""
+        """The limits of each tenant, as the key file says at the time."""
         return self._authenticator.tenants
 
     def server(self, max_in_flight: int = DEFAULT_IN_FLIGHT, connections: int = 0) -> aio.Server:

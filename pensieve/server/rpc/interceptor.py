@@ -56,7 +56,7 @@ _DEEPEST: Final = 100
 
 
 def caller() -> Identity:
-    """Who makes the current call. Raises LookupError outside of a call that passed the interceptor."""
+    """The caller of the current call. Raises LookupError outside of a call that passed the interceptor."""
     return _identity.get()
 
 

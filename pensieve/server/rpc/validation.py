@@ -1,4 +1,4 @@
-"""What a request may say, as a table: message type to fields to checks. Pure; runs before anything is looked up.
+"""The rules for requests, as a table: message type to fields to checks. Pure; runs before anything is looked up.
 
 All problems of a request are collected (up to ``MAX_PROBLEMS``) and reported in one InvalidArgument, each with the path
 of its field. Texts never repeat what the client sent.
@@ -24,13 +24,13 @@ from pensieve.v1 import pensieve_pb2 as pb
 
 MAX_PROBLEMS = 20
 MAX_CALLS = 128
-"""Of one item."""
+"""Function calls of one item."""
 Problems = list[tuple[str, str]]
 """(field path, what is wrong) pairs."""
 
 LABEL_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,62}", re.ASCII)
 LONGEST_DURATION_S = 315_576_000_000
-"""What a protobuf Duration may say, 10,000 years."""
+"""The longest protobuf Duration, 10,000 years."""
 UPDATABLE = {
     "config.system_prompt": "system_prompt",
     "config.default_sampling": "sampling",
@@ -126,7 +126,7 @@ def _min_below_max(message: Any, _bounds: Bounds, path: str, problems: Problems)
 
 
 def _beams_alone(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
-    """What a message says beside beams. What they inherit is looked at when the turn's values are resolved."""
+    """Fields of the message itself. Inherited values are checked when the turn's sampling values are resolved."""
     if message.beam_width <= 1:
         return
     given = {field.name for field, _ in message.ListFields()}

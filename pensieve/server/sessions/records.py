@@ -26,7 +26,7 @@ from pensieve.store.records import (
 
 @dataclass(frozen=True, slots=True)
 class NewSession:
-    """What a client says of a session it wants."""
+    """A session as a client asks for it."""
 
     request_id: str = ""
     session_id: str = ""
@@ -39,7 +39,7 @@ class NewSession:
 
 @dataclass(frozen=True, slots=True)
 class SessionChange:
-    """What an update sets."""
+    """An update of a session."""
 
     labels: dict[str, str] | None = None
     """None: they stay."""

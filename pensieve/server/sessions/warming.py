@@ -22,7 +22,7 @@ from pensieve.store.records import SessionRow
 
 @dataclass(frozen=True, slots=True)
 class WarmAnswer:
-    """What became of a wish to warm a session."""
+    """The answer to a wish to warm a session."""
 
     refused: str
     """"": it is being brought; else why not, as in ``engine.messages.Warmed``."""

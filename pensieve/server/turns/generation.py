@@ -42,11 +42,11 @@ class TurnGeneration:
         self._generation: Generation | None = None
         self._ticket: Ticket | None = None
         self._over: asyncio.Future[None] | None = None
-        """What ``run`` waits for. No token resolves it, so a turn's task sleeps from its submission to its end."""
+        """``run`` waits for it. No token resolves it, so a turn's task sleeps from its submission to its end."""
         self._started: Started | None = None
         self._finished: Finished | None = None
         self._reasons: dict[int, FinishReason] = {}
-        """Of the candidates that have ended while others go on: by the engine, or here by a stop string."""
+        """Why candidates have ended while others go on: by the engine, or here by a stop string."""
         self._interrupted = False
         self._started_at = 0.0
         self.submitted_at: float | None = None

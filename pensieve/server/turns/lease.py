@@ -1,4 +1,4 @@
-"""What running turns have to do with other servers of the same store. The servers know nothing of each other.
+"""Leases of running turns, and turns on other servers of the same store. The servers know nothing of each other.
 
 ``LeaseKeeper`` keeps the leases of this server's turns alive, tells each turn of its loss, and hands it what another
 server left in the store for its holder. ``LeaseReleaser`` gives leases back.
@@ -40,7 +40,7 @@ from pensieve.store import (
 log = logging.getLogger(__name__)
 
 HEARS_WITHIN_S: Final = 1.0
-"""What another server left in the store waits no longer than this."""
+"""An order that another server left in the store waits no longer than this."""
 SHORTEST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 0.5
 """Between two tries to give a lease back to a store that is away."""
@@ -193,7 +193,7 @@ class LeaseReleaser:
             log.warning("lease not released (%s): it lapses by itself", error.reason)
 
     async def close(self) -> None:
-        """What is left lapses by itself."""
+        """Leases that are still held lapse by themselves."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -272,7 +272,7 @@ async def end_elsewhere(
 
 
 def hear(run: TurnRun, news: Renewed) -> None:
-    """What other servers left in the store for the one that holds the lease: it obeys."""
+    """Obey what other servers left in the store for the holder of the lease."""
     if news.followed:
         run.listened_elsewhere()
     if news.order is not None:

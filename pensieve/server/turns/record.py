@@ -253,7 +253,7 @@ def output_tokens(item: Item) -> TokenArray:
 def all_kept(
     outputs: Sequence[OutputText], generation: TurnGeneration, choice: CandidateChoice, seed: int
 ) -> KeptAnswer:
-    """What is kept of a turn that ended by itself or because its time was over."""
+    """The answer to keep of a turn that ended by itself or because its time was over."""
     texts = [output.finish() for output in outputs]
     if len(outputs) == 1:
         return _kept(outputs[0], texts[0], generation.finish_reason(), generation)
@@ -278,7 +278,7 @@ def all_kept(
 def partly_kept(
     outputs: Sequence[OutputText], generation: TurnGeneration, keep_tokens: int | None
 ) -> KeptAnswer:
-    """What is kept of a turn that was cancelled: candidate 0, or its first ``keep_tokens``, and no other."""
+    """The answer to keep of a turn that was cancelled: candidate 0, or its first ``keep_tokens``, and no other."""
     text = outputs[0].finish(keep_tokens)
     return _kept(outputs[0], text, FinishReason.CANCELLED, generation)
 
