@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,19 +16,16 @@ from pensieve.errors import PensieveError
 from pensieve.server import ids
 from pensieve.server.admission.gate import Gate, GateLimits
 from pensieve.server.history.binding import ServedModel
-from pensieve.server.history.cache import Histories
-from pensieve.server.history.known import KnownRevisions
 from pensieve.server.history.rendering import Renderer, Stamp
+from pensieve.server.history.transcript import Transcript
 from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.operations.usage import UsageBook
-from pensieve.server.sessions.claims import RequestClaims
-from pensieve.server.sessions.finding import TurnFinder
+from pensieve.server.sessions.lookup import RequestClaims, find_turn
 from pensieve.server.sessions.quotas import StorageQuotas
 from pensieve.server.sessions.sessions import Sessions
 from pensieve.server.sessions.warming import SessionWarmer
 from pensieve.server.settings import TurnSettings
 from pensieve.server.tenants import TenantTable
-from pensieve.server.turns.choosing import CandidateChooser
 from pensieve.server.turns.runner import TurnRunner
 from pensieve.server.turns.turns import Turns
 from pensieve.server.values import InputEntry, TurnEnd
@@ -91,10 +89,11 @@ class Conversations:
         self._tokenizer = tokenizer
         self._renderer = renderer = Renderer(tokenizer)
         tenants = tenants or TenantTable()
-        known = KnownRevisions(on_store_regression)
-        self._histories = histories = Histories(store, settings.history_cache_bytes, known)
+        self._transcript = transcript = Transcript(
+            store, renderer, settings.history_cache_bytes, on_store_regression
+        )
         self._served = served = ServedModel(settings.model, settings.model_sha256, tokenizer)
-        self._runner = runner = TurnRunner(store, link, histories, renderer, tokenizer, served, settings)
+        self._runner = runner = TurnRunner(transcript, link, served, settings)
         self.gate = Gate(
             GateLimits(settings.max_wait_s, settings.max_queued, settings.max_queued_tokens),
             tenants,
@@ -114,12 +113,11 @@ class Conversations:
                 on_turn_refused(tenant, reason)
 
         self.turns = Turns(store, runner, settings, self.gate, ended, refused)
-        self.finder = TurnFinder(store, runner)
+        self.find_turn = functools.partial(find_turn, store)
         self.quotas = StorageQuotas(store, tenants)
-        self.candidates = CandidateChooser(store, link, histories, renderer, runner, self.quotas.change)
         self.claims = RequestClaims(store, self.quotas)
-        self.sessions = Sessions(store, link, histories, renderer, self.turns, served, settings, self.quotas)
-        self.warmer = SessionWarmer(store, link, histories, renderer, self.turns, served, settings, on_warmed)
+        self.sessions = Sessions(transcript, link, self.turns, served, settings, self.quotas)
+        self.warmer = SessionWarmer(transcript, link, self.turns, served, settings, on_warmed)
 
     @property
     def context_limit(self) -> int:
@@ -140,7 +138,7 @@ class Conversations:
         self._renderer.check_size(entries, COUNTED_CONTEXTS * self.context_limit)
         history = History()
         if key is not None:
-            history = await self._histories.at(key, await self._store.load(key))
+            _, history = await self._transcript.read(key)
         limit = self.context_limit
         past = self._renderer.length(history)
         self._served.check(history.config)

@@ -167,7 +167,7 @@ async def test_a_turn_that_waited_too_long_leaves_the_name_free(key: str, stream
                 await asyncio.sleep(0.005)
         turns, gate = service.conversations.turns, service.conversations.gate
         gate.overdue = lambda _: ResourceExhausted("it waited too long")  # type: ignore[method-assign]
-        ((run, _),) = turns._runs.values()
+        (run,) = turns._runs.values()
         turns._refuse_if_overdue(run)
         answer = await call
         assert not stream or "server_overloaded" in answer["text"]

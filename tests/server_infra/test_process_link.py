@@ -32,7 +32,7 @@ from pensieve.server.links.engine_link import LinkState
 from pensieve.server.links.process import EngineProcess, HostCommand
 from pensieve.server.links.process_link import ProcessLink
 from support.engine.fake_engine import BUILDER, Script, options
-from support.service.listener import Listened, Listener
+from support.service.listener import Listened, Listener, submission
 
 SESSION = SessionKey("default/abc")
 LONG = Sampling(max_output_tokens=100_000)
@@ -146,7 +146,7 @@ async def test_a_bug_in_a_sink_costs_its_own_generation_only() -> None:
 
     async with running(Script()) as link:
         pid, broken, others = link.pid, Broken(), [submit(link) for _ in range(3)]
-        link.submit(SESSION, np.arange(8, dtype=np.int32), 3, LONG, broken)
+        link.submit(submission(SESSION, np.arange(8, dtype=np.int32), LONG), broken)
         others += [submit(link) for _ in range(3)]
         with pytest.raises(KeyError, match="a bug"):
             async for _ in broken:
@@ -316,12 +316,12 @@ def test_the_engine_dies_with_the_front_end_even_when_stuck() -> None:
         from support.engine.fake_engine import BUILDER, Script, options
         from pensieve.core import Sampling, SessionKey
         from pensieve.server.links.process_link import ProcessLink
-        from support.service.listener import Listener
+        from support.service.listener import Listener, submission
 
         async def main():
             link = ProcessLink(options(Script(hang_at_step=1)), builder=BUILDER)
             await link.start()
-            link.submit(SessionKey("t/s"), np.arange(3, dtype=np.int32), 3, Sampling(), Listener())
+            link.submit(submission(SessionKey("t/s"), np.arange(3, dtype=np.int32), Sampling()), Listener())
             await asyncio.sleep(0.2)
             print(link.pid, flush=True)
             os._exit(137)

@@ -1,7 +1,8 @@
-"""Erasing: a rewind that takes the content of what it cuts off out of the log. Pure functions.
+"""A history without some of its items. Pure functions.
 
-A cut item may be in the log more than once: a change of the system prompt appends all items again, and a choice
-appends another answer of the same turn. So all of these are erased:
+Erasing is a rewind that takes the content of what it cuts off out of the log (``erasing``). A cut item may be in the
+log more than once: a change of the system prompt appends all items again, and a choice appends another answer of the
+same turn. So all of these are erased:
 
 * each item that is not live after the rewind and says the same as a cut one, for the same request;
 * of a turn whose answer is cut: all answers that it drew, also those that were chosen before, and what its client
@@ -13,6 +14,7 @@ What a rewind, an edit or a regeneration had superseded before belongs to other 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -22,8 +24,41 @@ from pensieve.store import LoggedRecord
 from pensieve.store.records import Erasure, History, Item, Record
 
 
+def kept(history: History, item: int) -> History:
+    """``history`` without the items after ``item``, for a change that supersedes them.
+
+    The system prompt stays whatever ``item`` is, and an overflow view is taken back: it was made for what is cut off.
+    """
+    item = max(item, system_item(history))
+    return replace(history, items=history.truncated(item), hidden_before=0)
+
+
+def system_item(history: History) -> int:
+    """Number of the system prompt's item: the first live item when it is one that the session's config made; else 0."""
+    first = history.items[0] if history.items else None
+    is_prompt = first is not None and first.role is Role.SYSTEM and bool(history.config.system_prompt)
+    return first.number if first is not None and is_prompt else 0
+
+
+def moved_view(base: History, moved: list[Item]) -> int | None:
+    """The overflow view of ``base`` over its items as they are numbered in ``moved``; None: it has none."""
+    if not base.hidden_before:
+        return None
+    seen = [
+        new.number
+        for old, new in zip(without_prompt(base), moved, strict=True)
+        if old.number >= base.hidden_before
+    ]
+    return min(seen, default=moved[-1].number + 1 if moved else 0)
+
+
+def without_prompt(history: History) -> tuple[Item, ...]:
+    """The live items but for the system prompt's."""
+    return history.items[1:] if system_item(history) else history.items
+
+
 class _Cut:
-    """What the rewind cuts off, and so what is erased wherever the log has it."""
+    """The items that a rewind cuts off, to be erased wherever the log has them."""
 
     def __init__(self, base: History, rewind: Record) -> None:
         self._live = {item.number for item in base.apply(rewind, "").items}
