@@ -15,8 +15,8 @@ from pensieve.config import CacheConfig, SchedulerConfig
 from pensieve.core import SessionKey
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost.model import CostModel
-from pensieve.engine.looks.looker import Looker
-from pensieve.engine.scheduler import Scheduler
+from pensieve.engine.scheduling.scheduler import Scheduler
+from pensieve.engine.strips import Looker
 
 SIZE = 32
 KEPT = 0.7
