@@ -366,13 +366,9 @@ class BeamDriver:
             holding = [members.index(member) for member in search.beams]
             placed = place(step.parents, holding, len(members))
         contexts = [search.beams[parent].context for parent in step.parents]
-        parents = [search.beams[parent] for parent in step.parents]
         search.beams = [members[number] for number in placed.members]
-        for member, parent, context, token in zip(search.beams, parents, contexts, step.tokens, strict=True):
-            if first or member is parent:
-                member.go_on(token)
-            else:
-                member.go_on_from(context, token)
+        for member, context, token in zip(search.beams, contexts, step.tokens, strict=True):
+            member.go_on(context, token)
         if members[0].in_batch:  # else they all branch off the first one when they return
             for source, target in placed.branches:
                 self._scheduler.branch(members[source], members[target])

@@ -18,7 +18,7 @@ A request that finishes while it waits is gone at once. Those that leave the que
 
 ``Scheduler`` and ``RunningSet`` call these events. While a request runs, the scheduler calls ``take_newest``,
 ``take_missing``, ``launched`` and ``settle`` in each step. Of a guided request a driver (``engine.beams``) says how it
-goes on: it calls ``go_on``, ``go_on_from`` and ``answer`` between steps.
+goes on: between steps it calls ``go_on`` and, with ``Scheduler.branch``, ``branch_off``; at the end ``answer``.
 """
 
 from __future__ import annotations
@@ -363,8 +363,12 @@ class Request:
         if self.guided:
             self.awaited = True
             return
-        self._grow()
-        self.tokens[self.length - 1] = PENDING
+        if self.length == len(self.tokens):
+            # By half as much again: appending stays cheap, and slices that plans in flight hold are left alone.
+            self.tokens = np.concatenate([self.tokens, np.zeros(max(64, self.length // 2), np.int32)])
+        self.tokens[self.length] = PENDING
+        self.missing.append((self.length, self.length + 1))
+        self.length += 1
 
     def settle(self, token: int, now: float) -> None:
         """The oldest pending token is known now: ``token``. Of a guided request that says nothing yet."""
@@ -390,16 +394,8 @@ class Request:
 
     # -- what a driver decides ---------------------------------------------------------------------------------------
 
-    def go_on(self, token: int) -> None:
-        """A guided request continues with ``token``."""
-        self._grow()
-        self.tokens[self.settled] = token
-        self.settled += 1
-        if not self.in_batch:
-            self.missing.clear()
-
-    def go_on_from(self, context: TokenArray, token: int) -> None:
-        """A guided request continues with ``token`` after ``context``; discards its own tokens."""
+    def go_on(self, context: TokenArray, token: int) -> None:
+        """A guided request continues with ``token`` after ``context``, its own or another one's."""
         self.tokens = np.append(context, np.int32(token))
         self.length = self.settled = len(self.tokens)
         self.missing = deque([(self.length - 1, self.length)] if self.in_batch else [])
@@ -408,14 +404,6 @@ class Request:
         """The output is ``tokens``, all of it."""
         self.tokens = np.concatenate([self.tokens[: self.prompt_tokens], np.array(tokens, dtype=np.int32)])
         self.length = self.settled = len(self.tokens)
-
-    def _grow(self) -> None:
-        """Append one token whose KV is missing."""
-        if self.length == len(self.tokens):
-            # By half as much again: appending stays cheap, and slices that plans in flight hold are left alone.
-            self.tokens = np.concatenate([self.tokens, np.zeros(max(64, self.length // 2), np.int32)])
-        self.missing.append((self.length, self.length + 1))
-        self.length += 1
 
 
 def candidate_key(session: SessionKey, candidate: int) -> SessionKey:
