@@ -51,7 +51,7 @@ def test_only_a_request_changes_its_fields() -> None:
     ],
 )
 def test_a_change_from_outside_is_found(statement: str) -> None:
-    assert len(writes_in(ast.parse(f"def f(request: Request): {statement}"), REQUEST)) == 1
+    assert len(writes_in(ast.parse(f"def f(request: Request):\n    {statement}"), REQUEST)) == 1
 
 
 @pytest.mark.parametrize(
@@ -65,4 +65,4 @@ def test_a_change_from_outside_is_found(statement: str) -> None:
     ],
 )
 def test_a_question_is_none_and_neither_is_a_change_of_something_else(statement: str) -> None:
-    assert writes_in(ast.parse(f"def f(request: Request): {statement}"), REQUEST) == []
+    assert writes_in(ast.parse(f"def f(request: Request):\n    {statement}"), REQUEST) == []
