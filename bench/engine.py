@@ -39,7 +39,7 @@ from pensieve.engine.engine import Engine
 from pensieve.engine.messages import EngineReady, Submit
 from pensieve.engine.plan import Span
 from pensieve.engine.ranks.build import build_workers
-from pensieve.engine.scheduler import Scheduler
+from pensieve.engine.scheduling.scheduler import Scheduler
 from pensieve.engine.worker.cuda_worker import CudaWorker
 
 SECTIONS = ("decode", "prefill", "ttft", "swap", "loop", "kernels")

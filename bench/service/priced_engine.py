@@ -21,7 +21,7 @@ from pensieve.engine.cost.model import CostModel
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import EngineReady
 from pensieve.engine.plan import Plan, Sampled, StepResult, SynchronousWorker
-from pensieve.engine.scheduler import Scheduler
+from pensieve.engine.scheduling.scheduler import Scheduler
 from pensieve.options.serve import by_name, resolve, serve_flags
 from pensieve.server.app import run
 

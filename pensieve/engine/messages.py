@@ -166,7 +166,7 @@ class SessionStrip(msgspec.Struct, frozen=True, array_like=True):
     tokens: int
     """Length of its context, what runs included."""
     strip: str
-    """Runs of chunks in one state, ``x7h40B3d12``: see ``pensieve.engine.looks.looker``."""
+    """Runs of chunks in one state, ``x7h40B3d12``: see ``pensieve.engine.strips``."""
     idle_s: float
     """Since its latest turn; 0 while something runs."""
     running: bool

@@ -129,7 +129,7 @@ def test_the_youngest_is_suspended_and_returns_first() -> None:
     while not rig.engine.stats().suspensions_total:
         rig.step()
     rig.turn("c", 2, 2)
-    waiting = [request.session for request in rig.engine._scheduler.batch.waiting]
+    waiting = [request.session for request in rig.engine._scheduler.queue]
     assert waiting == ["b", "c"]
     before = len(rig.worker.plans)
     rig.driver.run_until_idle()

@@ -12,7 +12,7 @@ from pensieve.core import SessionKey, Usage, pack_tokens
 from pensieve.engine.cache.policy import UNKNOWN
 from pensieve.engine.messages import Evict, Warm, Warmed
 from pensieve.engine.plan import Plan
-from pensieve.engine.warm_ups import EXPECTED_S, MOST_PENDING, WARM_TOKENS
+from pensieve.engine.scheduling.warming import EXPECTED_S, MOST_PENDING, WARM_TOKENS
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hash_worker import VOCABULARY, HashWorker, verify_tokens
 
@@ -187,7 +187,7 @@ def test_it_never_begins_while_somebody_waits() -> None:
     assert rig.warm("a").refused == ""
     loads = []
     while rig.driver.turns:
-        waited = bool(rig.engine._scheduler.batch.waiting)
+        waited = bool(rig.engine._scheduler.queue)
         plan = rig.step()
         loads += [waited] * len(plan.swap_in)
     assert first in [1, 2, 3] and second and not any(loads)

@@ -86,7 +86,7 @@ class SharedRun:
     cached: int = 0
     """Chunks that are in a tier."""
     strip: str | None = None
-    """Where they lie, as somebody has seen it since they last changed: see ``engine.looks.looker``."""
+    """Where they lie, as somebody has seen it since they last changed: see ``engine.strips``."""
 
     @property
     def first(self) -> int:
@@ -125,7 +125,7 @@ class CachedSession:
     cached: int = 0
     """Its own chunks that are in a tier; a session that has nothing in any is forgotten."""
     strip: str | None = None
-    """Where its own chunks lie, as somebody has seen it since they last changed: see ``engine.looks.looker``."""
+    """Where its own chunks lie, as somebody has seen it since they last changed: see ``engine.strips``."""
     table: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     """Device page of each chunk while running, int32 [chunks]; grown by replacing it, so earlier slices stay true."""
 

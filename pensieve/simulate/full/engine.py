@@ -14,7 +14,7 @@ from pensieve.core import Sampling, SessionKey, TokenArray, Usage, pack_tokens
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import EngineReady, Failed, Finished, Output, Submit
 from pensieve.engine.plan import PendingStep, Plan, Sampled, StepResult, StepWorker
-from pensieve.engine.scheduler import Scheduler
+from pensieve.engine.scheduling.scheduler import Scheduler
 from pensieve.simulate.full.cache import Coming, StampedCache
 from pensieve.simulate.scenario import policies
 from pensieve.simulate.scenario.hints import hints_of
@@ -260,7 +260,7 @@ class FullSimulation:
         self._lost = True
         replica = self._replicas[0]
         turns, replica.turns = list(replica.turns.values()), {}
-        self.tally.repeated_turns = len(replica.scheduler.batch.running)
+        self.tally.repeated_turns = len(replica.scheduler.running)
         for turn in turns:
             self._expect(turn, now + self._settings.lease_s)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Final
 
 from pensieve.engine.cache.chunk import Range, take_front
-from pensieve.engine.scheduler import SWAP_OUT_QUANTUM
+from pensieve.engine.scheduling.scheduler import SWAP_OUT_QUANTUM
 from pensieve.simulate.scenario.hints import hints_of
 from pensieve.simulate.scenario.policies import Stamp
 from pensieve.simulate.scenario.settings import Settings

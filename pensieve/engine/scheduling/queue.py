@@ -17,7 +17,7 @@ import bisect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from pensieve.engine.request import Request
+from pensieve.engine.scheduling.request import Request
 
 
 class FairQueue:

@@ -32,8 +32,8 @@ from pensieve.core import RequestKey
 from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, Range, SharedRun
 from pensieve.engine.messages import SessionStrip, Strips
 from pensieve.engine.plan import Plan
-from pensieve.engine.request import Request
-from pensieve.engine.scheduler import Scheduler
+from pensieve.engine.scheduling.request import Request
+from pensieve.engine.scheduling.scheduler import Scheduler
 
 LOOK_S: Final = 0.001
 """How long one look takes at most, and the session beyond that which it has begun."""
@@ -62,7 +62,7 @@ class Looker:
         if at == 0:
             self._order = list(self._cache.sessions.values())
             self._began = now
-        requests = {request.session: request for request in self._scheduler.batch.running}
+        requests = {request.session: request for request in self._scheduler.running}
         spans: dict[RequestKey, list[Range]] = {}
         for span in self.plan.spans:
             spans.setdefault(span.request, []).append((span.start, span.end))

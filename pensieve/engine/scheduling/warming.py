@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from pensieve.core import FinishReason, Hints, RequestKey, Sampling, SessionKey, Standing, TokenArray
+from pensieve.core import Hints, Sampling, SessionKey
 from pensieve.engine.cache.manager import CacheManager
-from pensieve.engine.groups import session_of
-from pensieve.engine.request import Request
+from pensieve.engine.messages import Submit, Warm
+from pensieve.engine.scheduling.request import Request, session_of
 
 WARM_TOKENS: Final = 512
 """Most tokens of a warm-up in one step: a turn that comes meanwhile waits for no longer step than that."""
@@ -43,47 +43,27 @@ class WarmUps:
     def has_pending(self) -> bool:
         return bool(self._pending)
 
-    def ask(
-        self,
-        session: SessionKey,
-        tokens: TokenArray,
-        scope: str,
-        standing: Standing,
-        ticket: int,
-        now: float,
-        waiting: Iterable[Request],
-        running: Sequence[Request],
-    ) -> str:
-        """Take in a wish; returns why it is refused, as ``Warmed`` has it, or ""."""
-        turns = [request for request in (*waiting, *running) if not request.warm]
+    def ask(self, warm: Warm, ticket: int, now: float, others: Iterable[Request]) -> str:
+        """Take in a wish; returns why it is refused, as ``Warmed`` has it, or "". ``others``: all that wait or run."""
+        session = SessionKey(warm.session)
+        others = list(others)
+        turns = [request for request in others if not request.warm]
         if any(session_of(request.session) == session for request in turns):
             return "running"
-        if session in self._pending or any(request.session == session for request in running):
+        if session in self._pending or any(request.session == session for request in others):
             return ""  # it is in hand
-        path = self._cache.path(session, scope, tokens)
-        needs = self._cache.to_bring(session, tokens, path, tenant=standing.tenant)
+        if not warm.tokens:
+            return "nothing_to_do"
+        request = Request.warming(_submit(warm, ticket), ticket, now)
+        request.addressed(self._cache.path(session, request.scope, request.tokens))
+        needs = self._cache.to_bring(session, request.tokens, request.path, tenant=request.tenant)
         if not needs.pages and not needs.computing:
-            return "nothing_to_do"  # an empty context needs nothing, either
+            return "nothing_to_do"
         if needs.pages > needs.room:
             return "no_room"
         if (needs.computing and turns) or len(self._pending) >= MOST_PENDING:
             return "busy"
-        self._pending[session] = Request(
-            RequestKey(-1 - ticket),
-            session,
-            ticket,
-            tokens.copy(),
-            len(tokens),
-            0,
-            Sampling(),
-            now,
-            scope=scope,
-            standing=standing,
-            path=path,
-            hints=Hints(next_turn_s=EXPECTED_S),
-            finished=FinishReason.LENGTH,
-            warm=True,
-        )
+        self._pending[session] = request
         return ""
 
     def forget(self, session: SessionKey | None) -> None:
@@ -124,3 +104,16 @@ class WarmUps:
         assert request.receipt is not None
         brought = request.receipt.swapped_in_tokens + request.receipt.recomputed_tokens
         self.tokens += brought - request.num_missing
+
+
+def _submit(warm: Warm, ticket: int) -> Submit:
+    return Submit(
+        request=-1 - ticket,
+        session=warm.session,
+        tokens=warm.tokens,
+        num_new=0,
+        sampling=Sampling(),
+        scope=warm.scope,
+        hints=Hints(next_turn_s=EXPECTED_S),
+        standing=warm.standing,
+    )

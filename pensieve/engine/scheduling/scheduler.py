@@ -14,30 +14,20 @@ planned meanwhile, which it needs anyway; what that step sampled for it is throw
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 from pensieve.config import SchedulerConfig
-from pensieve.core import (
-    ALONE,
-    FinishReason,
-    Hints,
-    RequestKey,
-    Sampling,
-    SessionKey,
-    Standing,
-    TokenArray,
-    TokenLogprob,
-)
-from pensieve.engine.beams import Hypothesis
-from pensieve.engine.branching import Branching, finish_reason, limit_reason
+from pensieve.core import FinishReason, RequestKey, SessionKey, TokenLogprob, packed_length
 from pensieve.engine.cache.chunk import Range
 from pensieve.engine.cache.manager import CacheManager
+from pensieve.engine.messages import Submit, Warm
 from pensieve.engine.plan import PageTable, Plan, SampleSpec, Span, StepResult
-from pensieve.engine.request import Request
-from pensieve.engine.roster import Roster
-from pensieve.engine.shares import caps
-from pensieve.engine.warm_ups import WARM_TOKENS, WarmUps
+from pensieve.engine.scheduling.queue import FairQueue, caps
+from pensieve.engine.scheduling.request import Request
+from pensieve.engine.scheduling.running import RunningSet
+from pensieve.engine.scheduling.warming import WARM_TOKENS, WarmUps
 
 SWAP_OUT_QUANTUM = 32
 """Chunks copied out ahead of time per step at most: background work must not stretch a step."""
@@ -48,7 +38,7 @@ _Work = dict[Request, list[Range]]
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One output token of a request, and whether it was its last."""
+    """One output token of a request, and whether it was its last; of a guided request what its driver decides by."""
 
     request: RequestKey
     token_id: int
@@ -64,59 +54,116 @@ class Scheduler:
         self.cache = cache
         self.context_limit = min(config.context_limit, cache.capacity_tokens)
         """No context grows beyond what model and device tier can hold."""
-        self.warming = WarmUps(cache)
-        self.batch = Roster(cache, self.warming, places=config.max_running, stateless=config.stateless)
-        self.branching = Branching(config, cache, self.batch, self.context_limit)
+        self.queue = FairQueue(config.max_running)
         self.admitted: list[Request] = []
         """Requests admitted for the first time by the latest ``plan``; of a group its first."""
+        self._warming = WarmUps(cache)
+        self._running = RunningSet(config, cache, self.queue, self._warming)
         self._tickets = 0
         self._steps = 0
         self._swap_out_backlog = 0
         """Chunks that launched plans swap out and that had not left when the latest result came."""
 
-    # -- from the front end ------------------------------------------------------------------------------------------
+    # -- questions ---------------------------------------------------------------------------------------------------
 
-    def submit(
-        self,
-        key: RequestKey,
-        session: SessionKey,
-        tokens: TokenArray,
-        num_new: int,
-        sampling: Sampling,
-        now: float,
-        scope: str = "",
-        hints: Hints | None = None,
-        standing: Standing = ALONE,
-    ) -> Request:
-        """Queue a request. The caller has seen that it is no misfit (``Branching.misfit``)."""
-        if not 0 < len(tokens) < self.context_limit or not 0 <= num_new <= len(tokens):
-            raise ValueError(f"{len(tokens)} tokens, {num_new} of them new, limit {self.context_limit}")
-        request = Request(key, session, self._tickets, tokens.copy(), len(tokens), num_new, sampling, now)
-        request.scope, request.hints, request.standing = scope, hints, standing
-        self.cache.shares.allot(standing.tenant, standing.cache_share)
-        group = self.branching.group_of(request)
-        self._tickets += 1 if group is None else group.size
-        self.batch.end_warming(session, now)
-        self.batch.add(request, group)
-        self.batch.wait(request)
-        return request
-
-    def warm(
-        self, session: SessionKey, tokens: TokenArray, scope: str, now: float, standing: Standing = ALONE
-    ) -> str:
-        """Bring a session's context to the device ahead of its turn; returns why not, as ``Warmed`` has it, or ""."""
-        if self.config.stateless:
-            return "nothing_to_do"
-        if len(tokens) >= self.context_limit:
-            return "no_room"
-        self._tickets += 1
-        self.cache.shares.allot(standing.tenant, standing.cache_share)
-        queues = self.batch.waiting, self.batch.running
-        return self.warming.ask(session, tokens, scope, standing, self._tickets - 1, now, *queues)
+    @property
+    def running(self) -> Sequence[Request]:
+        """The requests in the batch, in order of arrival; warm-ups come last."""
+        return self._running.requests
 
     @property
     def has_requests(self) -> bool:
-        return bool(self.batch.waiting or self.batch.running or self.warming.has_pending)
+        return bool(self._running.requests or self.queue or self._warming.has_pending)
+
+    @property
+    def queued(self) -> int:
+        """How many requests wait."""
+        return len(self.queue)
+
+    def position(self, request: Request) -> int:
+        """How many requests of its own tenant come before one that waits."""
+        return self.queue.position(request)
+
+    @property
+    def suspensions(self) -> int:
+        """How often a generation had to make room, since start."""
+        return self._running.suspensions
+
+    @property
+    def warmed_tokens(self) -> int:
+        """KV-tokens that warm-ups brought to the device, since start."""
+        return self._warming.tokens
+
+    def get(self, key: RequestKey) -> Request | None:
+        """A request that runs or waits; one that has finished is known until its last token is cached."""
+        return self._running.get(key)
+
+    def refusal(self, submit: Submit, members: int = 1, pages: int | None = None) -> tuple[str, str] | None:
+        """Why a request, with this many answers, is not served: a reason of ``Failed`` and a message; None when it is.
+
+        ``pages``: most device pages that the answers need at once, where they cannot wait for each other.
+        """
+        tokens, limit, places = packed_length(submit.tokens), self.context_limit, self.config.max_running
+        if not 0 <= submit.num_new <= tokens or not tokens:
+            message = f"{submit.num_new} new of {tokens} tokens: there must be something to continue"
+            return "ENGINE_FAILED", message
+        # One that has finished may still be in the batch: its last token is cached by the step under way.
+        if self.get(RequestKey(submit.request)) is not None:
+            return "ENGINE_FAILED", "the request key is in use"
+        misfit = None
+        needed = self.cache.chunks_for(tokens + 1) + members - 1 if pages is None else pages
+        if tokens >= limit:
+            misfit = f"a context of {tokens} tokens leaves no room for an answer; the limit is {limit}"
+        elif members > places:
+            misfit = f"{members} generations at a time are more than the {places} that fit a step"
+        elif needed > self.cache.config.device_chunks:
+            misfit = (
+                f"{members} answers to a context of {tokens} tokens need {needed} pages of the device tier; it has"
+                f" {self.cache.config.device_chunks}: ask for fewer, or for shorter ones"
+            )
+        if misfit is not None:
+            return "CONTEXT_LIMIT_EXCEEDED", misfit
+        if self.queue.is_full(submit.standing.tenant, self.config.max_queued):
+            return "SERVER_OVERLOADED", "the queue is full"
+        return None
+
+    # -- from the front end ------------------------------------------------------------------------------------------
+
+    def submit(self, submit: Submit, now: float, *, members: int = 1, guided: bool = False) -> Request:
+        """Queue a request, or a group of ``members`` that it leads. The caller has asked for its ``refusal``."""
+        request = Request.of(submit, self._tickets, now)
+        self.cache.shares.allot(request.tenant, request.standing.cache_share)
+        if members > 1:
+            request.lead(members, guided=guided)
+        self._tickets += members
+        self._running.end_warming(request.session, now)
+        self._running.wait(request)
+        return request
+
+    def warm(self, warm: Warm, now: float) -> str:
+        """Bring a session's context to the device ahead of its turn; returns why not, as ``Warmed`` has it, or ""."""
+        if self.config.stateless:
+            return "nothing_to_do"
+        if packed_length(warm.tokens) >= self.context_limit:
+            return "no_room"
+        self._tickets += 1
+        self.cache.shares.allot(warm.standing.tenant, warm.standing.cache_share)
+        return self._warming.ask(warm, self._tickets - 1, now, chain(self.queue, self.running))
+
+    def retire(self, request: Request, now: float, *, forget: bool = False) -> None:
+        """Take a request out at once. What it has computed stays cached, unless it is to be forgotten.
+
+        A finished request is not touched: it leaves when its last token is cached.
+        """
+        self._running.retire(request, now, forget=forget)
+
+    def leave_finished(self, session: SessionKey | None, now: float) -> None:
+        """Let the finished requests and warm-ups of one session, or of all, go as they are."""
+        self._running.leave_finished(session, now)
+
+    def branch(self, source: Request, target: Request) -> None:
+        """Let a running guided request go on with the KV of another from the next plan on."""
+        self._running.branch(source, target)
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -125,7 +172,7 @@ class Scheduler:
         self.admitted = []
         work: _Work = {}
         budget = self.config.max_batch_tokens
-        self.batch.make_place(now)
+        self._running.make_place(now)
         if self.config.unified_batch:
             # Generations first, one token each: whoever reads along must not wait for another's prefill. Then what was
             # begun, and with the rest of the budget whoever is next.
@@ -149,86 +196,74 @@ class Scheduler:
         """The worker has begun ``plan``: whatever is planned from now on comes after it."""
         self.cache.complete_copies()
         for span in plan.spans:
-            request = self.batch.get(span.request)
-            if span.sample is None or request is None:
-                continue
-            if request.is_beam:
-                # What comes next is for all of them to say.
-                self.batch.beams(request).awaited.add(request.key)
-            else:
-                request.expect()
+            if span.sample is not None:
+                request = self._running.get(span.request)
+                if request is not None:
+                    request.launched()
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> list[Token]:
         """Take in what the worker did with a launched plan; returns the new output tokens."""
         self._swap_out_backlog = result.swap_out_backlog
         tokens: list[Token] = []
         for sampled in result.sampled:
-            request = self.batch.get(sampled.request)
+            request = self._running.get(sampled.request)
             if request is None or request.finished is not None:
                 continue  # it has ended, or was cancelled, while this step ran
-            if request.first_token is None:
-                request.first_token = now
-            if request.is_beam:
-                group = self.batch.groups[request.key]
-                found = self.branching.beam_row(group, request, sampled, now)
-                tokens.extend(self._answer(group.leader, found) if found is not None else ())
-                continue
-            request.settle(sampled.token_id)
-            finished = finish_reason(request, sampled.token_id, self.context_limit, self.config.eos_token_ids)
+            request.settle(sampled.token_id, now)
+            finished = None
+            if not request.guided:
+                finished = request.end_reason(sampled.token_id, self.context_limit, self.config.eos_token_ids)
             if finished is not None:
-                self._finish(request, finished)
+                request.finish(finished)
+                if not request.in_batch:  # suspended while its last token was being sampled
+                    self._running.leave_queue(request)
             tokens.append(Token(sampled.request, sampled.token_id, sampled.logprob, finished))
-        for request in list(self.batch.running):
+        for request in list(self._running.requests):
             if request.restored is None and not request.waits_for_history:
-                request.restored = now
+                request.history_present(now)
             # A finished request stays until a launched step computes the KV of its last token, for the next turn.
             # A stateless engine keeps nothing for it.
             if request.finished is not None and (self.config.stateless or not request.missing):
-                self.batch.leave(request, now)
+                self._running.leave(request, now)
         return tokens
 
     # -- inside plan -------------------------------------------------------------------------------------------------
 
     def _plan_decodes(self, work: _Work, now: float) -> int:
         """One token of every generation, oldest first; the youngest are suspended when pages run out."""
-        targets = {target for group in self.batch.branching() for _, target in group.branches}
         decoding = self._decoding()
         for request in decoding:
-            if request.in_batch and request not in targets:
-                self.batch.make_room(request, now)
+            if request.in_batch and request.source is None:
+                self._running.make_room(request, now)
         # Only now: whoever has had to go while room was made computes nothing, and what is copied stays where it is.
-        if targets:
-            self.batch.make_room_for_branches(now)
-            self.branching.branch_beams(now)
+        if self._running.branch_all(now):
             decoding = self._decoding()
         staying = [request for request in decoding if request.in_batch]
         for request in staying:
-            newest = request.missing.popleft()
+            newest = request.take_newest()
             self.cache.computed(request.session, *newest)
             work[request] = [newest]
-        self.batch.waiting.charge_each(staying)
+        self.queue.charge_each(staying)
         return len(staying)
 
     def _decoding(self) -> list[Request]:
         """Those in the batch whose newest token a step can compute."""
-        return [one for one in self.batch.running if one.decoding and not self.branching.must_wait(one)]
+        return [one for one in self._running.requests if one.decoding and not one.must_wait]
 
     def _caps(self, budget: int) -> dict[str, int]:
         """What each tenant may take of the budget for what it has begun, when several want some of it."""
-        if self.batch.waiting.is_for_one:
+        if self.queue.is_for_one:
             return {}
         demands: Counter[str] = Counter()
-        for request in self.batch.running:
+        for request in self._running.requests:
             if self._is_begun(request):
                 demands[request.tenant] += request.num_missing
         head = self._next(demands)
-        if head is not None and self.branching.fits(head):
+        if head is not None and self._running.fits(head):
             demands[head.tenant] = head.length
         if len(demands) < 2:
             return {}
-        return caps(
-            max(budget, 0), demands, {tenant: self.batch.waiting.weight(tenant) for tenant in demands}
-        )
+        return caps(max(budget, 0), demands, {tenant: self.queue.weight(tenant) for tenant in demands})
 
     def _plan_spans(self, work: _Work, budget: int, capped: Mapping[str, int] | None = None) -> int:
         """Restores and prefills that have begun, oldest first, until the budget is used (chunked prefill).
@@ -236,7 +271,7 @@ class Scheduler:
         ``capped``: what each tenant may have of it at most.
         """
         used, left = 0, dict(capped or {})
-        for request in self.batch.running:
+        for request in self._running.requests:
             if used >= budget:
                 break
             if request.missing and not request.decoding and not (request.warm and request in work):
@@ -257,34 +292,37 @@ class Scheduler:
         left = budget
         busy = set[str]()
         # One alone has nothing under way that the budget would not have ended.
-        if not self.batch.waiting.is_for_one:
-            busy = {one.tenant for one in self.batch.running if self._is_begun(one)}
-        while left > 0 and self.batch.waiting:
+        if not self.queue.is_for_one:
+            busy = {one.tenant for one in self._running.requests if self._is_begun(one)}
+        while left > 0 and self.queue:
             request = self._next(busy)
-            if request is None or not self.branching.fits(request):
+            if request is None or not self._running.fits(request):
                 break
-            self.batch.waiting.remove(request)
+            self.queue.remove(request)
             if request.receipt is None:
                 self.admitted.append(request)
-            for one in self.branching.join(request, now):
+            for one in self._running.join(request, now):
                 if left > 0:
                     left -= self._take(work, one, left)
         return budget - left
 
     def _next(self, busy: Container[str]) -> Request | None:
-        """The next in the queue whose tenant is not busy with one before it."""
-        return next((request for request in self.batch.waiting.heads() if request.tenant not in busy), None)
+        """The next in the queue whose tenant is not busy with one before it. Its addresses are looked up."""
+        request = next((one for one in self.queue.heads() if one.tenant not in busy), None)
+        if request is not None and request.path is None:
+            request.addressed(self.cache.path(request.session, request.scope, request.context))
+        return request
 
     def _is_begun(self, request: Request) -> bool:
         return bool(request.missing) and not (request.warm or request.decoding)
 
     def _warm_up(self, work: _Work, now: float) -> None:
         """Let a warm-up begin, if nobody waits and whoever runs does not suffer."""
-        if self.batch.waiting or len(self.batch.running) >= self.config.max_running:
+        if self.queue or len(self._running.requests) >= self.config.max_running:
             return
-        request = self.warming.begin(now, self.batch.running)
+        request = self._warming.begin(now, self._running.requests)
         if request is not None:
-            self.batch.join(request)
+            self._running.insert(request)
             self._take(work, request, min(self.config.max_batch_tokens, WARM_TOKENS))
 
     def _take(self, work: _Work, request: Request, budget: int) -> int:
@@ -300,7 +338,7 @@ class Scheduler:
             self.cache.computed(request.session, start, end)
             taken += end - start
         if taken:
-            self.batch.waiting.charge(request, taken)
+            self.queue.charge(request, taken)
             before = work.get(request, [])
             if before and before[-1][1] == ranges[0][0]:
                 ranges[0] = before.pop()[0], ranges[0][1]
@@ -318,32 +356,12 @@ class Scheduler:
                 more = (
                     last
                     and request.finished is None
-                    and limit_reason(request, request.length, self.context_limit) is None
+                    and request.limit_reason(request.length, self.context_limit) is None
                 )
                 sample = self._sample_spec(request) if more else None
                 spans.append(Span(request.key, start, request.tokens[start:end], len(tables) - 1, sample))
         return tuple(spans), tuple(tables)
 
     def _sample_spec(self, request: Request) -> SampleSpec:
-        if request.is_beam:
-            return SampleSpec(self.batch.beams(request).sampling, request.output_tokens)
         eos = self.config.eos_token_ids
         return SampleSpec(request.sampling, request.output_tokens, eos, *request.looked_at)
-
-    # -- inside commit -----------------------------------------------------------------------------------------------
-
-    def _finish(self, request: Request, reason: FinishReason) -> None:
-        request.finish(reason)
-        if not request.in_batch:  # suspended while its last token was being sampled
-            self.batch.waiting.remove(request)
-            self.batch.drop(request)
-
-    def _answer(self, leader: Request, found: Hypothesis) -> list[Token]:
-        """What a search has found, all of it at once."""
-        eos = self.config.eos_token_ids
-        if found.ended:
-            reason = finish_reason(leader, found.tokens[-1], self.context_limit, eos)
-        else:
-            reason = limit_reason(leader, leader.length, self.context_limit)
-        *others, last = [Token(leader.key, token, None, None) for token in found.tokens]
-        return [*others, replace(last, finished=reason or FinishReason.CONTEXT_FULL)]
