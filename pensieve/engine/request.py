@@ -23,7 +23,7 @@ from pensieve.core import (
     Usage,
 )
 from pensieve.engine.cache.chunk import Range, Restore, take_front, tokens_in
-from pensieve.engine.cache.digests import Path
+from pensieve.engine.cache.sharing import Path
 from pensieve.engine.plan import PENDING
 
 
