@@ -44,7 +44,7 @@ CHUNK_TOKENS = 32
 SHAREGPT = "sharegpt_sample.lengths.jsonl.gz"
 MOONCAKE = "mooncake_conversation.jsonl.gz"
 SEEDS = (4, 5, 6)
-"""Others than the seeds that constants of ``engine.cache.rates.gittins`` were chosen on."""
+"""Others than the seeds that constants of ``engine.cache.rates.returns`` were chosen on."""
 ONE_SEED = frozenset({"trailing-half", "whole-session", "ttl-lru", "arc"})
 """Policies that were never near the best: with the first seed only, as some of them take long."""
 SLACK_SHARE = 0.01
