@@ -403,13 +403,11 @@ class CacheManager:
         finds the KV there: in each layer all writes of a step come before its reads.
         """
         session = self._running[key]
-        size = self._size
-        for index in range(start // size, self.chunks_for(end)):
-            chunk = session.chunks[index]
-            assert not chunk.shared or (index + 1) * size <= len(session.tokens), (
-                f"{key} chunk {index}: a shared chunk was written to by one whose context ends in it"
-            )
-            self._tiers.fill(chunk, max(start - index * size, 0), min(end - index * size, size))
+        first, last = start // self._size, self.chunks_for(end)
+        assert session.shared <= first or min(last, session.shared) * self._size <= len(session.tokens), (
+            f"{key}: its context ends in a shared chunk that it writes to, of {first} to {last - 1}"
+        )
+        self._tiers.fill(session.chunks[first:last], start, end)
 
     def release(
         self,
@@ -439,11 +437,10 @@ class CacheManager:
             self.index.left(session, now, hints)
         self.index.touch(session)
         self._trim(session, 0 if forget else self.chunks_for(len(session.tokens)))
-        if session.scope:
+        if session.scope and self._sessions.get(key) is session:
             self._shared.address(session)
         if not session.remembered:
             self._remove(session)
-        self._remove_emptied()
 
     def _trim(self, session: CachedSession, most: int) -> None:
         """Cut an idle session to ``most`` chunks and to those that hold KV of it; truncate its tokens to match."""
@@ -451,6 +448,7 @@ class CacheManager:
         for chunk in session.chunks:
             if chunk.filled == 0 and chunk.cached and not chunk.pins:
                 self._tiers.drop(chunk)  # its recomputation never came: nothing worth copying out
+        self._remove_emptied()
         keep = min(len(session.chunks), most)
         if session.shared < keep:
             tail = session.chunks[keep - 1]

@@ -199,16 +199,20 @@ class Tiers:
 
     # -- what pages hold ---------------------------------------------------------------------------------------------
 
-    def fill(self, chunk: Chunk, start: int, end: int) -> None:
-        """The plan in the making computes KV of positions ``[start, end)`` of a chunk: the next ones."""
-        assert chunk.filled == start, (
-            f"chunk {chunk.index}: filled {chunk.filled}, but {start} was computed next"
-        )
-        chunk.filled = end
-        if chunk.host != NOWHERE:
-            self._stale.append(chunk)
-        if chunk.shared:
-            self._fresh.add(chunk)
+    def fill(self, chunks: Iterable[Chunk], start: int, end: int) -> None:
+        """The plan in the making computes KV of positions ``[start, end)`` of a context, which are in these chunks."""
+        size = self.chunk_tokens
+        for chunk in chunks:
+            first = chunk.index * size
+            low, high = max(start - first, 0), min(end - first, size)
+            assert chunk.filled == low, (
+                f"chunk {chunk.index}: filled {chunk.filled}, but {low} was computed next"
+            )
+            chunk.filled = high
+            if chunk.host != NOWHERE:
+                self._stale.append(chunk)
+            if chunk.shared:
+                self._fresh.add(chunk)
 
     def truncate(self, chunk: Chunk, filled: int) -> None:
         """A chunk holds KV of its first ``filled`` tokens at most: others will follow those."""
@@ -295,10 +299,12 @@ class Tiers:
         if not chunk.cached:
             self.dropped_tokens += chunk.filled
             chunk.filled = 0
+            self._dropped.pop(holder, None)
             self._dropped[holder] = None
 
     def take_dropped(self) -> list[CachedSession | SharedRun]:
-        """The holders of chunks that were dropped since the last call."""
+        """The holders of chunks that were dropped since the last call, in the order of the last drop of each: where
+        values are equal, the rows that they leave in the index decide what is evicted next."""
         dropped = list(self._dropped)
         self._dropped.clear()
         return dropped

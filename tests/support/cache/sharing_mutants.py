@@ -93,11 +93,12 @@ def ignores_copies(
     return [chunk for chunk in _in_common(self, session, tokens, num_new, path) if not chunk.saving]
 
 
-def keeps_host_copies(self: Tiers, chunk: Chunk, start: int, end: int) -> None:
+def keeps_host_copies(self: Tiers, chunks: Sequence[Chunk], start: int, end: int) -> None:
     """A host copy outlives what was written behind it."""
-    chunk.filled = end
-    if chunk.shared:
-        self._fresh.add(chunk)
+    for chunk in chunks:
+        chunk.filled = min(end - chunk.index * self.chunk_tokens, self.chunk_tokens)
+        if chunk.shared:
+            self._fresh.add(chunk)
 
 
 _in_common: Callable[..., list[Chunk]] = CacheManager._in_common
