@@ -17,8 +17,7 @@ import torch
 from common.provenance import table
 
 from pensieve.engine.kv.mechanisms import RunCopy, make_copy
-from pensieve.engine.kv.pinned import PinnedMemory
-from pensieve.engine.kv.pools import KvPools
+from pensieve.engine.kv.pools import KvPools, PinnedMemory
 from pensieve.engine.kv.swap import SwapEngine
 from pensieve.engine.kv.timeline import Lane
 from pensieve.engine.plan import Copy, Plan

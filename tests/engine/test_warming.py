@@ -144,7 +144,7 @@ def test_it_takes_pages_that_cost_nothing_and_evicts_nothing() -> None:
     before = {name: cache.residency(SessionKey(name)) for name in "bc"}
     assert rig.warm("a").refused == "no_room"
     cache.swap_out_ahead(rig.clock.now, 16)  # no watermark: nothing
-    cache._tiers._watermark = 16
+    cache._evictor._watermark = 16
     rig.done("d", 1)
     rig.driver.run_until_idle()
     assert rig.warm("a").refused == ""

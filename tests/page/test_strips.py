@@ -163,5 +163,5 @@ def test_what_has_not_changed_is_not_counted_again(monkeypatch: pytest.MonkeyPat
     first = whole_look(engine)
     assert len(counted) == 20 and [one.strip for one in first] == ["d3"] * 20
     assert [one.strip for one in whole_look(engine)] == ["d3"] * 20 and len(counted) == 20
-    engine._cache._tiers.discard(engine._cache.sessions[SessionKey("t4")].chunks[1])
+    engine._cache._tiers.drop(engine._cache.sessions[SessionKey("t4")].chunks[1])
     assert whole_look(engine)[4].strip == "d1x1d1" and len(counted) == 21

@@ -44,7 +44,7 @@ from pensieve.core import (
     unpack_tokens,
 )
 from pensieve.engine.cache.chunk import Range, Restore, common_prefix, take_front, tokens_in
-from pensieve.engine.cache.digests import Path
+from pensieve.engine.cache.sharing import Path
 from pensieve.engine.messages import Submit
 from pensieve.engine.plan import PENDING
 

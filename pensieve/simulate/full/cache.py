@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pensieve.config import CacheConfig
 from pensieve.core import Hints, SessionKey, TokenArray
 from pensieve.engine.cache.chunk import Restore
-from pensieve.engine.cache.digests import Path
 from pensieve.engine.cache.manager import CacheManager
+from pensieve.engine.cache.sharing import Path
 from pensieve.engine.cost.model import CostModel
 from pensieve.simulate.scenario import policies
 
