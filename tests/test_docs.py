@@ -10,8 +10,8 @@ import pytest
 
 from pensieve.cli.chat.command import chat
 from pensieve.cli.gateway import gateway
-from pensieve.cli.sessions.command import sessions
-from pensieve.cli.store.command import store
+from pensieve.cli.sessions import sessions
+from pensieve.cli.store import store
 from pensieve.cli.top.command import top
 from pensieve.demo.run import demo
 from pensieve.options.table import OPTIONS
@@ -97,7 +97,7 @@ def test_walks_name_what_is_defined(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_options_exist(page: Path) -> None:
-    flags = {option.name for option in OPTIONS} | {"config", "print-config", "help"}
+    flags = {option.name for option in OPTIONS} | {"config", "print-config", "help", "off"}
     flags |= {flag.lstrip("-") for parameter in gateway.params for flag in parameter.opts}
     groups = {"stores.md": [store], "top.md": [sessions]}
     for group in groups.get(page.name, []):

@@ -29,7 +29,12 @@ ENVIRONMENT_READERS = {
     "pensieve/debug.py",  # debug switches
     "pensieve/machine.py",  # where a user's data goes (XDG_…_HOME), and who has started this process (NOTIFY_SOCKET)
 }
-SERVE_FLAGS = {option.name.removeprefix("no-") for option in OPTIONS} | {"config", "print-config", "help"}
+SERVE_FLAGS = {option.name.removeprefix("no-") for option in OPTIONS} | {
+    "config",
+    "print-config",
+    "help",
+    "off",
+}
 FORBIDDEN = {
     "kernels/__init__.py": "a root package `kernels` shadows the PyPI package that transformers imports",
     "proto/__init__.py": "a root package `proto` shadows proto-plus",

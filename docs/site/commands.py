@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import click
 
 from pensieve.cli.main import LAZY, cli
-from pensieve.options.groups import GROUPS
 from pensieve.options.serve import ServeOptions
-from pensieve.options.table import OPTIONS
+from pensieve.options.table import GROUPS, OPTIONS
 
 
 def serve_page() -> str:
@@ -24,7 +23,7 @@ def serve_page() -> str:
         "[Serving](../serving.md) says what they are for.",
     ]
     others = [name for name in by_name if not any(name in names for names in GROUPS.values())]
-    for title, names in [*GROUPS.items(), *([("Other", others)] if others else [])]:
+    for title, names in [*GROUPS.items(), *([("What `--off NAME` switches off", others)] if others else [])]:
         lines += ["", f"## {title}", "", "| option | | default, and why |", "|---|---|---|"]
         for name in names:
             option = by_name.get(name)

@@ -12,10 +12,9 @@ from typing import Any, Final
 
 import click
 
-from pensieve.options.door import LIMITS, names, origins
-from pensieve.options.option import Option
 from pensieve.options.serve import ServeOptions
-from pensieve.options.values import duration, is_loopback, split_address
+from pensieve.options.table import LIMITS, Option
+from pensieve.options.values import duration, is_loopback, names, origins, split_address
 
 _FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 

@@ -12,17 +12,56 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Final, NoReturn
 
 import click
 
 from pensieve import __version__, extras
 from pensieve.cli import environment
-from pensieve.cli.blame import Blame, BlamedContext, blamed
 from pensieve.lifeline import end_with
 from pensieve.options import serve as options
-from pensieve.options.complaints import complain
-from pensieve.options.groups import GROUPS, GroupedCommand
+from pensieve.options.commands import GroupedCommand, complain
+from pensieve.options.table import FIRST, GROUPS
+
+
+class Blame:
+    """``main`` hands it to all contexts as their ``obj``; those that an error leaves write in it."""
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+        self._command = ""
+
+    def take(self, error: BaseException, command: str) -> None:
+        """``error`` leaves ``command``: remembered unless it has left another one before."""
+        if error is not self._error:
+            self._error, self._command = error, command
+
+    def command(self, error: BaseException) -> str:
+        """The command as it was typed, without its arguments; ``pensieve`` if the error came out of none."""
+        context = getattr(error, "ctx", None)  # click knows it of mistakes in how a command is called
+        if isinstance(context, click.Context):
+            return context.command_path
+        return self._command if error is self._error else "pensieve"
+
+
+class BlamedContext(click.Context):
+    """A context that tells its ``Blame`` of errors. Click itself names no command in errors of run time."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        if error is not None and isinstance(self.obj, Blame):
+            self.obj.take(error, self.command_path)
+        return super().__exit__(kind, error, trace)
+
+
+def blamed(command: click.Command) -> None:
+    """Have a command, and those below it, run in contexts that tell."""
+    command.context_class = BlamedContext
+    for inner in getattr(command, "commands", {}).values():
+        blamed(inner)
+
 
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """What writing to stdout fails with when that is a file on a full or failing disk."""
@@ -34,7 +73,7 @@ LAZY: Final[dict[str, tuple[str, str, str]]] = {
     ),
     "demo": ("pensieve.demo.run", "demo", "Watch a small model remember: no GPU, no download."),
     "doctor": (
-        "pensieve.cli.doctor.command",
+        "pensieve.cli.doctor",
         "doctor",
         "Show what this machine can do, and what is missing, with the fix.",
     ),
@@ -50,7 +89,7 @@ LAZY: Final[dict[str, tuple[str, str, str]]] = {
         "Replay multi-turn conversations against servers and report.",
     ),
     "sessions": (
-        "pensieve.cli.sessions.command",
+        "pensieve.cli.sessions",
         "sessions",
         "List the sessions of a server, show one, erase some.",
     ),
@@ -60,7 +99,7 @@ LAZY: Final[dict[str, tuple[str, str, str]]] = {
         "Compare eviction policies and plan capacity under a virtual clock.",
     ),
     "store": (
-        "pensieve.cli.store.command",
+        "pensieve.cli.store",
         "store",
         "Look after a history store: check, repair, back up, restore, move.",
     ),
@@ -138,7 +177,10 @@ def cli() -> None:
 
 
 @cli.command(
-    cls=GroupedCommand, groups=GROUPS, epilog="Each option may be a variable, too: PENSIEVE_SERVE_<OPTION>."
+    cls=GroupedCommand,
+    groups=GROUPS,
+    first=FIRST,
+    epilog="Each option may be a variable, too: PENSIEVE_SERVE_<OPTION>.",
 )
 @options.serve_flags
 @click.option(

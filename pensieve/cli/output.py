@@ -1,8 +1,10 @@
-"""Where tables and findings are printed: stdout, as wide as a terminal is, or as wide as it takes."""
+"""Output for a terminal: stdout as wide as a terminal is, or as wide as it takes; figures and times; foreign words."""
 
 from __future__ import annotations
 
+import re
 import shutil
+from collections.abc import Mapping
 from typing import Final
 
 from rich.console import Console
@@ -20,3 +22,76 @@ def stdout() -> Console:
     if console.file.isatty():  # FORCE_COLOR makes ``is_terminal`` true of a pipe, too
         return console
     return Console(highlight=False, width=shutil.get_terminal_size((UNBOUND, 24)).columns)
+
+
+_OBEYED: Final = "\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff"
+_IN_LINES: Final = re.compile(f"[{_OBEYED}]")
+_IN_A_CELL: Final = re.compile(f"[\t\n{_OBEYED}]")
+
+
+def clean(text: str, *, lines: bool = True) -> str:
+    """``text`` with control characters made visible, so that none reaches a terminal.
+
+    What a model, a server or its callers say could otherwise move the cursor, set the title, write to the clipboard or,
+    with marks of writing direction, show another text than it is. What joins letters and emoji, and spaces of any
+    width, stay. ``lines``: line ends and tabs stay too.
+    """
+    return (_IN_LINES if lines else _IN_A_CELL).sub(_visible, text.replace("\r\n", "\n"))
+
+
+def _visible(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    if code < 0x20:
+        return chr(0x2400 + code)
+    return "\u2421" if code == 0x7F else f"<U+{code:04X}>"
+
+
+_DAY_S = 86_400.0
+
+
+def count(number: float) -> str:
+    """At most seven characters: ``999``, ``12,345``, ``1.2M``."""
+    if number >= 1e9:
+        return f"{number / 1e9:.1f}G"
+    if number >= 1e6:
+        return f"{number / 1e6:.1f}M"
+    if number >= 100 or number == int(number):
+        return f"{number:,.0f}"
+    return f"{number:.1f}"
+
+
+def seconds(duration_s: float) -> str:
+    """A latency: ``8.4 ms``, ``120 ms``, ``2.4 s``."""
+    if duration_s < 1.0:
+        milliseconds = duration_s * 1e3
+        return f"{milliseconds:.1f} ms" if milliseconds < 10 else f"{milliseconds:.0f} ms"
+    return f"{duration_s:.1f} s" if duration_s < 100 else f"{duration_s:.0f} s"
+
+
+def age(duration_s: float) -> str:
+    """A long time in its largest unit: ``12s``, ``5m``, ``3h``, ``9d``."""
+    for length, unit in ((_DAY_S, "d"), (3600.0, "h"), (60.0, "m")):
+        if duration_s >= length:
+            return f"{duration_s / length:.0f}{unit}"
+    return f"{max(duration_s, 0.0):.0f}s"
+
+
+def share(part: float, whole: float) -> str:
+    """``62 %``; what is little and not nothing is ``<1 %``."""
+    if whole <= 0:
+        return "–"
+    percent = 100 * part / whole
+    return "<1 %" if 0 < percent < 0.5 else f"{percent:.0f} %"
+
+
+def bytes_of(number: float) -> str:
+    """``1.5 MB``."""
+    for length, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if number >= length:
+            return f"{number / length:.1f} {unit}"
+    return f"{number:.0f} B"
+
+
+def labels(some: Mapping[str, str]) -> str:
+    """``k=v k2=v2``."""
+    return clean(" ".join(f"{key}={value}" for key, value in sorted(some.items())), lines=False)

@@ -25,7 +25,7 @@ from pensieve.engine.cost.profiles import (
     profile_path,
     write_profile,
 )
-from pensieve.options.completion import models
+from pensieve.options.commands import models
 from pensieve.simulate.calibrate import SWAP_CHUNKS, calibrated
 
 if TYPE_CHECKING:  # the module brings torch with it

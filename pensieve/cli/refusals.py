@@ -7,7 +7,7 @@ from typing import Final
 
 import click
 
-from pensieve.cli.untrusted import clean
+from pensieve.cli.output import clean
 from pensieve.errors import InvalidArgument, PensieveError
 
 _OPTIONS: Final = {"target": "--target", "api_key": "--api-key"}

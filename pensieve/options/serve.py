@@ -29,10 +29,9 @@ from pensieve.config import (
     EngineTuning,
 )
 from pensieve.machine import user_directory, user_path
-from pensieve.options import completion
-from pensieve.options.option import Option
-from pensieve.options.table import OPTIONS
-from pensieve.options.values import is_loopback
+from pensieve.options.commands import Completer, models, offering
+from pensieve.options.table import HIDDEN, OFF, OPTIONS, Option
+from pensieve.options.values import OneOf, is_loopback
 
 Source = Literal["flag", "environment", "file", "default"]
 Command = Callable[..., Any]
@@ -136,13 +135,14 @@ class Resolved:
 def resolve(
     flags: Mapping[str, object], config: Path | None = None, variables: Mapping[str, str] = NO_VARIABLES
 ) -> Resolved:
-    """Check every value and merge. ``flags``: option name → value as given; None means not given.
+    """Check every value and merge. ``flags``: option name → value as given; None means not given. ``off`` has names.
 
     ``variables``: option name → variable, of those in ``flags`` that no flag gave but the environment.
 
     Raises click.UsageError with one line that names the option, the value and what would do.
     """
     from_file = _read_file(config) if config is not None else {}
+    flags, variables = _with_off(flags, variables)
     if unknown := set(flags) - {option.name for option in OPTIONS}:
         raise KeyError(f"no such option: {', '.join(sorted(unknown))}")
     values: dict[str, Any] = {}
@@ -165,7 +165,8 @@ def resolve(
 
 def by_name(parameters: Mapping[str, T]) -> dict[str, T]:
     """What is known of parameters of a click command with ``serve_flags``, as ``resolve`` takes it."""
-    return {option.name: parameters[option.field] for option in OPTIONS if option.field in parameters}
+    fields = {option.name: option.field for option in OPTIONS} | {"off": "off"}
+    return {name: parameters[field] for name, field in fields.items() if field in parameters}
 
 
 def serve_flags(command: Command) -> Command:
@@ -177,7 +178,12 @@ def serve_flags(command: Command) -> Command:
             on_off = f"--{option.name}/--no-{option.name}" if option.can_negate else f"--{option.name}"
             shown = f"  [default: {'on' if default else 'off'}]"
             command = click.option(
-                on_off, option.field, is_flag=True, default=None, help=option.help + shown
+                on_off,
+                option.field,
+                is_flag=True,
+                default=None,
+                help=option.help + shown,
+                hidden=option.name in HIDDEN,
             )(command)
         else:
             written = option.shown or (f"{default:g}{option.unit}" if option.unit else default)
@@ -188,9 +194,44 @@ def serve_flags(command: Command) -> Command:
                 type=str,
                 metavar=option.metavar,
                 help=option.help + shown,
-                shell_complete=completion.of_option(option),
+                shell_complete=_completer(option),
             )(command)
-    return command
+    return click.option(
+        "--off",
+        multiple=True,
+        type=click.Choice(list(OFF)),
+        metavar="NAME",
+        help=f"Switch an idea off, to measure its worth: {', '.join(OFF)}; may be given again.",
+    )(command)
+
+
+def _completer(option: Option) -> Completer:
+    if option.name == "model":
+        return models
+    if isinstance(option.parse, OneOf):
+        return offering(*option.parse.words)
+    return offering(*option.words, paths="file" if option.is_file else "")
+
+
+def _with_off(
+    flags: Mapping[str, object], variables: Mapping[str, str]
+) -> tuple[dict[str, object], dict[str, str]]:
+    """``flags`` and ``variables`` with the options that ``--off`` sets in its place."""
+    flags, variables = dict(flags), dict(variables)
+    names, variable = flags.pop("off", None) or (), variables.pop("off", None)
+    assert isinstance(names, tuple | list)
+    for name in names:
+        option, value = OFF[str(name)]
+        given, by_variable = flags.get(option), option in variables
+        if given is not None and given is not value and (variable is None) is not by_variable:
+            switch = option if given else f"no-{option}"
+            raise click.UsageError(f"{variable or '--off'}: {name}, while --{switch} says the opposite")
+        if given is None or (by_variable and variable is None):
+            flags[option] = value
+            variables.pop(option, None)
+            if variable is not None:
+                variables[option] = variable
+    return flags, variables
 
 
 def _read_file(path: Path) -> dict[str, object]:
@@ -202,12 +243,23 @@ def _read_file(path: Path) -> dict[str, object]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise click.UsageError(f"--config: {path} is not TOML: {error}") from None
     known = {option.name: option for option in OPTIONS}
+    for name in _off_in_file(path, data.pop("off", [])):
+        option, value = OFF[name]
+        if data.setdefault(option, value) is not value:
+            raise click.UsageError(f"{path}: off: {name}, while {option} says the opposite")
     for key, value in data.items():
         if key not in known:
             raise click.UsageError(f"{path}: unknown key {key!r}{_nearest(key, known)}")
         if known[key].is_file and isinstance(value, str) and value and value not in known[key].words:
             data[key] = str(path.parent / user_path(value))
     return data
+
+
+def _off_in_file(path: Path, names: object) -> list[str]:
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not all(name in OFF for name in names):
+        raise click.UsageError(f"{path}: off: expected names of {', '.join(OFF)}, got {names!r}")
+    return names
 
 
 def _nearest(key: str, known: Mapping[str, object]) -> str:

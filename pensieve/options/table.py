@@ -5,7 +5,9 @@ Types and defaults are those of ``pensieve.options.serve.ServeOptions``; a test 
 
 from __future__ import annotations
 
-from typing import get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, get_args
 
 from pensieve.config import (
     BATCH_LIMITS,
@@ -17,13 +19,99 @@ from pensieve.config import (
     SwapMechanism,
 )
 from pensieve.options import values
-from pensieve.options.door import DOOR_OPTIONS
-from pensieve.options.option import Option
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option. ``name`` is the flag without dashes and the TOML key."""
+
+    name: str
+    parse: values.Parser
+    help: str
+    why: str
+    """Reason of the default, for ``--print-config``."""
+    metavar: str = ""
+    shown: str = ""
+    """The default in ``--help``, where the value itself would not do."""
+    can_negate: bool = True
+    """A switch has a ``--no-`` twin."""
+    unit: str = ""
+    """``s``: the value is in seconds, and so is called ``…_s`` in ``ServeOptions``."""
+    attribute: str = ""
+    """Its name in ``ServeOptions``, where that is longer."""
+    words: tuple[str, ...] = ()
+    """Values that are taken as they are where a file is asked for."""
+
+    @property
+    def field(self) -> str:
+        """Attribute of ``ServeOptions``."""
+        return self.attribute or self.name.replace("-", "_") + (f"_{self.unit}" if self.unit else "")
+
+    @property
+    def is_switch(self) -> bool:
+        return self.parse is values.boolean
+
+    @property
+    def is_file(self) -> bool:
+        return self.parse in (values.existing_file, values.file_to_write) or bool(self.words)
+
 
 _NO_FILE = "none needed"
 _OFF_TO_MEASURE = "off only to measure its worth"
 _PAPER = "the paper's value (EuroSys §4.3)"
 (_CPU_TOKENS, _CPU_RUNNING), (_GPU_TOKENS, _GPU_RUNNING) = BATCH_LIMITS["cpu"], BATCH_LIMITS["cuda"]
+
+LIMITS: Final = (
+    Option(
+        "http-max-body",
+        values.integer(1, 64),
+        "Largest HTTP request, in MiB.",
+        "a gRPC message may be no larger",
+        "MIB",
+    ),
+    Option(
+        "http-patience",
+        values.duration(0, 3600),
+        "How long an HTTP call waits for what is away or busy, before it is answered 503 or 429.",
+        "a restart is over by then, and clients wait for longer",
+        "TIME",
+        unit="s",
+    ),
+    Option(
+        "http-cors-origin",
+        values.origins,
+        "Let pages of these origins call over HTTP; several apart by spaces.",
+        "no page of another origin calls unasked",
+        "ORIGIN",
+    ),
+    Option(
+        "http-host",
+        values.names,
+        "More names under which a door on loopback is called without keys; several apart by spaces.",
+        "addresses, localhost and this machine's names are known",
+        "NAME",
+    ),
+)
+"""What every door has."""
+
+DOOR_OPTIONS: Final = (
+    Option(
+        "http",
+        values.address,
+        "Address of the HTTP door, for OpenAI's clients (extra `http`); port 0 picks a free one.",
+        "not opened unasked",
+        "HOST:PORT",
+    ),
+    *LIMITS,
+    Option(
+        "http-trusted-proxy",
+        values.networks,
+        "Proxies whose X-Forwarded-For says who calls over HTTP: addresses or values.networks, apart by spaces.",
+        "a header of anybody else says nothing",
+        "ADDRESS",
+    ),
+)
+"""Those of the server's own door."""
 
 OPTIONS: tuple[Option, ...] = (
     Option(
@@ -353,3 +441,100 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("log-json", values.boolean, "One JSON object per log line.", "read by people"),
 )
+
+GROUPS: Final[Mapping[str, Sequence[str]]] = {
+    "Model": (
+        "model",
+        "served-model-name",
+        "device",
+        "dtype",
+        "context-limit",
+        "tensor-parallel",
+        "threads",
+        "chat-template",
+        "allow-rewriting-template",
+        "load-format",
+    ),
+    "Addresses": (
+        "listen",
+        "admin",
+        "http",
+        "http-max-body",
+        "http-patience",
+        "http-cors-origin",
+        "http-host",
+        "http-trusted-proxy",
+    ),
+    "Callers and TLS": (
+        "api-keys",
+        "tls-cert",
+        "tls-key",
+        "tls-client-ca",
+        "insecure-i-know",
+    ),
+    "History": (
+        "store",
+        "lease",
+    ),
+    "Memory": (
+        "device-cache",
+        "host-cache",
+        "policy",
+        "cost-profile",
+        "chunk-tokens",
+        "swap-watermark",
+        "decode-reserve",
+    ),
+    "Load": (
+        "max-running",
+        "max-batch-tokens",
+        "max-wait",
+        "max-queued",
+        "max-queued-tokens",
+        "max-connections",
+    ),
+    "Operation": (
+        "config",
+        "print-config",
+        "log-level",
+        "log-json",
+        "record",
+        "tenant-metrics",
+        "traces",
+        "page-text",
+        "drain-grace",
+        "disconnect-grace",
+        "heartbeat",
+        "stall-limit",
+        "help",
+    ),
+    "Steps and copies, to measure with": (
+        "off",
+        "all-reduce",
+        "swap-mechanism",
+        "verify-swap",
+    ),
+}
+"""Heading → names of options, in the order of the help."""
+
+FIRST: Final = frozenset(
+    (
+        "model", "device", "dtype", "context-limit", "tensor-parallel", "listen", "admin", "http", "api-keys",
+        "tls-cert", "tls-key", "insecure-i-know", "store", "device-cache", "host-cache", "policy", "max-running",
+        "max-wait", "config", "print-config", "log-level", "help",
+    )
+)  # fmt: skip
+"""Options on the first screen of the help: what most people set."""
+
+OFF: Final[Mapping[str, tuple[str, bool]]] = {
+    "state": ("stateless", True),
+    "sharing": ("sharing", False),
+    "unified-batch": ("unified-batch", False),
+    "swap-in-first": ("swap-in-first", False),
+    "pipelined-swap-in": ("pipelined-swap-in", False),
+    "overlapped": ("overlapped", False),
+    "cuda-graphs": ("cuda-graphs", False),
+    "shared-prefix-attention": ("shared-prefix-attention", False),
+}
+"""Idea that ``--off`` switches off → the option that does it, and its value then. These options are not in the help."""
+HIDDEN: Final = frozenset(name for name, _ in OFF.values())

@@ -18,6 +18,8 @@ from pensieve.machine import user_path
 
 Parser = Callable[[object], object]
 
+_HEADING = re.compile(r"\s*\[\[?([^\[\]]+)\]\]?\s*(?:#.*)?")
+_FIELD = re.compile(r"\s*[\"']?([\w-]+)[\"']?\s*[=.]")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
 LARGEST: Final = 2**31 - 1
@@ -237,3 +239,69 @@ def word_or_file(*words: str) -> Parser:
         return str(value) if value in words else str(existing_file(value))
 
     return parse
+
+
+def origins(value: object) -> str:
+    """Origins of web pages, apart by spaces: scheme and host each, as browsers send them; or one star for all."""
+    return _several(value, _is_origin, "origins such as https://chat.example.com")
+
+
+def networks(value: object) -> str:
+    """IP addresses and networks, apart by spaces."""
+    return _several(value, _is_network, "addresses or networks such as 10.0.0.7 or 10.0.0.0/8")
+
+
+def names(value: object) -> str:
+    """Host names, apart by spaces, in small letters."""
+    return _several(value, _is_name, "names such as chat.lan").lower()
+
+
+def _several(value: object, is_one: Parser, wanted: str) -> str:
+    listed = value if isinstance(value, list | tuple) else [value]
+    words = [word for entry in listed for word in text(entry).split()]
+    for word in words:
+        if not is_one(word):
+            raise ValueError(f"expected {wanted}, got {word!r}")
+    return " ".join(words)
+
+
+def _is_origin(word: object) -> bool:
+    try:
+        parts = urlsplit(str(word))
+        return word == "*" or (
+            word == f"{parts.scheme}://{parts.netloc}" and bool(parts.scheme and parts.hostname)
+        )
+    except ValueError:
+        return False
+
+
+def _is_network(word: object) -> bool:
+    try:
+        ipaddress.ip_network(str(word), strict=False)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_name(word: object) -> bool:
+    return re.fullmatch(r"[A-Za-z0-9_.-]+", str(word)) is not None
+
+
+def line_of(text: str, heading: str, number: int = 0, field: str = "") -> int | None:
+    """The line of a TOML file, from 1, of a field below the ``number``-th such heading (0
+    first), or of that heading: the parser tells what is written, not on which line.
+
+    ``heading`` is without brackets (``key``, ``tenants.acme``), "" for what stands before the first one. None when the
+    file does not write it so: as an inline table, say.
+    """
+    inside, found = heading == "", 1 if heading == "" else None
+    for at, line in enumerate(text.splitlines(), 1):
+        if title := _HEADING.fullmatch(line):
+            if inside:
+                break
+            if re.sub(r"[\"'\s]", "", title[1]) == heading:
+                inside, found = number == 0, at if number == 0 else None
+                number -= 1
+        elif inside and field and (name := _FIELD.match(line)) and name[1] == field:
+            return at
+    return found

@@ -4,5 +4,5 @@
 ``measure`` condenses them, ``presentation`` shows that. ``session`` is one whole replay; ``command`` and
 ``compare_command`` are the command line.
 
-May import: client, core, debug, frames, lifeline, options.complaints, options.groups, pensieve, spawn, tokenizer, v1.
+May import: client, core, debug, frames, lifeline, options.commands, pensieve, spawn, tokenizer, v1.
 """

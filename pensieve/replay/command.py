@@ -15,8 +15,7 @@ from typing import Any, Final
 import click
 from rich.console import Console
 
-from pensieve.options.complaints import complain
-from pensieve.options.groups import GroupedCommand
+from pensieve.options.commands import GroupedCommand, complain
 from pensieve.replay.load.generators import generate
 from pensieve.replay.load.schedule import Arrivals, Gaps
 from pensieve.replay.load.shaping import Shaping

@@ -35,7 +35,7 @@ from pensieve.model.arch import ModelError
 from pensieve.model.fingerprint import model_fingerprint
 from pensieve.model.folder import load_generation
 from pensieve.model.resolve import display_name, resolve_model
-from pensieve.options.complaints import complain
+from pensieve.options.commands import complain
 from pensieve.options.serve import ServeOptions
 from pensieve.server.child import CHILDREN
 from pensieve.server.conversations import Conversations
@@ -48,7 +48,6 @@ from pensieve.server.operations.metrics import Metrics
 from pensieve.server.operations.recording import TraceRecorder, header, open_recorder
 from pensieve.server.operations.traces import TurnTraces, open_traces
 from pensieve.server.operations.turn_log import log_turn
-from pensieve.server.page.gap import GapFinder
 from pensieve.server.page.notes import SessionNotes
 from pensieve.server.page.recent import RecentTurns
 from pensieve.server.page.state import ServerNames, StateView
@@ -214,9 +213,7 @@ class App:
             SessionNotes(store),
             ports.front_door,
         )
-        cache = {"policy": options.policy, "swap_watermark": options.swap_watermark}
-        gap = GapFinder(self._link, self._recent, cache)
-        return WebPage(state, self._recent, strips, gap, store, door.admit_operator, text=options.page_text)
+        return WebPage(state, self._recent, strips, store, door.admit_operator, text=options.page_text)
 
     def _turn_ended(self, end: TurnEnd) -> None:
         self._recent.turn_ended(end)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Final, Self
 
 from pensieve.lifeline import ended_how, is_stopped
@@ -16,16 +16,6 @@ CHILDREN: Final[set[int]] = set()
 """The ids of the processes that this one started and for which somebody here waits: nobody else takes their status."""
 _LAST_LINE_BYTES: Final = 4096
 _STDERR_PATIENCE_S: Final = 1.0
-
-
-@contextlib.contextmanager
-def waited_for(pid: int) -> Iterator[None]:
-    """The block starts right after the process, and waits for its end."""
-    CHILDREN.add(pid)
-    try:
-        yield
-    finally:
-        CHILDREN.discard(pid)
 
 
 class ChildProcess:

@@ -37,7 +37,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from pensieve.options.toml_lines import line_of
+from pensieve.options.values import line_of
 from pensieve.server.tenants import NO_LIMITS, TenantLimits
 
 T = TypeVar("T")

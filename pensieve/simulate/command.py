@@ -6,6 +6,7 @@ import itertools
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pensieve.config import BATCH_LIMITS, CacheConfig, parse_cache_size
 from pensieve.engine.cost.model import CostModel, CostProfileError
+from pensieve.errors import PensieveError
 from pensieve.replay.load.generators import generate
 from pensieve.replay.load.schedule import Gaps
 from pensieve.replay.load.shaping import Shaping, shape
-from pensieve.replay.load.workload import Dataset, DatasetError, load
+from pensieve.replay.load.workload import Conversation, Dataset, DatasetError, load
 from pensieve.replay.parameters import DatasetName, Outputs, numbers, output_options
+from pensieve.simulate import history
 from pensieve.simulate.report import document, show
 from pensieve.simulate.run import EngineName, Simulation, run_all
 from pensieve.simulate.scenario import policies
@@ -38,8 +41,55 @@ _HISTORY = 1.5
 """A guess: a token of history takes so many times the machine's time for a token, since there is attention, too."""
 
 
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """What the command line says, less the files that the report goes to."""
+
+    trace: Path | str | None
+    store: str | None
+    engine: EngineName
+    names: tuple[str, ...]
+    sessions: int | None
+    rate: float | None
+    rates: tuple[float, ...]
+    think_time: float | None
+    think_from: Path | None
+    seed: int
+    seeds: tuple[int, ...]
+    run_in: float
+    warm_up: float | None
+    window: float | None
+    row_s: float | None
+    device_cache: str
+    host_cache: str
+    prefix_sharing: bool
+    system_tokens: int
+    chunk_tokens: int
+    swap_watermark: float
+    decode_reserve: float
+    context_limit: int
+    max_batch_tokens: int
+    max_running: int
+    replicas: int
+    routing: Routing
+    ring_points: int
+    hints: float | None
+    lose_replica_at: float | None
+    replica_returns_at: float | None
+    lease_s: float
+    machine_file: Path | None
+    cost_profile: Path | None
+    exact: bool
+    jobs: int | None
+
+
 @click.command(context_settings={"show_default": True, "max_content_width": 110})
-@click.argument("trace", type=DatasetName())
+@click.argument("trace", type=DatasetName(), required=False)
+@click.option(
+    "--store",
+    metavar="URL",
+    help="Instead of TRACE: the turns in this history store, at the times when they came. It is only read.",
+)
 @click.option(
     "--engine",
     type=click.Choice(["turns", "full"]),
@@ -175,45 +225,37 @@ _HISTORY = 1.5
 )
 @click.option("--jobs", type=_POSITIVE, metavar="N", help="Policies at a time; default: one per core.")
 @output_options
-def simulate(
-    trace: Path | str, engine: EngineName, names: tuple[str, ...], sessions: int | None, rate: float | None,
-    rates: tuple[float, ...], think_time: float | None, think_from: Path | None, seed: int, seeds: tuple[int, ...],
-    run_in: float, warm_up: float | None, window: float | None, row_s: float | None,
-    system_tokens: int, jobs: int | None, outputs: Outputs,
-    **given: Any,
-) -> None:  # fmt: skip
+def simulate(outputs: Outputs, **given: Any) -> None:
     """Run scheduler and cache under a virtual clock and compare eviction policies.
 
     TRACE is a length trace (JSONL: session_id, turn, input_tokens, output_tokens[, timestamp_s]; the first row of a
     session may say with prefix and prefix_tokens, or with hash_ids, what it begins with) or ShareGPT JSON, maybe
     gzipped, or a built-in workload of `pensieve replay`. What is written is a report like that of a replay, which
-    `pensieve replay compare` reads. Exit code 1 when a receipt does not add up.
+    `pensieve replay compare` reads. Of a trace that `pensieve serve --record` wrote, or of a --store, it also says how
+    much less a policy that knows the future would have recomputed. Exit code 1 when a receipt does not add up.
     """
     outputs.require()
-    if rate is not None and rates:
+    flags = Flags(**given)
+    if flags.rate is not None and flags.rates:
         raise click.UsageError("give --rate or --rates")
-    settings = make_settings(seed=seed, **given)
-    if run_in:
-        _check_run_in(trace, sessions, seeds, settings)
+    settings = make_settings(flags)
+    if flags.run_in:
+        _check_run_in(flags)
     try:
-        data = _dataset(trace, sessions, seed)
-        shaped = shape(data.conversations, Shaping(system_tokens=system_tokens), settings.context_limit)
-        gaps = None if think_from is None else Gaps.of(load(think_from))
-        loads = [
-            Load(shaped.conversations, None if run_in else sessions, turns_per_s, think_time, number, gaps)
-            for turns_per_s, number in itertools.product(rates or (rate,), seeds or (seed,))
-        ]
-        if run_in:
-            loads = [in_the_middle(lives, run_in, _HISTORY * settings.machine.token_s) for lives in loads]
+        data = _dataset(flags)
+        shaped = shape(data.conversations, Shaping(system_tokens=flags.system_tokens), settings.context_limit)
+        loads = _loads(flags, shaped.conversations, settings)
     except (DatasetError, ValueError) as error:
         raise click.UsageError(str(error)) from error
-    spans = [_span(lives, warm_up, window) for lives in loads]
+    except PensieveError as error:
+        raise click.ClickException(error.message) from error
+    spans = [_span(lives, flags.warm_up, flags.window) for lives in loads]
     work = [
-        Simulation(settings, lives, engine, name, span, row_s)
+        Simulation(settings, lives, flags.engine, name, span, flags.row_s)
         for lives, span in zip(loads, spans, strict=True)
-        for name in names or policies.NAMES
+        for name in flags.names or policies.NAMES
     ]
-    report = document(data, shaped, work, _run(work, jobs), system_tokens)
+    report = document(data, shaped, work, _run(work, flags.jobs), flags.system_tokens)
     report["command"] = ["pensieve", *sys.argv[1:]]
     out = Console()
     show(report, out if out.is_terminal else Console(width=150))
@@ -222,26 +264,43 @@ def simulate(
         click.get_current_context().exit(1)
 
 
-def _check_run_in(trace: Path | str, sessions: int | None, seeds: Sequence[int], settings: Settings) -> None:
-    if isinstance(trace, str) and seeds:
+def _check_run_in(flags: Flags) -> None:
+    if isinstance(flags.trace, str) and flags.seeds:
         raise click.UsageError(
             "--run-in with a built-in workload takes one --seed: a replay draws it anew for each"
         )
-    if isinstance(trace, Path) and sessions is not None:
+    if not isinstance(flags.trace, str) and flags.sessions is not None:
         raise click.UsageError("--run-in takes each session of a trace once: give no --sessions")
-    if sessions is not None and sessions > _MOST_GENERATED:
+    if flags.sessions is not None and flags.sessions > _MOST_GENERATED:
         raise click.UsageError(f"--run-in takes at most {_MOST_GENERATED:,} --sessions")
-    if settings.lose_replica_at is not None:
+    if flags.lose_replica_at is not None:
         raise click.UsageError("--run-in and --lose-replica-at count from different times: give one of them")
 
 
-def _dataset(trace: Path | str, sessions: int | None, seed: int) -> Dataset:
-    """Raises DatasetError."""
-    if isinstance(trace, Path):
-        return load(trace)
-    if sessions is None:
-        raise click.UsageError(f"{trace} is drawn: say how many --sessions")
-    return generate(trace, min(sessions, _MOST_GENERATED), seed)
+def _dataset(flags: Flags) -> Dataset:
+    """Raises DatasetError, ValueError and the errors of a store."""
+    if flags.store is not None and flags.trace is None:
+        return history.from_store(flags.store)
+    if flags.store is not None or flags.trace is None:
+        raise click.UsageError("give TRACE or --store")
+    if isinstance(flags.trace, Path):
+        return load(flags.trace)
+    if flags.sessions is None:
+        raise click.UsageError(f"{flags.trace} is drawn: say how many --sessions")
+    return generate(flags.trace, min(flags.sessions, _MOST_GENERATED), flags.seed)
+
+
+def _loads(flags: Flags, talks: Sequence[Conversation], settings: Settings) -> list[Load]:
+    """One for each rate and seed. Raises DatasetError and ValueError."""
+    gaps = None if flags.think_from is None else Gaps.of(load(flags.think_from))
+    sessions = None if flags.run_in else flags.sessions
+    loads = [
+        Load(talks, sessions, rate, flags.think_time, seed, gaps)
+        for rate, seed in itertools.product(flags.rates or (flags.rate,), flags.seeds or (flags.seed,))
+    ]
+    if flags.run_in:
+        loads = [in_the_middle(lives, flags.run_in, _HISTORY * settings.machine.token_s) for lives in loads]
+    return loads
 
 
 def _span(lives: Load, warm_up: float | None, window: float | None) -> Span | None:
@@ -270,54 +329,49 @@ def _run(work: Sequence[Simulation], jobs: int | None) -> list[dict[str, Any]]:
         )
 
 
-def make_settings(
-    *, seed: int, device_cache: str, host_cache: str, chunk_tokens: int, swap_watermark: float, decode_reserve: float,
-    prefix_sharing: bool, context_limit: int, max_batch_tokens: int, max_running: int, replicas: int, routing: Routing,
-    ring_points: int, lose_replica_at: float | None, replica_returns_at: float | None, lease_s: float,
-    hints: float | None, machine_file: Path | None, cost_profile: Path | None,
-    exact: bool,
-) -> Settings:  # fmt: skip
+def make_settings(flags: Flags) -> Settings:
     """From the command line. Raises click exceptions."""
-    if lose_replica_at is not None and replicas < 2:
+    if flags.lose_replica_at is not None and flags.replicas < 2:
         raise click.UsageError("--lose-replica-at needs --replicas 2 or more: somebody has to go on")
-    if replica_returns_at is not None and not (lose_replica_at or 0.0) < replica_returns_at:
+    if flags.replica_returns_at is not None and not (flags.lose_replica_at or 0.0) < flags.replica_returns_at:
         raise click.UsageError("--replica-returns-at has to be later than --lose-replica-at")
-    if replica_returns_at is not None and lose_replica_at is None:
+    if flags.replica_returns_at is not None and flags.lose_replica_at is None:
         raise click.UsageError("--replica-returns-at needs --lose-replica-at")
     try:
-        machine = Machine.from_json(machine_file) if machine_file else Machine()
-        if cost_profile is not None:
-            machine = machine.with_profile(CostModel.from_json(cost_profile))
+        machine = Machine.from_json(flags.machine_file) if flags.machine_file else Machine()
+        if flags.cost_profile is not None:
+            machine = machine.with_profile(CostModel.from_json(flags.cost_profile))
         device, host = (
-            parse_cache_size(size, machine.kv_bytes) // chunk_tokens for size in (device_cache, host_cache)
+            parse_cache_size(size, machine.kv_bytes) // flags.chunk_tokens
+            for size in (flags.device_cache, flags.host_cache)
         )
         if device < 1:
-            raise ValueError(f"--device-cache {device_cache} does not hold one chunk")
+            raise ValueError(f"--device-cache {flags.device_cache} does not hold one chunk")
     except (MachineError, CostProfileError, ValueError) as error:
         raise click.UsageError(str(error)) from error
-    limit = min(context_limit, device * chunk_tokens)
+    limit = min(flags.context_limit, device * flags.chunk_tokens)
     return Settings(
         machine=machine,
         cache=CacheConfig(
             device,
             host,
-            chunk_tokens,
+            flags.chunk_tokens,
             "retention",
-            swap_watermark,
-            decode_reserve,
-            prefix_sharing=prefix_sharing,
+            flags.swap_watermark,
+            flags.decode_reserve,
+            prefix_sharing=flags.prefix_sharing,
         ),
-        cost=machine.cost(chunk_tokens, limit),
+        cost=machine.cost(flags.chunk_tokens, limit),
         context_limit=limit,
-        max_batch_tokens=max_batch_tokens,
-        max_running=max_running,
-        replicas=replicas,
-        routing=routing,
-        ring_points=ring_points,
-        lose_replica_at=lose_replica_at,
-        replica_returns_at=replica_returns_at,
-        lease_s=lease_s,
-        seed=seed,
-        hints=None if hints is None else ClientHints(hints),
-        slack=0 if exact else int(_SLACK_SHARE * device),
+        max_batch_tokens=flags.max_batch_tokens,
+        max_running=flags.max_running,
+        replicas=flags.replicas,
+        routing=flags.routing,
+        ring_points=flags.ring_points,
+        lose_replica_at=flags.lose_replica_at,
+        replica_returns_at=flags.replica_returns_at,
+        lease_s=flags.lease_s,
+        seed=flags.seed,
+        hints=None if flags.hints is None else ClientHints(flags.hints),
+        slack=0 if flags.exact else int(_SLACK_SHARE * device),
     )

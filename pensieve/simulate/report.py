@@ -20,6 +20,7 @@ from pensieve.replay.measure.windows import intervals
 from pensieve.replay.presentation.columns import number
 from pensieve.replay.presentation.curves import entries, unsteady
 from pensieve.replay.presentation.table import print_grid, show_curves
+from pensieve.simulate import history
 from pensieve.simulate.run import Simulation
 from pensieve.simulate.scenario.load import Load
 
@@ -74,6 +75,7 @@ def document(
         "valid": True,
         "invalid_reasons": [],
         "unreached": [],
+        "gap": _gap(shaped, first, targets, system_tokens),
         "simulation": {
             "engine": first.engine,
             "resampled": first.load.sessions is not None,
@@ -81,6 +83,16 @@ def document(
             "settings": _settings(first),
         },
     }
+
+
+def _gap(
+    shaped: Shaped, first: Simulation, targets: Sequence[dict[str, Any]], system_tokens: int
+) -> dict[str, Any] | None:
+    """See ``history.gap``. None: what is simulated is not what a server has served."""
+    load = first.load
+    if load.rate is not None or load.sessions is not None or system_tokens:
+        return None
+    return history.gap(shaped.conversations, first.window, targets)
 
 
 def _target(one: Simulation, result: Mapping[str, Any], run: int) -> dict[str, Any]:
@@ -168,6 +180,8 @@ def show(report: dict[str, Any], console: Console) -> None:
     else:
         for line in unsteady(entries([report])):
             console.print(line, style="red", markup=False, highlight=False)
+    if report["gap"] is not None:
+        console.print(_told_gap(report["gap"]))
     for row in report["targets"]:
         if row["least_recomputed_cost_s"] is not None:
             least, offered = row["least_recomputed_cost_s"], _offered(row)
@@ -182,6 +196,20 @@ def show(report: dict[str, Any], console: Console) -> None:
             console.print(f"{row['target']}, {_offered(row)}: {_spread(row['by_replica'], simulated)}.")
         if row["receipts"]["violations"]:
             console.print(f"{row['target']}: {row['receipts']['violations']} receipts do not add up")
+
+
+def _told_gap(gap: Mapping[str, Any]) -> str:
+    """Where the server had the history, and how much less a policy that knows the future would have recomputed."""
+    had = gap["measured"]
+    told = (
+        f"Served: {gap['turns']:,} turns came back to {gap['history_tokens']:,} tokens of history, of which "
+        f"{100 * had['device']:.2f} % were on the device, {100 * had['host']:.2f} % on the host, and "
+        f"{100 * had['recomputed']:.2f} % were recomputed"
+    )
+    if gap["clairvoyant"] is None:
+        return f"{told}."
+    best, vain = gap["clairvoyant"]["recomputed"], gap["recomputed_in_vain"]
+    return f"{told}; a policy that knows the future recomputes {100 * best:.2f} %: the gap is {100 * vain:.2f} %."
 
 
 def _spread(rows: Sequence[Mapping[str, Any]], simulated: Mapping[str, Any]) -> str:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pensieve.lifeline import die_with_parent
-from pensieve.simulate.full.engine import FullSimulation
+from pensieve.simulate.full import FullSimulation
 from pensieve.simulate.scenario.load import Load
 from pensieve.simulate.scenario.settings import Settings
-from pensieve.simulate.scenario.tally import Span
+from pensieve.simulate.scenario.tally import Span, Tally
 from pensieve.simulate.turns.engine import TurnSimulation
 
 EngineName = Literal["full", "turns"]
@@ -50,26 +50,17 @@ class Simulation:
             )
         started = time.perf_counter()
         bound: float | None = None
-        if self.engine == "turns":
-            turns = TurnSimulation(
-                self.settings, self.policy, progress, self.window, self.load.zero_s, self.row_s
-            )
-            tally = turns.run(self.load)
+        tally = Tally(self.window, self.load.zero_s, self.row_s)
+        if self.engine == "full":
+            FullSimulation(self.settings, self.policy, progress, tally=tally).run(self.load)
+        else:
+            turns = TurnSimulation(self.settings, self.policy, progress, tally)
+            turns.run(self.load)
             shares = self.load.shares and self.settings.cache.prefix_sharing
             if turns.bound is not None and self.window is None and not shares:  # what it is a bound of
                 cache = self.settings.cache
                 pages = self.settings.replicas * (cache.device_chunks + cache.host_chunks)
                 bound = turns.bound.least_recomputed(pages, tally.ended)
-        else:
-            full = FullSimulation(
-                self.settings,
-                self.policy,
-                progress,
-                window=self.window,
-                zero_s=self.load.zero_s,
-                row_s=self.row_s,
-            )
-            tally = full.run(self.load)
         return {
             "target": self.policy,
             **tally.summary(),

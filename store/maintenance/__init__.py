@@ -20,7 +20,7 @@ from pensieve.store.maintenance.copying import (
     open_backup,
     restore,
 )
-from pensieve.store.maintenance.survey import Repaired, Survey, TenantTotal, check, repair, usage
+from pensieve.store.maintenance.survey import Repaired, Survey, TenantTotal, check, logs, repair, usage
 
 __all__ = [
     "BadBackup",
@@ -40,6 +40,7 @@ __all__ = [
     "WholeBackup",
     "backup",
     "check",
+    "logs",
     "move",
     "open_backup",
     "open_raw",

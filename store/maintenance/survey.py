@@ -15,6 +15,7 @@ from pensieve.store._fix import fixed
 from pensieve.store._raw import Finding, Progress, RawSession, RawStore, Remedy, silent
 from pensieve.store.contract import Key
 from pensieve.store.maintenance.archive import ArchiveWriter, Totals
+from pensieve.store.records import Record
 
 
 class Survey(msgspec.Struct):
@@ -80,6 +81,12 @@ async def usage(store: RawStore, progress: Progress = silent) -> list[TenantTota
     async for session in _sessions(store, None, "counting", progress):
         totals[session.key.tenant] = totals.get(session.key.tenant, Totals()).plus(session)
     return [TenantTotal(tenant, totals[tenant]) for tenant in sorted(totals)]
+
+
+async def logs(store: RawStore, progress: Progress = silent) -> AsyncIterator[tuple[Key, tuple[Record, ...]]]:
+    """Each session's records up to the first that is not proven, oldest first. Raises the store's errors."""
+    async for examined in _examined(store, None, "reading", progress):
+        yield examined.session.key, tuple(one.record for one in examined.sound)
 
 
 async def repair(

@@ -8,7 +8,7 @@ from support.terminal import Terminal
 
 PROGRAM = """
 import functools, os, readline, signal
-from pensieve.cli.chat.interrupts import heard
+from pensieve.cli.chat.prompt import heard
 
 # The hook runs behind the drawing. It is no Python code, and killpg does not look for signals: nobody sees this one.
 readline.set_pre_input_hook(functools.partial(os.killpg, 0, signal.SIGINT))

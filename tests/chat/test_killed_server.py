@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.cli.untrusted import clean
+from pensieve.cli.output import clean
 from pensieve.client import Client
 from support.engine.fake_engine import Script
 from support.service.server_process import launched

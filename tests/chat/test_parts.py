@@ -16,12 +16,12 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from pensieve import own_server
-from pensieve.cli.chat import command, sessions, views
-from pensieve.cli.chat.loop import ChatLoop
+from pensieve.cli.chat import command, flight, sessions
+from pensieve.cli.chat.command import ChatLoop
+from pensieve.cli.chat.flight import MarkdownView, markdown, split_blocks
 from pensieve.cli.chat.unsent import Unsent, UnsentFolder
-from pensieve.cli.chat.views import MarkdownView, markdown, split_blocks
-from pensieve.cli.sessions.command import sessions as listing
-from pensieve.cli.untrusted import clean
+from pensieve.cli.output import clean
+from pensieve.cli.sessions import sessions as listing
 from pensieve.client import Client
 from pensieve.errors import InvalidArgument
 from pensieve.own_server import OwnServer
@@ -87,8 +87,8 @@ def drawn(text: str, height: int = 10) -> str:
 
 def test_a_long_answer_costs_no_more_than_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
     laid_out: list[int] = []
-    monkeypatch.setattr(views, "REDRAW_S", 0.0)
-    monkeypatch.setattr(views, "markdown", lambda text: laid_out.append(len(text)) or markdown(text))
+    monkeypatch.setattr(flight, "REDRAW_S", 0.0)
+    monkeypatch.setattr(flight, "markdown", lambda text: laid_out.append(len(text)) or markdown(text))
     text = "".join(f"Paragraph **{number}** of them.\n\n" for number in range(300))
     file = drawn(text)
     assert all(file.count(f"Paragraph {number} of them.") >= 1 for number in range(300))

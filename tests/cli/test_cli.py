@@ -16,8 +16,7 @@ from click.testing import CliRunner
 from pensieve import __version__
 from pensieve.cli import main as cli
 from pensieve.options import serve as options
-from pensieve.options.groups import GROUPS
-from pensieve.options.table import OPTIONS
+from pensieve.options.table import FIRST, GROUPS, HIDDEN, OPTIONS
 
 PENSIEVE = Path(sys.executable).parent / "pensieve"
 
@@ -110,11 +109,27 @@ def test_help_fits_a_terminal_of_80_columns(name: str) -> None:
 
 
 def test_the_help_of_serve_is_in_groups() -> None:
-    lines = run("serve", "--help").stdout.splitlines()
+    lines = run("serve", "--help", "all").stdout.splitlines()
     headings = [line for line in lines if re.fullmatch(r"[A-Z][^:]*:", line)]
     assert headings == [f"{title}:" for title in GROUPS]
     assert lines.index("Model:") < next(at for at, line in enumerate(lines) if line.startswith("  --model "))
     assert "PENSIEVE_SERVE_<OPTION>" in lines[-1]
+
+
+def flags_in(text: str) -> set[str]:
+    return {found[1] for line in text.splitlines() if (found := re.match(r"  (?:-h, )?--([\w-]+)", line))}
+
+
+def test_the_first_help_of_serve_is_short_and_names_the_rest() -> None:
+    """All options are in one of two screens, but for the switches of single ideas, which ``--off`` stands for."""
+    first, everything = (CliRunner().invoke(cli.cli, ["serve", *arguments.split()]).output
+                         for arguments in ("-h", "--help all"))  # fmt: skip
+    assert flags_in(first) == FIRST and len(FIRST) <= 25
+    known = {option.name for option in OPTIONS} | {"config", "print-config", "help", "off"}
+    assert flags_in(everything) == known - HIDDEN
+    assert f"`cli serve --help all` shows {len(known - HIDDEN - FIRST)} more options." in first
+    assert "more options" not in everything and "\nOther:\n" not in everything
+    assert CliRunner().invoke(cli.cli, ["serve", "all"]).exit_code == 2, "a word of its own means nothing"
 
 
 def test_no_option_of_replay_is_left_without_a_heading() -> None:

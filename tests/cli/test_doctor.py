@@ -14,12 +14,9 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from pensieve.cli import doctor as checks
 from pensieve.cli import output
-from pensieve.cli.doctor import checks
-from pensieve.cli.doctor import gpu as doctor_gpu
-from pensieve.cli.doctor.checks import Check
-from pensieve.cli.doctor.command import doctor, examine, show
-from pensieve.cli.doctor.ports import port
+from pensieve.cli.doctor import Check, doctor, examine, port, show
 from pensieve.errors import Unauthenticated
 from pensieve.options.serve import ServeOptions
 from support.page.feeds import FeedStub
@@ -31,7 +28,7 @@ def by_name(findings: list[Check]) -> dict[str, Check]:
 
 
 def test_this_machine_can_run_it() -> None:
-    findings = [*checks.system(), *checks.packages(), *doctor_gpu.accelerator()]
+    findings = [*checks.system(), *checks.packages(), *checks.accelerator()]
     assert [check for check in findings if check.state == "fail"] == []
     assert {"python", "cores", "memory", "grpcio", "torch", "msgspec", "kernels"} <= set(by_name(findings))
 
@@ -81,7 +78,7 @@ def test_it_fits_the_terminal(width: int) -> None:
 
 def test_torch_that_does_not_load_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    (found,) = doctor_gpu.accelerator()
+    (found,) = checks.accelerator()
     assert found.state == "fail"
     assert found.fix.startswith("pip install torch==")
 
@@ -235,11 +232,11 @@ def nvidia(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "version").write_text(
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n"
     )
-    monkeypatch.setattr(doctor_gpu.driver_version, "__defaults__", (tmp_path / "version",))
+    monkeypatch.setattr(checks.driver_version, "__defaults__", (tmp_path / "version",))
 
 
 def test_a_gpu_and_all_that_it_needs(nvidia: None) -> None:
-    found = by_name(list(doctor_gpu.accelerator()))
+    found = by_name(list(checks.accelerator()))
     assert found["gpu 0"].found == "NVIDIA H200, compute capability 9.0, 140 GiB, 130 GiB free"
     assert (found["driver"].found, found["triton"].found) == ("580.65.06", "3.6.0")
     assert "CUDA 13.0" in found["torch"].found
@@ -259,7 +256,7 @@ def test_a_gpu_that_is_in_use_or_too_old(
     said: str,
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", FakeCuda(free, capability))
-    found = by_name(list(doctor_gpu.accelerator()))["gpu 0"]
+    found = by_name(list(checks.accelerator()))["gpu 0"]
     assert found.state == state
     assert said in found.fix
 
@@ -267,11 +264,11 @@ def test_a_gpu_that_is_in_use_or_too_old(
 def test_a_gpu_without_what_its_kernels_need(monkeypatch: pytest.MonkeyPatch, nvidia: None) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.1.0"))
-    found = by_name(list(doctor_gpu.accelerator()))
+    found = by_name(list(checks.accelerator()))
     assert (found["triton"].state, found["triton"].fix) == ("fail", "needs 3.4")
     assert found["C compiler"].state == "note"
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert by_name(list(doctor_gpu.accelerator()))["triton"].state == "fail"
+    assert by_name(list(checks.accelerator()))["triton"].state == "fail"
 
 
 @pytest.mark.parametrize(("limit", "state"), [(8 << 20, "note"), (-1, "ok")])
@@ -279,7 +276,7 @@ def test_the_limit_of_locked_memory(
     monkeypatch: pytest.MonkeyPatch, nvidia: None, limit: int, state: str
 ) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda which: (limit, limit))
-    assert by_name(list(doctor_gpu.accelerator()))["pinned memory"].state == state
+    assert by_name(list(checks.accelerator()))["pinned memory"].state == state
 
 
 @pytest.mark.parametrize(
@@ -294,9 +291,9 @@ def test_the_limit_of_locked_memory(
 def test_why_there_is_no_gpu(
     monkeypatch: pytest.MonkeyPatch, driver: str | None, nodes: list[str], cuda: str | None, said: str
 ) -> None:
-    monkeypatch.setattr(doctor_gpu, "driver_version", lambda: driver)
+    monkeypatch.setattr(checks, "driver_version", lambda: driver)
     monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(nodes))
-    found = doctor_gpu._no_gpu(types.SimpleNamespace(version=types.SimpleNamespace(cuda=cuda)))
+    found = checks._no_gpu(types.SimpleNamespace(version=types.SimpleNamespace(cuda=cuda)))
     assert (found.state, found.name) == ("note", "gpu")
     assert said in found.found
     assert found.fix

@@ -6,8 +6,8 @@ import types
 
 import pytest
 
-from pensieve.cli.doctor import links
-from pensieve.cli.doctor.links import gpu_links, topology
+from pensieve.cli import doctor as checks
+from pensieve.cli.doctor import gpu_links, topology
 
 TWO = """\
 \t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
@@ -62,7 +62,7 @@ def test_the_matrix_is_read() -> None:
 def test_what_is_said(
     matrix: str, count: int, peers: bool, state: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links, "_matrix", lambda: matrix)
+    monkeypatch.setattr(checks, "_matrix", lambda: matrix)
     (check,) = gpu_links(torch(count, peers=peers))
     assert (check.state, check.found) == (state, found)
     assert bool(check.fix) is (state == "note")

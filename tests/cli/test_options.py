@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from pensieve.cli.gateway import gateway
 from pensieve.config import EngineOptions, batch_limits
 from pensieve.http.common.settings import DoorSettings
-from pensieve.options.groups import GROUPS
 from pensieve.options.serve import ServeOptions, resolve
-from pensieve.options.table import OPTIONS
+from pensieve.options.table import GROUPS, HIDDEN, OFF, OPTIONS
 from pensieve.options.values import duration, is_loopback, split_address
 from pensieve.server.settings import TurnSettings
 from support.sources import tree
@@ -107,7 +106,45 @@ def test_a_variable_is_between_flag_and_file(tmp_path: Path) -> None:
 def test_every_option_has_its_heading() -> None:
     named = [name for names in GROUPS.values() for name in names]
     assert len(named) == len(set(named))
-    assert set(named) == {option.name for option in OPTIONS} | {"config", "print-config", "help"}
+    assert set(named) == {option.name for option in OPTIONS} - HIDDEN | {
+        "config",
+        "print-config",
+        "help",
+        "off",
+    }
+
+
+@pytest.mark.parametrize("idea", OFF)
+def test_off_is_the_switch_of_an_idea(tmp_path: Path, idea: str) -> None:
+    """By flag, variable and file it sets what the idea's own switch sets, and nothing else."""
+    option, value = OFF[idea]
+    alone = resolve({option: value}).options
+    assert alone != ServeOptions()
+    assert resolve({"off": (idea,)}).options == alone
+    assert resolve({}, write(tmp_path, f'off = "{idea}"')).options == alone
+    assert resolve({}, write(tmp_path, f'off = ["{idea}"]')).options == alone
+    variable = resolve({"off": (idea,)}, None, {"off": "PENSIEVE_SERVE_OFF"})
+    assert variable.options == alone and "environment PENSIEVE_SERVE_OFF" in variable.render()
+
+
+def test_off_and_the_switch_of_the_idea(tmp_path: Path) -> None:
+    """They may say the same, or one of them is nearer to the user: a flag wins, then the environment, then the file."""
+    assert not resolve({"off": ("sharing",), "sharing": False}).options.prefix_sharing
+    assert (
+        refusal({"off": ("sharing",), "sharing": True}) == "--off: sharing, while --sharing says the opposite"
+    )
+    assert "--no-stateless" in refusal({"off": ("state",), "stateless": False})
+    by_variable = {"off": "PENSIEVE_SERVE_OFF"}
+    assert resolve({"off": ("sharing",), "sharing": True}, None, by_variable).options.prefix_sharing
+    assert not resolve(
+        {"off": ("sharing",), "sharing": True}, None, {"sharing": "PENSIEVE_SERVE_SHARING"}
+    ).options.prefix_sharing
+    config = write(tmp_path, 'off = ["sharing", "state"]')
+    options = resolve({"stateless": False}, config).options
+    assert (options.prefix_sharing, options.stateless) == (False, False)
+    assert "says the opposite" in refusal({}, write(tmp_path, 'off = "sharing"\nsharing = true'))
+    assert "expected names of state, sharing" in refusal({}, write(tmp_path, 'off = ["sharig"]'))
+    assert "expected names of" in refusal({}, write(tmp_path, "off = true"))
 
 
 def test_the_admin_port_is_one_that_nothing_else_takes() -> None:

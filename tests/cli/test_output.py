@@ -11,7 +11,7 @@ import pytest
 
 from pensieve.cli import main as cli
 from pensieve.cli import output
-from pensieve.cli.store import show
+from pensieve.cli.store import show_survey, show_usage
 from pensieve.client import Client
 from pensieve.store.maintenance import Finding, Problem, Remedy, Survey, TenantTotal, Totals
 from support.page.feeds import FeedStub, row, state
@@ -63,9 +63,9 @@ def test_sessions_are_whole_lines(capsys: pytest.CaptureFixture[str], server: Fa
 def test_findings_and_tenants_of_a_store_are_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     total = Totals(sessions=1, records=2, bytes=3)
     detail = "a record is damaged " * 10
-    show.usage([TenantTotal(LONG * 2, total)])
+    show_usage([TenantTotal(LONG * 2, total)])
     assert capsys.readouterr().out.splitlines()[1].split() == [LONG * 2, "1", "0", "2", "3"]
-    show.survey(Survey(total, [Finding(LONG, LONG, Problem.LOG, detail, Remedy.MARK)]))
+    show_survey(Survey(total, [Finding(LONG, LONG, Problem.LOG, detail, Remedy.MARK)]))
     _, line, verdict = capsys.readouterr().out.splitlines()
     assert f"{LONG}/{LONG}" in line and detail.strip() in line and "1 finding" in verdict
 

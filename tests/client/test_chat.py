@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from pensieve.cli.chat import command as module
-from pensieve.cli.chat.loop import ChatLoop
+from pensieve.cli.chat.command import ChatLoop
 from pensieve.client import Client
 from pensieve.errors import ResourceExhausted, Unauthenticated
 from support.faults.fake_faults import Fault, answer_to

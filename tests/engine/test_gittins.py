@@ -45,7 +45,7 @@ def spied(device: int) -> tuple[Driver, Spy, CacheManager]:
         config, SchedulerConfig(context_limit=64, max_batch_tokens=16, max_running=8), worker, clock
     )
     cache, spy = engine._scheduler.cache, Spy()
-    cache.index.policy = spy
+    cache.index.table.policy = spy
     return Driver(engine, clock, random.Random(0), verify_tokens, VOCABULARY, 64), spy, cache
 
 

@@ -15,10 +15,9 @@ from pensieve.core import Sampling, SessionKey
 from pensieve.errors import Internal, PensieveError, Unavailable
 from pensieve.server.links import quarantine
 from pensieve.server.links.base import BaseLink
-from pensieve.server.links.condemned import Condemned
 from pensieve.server.links.engine_link import LinkState
 from pensieve.server.links.process_link import ProcessLink
-from pensieve.server.links.quarantine import Quarantine
+from pensieve.server.links.quarantine import Condemned, Quarantine
 from support.engine.fake_engine import BUILDER, FakeEngine, Script, options
 from support.service.inprocess_link import InProcessLink
 from support.service.listener import Listener, submission

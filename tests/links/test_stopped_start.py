@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from pensieve.errors import Internal
-from pensieve.server.links import process
+from pensieve.server.links import process_link
 from pensieve.server.links.process_link import ProcessLink
 from support.engine.fake_engine import BUILDER, Script, options
 from support.processes import alive, children
@@ -17,7 +17,7 @@ from support.processes import alive, children
 
 async def test_an_engine_that_is_stopped_while_it_starts_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It serves nobody yet, so the watchdog does not look at it."""
-    monkeypatch.setattr(process, "LOOK_S", 0.05)
+    monkeypatch.setattr(process_link, "LOOK_S", 0.05)
     link = ProcessLink(options(Script(sleep_to_start_s=60.0)), builder=BUILDER)
     others = set(children(os.getpid()))
     start = asyncio.create_task(link.start())

@@ -126,7 +126,7 @@ async def test_what_was_said_is_shown_to_nobody_unasked(tmp_path: Path) -> None:
             create, first, second = found["turns"]
             assert (create["kind"], first["kind"], second["kind"]) == ("create", "turn", "turn")
             assert second["device"] + second["new"] == second["context_tokens"] > first["context_tokens"]
-            everything = [str((await rig.get(path))[1]) for path in ("state.json", "series.json", "gap.json")]
+            everything = [str((await rig.get(path))[1]) for path in ("state.json", "series.json")]
             assert CANARY not in "".join(everything)
             assert (CANARY in str(found)) == text
             if text:
@@ -144,7 +144,7 @@ async def test_who_may_not_is_told_so(tmp_path: Path) -> None:
     )
     keys.chmod(0o600)
     async with page_rig(tmp_path, keys=keys) as rig:
-        for path in ("state.json", "series.json", "gap.json", "sessions/abc.json"):
+        for path in ("state.json", "series.json", "sessions/abc.json"):
             status, problem = await rig.get(path)
             assert (status, problem["reason"]) == (401, "CREDENTIAL_MISSING"), path
             status, problem = await rig.get(path, Authorization="Bearer ck_ops_wrong")

@@ -29,8 +29,7 @@ from pensieve.errors import (
 )
 from pensieve.server.child import ChildProcess
 from pensieve.server.links.engine_link import LinkState
-from pensieve.server.links.process import EngineProcess, HostCommand
-from pensieve.server.links.process_link import ProcessLink
+from pensieve.server.links.process_link import EngineProcess, HostCommand, ProcessLink
 from support.engine.fake_engine import BUILDER, Script, options
 from support.service.listener import Listened, Listener, submission
 

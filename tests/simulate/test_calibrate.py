@@ -16,9 +16,8 @@ from click.testing import CliRunner
 from pensieve.cli.profile import profile
 from pensieve.engine.plan import PendingStep, Plan, StepResult
 from pensieve.simulate.calibrate import Calibrator, Sample, calibrated, errors, fit
-from pensieve.simulate.full.engine import Clock, CostWorker
-from pensieve.simulate.scenario.machine import Machine
-from pensieve.simulate.scenario.work import Work
+from pensieve.simulate.full import Clock, CostWorker
+from pensieve.simulate.scenario.machine import Machine, Work
 from support.engine.checkpoints import tiny_checkpoint
 
 TRUTH = Machine(kv_bytes=4096, swap_bytes_per_s=2e9, layers=1, overlapped=False)

@@ -12,7 +12,7 @@ from pensieve.config import CacheConfig
 from pensieve.replay.load.generators import generate
 from pensieve.replay.load.shaping import Shaping, shape
 from pensieve.replay.load.workload import Conversation, TurnLengths
-from pensieve.simulate.full.engine import FullSimulation
+from pensieve.simulate.full import FullSimulation
 from pensieve.simulate.run import EngineName, Simulation
 from pensieve.simulate.scenario.load import Load
 from pensieve.simulate.scenario.machine import Machine

@@ -13,8 +13,7 @@ from click.testing import CliRunner
 from pensieve.config import CacheConfig
 from pensieve.core import Hints
 from pensieve.simulate.command import simulate
-from pensieve.simulate.scenario.hints import hints_of
-from pensieve.simulate.scenario.load import Life
+from pensieve.simulate.scenario.load import Life, hints_of
 from pensieve.simulate.scenario.machine import Machine
 from pensieve.simulate.scenario.settings import ClientHints, Settings
 

@@ -19,6 +19,7 @@ from pensieve.simulate.scenario.load import Load
 from pensieve.simulate.scenario.machine import Machine
 from pensieve.simulate.scenario.routing import Router
 from pensieve.simulate.scenario.settings import Routing, Settings
+from pensieve.simulate.scenario.tally import Tally
 from pensieve.simulate.turns.engine import TurnSimulation
 
 SIZE = 8
@@ -160,13 +161,13 @@ def test_each_alone_is_as_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
     for turn_s in (0.0, 0.5):
         slower = replace(config, machine=Machine(overlapped=False, turn_s=turn_s))
         load = Load(talks, 180, 60.0, 2.0, 3)
-        simulation = TurnSimulation(slower, "retention", row_s=1.0)
+        simulation = TurnSimulation(slower, "retention", tally=Tally(row_s=1.0))
         begun = simulation.replicas[0]
         alone = simulation.run(load).summary()
         assert simulation.replicas[0] is not begun, "who starts again has learned nothing"
         with monkeypatch.context() as patch:
             patch.setattr(Router, "apart", False)
-            together = TurnSimulation(slower, "retention", row_s=1.0).run(load).summary()
+            together = TurnSimulation(slower, "retention", tally=Tally(row_s=1.0)).run(load).summary()
         assert alone["tokens"] == together["tokens"] and alone["tokens"]["recomputed"] > 0
         assert alone["repeated_turns"] == together["repeated_turns"] > 0
         assert alone["virtual_s"] == pytest.approx(together["virtual_s"])

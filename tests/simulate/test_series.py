@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pensieve.simulate.turns.series import Series
+from pensieve.simulate.turns.batch import Series
 
 SERIES = st.builds(
     lambda first, share: Series(first, share * first),

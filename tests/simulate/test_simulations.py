@@ -13,7 +13,7 @@ from pensieve.config import CacheConfig
 from pensieve.core import SessionKey, Usage
 from pensieve.engine.plan import Plan, StepResult
 from pensieve.replay.load.workload import Conversation, TurnLengths
-from pensieve.simulate.full.engine import Clock, CostWorker, FullSimulation
+from pensieve.simulate.full import Clock, CostWorker, FullSimulation
 from pensieve.simulate.run import EngineName, Simulation
 from pensieve.simulate.scenario import policies
 from pensieve.simulate.scenario.load import Load
@@ -265,7 +265,7 @@ def test_memory_follows_sessions_alive_not_sessions_seen() -> None:
     def held(sessions: int) -> tuple[int, int]:
         simulation = TurnSimulation(settings(60, 60), "retention")
         simulation.run(Load(talks(1), sessions, 20.0, 1.0, 3))
-        return simulation.most_alive, len(simulation.replicas[0].cache.index._sessions)
+        return simulation.most_alive, len(simulation.replicas[0].cache.index._residents)
 
     small, large = held(300), held(1200)
     assert large[0] < 2 * small[0] < 500 and large[1] < 2 * small[1] < 500

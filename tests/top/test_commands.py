@@ -20,7 +20,7 @@ from rich.cells import cell_len
 
 from pensieve.cli import main as cli
 from pensieve.cli.refusals import refusal
-from pensieve.cli.sessions import pages
+from pensieve.cli.sessions import listing
 from pensieve.cli.top.command import default_admin, top
 from pensieve.cli.top.feed import FeedState
 from pensieve.client import Client, Residency, SessionInfo, SessionState
@@ -208,7 +208,7 @@ def test_figures_are_not_cut_either(columns: int) -> None:
         overflow="reject", labels={"title": "x" * 300}, create_time=now - timedelta(days=400), update_time=now,
         active_request_id="r", residency=Residency("left", 9, 41_152, 41_152, 41_152),
     )  # fmt: skip
-    _, text = pages.listing([info], now, columns)
+    _, text = listing([info], now, columns)
     line = text.plain
     for whole in (info.id, "123,456", "running", "d33" if columns < 100 else "device 33 %"):
         assert whole in line, whole
@@ -332,7 +332,7 @@ def test_a_real_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_neither_needs_torch() -> None:
     program = (
-        "import sys; import pensieve.cli.top.command, pensieve.cli.sessions.command; "
+        "import sys; import pensieve.cli.top.command, pensieve.cli.sessions; "
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'redis')))"
     )
     subprocess.run([sys.executable, "-P", "-c", program], check=True, timeout=60)

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pensieve.cli.top import strips
 from pensieve.cli.top.feed import AdminFeed, FeedError, FeedState, decode
-from pensieve.cli.top.screen import TopLook, screen
-from pensieve.cli.top.view import ORDERS, View
+from pensieve.cli.top.screen import ORDERS, TopLook, View, draw, screen
 from support.page.feeds import row, state
 
 
@@ -131,12 +129,12 @@ def test_nothing_from_outside_moves_the_cursor() -> None:
 
 
 def drawn(strip: str, width: int) -> str:
-    return strips.draw(strip, width, blocks=False).plain
+    return draw(strip, width, blocks=False).plain
 
 
 def test_a_strip_that_fits_is_told_chunk_by_chunk() -> None:
     assert drawn("x2h3b1d4i1o1r1n2", 20) == "xxhhhbdddd><rnn"
-    shared = strips.draw("D2d1", 5)
+    shared = draw("D2d1", 5)
     assert shared.plain == "███" and "underline" in str(shared.spans[0].style)
     assert drawn("", 5) == "" and drawn("z3", 5) == "???"
 

@@ -12,10 +12,10 @@ from typing import Any, Final
 
 import click
 
-from pensieve.cli.chat import candidates, sessions
+from pensieve.cli.chat import sessions
 from pensieve.cli.chat.prompt import Prompt
 from pensieve.cli.chat.screen import can_edit
-from pensieve.cli.chat.talk import Dialogue, reason
+from pensieve.cli.chat.talk import Dialogue, choose_candidate, reason, set_candidates
 from pensieve.client import Item, Role, SamplingOptions
 from pensieve.core import SAMPLING
 from pensieve.machine import user_path
@@ -64,12 +64,12 @@ class Commands:
                 lambda _: talk.regenerate(), "", "another answer to the last question"
             ),
             "/candidates": ChatCommand(
-                lambda n: candidates.set_number(n, talk.sampling, talk.screen),
+                lambda n: set_candidates(n, talk.sampling, talk.screen),
                 "[N]",
                 "draw N answers to each question from here on",
             ),
             "/choose": ChatCommand(
-                lambda k: candidates.choose(k, talk.session, talk.screen),
+                lambda k: choose_candidate(k, talk.session, talk.screen),
                 "K",
                 "go on from answer K of the last turn",
             ),

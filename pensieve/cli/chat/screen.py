@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from pensieve.cli.untrusted import clean
+from pensieve.cli.output import clean
 
 T = TypeVar("T")
 

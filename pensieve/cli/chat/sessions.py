@@ -11,7 +11,7 @@ from rich.cells import set_cell_size
 
 from pensieve.cli.chat.screen import Screen
 from pensieve.cli.chat.talk import first_words
-from pensieve.cli.untrusted import clean
+from pensieve.cli.output import clean
 from pensieve.client import Client, Item, Role, Session, SessionInfo
 from pensieve.errors import InvalidArgument, NotFound
 

@@ -1,19 +1,190 @@
-"""One look at a server as lines of text, for any width. Pure: it is tested without a terminal."""
+"""One look at a server as lines of text, for any width. Pure: it is tested without a terminal.
+
+``View`` says which sessions are shown, and what keys change of that. A session's chunks are a row of characters whose
+shapes say what their colours say as well.
+"""
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
 
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from pensieve.cli import figures
-from pensieve.cli.top import strips
-from pensieve.cli.top.feed import FeedLatency, FeedSession, FeedState, FeedTier
-from pensieve.cli.top.view import View
-from pensieve.cli.untrusted import clean
+from pensieve.cli import output
+from pensieve.cli.output import clean
+from pensieve.cli.top.feed import MOST_SESSIONS, FeedLatency, FeedSession, FeedState, FeedTier
+
+PLACES: Final[dict[str, tuple[str, str, str]]] = {
+    "d": ("█", "blue", "device"),
+    "b": ("▓", "cyan", "both"),
+    "h": ("▒", "yellow", "host"),
+    "x": ("·", "bright_black", "dropped"),
+    "i": (">", "bold green", "coming in"),
+    "o": ("<", "bold yellow", "going out"),
+    "r": ("r", "bold magenta", "recomputed"),
+    "n": ("n", "bold bright_blue", "new"),
+}
+"""Letter of the feed → character, style, word."""
+PLAIN: Final = {"█": "d", "▓": "b", "▒": "h", "·": "x"}
+"""For terminals without block characters: the feed's own letters."""
+_RUN: Final = re.compile(r"([a-zA-Z])(\d+)")
+
+
+def runs(strip: str) -> Iterator[tuple[str, int]]:
+    """``x7h40B3`` → letters with counts of chunks."""
+    for found in _RUN.finditer(strip):
+        yield found[1], int(found[2])
+
+
+@lru_cache(maxsize=1 << 15)
+def chunks(strip: str, places: str) -> int:
+    """How many chunks are at these places, shared ones as well. Kept: most strips are the same at the next look."""
+    wanted = places + places.upper()
+    return sum(int(number) for letter, number in _RUN.findall(strip) if letter in wanted)
+
+
+def draw(strip: str, width: int, *, blocks: bool = True) -> Text:
+    """At most ``width`` characters. A chunk is one if they fit; else each is of what most of its chunks are."""
+    text = Text()
+    for letter in _cells(strip, width):
+        shape, style, _ = PLACES.get(letter.lower(), ("?", "", ""))
+        text.append(
+            shape if blocks else PLAIN.get(shape, shape), f"{style} underline" if letter.isupper() else style
+        )
+    return text
+
+
+def legend(*, blocks: bool = True) -> list[Text]:
+    """What the characters mean."""
+    words = []
+    for shape, style, word in PLACES.values():
+        words.append(Text.assemble((shape if blocks else PLAIN.get(shape, shape), style), f" {word}"))
+    return [*words, Text.assemble(("shared", "underline"))]
+
+
+def _cells(strip: str, width: int) -> Iterator[str]:
+    total = sum(number for _, number in runs(strip))
+    if total <= width:
+        for letter, number in runs(strip):
+            yield from letter * number
+        return
+    # Cell k stands for the chunks from k·total/width to (k+1)·total/width.
+    share: Counter[str] = Counter()
+    at, cell = 0, 0
+    for letter, number in runs(strip):
+        end = at + number
+        while at < end:
+            border = (cell + 1) * total // width
+            taken = min(end, border) - at
+            share[letter] += taken
+            at += taken
+            if at == border:
+                yield share.most_common(1)[0][0]
+                share.clear()
+                cell += 1
+
+
+_Order = Callable[[FeedSession], float]
+ORDERS: Final[dict[str, _Order | None]] = {
+    "activity": None,
+    "tokens": lambda row: -row.tokens,
+    "device": lambda row: -chunks(row.strip, "dbi"),
+    "host": lambda row: -chunks(row.strip, "hbo"),
+    "dropped": lambda row: -chunks(row.strip, "xr"),
+    "idle": lambda row: -row.idle_s,
+}
+"""Name → smallest first; None: as the server sends them, those that run first."""
+_KEYS: Final = re.compile(r"\x1b(?:\[[0-9;]*[~A-Za-z]|O[A-Za-z])|[\s\S]")
+_MOVES: Final = {
+    "\x1b[A": "up", "\x1bOA": "up", "k": "up", "\x1b[B": "down", "\x1bOB": "down", "j": "down",
+    "\x1b[5~": "page up", "\x1b[6~": "page down", " ": "page down",
+    "\x1b[H": "home", "\x1bOH": "home", "\x1b[1~": "home", "g": "home",
+}  # fmt: skip
+
+
+@dataclass
+class View:
+    """Order, filter and place in the list. One writer: the loop that reads keys."""
+
+    order: str = "activity"
+    filter: str = ""
+    first: int = 0
+    """Sessions above the first that is shown."""
+    typing: bool = False
+    """What is typed goes into the filter."""
+    page: int = 10
+    """Rows of the list; set by who draws."""
+    done: bool = False
+
+    @property
+    def wanted(self) -> int:
+        """How many sessions to ask for: all where the server's order is not the one to show."""
+        if self.order == "activity" and not self.filter:
+            return min(self.first + 2 * self.page + 10, MOST_SESSIONS)
+        return MOST_SESSIONS
+
+    def choose(self, rows: Sequence[FeedSession]) -> list[FeedSession]:
+        """The rows to show, from the first in order; ``first`` is brought back to where there are any."""
+        found = [row for row in rows if self.filter.lower() in _searched(row)] if self.filter else list(rows)
+        order = ORDERS[self.order]
+        if order is not None:
+            found.sort(key=order)
+        self.first = max(min(self.first, len(found) - 1), 0)
+        return found[self.first :]
+
+    def press(self, typed: str) -> None:
+        """Take in what came from the keyboard."""
+        for key in keys(typed):
+            if self.typing:
+                self._type(key)
+            else:
+                self._command(key)
+
+    def _type(self, key: str) -> None:
+        if key == "\x1b":
+            self.typing, self.filter = False, ""
+        elif key in "\r\n":
+            self.typing = False
+        elif key in "\x7f\b":
+            self.filter = self.filter[:-1]
+        elif key == "\x15":
+            self.filter = ""
+        elif key.isprintable():
+            self.filter += key
+        self.first = 0
+
+    def _command(self, key: str) -> None:
+        if key in "qQ":
+            self.done = True
+        elif key == "s":
+            names = list(ORDERS)
+            self.order = names[(names.index(self.order) + 1) % len(names)]
+            self.first = 0
+        elif key == "/":
+            self.typing = True
+        elif key == "\x1b":
+            self.filter, self.first = "", 0
+        elif key in _MOVES:
+            steps = {"up": -1, "down": 1, "page up": -self.page, "page down": self.page, "home": -self.first}
+            self.first = max(self.first + steps[_MOVES[key]], 0)
+
+
+def keys(typed: str) -> Iterator[str]:
+    """Single keys; a cursor key is one."""
+    yield from _KEYS.findall(typed)
+
+
+def _searched(row: FeedSession) -> str:
+    labels = " ".join(f"{key}={value}" for key, value in (row.labels or {}).items())
+    return f"{row.session} {row.state} {labels}".lower()
+
 
 GAP = "   "
 LABELS_FROM = 110
@@ -45,7 +216,7 @@ def screen(look: TopLook, view: View, height: int | None = None) -> list[Text]:
     is set here.
     """
     head = [*_header(look), *_figures(look), *_tiers(look), Text()]
-    foot = list(_flow(strips.legend(blocks=look.blocks), look.width, "  "))
+    foot = list(_flow(legend(blocks=look.blocks), look.width, "  "))
     rows = view.choose(look.state.sessions.rows)
     if height is None:
         lines = [*head, *_list(look, view, rows[: view.page]), Text(), *foot]
@@ -81,7 +252,7 @@ def _header(look: TopLook) -> Iterator[Text]:
         look.width,
     )
     if look.gone_s is not None:
-        yield Text(f"reconnecting…  {look.trouble}, for {figures.age(look.gone_s)}", "bold red")
+        yield Text(f"reconnecting…  {look.trouble}, for {output.age(look.gone_s)}", "bold red")
 
 
 def _health(look: TopLook) -> Text:
@@ -99,7 +270,7 @@ def _door(look: TopLook) -> Text:
     if door.state == "serving":
         line = Text(clean(f"http {door.address}", lines=False), "green")
     else:
-        since = figures.age(max(look.state.time_s - door.since_s, 0.0))
+        since = output.age(max(look.state.time_s - door.since_s, 0.0))
         line = Text(clean(f"http {door.address} {door.state} for {since}", lines=False), "bold red")
     if door.restarts:
         line.append(f" ({door.restarts} restart{'s' if door.restarts > 1 else ''})", "red")
@@ -111,8 +282,8 @@ def _figures(look: TopLook) -> Iterator[Text]:
     received = lately.context.new / lately.over_s if lately.over_s else 0.0
     cells = [
         _pair("turns", f"{lately.turns_per_s:.1f}/s"),
-        _pair("tokens in", f"{figures.count(received)}/s"),
-        _pair("out", f"{figures.count(lately.output_tokens_per_s)}/s"),
+        _pair("tokens in", f"{output.count(received)}/s"),
+        _pair("out", f"{output.count(lately.output_tokens_per_s)}/s"),
         _pair("failed", str(lately.failed), "red" if lately.failed else ""),
     ]
     yield from _titled("last minute", cells, look.width)
@@ -125,16 +296,16 @@ def _figures(look: TopLook) -> Iterator[Text]:
         ],
         look.width,
     )
-    wait = f" ({figures.seconds(queue.expected_wait_s)})" if queue.waiting else ""
+    wait = f" ({output.seconds(queue.expected_wait_s)})" if queue.waiting else ""
     cells = [
         _pair("running", str(queue.running)),
         _pair("queued", str(queue.queued)),
         _pair("turns waiting", f"{queue.waiting}{wait}", "yellow" if queue.waiting else ""),
-        _pair("suspensions", figures.count(state.totals.suspensions_total)),
+        _pair("suspensions", output.count(state.totals.suspensions_total)),
         _pair("engine restarts", str(state.engine_restarts), "red" if state.engine_restarts else ""),
     ]
     if state.rates is not None:
-        cells.insert(3, _pair("steps", f"{figures.count(state.rates.steps)}/s"))
+        cells.insert(3, _pair("steps", f"{output.count(state.rates.steps)}/s"))
     if state.sessions.age_s is None:
         cells.insert(0, Text("no engine", "bold red"))
     yield from _titled("engine", cells, look.width)
@@ -149,7 +320,7 @@ def _tiers(look: TopLook) -> Iterator[Text]:
     yield from _titled(
         "context",
         [
-            Text.assemble((figures.share(part, whole), style), f" {word}")
+            Text.assemble((output.share(part, whole), style), f" {word}")
             for part, style, word in (
                 (context.device, "blue", "from the device"),
                 (context.host, "yellow", "from the host"),
@@ -164,9 +335,9 @@ def _tiers(look: TopLook) -> Iterator[Text]:
         yield from _titled(
             "moved",
             [
-                _pair("in", f"{figures.bytes_of(rates.swap_in_bytes)}/s"),
-                _pair("out", f"{figures.bytes_of(rates.swap_out_bytes)}/s"),
-                _pair("dropped", f"{figures.count(rates.dropped_tokens)} tokens/s"),
+                _pair("in", f"{output.bytes_of(rates.swap_in_bytes)}/s"),
+                _pair("out", f"{output.bytes_of(rates.swap_out_bytes)}/s"),
+                _pair("dropped", f"{output.count(rates.dropped_tokens)} tokens/s"),
             ],
             look.width,
         )
@@ -176,8 +347,8 @@ def _tier(look: TopLook, name: str, tier: FeedTier, style: str) -> Iterator[Text
     length = max(min(look.width - 60, 60), 6)
     full = round(length * tier.used / tier.capacity) if tier.capacity else 0
     shape, rest = ("█", "░") if look.blocks else ("#", ".")
-    numbers = f"{figures.share(tier.used, tier.capacity):>5} of {figures.count(tier.capacity)} tokens"
-    spare = f"{figures.count(tier.reclaimable)} reclaimable" if tier.reclaimable else ""
+    numbers = f"{output.share(tier.used, tier.capacity):>5} of {output.count(tier.capacity)} tokens"
+    spare = f"{output.count(tier.reclaimable)} reclaimable" if tier.reclaimable else ""
     bar = Text.assemble((shape * min(full, length), style), (rest * (length - full), "dim"))
     yield from _titled(name, [Text.assemble(bar, " ", numbers), Text(spare, "dim")], look.width)
 
@@ -207,15 +378,15 @@ def _list(look: TopLook, view: View, rows: Sequence[FeedSession]) -> Iterator[Te
     )
     yield Text(f"{heading}  LABELS" if wide else heading.rstrip(), "dim")
     for row, name in zip(rows, names, strict=True):
-        told = clean(row.state, lines=False) if row.state != "idle" else figures.age(row.idle_s)
+        told = clean(row.state, lines=False) if row.state != "idle" else output.age(row.idle_s)
         line = Text(_cut(name, name_width))
         line.append(f"  {told:<7.7}", "" if row.state == "idle" else "green")
-        line.append(f"{figures.count(row.tokens):>7}  ")
-        strip = strips.draw(row.strip, strip_width, blocks=look.blocks)
+        line.append(f"{output.count(row.tokens):>7}  ")
+        strip = draw(row.strip, strip_width, blocks=look.blocks)
         line.append_text(strip)
         if wide and row.labels:
             line.append(" " * (strip_width - strip.cell_len + 2))
-            line.append(figures.labels(row.labels), "dim")
+            line.append(output.labels(row.labels), "dim")
         yield line
 
 
@@ -243,7 +414,7 @@ def _latency(told: FeedLatency | None) -> str:
     if told is None:
         return "–"
     name, high = ("p99", told.p99) if told.p99 is not None else ("p95", told.p95)
-    return f"p50 {figures.seconds(told.p50)}, {name} {figures.seconds(high)}"
+    return f"p50 {output.seconds(told.p50)}, {name} {output.seconds(high)}"
 
 
 def _pair(word: str, value: str, style: str = "") -> Text:

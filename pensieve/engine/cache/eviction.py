@@ -1,22 +1,22 @@
-"""The eviction index of ``CacheManager``: whose chunks give way next, be they a session's own or shared.
+"""The eviction index of ``CacheManager``: it ranks the chunks of sessions and of shared runs, and hands out victims.
 
-Chunks that several sessions own are no session's: the runs that they form have rows of their own. Sessions of one
-tenant alone share, so a row's chunks are one tenant's.
+Chunks that several sessions own belong to no session: the runs that they form have rows of their own. Only sessions of
+one tenant share, so all chunks of a row belong to one tenant.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Sequence
 
 import numpy as np
 
-from pensieve.core import Ints
+from pensieve.core import Hints
 from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, SharedRun
 from pensieve.engine.cache.claims import Bools
-from pensieve.engine.cache.index import Reclaim, SessionIndex, VictimRound
-from pensieve.engine.cache.policy import Policy
+from pensieve.engine.cache.index import Reclaim, ValueTable
+from pensieve.engine.cache.policy import UNKNOWN, Policy
+from pensieve.engine.cache.rates.hints import NO_HINT, heard
 from pensieve.engine.cache.tenants import ANY, Allowance
 from pensieve.engine.cost.model import CostModel
 
@@ -32,126 +32,230 @@ def way_of(chunk: Chunk) -> Reclaim | None:
     return Reclaim.SAVED_PAGE if chunk.host == NOWHERE else Reclaim.PAGE
 
 
-class EvictionIndex(SessionIndex[CachedSession, Holder]):
-    """The index of ``CacheManager``."""
+class EvictionIndex:
+    """The rows of all cached sessions and shared runs. ``touch`` a holder after a change to its chunks or activity."""
 
     def __init__(self, policy: Policy, cost: CostModel) -> None:
-        super().__init__(policy, cost)
-        self._tenants: Ints = np.zeros(64, np.int64)
-        """Whose the chunks in each row are."""
-        self._numbers = 1
-        """More than any of these."""
+        self.table = ValueTable(policy, cost)
+        self._holders: list[Holder | None] = []
+        """By row."""
+        self._dirty: dict[Holder, None] = {}
+        """Holders whose rows are not up to date."""
+        self._tenants = 1
+        """One more than the largest number of a tenant."""
+
+    @property
+    def policy(self) -> Policy:
+        return self.table.policy
+
+    # -- rows --------------------------------------------------------------------------------------------------------
+
+    def add_row(self) -> int:
+        """A row for a new holder; ``attach`` it next."""
+        row = self.table.add_row()
+        if row == len(self._holders):
+            self._holders.append(None)
+        return row
 
     def attach(self, holder: Holder) -> None:
-        if holder.row >= self._tenants.size:
-            self._tenants = np.pad(self._tenants, (0, self._last_active.size - self._tenants.size))
-        self._tenants[holder.row] = holder.tenant
-        self._numbers = max(self._numbers, holder.tenant + 1)
-        super().attach(holder)
+        self._holders[holder.row] = holder
+        self.table.tenants[holder.row] = holder.tenant
+        self._tenants = max(self._tenants, holder.tenant + 1)
+        self.touch(holder)
+
+    def remove(self, holder: Holder) -> None:
+        """Forget a holder; its row is given to another."""
+        self._dirty.pop(holder, None)
+        self._holders[holder.row] = None
+        self.table.remove_row(holder.row)
 
     def touch(self, holder: Holder) -> None:
         holder.strip = None
-        super().touch(holder)
+        self._dirty[holder] = None
+
+    def join(self, run: SharedRun, owner: CachedSession) -> None:
+        """A session is one more owner of a run."""
+        self.table.claims.add(run.row, owner.row)
+
+    def part(self, run: SharedRun, owner: CachedSession) -> None:
+        """A session owns a run no more."""
+        self.table.claims.remove(run.row, owner.row)
+
+    # -- activity ----------------------------------------------------------------------------------------------------
+
+    def left(self, session: CachedSession, now: float, hints: Hints | None = None) -> None:
+        """The session's turn has ended; its tokens are those of the whole context. ``touch`` it next."""
+        session.kind = self.policy.left(session.key, session.new_tokens, len(session.tokens), now)
+        self.told(session, hints)
+
+    def told(self, session: CachedSession, hints: Hints | None) -> None:
+        """What to expect of the session, from its ``last_active`` on and until its next turn. ``touch`` it next."""
+        if hints is not None and self.policy.hears_hints:
+            session.hint, self.table.hinted = heard(hints), True
+
+    def came_back(self, session: CachedSession, new_tokens: int, now: float) -> None:
+        """The session has a turn with so many new tokens; 0: it goes on with the one before. ``touch`` it next."""
+        session.new_tokens = new_tokens or session.new_tokens
+        session.hint = NO_HINT
+        self.policy.came_back(session.key, now)
+
+    def suspended(self, session: CachedSession, now: float) -> None:
+        """The session ``left`` in this moment, to go on soon: its recency, not its kind, is to keep it."""
+        session.kind, session.hint = UNKNOWN, NO_HINT
+        self.policy.came_back(session.key, now)
+
+    # -- questions ---------------------------------------------------------------------------------------------------
 
     def round(self, reclaim: Reclaim, now: float, expected: int, allowance: Allowance = ANY) -> EvictionRound:
         """Victims in ascending value, as the cache is now. ``expected``: how many will likely be taken."""
+        self._refresh()
         return EvictionRound(self, reclaim, now, expected, allowance)
+
+    def total(self, reclaim: Reclaim) -> int:
+        """How many chunks could be reclaimed this way now."""
+        self._refresh()
+        return int(self.table.candidates[reclaim].sum())
 
     def allowed(self, reclaim: Reclaim, allowance: Allowance) -> int:
         """How many chunks could be reclaimed this way now, with no more from each tenant than that."""
         if not allowance:
             return self.total(reclaim)
         self._refresh()
-        used = len(self._sessions)
-        found = np.bincount(self._tenants[:used], self._candidates[reclaim, :used], self._numbers)
+        used = self.table.rows
+        found = np.bincount(self.table.tenants[:used], self.table.candidates[reclaim, :used], self._tenants)
         for tenant, most in allowance.items():
-            if tenant < self._numbers:
+            if tenant < self._tenants:
                 found[tenant] = min(found[tenant], most)
         return int(found.sum())
 
-    def tenant_at(self, row: int) -> int:
-        """Whose the chunks in a row are."""
-        return int(self._tenants[row])
-
     def barred(self, allowance: Allowance) -> Bools | None:
-        """Rows of tenants from whom nothing may be taken; None: there are none."""
-        tenants = [tenant for tenant, most in allowance.items() if not most and tenant < self._numbers]
+        """Rows of tenants from whom nothing may be taken, bool [rows]; None: there are none."""
+        tenants = [tenant for tenant, most in allowance.items() if not most and tenant < self._tenants]
         if not tenants:
             return None
-        table = np.zeros(self._numbers, np.bool_)
-        table[tenants] = True
-        return table.take(
-            self._tenants[: len(self._sessions)], mode="clip"
-        )  # the fast one: none is out of range
+        barred = np.zeros(self._tenants, np.bool_)
+        barred[tenants] = True
+        return barred.take(
+            self.table.tenants[: self.table.rows], mode="clip"
+        )  # clip is fast: none is out of range
+
+    def holder_at(self, row: int) -> Holder | None:
+        """The row's holder; None when it was forgotten since the round began."""
+        return self._holders[row]
 
     def value(self, holder: Holder, chunk_index: int, candidates: int, now: float) -> float:
-        if isinstance(holder, CachedSession):
-            return self.session_value(holder, chunk_index, candidates, now)
-        return self.run_value(holder, chunk_index, candidates)
+        """Value of a holder's next victim, in a round that began at ``now``."""
+        if isinstance(holder, SharedRun):
+            return self.table.run_value(holder.row, chunk_index, candidates)
+        idle = now - holder.last_active
+        return self.table.session_value(chunk_index, candidates, idle, holder.kind, holder.hint)
 
-    def _context(self, session: CachedSession) -> int:
-        return len(session.tokens)
-
-    def _fill(self, holders: list[Holder]) -> None:
-        for holder in holders:
+    def _refresh(self) -> None:
+        """Bring the rows of all touched holders up to date."""
+        table = self.table
+        for holder in self._dirty:
             row = holder.row
             if isinstance(holder, CachedSession):
-                self._last_active[row] = holder.last_active
-                self._kinds[row] = holder.kind
-                if self._hinted:
-                    self._pauses[row], self._weights[row] = holder.hint
+                table.last_active[row] = holder.last_active
+                table.kinds[row] = holder.kind
+                if table.hinted:
+                    table.pauses[row], table.weights[row] = holder.hint
             ways = [way_of(chunk) for chunk in holder.own]
             for reclaim in Reclaim:
                 count = ways.count(reclaim)
                 first = holder.first + ways.index(reclaim) if count else -1
-                self._candidates[reclaim, row] = count
-                self._first_cost[reclaim, row] = self.chunk_cost(first)
+                table.candidates[reclaim, row] = count
+                table.first_cost[reclaim, row] = table.chunk_cost(first)
+        self._dirty.clear()
 
     def check(self) -> None:
         """Every row says what its holder's chunks say, and the claims are those of the owners."""
         self._refresh()
+        table = self.table
         pairs: set[tuple[int, int]] = set()
-        for row, holder in enumerate(self._sessions):
+        for row, holder in enumerate(self._holders):
             if holder is None:
-                assert not np.isfinite(self._first_cost[:, row]).any(), f"row {row} outlived its session"
+                assert not np.isfinite(table.first_cost[:, row]).any(), f"row {row} outlived its session"
                 continue
             if isinstance(holder, CachedSession):
-                assert self._kinds[row] == holder.kind, f"{holder.key}: kind is stale"
-                assert (self._pauses[row], self._weights[row]) == holder.hint, f"{holder.key}: hint is stale"
+                assert table.kinds[row] == holder.kind, f"{holder.key}: kind is stale"
+                assert (table.pauses[row], table.weights[row]) == holder.hint, f"{holder.key}: hint is stale"
             else:
                 pairs |= {(row, owner.row) for owner in holder.owners}
                 assert {owner.tenant for owner in holder.owners} == {holder.tenant}, f"row {row}: tenants mix"
-            assert self._tenants[row] == holder.tenant, f"row {row}: tenant is stale"
+            assert table.tenants[row] == holder.tenant, f"row {row}: tenant is stale"
             for reclaim in Reclaim:
                 count = sum(way_of(chunk) is reclaim for chunk in holder.own)
-                assert self._candidates[reclaim, row] == count, f"row {row}: {reclaim.name} count is stale"
-        assert set(self._claims.pairs()) == pairs, "the claims are not those of the owners"
+                assert table.candidates[reclaim, row] == count, f"row {row}: {reclaim.name} count is stale"
+        assert set(table.claims.pairs()) == pairs, "the claims are not those of the owners"
 
 
-class EvictionRound(VictimRound[CachedSession, Holder]):
-    """A round of the engine's index, in chunks, within an allowance.
+class EvictionRound:
+    """Hands out groups of victims, lowest value first, within an allowance. ``EvictionIndex.round`` makes one.
 
-    A holder's chunks are looked at once in a round: from then on they are candidates until they are handed out. What
-    else becomes its own meanwhile was shared with a session that is forgotten, so it is in no tier. To look at all
-    of them again for each victim was half of the time to plan a step that swaps a long session in.
+    Valid until the cache changes in another way. A holder's chunks are looked at once in a round: from then on they are
+    candidates until they are handed out. What else becomes its own meanwhile was shared with a session that is
+    forgotten, so it is in no tier. To look at all of them again for each victim was half of the time to plan a step
+    that swaps a long session in.
     """
 
     def __init__(
         self, index: EvictionIndex, reclaim: Reclaim, now: float, expected: int, allowance: Allowance
     ) -> None:
-        super().__init__(index, reclaim, now, expected, index.barred(allowance) if allowance else None)
-        self._tenant_at = index.tenant_at
-        self._policy = index.policy
+        self._index = index
+        self._reclaim = reclaim
+        self._now = now
         self._left = dict(allowance)
+        """How many chunks may still be taken from each tenant with a share."""
         self._seen: dict[Holder, list[int]] = {}
+        """Candidates of each holder that was looked at, ascending."""
+        barred = index.barred(allowance) if allowance else None
+        rows, values = index.table.lowest_rows(reclaim, now, expected, barred)
+        self._heap = list(zip(values.tolist(), rows.tolist(), strict=True))
+        heapq.heapify(self._heap)
 
-    def first_and_count(self, holder: Holder) -> tuple[int, int]:
-        indices = self._candidates(holder)
-        return (indices[0], len(indices)) if indices else (-1, 0)
+    def peek(self) -> float:
+        """Value of the next victim; infinity when there is none."""
+        return self._heap[0][0] if self._heap else np.inf
 
-    def next_group(self, holder: Holder) -> Sequence[int]:
-        indices = self._candidates(holder)
-        return self._policy.group(indices) if indices else ()
+    def peek_tenant(self) -> int:
+        """Tenant of the next victim. There must be one."""
+        return int(self._index.table.tenants[self._heap[0][1]])
+
+    def take(self) -> list[Chunk]:
+        """The next group, in ascending position; empty when there is none. The caller evicts it, then ``put_back``s."""
+        while self._heap:
+            holder = self._index.holder_at(self._heap[0][1])
+            if (
+                holder is None
+                or (left := self._left.get(holder.tenant)) == 0
+                or not (indices := self._candidates(holder))
+            ):
+                heapq.heappop(self._heap)
+                continue
+            group = self._index.policy.group(indices)
+            if left is not None:
+                group = group[:left]
+                self._left[holder.tenant] = left - len(group)
+            own, first = holder.own, holder.first
+            chunks = [own[index - first] for index in group]
+            at = bisect_left(indices, group[0])
+            del indices[at : at + len(group)]
+            return chunks
+        return []
+
+    def put_back(self) -> None:
+        """Re-rank the holder whose group was just taken, with what it still has."""
+        row = self._heap[0][1]
+        holder = self._index.holder_at(row)
+        if holder is not None and (indices := self._candidates(holder)):
+            value = self._index.value(holder, indices[0], len(indices), self._now)
+            heapq.heapreplace(self._heap, (value, row))
+        else:
+            heapq.heappop(self._heap)
+        # ``peek`` must tell of what ``take`` gives.
+        while self._left and self._heap and self._left.get(self.peek_tenant()) == 0:
+            heapq.heappop(self._heap)
 
     def _candidates(self, holder: Holder) -> list[int]:
         indices = self._seen.get(holder)
@@ -159,32 +263,3 @@ class EvictionRound(VictimRound[CachedSession, Holder]):
             indices = [chunk.index for chunk in holder.own if way_of(chunk) is self._reclaim]
             self._seen[holder] = indices
         return indices
-
-    def take(self) -> list[Chunk]:
-        """The next group, in ascending position; empty when there is none. The caller evicts it, then ``put_back``s."""
-        while (found := self.take_group()) is not None:
-            holder, group = found
-            left = self._left.get(holder.tenant)
-            if left == 0:
-                heapq.heappop(self._heap)
-                continue
-            if left is not None:
-                group = group[:left]
-                self._left[holder.tenant] = left - len(group)
-            own, first = holder.own, holder.first
-            chunks = [own[index - first] for index in group]
-            indices = self._candidates(holder)
-            at = bisect_left(indices, group[0])
-            del indices[at : at + len(group)]
-            return chunks
-        return []
-
-    def put_back(self) -> None:
-        super().put_back()
-        # So that ``peek`` tells of what ``take`` gives.
-        while self._left and self._heap and self._left.get(self.peek_tenant()) == 0:
-            heapq.heappop(self._heap)
-
-    def peek_tenant(self) -> int:
-        """Whose the next victim is; there is one."""
-        return self._tenant_at(self._heap[0][1])

@@ -14,6 +14,8 @@ from typing import Any, Final
 RECORDED = "pensieve.trace/1"
 """What the header of a trace written by ``pensieve serve --record`` says."""
 
+RECEIPT_FIELDS: Final = ("gpu_cached_tokens", "swapped_in_tokens", "recomputed_tokens")
+
 HASH_BLOCK_TOKENS: Final = 512
 """Tokens that one of the ``hash_ids`` of a length trace stands for, as in the traces that came with Mooncake."""
 
@@ -39,6 +41,8 @@ class TurnLengths:
     output_tokens: int
     timestamp_s: float | None = None
     """When the turn was sent in the recording; None: nobody says."""
+    receipt: tuple[int, int, int] | None = None
+    """Tokens of its context that a server had on the device, had on the host, and recomputed; None: not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +103,7 @@ def load(path: Path, count_tokens: CountTokens = estimate_tokens, *, limit: int 
     if text.lstrip().startswith("["):
         conversations = _share_gpt(path, text, count_tokens, limit)
     else:
-        conversations = _length_trace(path, text)[:limit]
+        conversations = length_trace(path, text)[:limit]
     if not conversations:
         raise DatasetError(f"{path}: no conversation with an answered turn")
     return Dataset(path.name, tuple(conversations), digest)
@@ -145,7 +149,8 @@ def _answered(messages: Iterable[tuple[bool, str]], count: CountTokens) -> list[
     return turns
 
 
-def _length_trace(path: Path, text: str) -> list[Conversation]:
+def length_trace(path: Path, text: str) -> list[Conversation]:
+    """The conversations of a length trace. ``path`` names it in errors. Raises DatasetError."""
     rows: dict[str, list[_Row]] = {}
     headers = 0
     for number, line in enumerate(text.splitlines(), 1):
@@ -159,8 +164,12 @@ def _length_trace(path: Path, text: str) -> list[Conversation]:
             if not row.get("committed", True):
                 continue
             stamp = row.get("timestamp_s")
+            receipt = [int(row[name]) for name in RECEIPT_FIELDS] if RECEIPT_FIELDS[0] in row else None
             turn = TurnLengths(
-                int(row["input_tokens"]), int(row["output_tokens"]), None if stamp is None else float(stamp)
+                int(row["input_tokens"]),
+                int(row["output_tokens"]),
+                None if stamp is None else float(stamp),
+                None if receipt is None else (receipt[0], receipt[1], receipt[2]),
             )
             entry = int(row["turn"]), turn, row
             session = str(row["session_id"])

@@ -27,6 +27,14 @@ from pensieve.engine.messages import (
 
 
 class LinkState(enum.StrEnum):
+    """State of a link. Only ``BaseLink`` changes it::
+
+    STARTING    engine up      SERVING
+    SERVING     engine lost    RESTARTING
+    RESTARTING  engine up      SERVING
+    any         stop           STOPPED
+    """
+
     STARTING = "starting"
     SERVING = "serving"
     RESTARTING = "restarting"

@@ -12,9 +12,8 @@ from typing import Final
 from pensieve.core import SessionKey
 from pensieve.engine.messages import Submit
 from pensieve.errors import PensieveError
-from pensieve.server.links.condemned import Condemned
 from pensieve.server.links.generations import OpenGeneration
-from pensieve.server.links.quarantine import MEMORY_S, Quarantine
+from pensieve.server.links.quarantine import MEMORY_S, Condemned, Quarantine
 
 WARM_SUSPICION_S: Final = 10.0
 """An engine that dies sooner after a session was asked to be warmed may have died of it."""

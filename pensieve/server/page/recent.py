@@ -96,15 +96,12 @@ class RecentTurns:
 
     def __init__(self) -> None:
         self._ends: deque[TurnEnd] = deque()
-        self.forgotten = False
-        """Whether there were turns that are not remembered any more."""
 
     def turn_ended(self, end: TurnEnd) -> None:
         """Costs a few microseconds, whoever looks."""
         self._ends.append(end)
         while self._ends[0].ended_at < end.ended_at - KEPT_S or len(self._ends) > MOST_KEPT:
             self._ends.popleft()
-            self.forgotten = True
 
     def since(self, then: float) -> Iterator[TurnEnd]:
         """Those that ended after ``then``, newest first."""

@@ -19,7 +19,6 @@ from pensieve.hosts import names_this_machine
 from pensieve.server.ids import SESSION_ID
 from pensieve.server.operations.admin_port import AdminAnswer
 from pensieve.server.page.details import session_document
-from pensieve.server.page.gap import GapFinder
 from pensieve.server.page.recent import BUCKET_S, RecentTurns
 from pensieve.server.page.state import DEFAULT_LIMIT, MOST_LISTED, StateView
 from pensieve.server.page.strips import StripWatch
@@ -41,7 +40,6 @@ class WebPage:
         state: StateView,
         recent: RecentTurns,
         strips: StripWatch,
-        gap: GapFinder,
         store: HistoryStore,
         operator: Operator,
         *,
@@ -51,7 +49,6 @@ class WebPage:
         self._state = state
         self._recent = recent
         self._strips = strips
-        self._gap = gap
         self._store = store
         self._operator = operator
         self._text = text
@@ -66,7 +63,7 @@ class WebPage:
     async def answer(self, target: str, headers: Mapping[str, str], address: str) -> AdminAnswer | None:
         """The answer to a GET of ``target``; None: it is none of the page's."""
         path, _, query = target.partition("?")
-        if not (path in ("/", "/state.json", "/series.json", "/gap.json") or path.startswith("/sessions/")):
+        if not (path in ("/", "/state.json", "/series.json") or path.startswith("/sessions/")):
             return None
         if not names_this_machine(headers.get("host", "")):
             return _refused(
@@ -91,7 +88,6 @@ class WebPage:
             return _refused(HTTPStatus.SERVICE_UNAVAILABLE, error.reason, error.message)
 
     async def close(self) -> None:
-        await self._gap.close()
         await self._strips.close()
 
     async def _document(self, path: str, query: str) -> AdminAnswer:
@@ -102,8 +98,6 @@ class WebPage:
         if path == "/series.json":
             buckets = self._recent.series(time.monotonic())
             return _json({"schema": SERIES_SCHEMA, "bucket_s": BUCKET_S, "buckets": buckets})
-        if path == "/gap.json":
-            return _json(await self._gap.gap())
         match = _SESSION.fullmatch(path)
         name = unquote(match[1]) if match else ""
         if not SESSION_ID.fullmatch(name):

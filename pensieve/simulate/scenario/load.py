@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 
-from pensieve.core import TokenArray
+from pensieve.core import Hints, TokenArray
 from pensieve.replay.load.schedule import Arrivals, Gaps, Script, prefix_ids, run_in, scripts
 from pensieve.replay.load.workload import Conversation, Piece
+from pensieve.simulate.scenario.settings import Settings
 
 NEVER = 1e15
 """A time that does not come; finite, so that differences of it stay numbers."""
@@ -183,3 +186,31 @@ def in_the_middle(load: Load, run_in_s: float, token_s: float) -> Load:
         load.rate, load.think_time_s or 0.0, seed=load.seed, think_gaps=load.think_gaps, run_in_s=run_in_s
     )
     return replace(load, in_progress=InProgress.of(load.conversations, arrivals, token_s))
+
+
+_STREAM: Final = 1
+"""Numbers the generator's stream: no other draws of a simulation are these."""
+
+
+def hints_of(settings: Settings, life: Life, turn: int, now: float) -> Hints | None:
+    """What the client says of the session when ``turn`` ends ``now``; None: nothing.
+
+    As ``pensieve.replay.load.hints``, but that the pause is counted from the end of the answer: a simulated client
+    knows that as well.
+
+    The true pause times a lognormal factor with median 1 and ``noise`` as its sigma. The last turn says that it is the
+    last.
+    """
+    told = settings.hints
+    if told is None:
+        return None
+    due = life.due(turn + 1, now)
+    if due == NEVER:
+        return Hints(finished=True) if told.ends else None
+    if not told.pauses:
+        return None
+    factor = 1.0
+    if told.noise:
+        generator = np.random.default_rng([settings.seed, life.number, turn, 0, _STREAM])
+        factor = math.exp(told.noise * generator.standard_normal())
+    return Hints(next_turn_s=max(due - now, 0.0) * factor)

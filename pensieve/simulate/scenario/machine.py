@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from pensieve.engine.cost.model import CostModel
+from pensieve.engine.plan import Plan
 
 
 class MachineError(ValueError):
@@ -96,3 +98,27 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except (OSError, msgspec.DecodeError, MachineError) as error:
             raise MachineError(f"{path}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The work of one plan, without its copies."""
+
+    tokens: float
+    rows: float
+    """Requests."""
+    kv_read: float
+    """Contexts of the spans of one token, added up."""
+    pairs: float
+    """(query, key) pairs of the longer spans."""
+
+
+def work_of(plan: Plan) -> Work:
+    """The work that ``plan`` asks for."""
+    kv_read, pairs = 0.0, 0.0
+    for span in plan.spans:
+        if len(span.tokens) == 1:
+            kv_read += span.end
+        else:
+            pairs += len(span.tokens) * (span.start + span.end) / 2
+    return Work(plan.num_tokens, len({span.request for span in plan.spans}), kv_read, pairs)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import log
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,91 @@ from pensieve.engine.cost.model import CostModel
 from pensieve.replay.measure.activity import TTFT_LIMIT_S, largest_within_limit
 from pensieve.replay.measure.report import SOURCES
 from pensieve.replay.measure.windows import BINS, has_trend
-from pensieve.simulate.scenario.slices import Slice
-from pensieve.simulate.scenario.times import Times
+
+_STEP = math.log(1.01)
+_LEAST = 1e-5
+
+
+@dataclass(slots=True)
+class Times:
+    """Mean and percentiles of durations; a percentile is right to 1 %."""
+
+    count: int = 0
+    total: float = 0.0
+    most: float = 0.0
+    bins: dict[int, int] = field(default_factory=dict)
+
+    def add(self, seconds: float, count: int = 1) -> None:
+        self.count += count
+        self.total += count * seconds
+        if seconds > self.most:
+            self.most = seconds
+        bin_ = int(log(seconds / _LEAST) / _STEP) if seconds > _LEAST else 0
+        bins = self.bins
+        bins[bin_] = bins.get(bin_, 0) + count
+
+    def percentile(self, share: float) -> float | None:
+        left = share * self.count
+        for bin_ in sorted(self.bins):
+            left -= self.bins[bin_]
+            if left <= 0:
+                return min(_LEAST * math.exp((bin_ + 0.5) * _STEP), self.most)
+        return None
+
+    def quantiles(self) -> list[float] | None:
+        """The percentiles 0, 1, … 100; None where nothing was added."""
+        found = [self.percentile(share / 100) for share in range(101)]
+        return None if found[-1] is None else [value for value in found if value is not None]
+
+    def merge(self, other: Times) -> None:
+        """Add what another one has."""
+        self.count, self.total = self.count + other.count, self.total + other.total
+        self.most = max(self.most, other.most)
+        for bin_, count in other.bins.items():
+            self.bins[bin_] = self.bins.get(bin_, 0) + count
+
+    def statistic(self) -> dict[str, float | int | None]:
+        mean = self.total / self.count if self.count else None
+        shares = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
+        percentiles = {name: self.percentile(share) for name, share in shares.items()}
+        return {"count": self.count, "mean": mean, **percentiles, "max": self.most if self.count else None}
+
+
+@dataclass(slots=True)
+class Slice:
+    """What ``told`` tells, over all turns that were added."""
+
+    turns: int = 0
+    history: int = 0
+    """Tokens of history, all turns together."""
+    device: int = 0
+    host: int = 0
+    recomputed: int = 0
+    cold: Times = field(default_factory=Times)
+    warm: Times = field(default_factory=Times)
+    normalised: Times = field(default_factory=Times)
+
+    def add(self, usage: Usage, ttft: float, answering: float, *, warm: bool) -> None:
+        """One completed turn; seconds to its first token, and from there to its last."""
+        self.turns += 1
+        self.history += usage.context_tokens - usage.new_tokens
+        self.device += usage.gpu_cached_tokens
+        self.host += usage.swapped_in_tokens
+        self.recomputed += usage.recomputed_tokens
+        (self.warm if warm else self.cold).add(ttft)
+        self.normalised.add((ttft + answering) / usage.output_tokens)
+
+    def told(self) -> dict[str, Any]:
+        """For JSON. Shares are of the history tokens."""
+        return {
+            "turns": self.turns,
+            "tokens": {"history": self.history, "gpu_cached": self.device, "swapped_in": self.host,
+                       "recomputed": self.recomputed},
+            "hit_rate": (self.device + self.host) / self.history if self.history else None,
+            "ttft_s": {"cold": self.cold.statistic(), "warm": self.warm.statistic()},
+            "normalised_latency_s": self.normalised.statistic(),
+        }  # fmt: skip
+
 
 _TURNS_SHOWN = 20
 Span = tuple[float, float]
@@ -43,6 +128,26 @@ class ChunkPrices:
         return sum(
             self.upto(min(end, history)) - self.upto(start) for start, end in missing if start < history
         )
+
+
+@dataclass(slots=True)  # not frozen: one is made for each turn
+class EndedTurn:
+    """A completed turn as an engine counts it. Times in virtual seconds."""
+
+    number: int
+    """In its session, from 0."""
+    usage: Usage
+    expected_context: int
+    cost: float
+    """Seconds of what had to be recomputed."""
+    ttft: float
+    answering: float
+    """From its first token to its end."""
+    at: float
+    """When it ended."""
+    shared: int = 0
+    """Tokens of its input that were found cached."""
+    replica: int = 0
 
 
 @dataclass(slots=True)
@@ -93,50 +198,44 @@ class Tally:
     timeline: dict[int, Slice] = field(default_factory=dict)
     """The turns by when they ended: in which row of ``row_s`` after the window's start."""
 
-    def add(
-        self,
-        turn: int,
-        usage: Usage,
-        expected_context: int,
-        cost: float,
-        ttft: float,
-        answering: float,
-        now: float,
-        shared: int = 0,
-        replica: int = 0,
-    ) -> None:
-        """One completed turn, ended ``now``; ``answering``: seconds since its first token.
-
-        ``shared``: tokens of its input that were found cached. ``replica``: which one answered.
-        """
-        values = (usage.gpu_cached_tokens, usage.swapped_in_tokens, usage.recomputed_tokens, usage.new_tokens)
-        now -= self.zero_s
-        self.sessions += turn == 0
-        self.violations += not usage.reconciles or usage.context_tokens != expected_context or min(values) < 0
+    def add(self, turn: EndedTurn) -> None:
+        """Count a completed turn."""
+        usage = turn.usage
+        values = (
+            usage.gpu_cached_tokens,
+            usage.swapped_in_tokens,
+            usage.recomputed_tokens,
+            usage.new_tokens,
+        )
+        now = turn.at - self.zero_s
+        self.sessions += turn.number == 0
+        self.violations += (
+            not usage.reconciles or usage.context_tokens != turn.expected_context or min(values) < 0
+        )
         self.ended = max(self.ended, now)
         if self.window is not None:
-            self._in_flight(now - ttft - answering, now)
+            self._in_flight(now - turn.ttft - turn.answering, now)
             if not self.window[0] <= now < self.window[1]:
                 self.turns_outside += 1
                 return
-        slices = [self.replicas.setdefault(replica, Slice())]
+        slices = [self.replicas.setdefault(turn.replica, Slice())]
         if self.row_s is not None:
             start = self.window[0] if self.window else 0.0
             slices.append(self.timeline.setdefault(int((now - start) / self.row_s), Slice()))
         for slice_ in slices:
-            slice_.add(usage, ttft, answering, warm=turn > 0)
-        self.shared += shared
-        self.recomputed_cost_s += cost
-        self.answering_s += answering
-        self.latency.add(ttft + answering)
-        self.normalised.add((ttft + answering) / usage.output_tokens)
-        number = min(turn, _TURNS_SHOWN - 1)
+            slice_.add(usage, turn.ttft, turn.answering, warm=turn.number > 0)
+        self.shared += turn.shared
+        self.recomputed_cost_s += turn.cost
+        self.answering_s += turn.answering
+        self.latency.add(turn.ttft + turn.answering)
+        self.normalised.add((turn.ttft + turn.answering) / usage.output_tokens)
+        number = min(turn.number, _TURNS_SHOWN - 1)
         while len(self.rows) <= number:
             self.rows.append(_Row())
         row = self.rows[number]
         row.turns += 1
         row.output += usage.output_tokens
-        row.ttft.add(ttft)
+        row.ttft.add(turn.ttft)
         for place, tokens in enumerate(values):
             row.sources[place] += tokens
 

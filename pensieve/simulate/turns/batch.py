@@ -8,17 +8,101 @@ and the chunks they take follow from how many contexts stand at which place in t
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Final
 
-from pensieve.engine.cache.chunk import Range, take_front
+from pensieve.engine.cache.chunk import Range, Restore, take_front
 from pensieve.engine.scheduling.scheduler import SWAP_OUT_QUANTUM
-from pensieve.simulate.scenario.hints import hints_of
+from pensieve.simulate.scenario.load import Life, hints_of
 from pensieve.simulate.scenario.policies import Stamp
 from pensieve.simulate.scenario.settings import Settings
 from pensieve.simulate.turns.cache import TurnCache
-from pensieve.simulate.turns.live import LiveTurn
-from pensieve.simulate.turns.series import Series
+
+
+@dataclass(slots=True, eq=False)
+class LiveTurn:
+    """A session with a turn that is due, waits or runs. ``Batch`` writes what is below ``replica``."""
+
+    life: Life
+    index: int = 0
+    history: int = 0
+    arrived: float = 0.0
+    prompt: int = field(init=False)
+    """Context without the answer."""
+    output: int = field(init=False)
+    """Tokens of the answer."""
+    replica: int = 0
+    ticket: int = 0
+    visible: int = 0
+    """First step whose plan can know of it."""
+    restore: Restore | None = None
+    """How its first admission found its context: what a suspension costs later is not part of its receipt."""
+    missing: deque[Range] = field(default_factory=deque)
+    """What is still to be computed of its context."""
+    computed: int = 0
+    """Tokens in the cache when its generation last began, or went on after a suspension."""
+    begun: int = 0
+    """The step in which that was."""
+    ends: int = 0
+    """Steps that are over when it leaves; 0: it does not generate."""
+    made: int = 0
+    """Tokens of its answer when it was last suspended."""
+    last_token: float = 0.0
+    """When the last of those came."""
+    first_token: float = 0.0
+
+    def __post_init__(self) -> None:
+        new, self.output = self.life.turns[self.index]
+        self.prompt = self.history + new
+
+
+_ALIKE = 1.01
+"""``parts`` tells steps apart when one takes so many times as long as another."""
+
+
+@dataclass(slots=True)  # not frozen: one is made at each event
+class Series:
+    """Steps of ``first``, ``first + rise``, ``first + 2 * rise``, … seconds; ``rise`` is less than ``first``."""
+
+    first: float
+    rise: float = 0.0
+
+    def last(self, count: int) -> float:
+        """Seconds that the last of so many steps takes."""
+        return self.first + (count - 1) * self.rise
+
+    def total(self, count: int) -> float:
+        """Seconds that so many steps take together."""
+        return count * (self.first + self.rise * (count - 1) / 2)
+
+    def until(self, total: float, most: int) -> int:
+        """Steps until their sum reaches ``total``: at least one, at most ``most``."""
+        if self.total(most) <= total:
+            return most
+        linear = self.first - self.rise / 2
+        count = 2 * total / (linear + math.sqrt(linear * linear + 2 * self.rise * max(total, 0.0)))
+        return min(max(math.ceil(count), 1), most)
+
+    def is_even(self, count: int) -> bool:
+        """Whether so many steps are nearly equal: one run, for ``parts``."""
+        return self.last(count) <= _ALIKE * self.first
+
+    def parts(self, count: int) -> Iterator[tuple[float, int, float]]:
+        """Split so many steps into runs of nearly equal ones: (seconds each, how many, seconds until the last ends)."""
+        last = self.last(count)
+        if self.is_even(count):
+            yield (self.first + last) / 2, count, self.total(count)
+            return
+        runs = min(count, math.ceil(math.log(last / self.first) / math.log(_ALIKE)))
+        begin = 0
+        for run in range(1, runs + 1):
+            end = count * run // runs
+            yield self.first + self.rise * (begin + end - 1) / 2, end - begin, self.total(end)
+            begin = end
+
 
 _MANY: Final = 1 << 60
 _NEVER: Final = float("inf")

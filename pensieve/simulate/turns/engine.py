@@ -15,14 +15,13 @@ from typing import Final
 
 from pensieve.core import Usage
 from pensieve.simulate.scenario import policies
-from pensieve.simulate.scenario.bound import Bound
 from pensieve.simulate.scenario.load import Life
+from pensieve.simulate.scenario.policies import Bound
 from pensieve.simulate.scenario.routing import Router
 from pensieve.simulate.scenario.settings import Settings
-from pensieve.simulate.scenario.tally import ChunkPrices, Span, Tally
-from pensieve.simulate.turns.batch import Batch
+from pensieve.simulate.scenario.tally import ChunkPrices, EndedTurn, Tally
+from pensieve.simulate.turns.batch import Batch, LiveTurn
 from pensieve.simulate.turns.cache import TurnCache
-from pensieve.simulate.turns.live import LiveTurn
 
 _NEVER: Final = float("inf")
 _READ_AHEAD: Final = 32
@@ -40,15 +39,13 @@ class TurnSimulation:
         settings: Settings,
         policy: str,
         progress: Callable[[int], None] | None = None,
-        window: Span | None = None,
-        zero_s: float = 0.0,
-        row_s: float | None = None,
+        tally: Tally | None = None,
     ) -> None:
         self._settings = settings
         self._policy = policy
         self._prices = ChunkPrices(settings.cost)
         self._progress = progress
-        self.tally = Tally(window, zero_s, row_s)
+        self.tally = tally or Tally()
         self.bound = Bound(settings.cost) if policy == "clairvoyant" else None
         self.replicas = [self._replica() for _ in range(settings.replicas)]
         self._live = self.replicas
@@ -172,16 +169,9 @@ class TurnSimulation:
             cost = self._prices.of(restore.missing, turn.history) if restore.recomputed else 0.0
             first = turn.first_token
             shared = present - turn.history
+            ttft, answering = first - turn.arrived, at - first
             self.tally.add(
-                turn.index,
-                usage,
-                turn.prompt,
-                cost,
-                first - turn.arrived,
-                at - first,
-                at,
-                shared,
-                turn.replica,
+                EndedTurn(turn.index, usage, turn.prompt, cost, ttft, answering, at, shared, turn.replica)
             )
             if arc is not None:
                 arc.returned(turn.index, turn.history, restore.recomputed)

@@ -1,23 +1,23 @@
-"""The eviction index of ``TurnCache``: a ``SessionIndex`` over sessions and runs whose chunks are a byte each.
+"""The eviction index of ``TurnCache``: the table of values over sessions and runs whose chunks are a byte each.
 
 A byte says where its chunk is: the places of ``engine.cache.chunk.Place``, and those of a chunk on the way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Final
 
 import numpy as np
 
-from pensieve.core import Floats, Ints
+from pensieve.core import Floats, Hints, Ints
 from pensieve.engine.cache.chunk import Range, Restore
 from pensieve.engine.cache.claims import Rows
-from pensieve.engine.cache.index import Reclaim, SessionIndex, VictimRound
+from pensieve.engine.cache.index import Reclaim, ValueTable
 from pensieve.engine.cache.policy import UNKNOWN, Policy
-from pensieve.engine.cache.rates.hints import NO_HINT, Hint, adjusted
+from pensieve.engine.cache.rates.hints import NO_HINT, Hint, adjusted, heard
 from pensieve.engine.cost.model import CostModel
 
 DROPPED: Final = 0
@@ -134,84 +134,118 @@ class Run(Resident):
     """Owners that run."""
 
 
-class PlacesIndex(SessionIndex[Resident, Resident]):
-    """The rows of the sessions of a ``TurnCache``."""
+class PlacesIndex:
+    """The rows of the sessions and runs of a ``TurnCache``. ``touch`` one after any change to it."""
 
     def __init__(self, policy: Policy, cost: CostModel) -> None:
-        super().__init__(policy, cost)
+        self.table = ValueTable(policy, cost)
+        self.policy = policy
         self.one_by_one = list(policy.group([0, 1, 2, 3])) == [0]
+        self._residents: list[Resident | None] = []
+        """By row."""
+        self._dirty: dict[Resident, None] = {}
 
-    def value(self, session: Resident, chunk_index: int, candidates: int, now: float) -> float:
-        if isinstance(session, Run):
-            return self.run_value(session, chunk_index, candidates)
-        return self.session_value(session, chunk_index, candidates, now)
+    def add_row(self) -> int:
+        """A row for a new session or run; ``attach`` it next."""
+        row = self.table.add_row()
+        if row == len(self._residents):
+            self._residents.append(None)
+        return row
+
+    def attach(self, resident: Resident) -> None:
+        self._residents[resident.row] = resident
+        self.touch(resident)
+
+    def remove(self, resident: Resident) -> None:
+        self._dirty.pop(resident, None)
+        self._residents[resident.row] = None
+        self.table.remove_row(resident.row)
+
+    def touch(self, resident: Resident) -> None:
+        self._dirty[resident] = None
+
+    def touch_all(self, residents: Iterable[Resident]) -> None:
+        self._dirty.update(dict.fromkeys(residents))
+
+    def left(self, session: Resident, now: float, hints: Hints | None) -> None:
+        """As ``EvictionIndex.left``."""
+        session.kind = self.policy.left(session.key, session.new_tokens, session.tokens, now)
+        if hints is not None and self.policy.hears_hints:
+            session.hint, self.table.hinted = heard(hints), True
+
+    def came_back(self, session: Resident, new_tokens: int, now: float) -> None:
+        """As ``EvictionIndex.came_back``."""
+        session.new_tokens = new_tokens or session.new_tokens
+        session.hint = NO_HINT
+        self.policy.came_back(session.key, now)
+
+    def suspended(self, session: Resident, now: float) -> None:
+        """As ``EvictionIndex.suspended``."""
+        session.kind, session.hint = UNKNOWN, NO_HINT
+        self.policy.came_back(session.key, now)
+
+    def lowest_rows(self, reclaim: Reclaim, now: float, expected: int) -> tuple[Rows, Floats]:
+        """As ``ValueTable.lowest_rows``, with the cache as it is now."""
+        self._refresh()
+        return self.table.lowest_rows(reclaim, now, expected)
+
+    def total(self, reclaim: Reclaim) -> int:
+        """How many chunks could be reclaimed this way now."""
+        self._refresh()
+        return int(self.table.candidates[reclaim].sum())
+
+    def resident_at(self, row: int) -> Resident | None:
+        """The row's session or run; None when it was forgotten since the round began."""
+        return self._residents[row]
 
     def residents(self, rows: Rows) -> list[Resident]:
         """The sessions of rows that have one."""
-        sessions = self._sessions
-        return [session for row in rows.tolist() if (session := sessions[row]) is not None]
+        return [resident for row in rows.tolist() if (resident := self._residents[row]) is not None]
 
     def counts(self, reclaim: Reclaim, rows: Rows) -> Ints:
         """How many candidates each of some rows has that are up to date."""
-        counts: Ints = self._candidates[reclaim, rows].astype(np.int64)
+        counts: Ints = self.table.candidates[reclaim, rows].astype(np.int64)
         return counts
+
+    def value(self, resident: Resident, chunk_index: int, candidates: int, now: float) -> float:
+        """Value of a session's or run's next victim, in a round that began at ``now``."""
+        if isinstance(resident, Run):
+            return self.table.run_value(resident.row, chunk_index, candidates)
+        idle = now - resident.last_active
+        return self.table.session_value(chunk_index, candidates, idle, resident.kind, resident.hint)
 
     def values_of(self, reclaim: Reclaim, rows: Rows, chunks: Rows, repeats: Ints, now: float) -> Floats:
         """Values of many chunks: of each row, which is up to date, the next ``repeats`` of ``chunks``."""
-        costs, candidates = self._cost_table[chunks], self._candidates[reclaim, rows].repeat(repeats)
-        idle = (now - self._last_active[rows]).repeat(repeats)
-        values = self.policy.values(costs, candidates, idle, self._kinds[rows].repeat(repeats))
-        if self._hinted:
-            pauses, weights = self._pauses[rows].repeat(repeats), self._weights[rows].repeat(repeats)
+        table = self.table
+        costs, candidates = table.chunk_costs(0)[chunks], table.candidates[reclaim, rows].repeat(repeats)
+        idle = (now - table.last_active[rows]).repeat(repeats)
+        values = self.policy.values(costs, candidates, idle, table.kinds[rows].repeat(repeats))
+        if table.hinted:
+            pauses, weights = table.pauses[rows].repeat(repeats), table.weights[rows].repeat(repeats)
             values = adjusted(values, costs, idle, pauses, weights)
-        runs = self._claims.runs()
+        runs = table.claims.runs()
         if runs.size:
             shared = np.isin(rows, runs).repeat(repeats)
-            claims = self._sums[rows].repeat(repeats)[shared]
+            claims = table.sums[rows].repeat(repeats)[shared]
             values[shared] = self.policy.shared_values(costs[shared], candidates[shared], claims)
         return values
 
-    def _know_costs(self, chunks: int) -> None:
-        super()._know_costs(chunks)
-        self._cost_table = np.array(self._costs)
-
-    def _context(self, session: Resident) -> int:
-        return session.tokens
-
-    def _fill(self, sessions: list[Resident]) -> None:
+    def _refresh(self) -> None:
         """Column by column: row by row would be simpler, and take a tenth of a simulation's time."""
-        places = [_NOTHING if session.running else session.places for session in sessions]
-        longest = max(map(len, places))
-        if longest >= len(self._costs):
-            self._know_costs(2 * longest)
-        rows = np.array([session.row for session in sessions])
-        self._last_active[rows] = [session.last_active for session in sessions]
-        self._kinds[rows] = [session.kind for session in sessions]
-        if self._hinted:
-            self._pauses[rows] = [session.hint.pause for session in sessions]
-            self._weights[rows] = [session.hint.weight for session in sessions]
+        if not self._dirty:
+            return
+        residents, table = list(self._dirty), self.table
+        self._dirty.clear()
+        places = [_NOTHING if resident.running else resident.places for resident in residents]
+        costs = table.chunk_costs(max(map(len, places)))
+        rows = np.array([resident.row for resident in residents])
+        table.last_active[rows] = [resident.last_active for resident in residents]
+        table.kinds[rows] = [resident.kind for resident in residents]
+        if table.hinted:
+            table.pauses[rows] = [resident.hint.pause for resident in residents]
+            table.weights[rows] = [resident.hint.weight for resident in residents]
         for reclaim, place in RECLAIMS.items():
-            # A session without candidates has its first at -1, where the table has infinity.
+            # A session without candidates has its first at -1, where the costs have infinity.
             firsts = list(map(bytearray.find, places, repeat(place)))
-            self._first_cost[reclaim, rows] = self._cost_table[firsts]
-            self._candidates[reclaim, rows] = list(map(bytearray.count, places, repeat(place)))
-
-
-class PlacesRound(VictimRound[Resident, Resident]):
-    """A round of a ``PlacesIndex``. A byte is found at once, so nothing is kept between two groups."""
-
-    def __init__(self, index: PlacesIndex, reclaim: Reclaim, now: float, expected: int) -> None:
-        super().__init__(index, reclaim, now, expected)
-        self._place = RECLAIMS[reclaim]
-        self._one_by_one, self._policy = index.one_by_one, index.policy
-
-    def first_and_count(self, holder: Resident) -> tuple[int, int]:
-        if holder.running:
-            return -1, 0
-        return holder.places.find(self._place), holder.places.count(self._place)
-
-    def next_group(self, holder: Resident) -> Sequence[int]:
-        first, count = self.first_and_count(holder)
-        if self._one_by_one or not count:
-            return (first,) if count else ()
-        return self._policy.group([index for index, at in enumerate(holder.places) if at == self._place])
+            table.first_cost[reclaim, rows] = costs[firsts]
+            table.candidates[reclaim, rows] = list(map(bytearray.count, places, repeat(place)))

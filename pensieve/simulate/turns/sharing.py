@@ -102,7 +102,7 @@ class Sharing:
         while at < end:
             run = self._run_up_to(found[at - start], at, end)
             run.owners[session] = None
-            self._index.join(run, session)
+            self._index.table.claims.add(run.row, session.row)
             session.runs.append(run)
             at += run.chunks
         session.elsewhere = end
@@ -116,7 +116,7 @@ class Sharing:
                 self._split(run, keep)
             session.runs.pop()
             del run.owners[session]
-            self._index.part(run, session)
+            self._index.table.claims.remove(run.row, session.row)
             session.elsewhere = run.elsewhere
             del session.places[session.elsewhere :]
             if len(run.owners) == 1:
@@ -163,7 +163,7 @@ class Sharing:
             self._holders[address] = run
         self._index.attach(run)
         for owner in owners:
-            self._index.join(run, owner)
+            self._index.table.claims.add(run.row, owner.row)
         if source in self._in_flight:
             self._in_flight[run] = None
         if source in self._both:
@@ -179,7 +179,7 @@ class Sharing:
         """Its last owner has it alone. That is idle: what a running session has stays cached, for all its owners."""
         (owner,) = run.owners
         assert owner.runs[-1] is run and not owner.running
-        self._index.part(run, owner)
+        self._index.table.claims.remove(run.row, owner.row)
         self._index.remove(run)
         owner.runs.pop()
         first, end = run.elsewhere, len(run.places)

@@ -8,8 +8,10 @@ a few victims at a time.
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import compress, repeat
 from operator import getitem, setitem
@@ -20,7 +22,7 @@ import numpy as np
 from pensieve.engine.cache.claims import Rows
 from pensieve.engine.cache.index import Reclaim
 from pensieve.simulate.scenario.policies import Arc
-from pensieve.simulate.turns.places import RECLAIMS, PlacesIndex, PlacesRound, Resident
+from pensieve.simulate.turns.places import RECLAIMS, PlacesIndex, Resident
 
 FRESH_S: Final = 8.0
 """For so many virtual seconds a ranking is used before it is made anew: sessions are idle for minutes."""
@@ -196,26 +198,49 @@ class _Chunks:
 
 
 class Round:
-    """The victims of one ``PlacesRound``, group by group. Valid until the cache changes in another way."""
+    """The next victims, group by group: ``EvictionRound`` on places. Valid until the cache changes in another way."""
 
     def __init__(self, index: PlacesIndex, reclaim: Reclaim, now: float, count: int) -> None:
-        self._round = PlacesRound(index, reclaim, now, count)
         self._index = index
-        self.peek = self._round.peek
+        self._place = RECLAIMS[reclaim]
+        self._now = now
+        rows, values = index.lowest_rows(reclaim, now, count)
+        self._heap = list(zip(values.tolist(), rows.tolist(), strict=True))
+        heapq.heapify(self._heap)
+
+    def peek(self) -> float:
+        return self._heap[0][0] if self._heap else _NONE
 
     def move(self, most: int, to: int, ceiling: float = np.inf) -> Victims:
         moved = Victims()
-        while len(moved) < most and (taken := self._round.take_group()):
-            value = self.peek()
+        while len(moved) < most and self._heap:
+            value, row = self._heap[0]
+            session = self._index.resident_at(row)
+            group = self._group(session) if session is not None else ()
+            if session is None or not group:
+                heapq.heappop(self._heap)
+                continue
             if value > ceiling:
                 break
-            session, chunks = taken
-            for chunk in chunks:
+            for chunk in group:
                 session.places[chunk] = to
                 moved.values.append(value)
                 moved.sessions.append(session)
                 moved.places.append(session.places)
                 moved.chunks.append(chunk)
             self._index.touch(session)
-            self._round.put_back()
+            if count := session.places.count(self._place):
+                first = session.places.find(self._place)
+                heapq.heapreplace(self._heap, (self._index.value(session, first, count, self._now), row))
+            else:
+                heapq.heappop(self._heap)
         return moved
+
+    def _group(self, session: Resident) -> Sequence[int]:
+        """The candidate chunks of a session that go together next, ascending; none if it has no candidates."""
+        first = -1 if session.running else session.places.find(self._place)
+        if first < 0 or self._index.one_by_one:
+            return (first,) if first >= 0 else ()
+        return self._index.policy.group(
+            [index for index, at in enumerate(session.places) if at == self._place]
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,6 @@ from pensieve.engine.messages import SessionStrip
 from pensieve.server.conversations import Conversations
 from pensieve.server.operations.admin_port import AdminPort
 from pensieve.server.operations.metrics import Metrics
-from pensieve.server.page.gap import GapFinder
 from pensieve.server.page.notes import SessionNotes
 from pensieve.server.page.recent import RecentTurns
 from pensieve.server.page.state import FrontDoorState, ServerNames, StateView
@@ -29,6 +28,8 @@ from pensieve.server.rpc.grpc_server import make_server
 from pensieve.server.rpc.interceptor import Interceptor
 from pensieve.server.rpc.service import ConversationService
 from pensieve.server.settings import TurnSettings
+from pensieve.server.values import TurnEnd
+from pensieve.store import HistoryStore
 from pensieve.store.memory_store import MemoryStore
 from pensieve.tokenizer import ChatTokenizer
 from pensieve.v1 import pensieve_pb2_grpc
@@ -69,8 +70,7 @@ class PageRig:
     """Of the page, with the slash."""
     engine: Engine
     link: ManyStrips
-    store: MemoryStore
-    gap: GapFinder
+    store: HistoryStore
     http: aiohttp.ClientSession
     door: FrontDoorState | None = None
     """What is told of the HTTP door."""
@@ -81,9 +81,16 @@ class PageRig:
 
 
 @asynccontextmanager
-async def page_rig(folder: Path, *, text: bool = False, keys: Path | None = None) -> AsyncIterator[PageRig]:
+async def page_rig(
+    folder: Path,
+    *,
+    text: bool = False,
+    keys: Path | None = None,
+    store: HistoryStore | None = None,
+    on_turn_ended: Callable[[TurnEnd], None] = lambda end: None,
+) -> AsyncIterator[PageRig]:
     async with AsyncExitStack() as stack:
-        store = MemoryStore()
+        store = store or MemoryStore()
         await store.open()
         stack.push_async_callback(store.close)
         engine = build(OPTIONS)
@@ -92,12 +99,17 @@ async def page_rig(folder: Path, *, text: bool = False, keys: Path | None = None
         stack.push_async_callback(link.stop)
         recent, strips = RecentTurns(), StripWatch(link)
         tokenizer = ChatTokenizer.from_folder(model_folder(folder / "model"))
+
+        def ended(end: TurnEnd) -> None:
+            recent.turn_ended(end)
+            on_turn_ended(end)
+
         conversations = Conversations(
             store,
             link,
             tokenizer,
             TurnSettings(replica="r", model="hashed", prefix_sharing=False),
-            on_turn_ended=recent.turn_ended,
+            on_turn_ended=ended,
         )
         stack.push_async_callback(conversations.close)
         server: aio.Server = make_server([Interceptor(TenantHeader())])
@@ -111,13 +123,12 @@ async def page_rig(folder: Path, *, text: bool = False, keys: Path | None = None
         state = StateView(
             names, link, conversations.gate, Healthy(), recent, strips, SessionNotes(store), lambda: rig.door
         )
-        gap = GapFinder(link, recent, {"policy": OPTIONS.policy, "swap_watermark": OPTIONS.swap_watermark})
         door = Door(keys, Metrics())
-        page = WebPage(state, recent, strips, gap, store, door.admit_operator, text=text)
+        page = WebPage(state, recent, strips, store, door.admit_operator, text=text)
         stack.push_async_callback(page.close)
         port = AdminPort(CollectorRegistry(), lambda: "", folder / "no grpc", page=page)
         number = await port.start("127.0.0.1", 0)
         stack.push_async_callback(port.close)
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        rig = PageRig(address, f"http://127.0.0.1:{number}/", engine, link, store, gap, http)
+        rig = PageRig(address, f"http://127.0.0.1:{number}/", engine, link, store, http)
         yield rig

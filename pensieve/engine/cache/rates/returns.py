@@ -274,13 +274,13 @@ def _by_context_and_input(hazards: Floats, returns: Floats, at_risk: Floats, wid
 _TABLE: Final = LogBins(least_exponent=-10, octaves=30, bits=3)
 """Ages of a table of factors, finer than what was learned, so that interpolation leaves no steps."""
 COLUMNS: Final = _TABLE.count
-_EDGES: Final = _TABLE.edges()
-YOUNGEST: Final = float(_EDGES[0])
-OLDEST: Final = float(_EDGES[-1]) * (1 - 1e-9)
+_COLUMN_EDGES: Final = _TABLE.edges()
+YOUNGEST: Final = float(_COLUMN_EDGES[0])
+OLDEST: Final = float(_COLUMN_EDGES[-1]) * (1 - 1e-9)
 """The least and the greatest age in a table, seconds: about a millisecond and twelve days."""
 
 
-AGES: Final = np.diff(_EDGES) / np.log(_EDGES[1:] / _EDGES[:-1])
+AGES: Final = np.diff(_COLUMN_EDGES) / np.log(_COLUMN_EDGES[1:] / _COLUMN_EDGES[:-1])
 """The middle of each column."""
 
 

@@ -6,24 +6,25 @@ import functools
 import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from pensieve.config import SchedulerConfig
-from pensieve.core import Sampling, SessionKey, TokenArray, Usage, pack_tokens
+from pensieve.config import CacheConfig, SchedulerConfig
+from pensieve.core import Hints, Sampling, SessionKey, TokenArray, Usage, pack_tokens
+from pensieve.engine.cache.chunk import Restore
+from pensieve.engine.cache.manager import CacheManager
+from pensieve.engine.cost.model import CostModel
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import EngineReady, Failed, Finished, Output, Submit
 from pensieve.engine.plan import PendingStep, Plan, Sampled, StepResult, StepWorker
 from pensieve.engine.scheduling.scheduler import Scheduler
-from pensieve.simulate.full.cache import Coming, StampedCache
 from pensieve.simulate.scenario import policies
-from pensieve.simulate.scenario.hints import hints_of
-from pensieve.simulate.scenario.load import Life
-from pensieve.simulate.scenario.machine import Machine
+from pensieve.simulate.scenario.load import Life, hints_of
+from pensieve.simulate.scenario.machine import Machine, work_of
 from pensieve.simulate.scenario.routing import Router
 from pensieve.simulate.scenario.settings import Settings
-from pensieve.simulate.scenario.tally import ChunkPrices, Span, Tally
-from pensieve.simulate.scenario.work import work_of
+from pensieve.simulate.scenario.tally import ChunkPrices, EndedTurn, Tally
 
 VOCABULARY = 1 << 30
 """So many that sessions have nothing in common but what the load says."""
@@ -135,16 +136,14 @@ class FullSimulation:
         policy: str,
         progress: Callable[[int], None] | None = None,
         make_worker: MakeWorker | None = None,
-        window: Span | None = None,
-        zero_s: float = 0.0,
-        row_s: float | None = None,
+        tally: Tally | None = None,
     ) -> None:
         self._settings = settings
         self._policy = policy
         self._make_worker = make_worker
         self._prices = ChunkPrices(settings.cost)
         self._progress = progress
-        self.tally = Tally(window, zero_s, row_s)
+        self.tally = tally or Tally()
         self._replicas = [self._replica() for _ in range(settings.replicas)]
         self._router = Router(settings, lambda replica: len(self._replicas[replica].turns))
         self._arrivals: list[tuple[float, int, _Turn]] = []
@@ -245,7 +244,9 @@ class FullSimulation:
         answering = now - turn.first_token
         shared = len(turn.context) - len(turn.history) - usage.new_tokens
         self.tally.add(
-            turn.turn, usage, len(turn.context), turn.cost, ttft, answering, now, shared, turn.replica
+            EndedTurn(
+                turn.turn, usage, len(turn.context), turn.cost, ttft, answering, now, shared, turn.replica
+            )
         )
         if self._progress is not None:
             self._progress(self.tally.sessions)
@@ -267,3 +268,51 @@ class FullSimulation:
     def _bring_back(self, now: float) -> None:
         """Replica 0 is there again, as a server that has just started."""
         self._replicas[0], self._lost = self._replica(), False
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """What a simulation knows of a turn. Both functions are of the time of its end."""
+
+    number: int
+    """In its session, from 1."""
+    due: Callable[[float], float]
+    """When the turn after it comes."""
+    hints: Callable[[float], Hints | None]
+    """What its client says of that."""
+
+
+class StampedCache(CacheManager):
+    """``CacheManager`` whose policy may know more than the time of a release: see ``policies``."""
+
+    def __init__(self, config: CacheConfig, cost: CostModel, policy: str) -> None:
+        self.policy, self._stamp = policies.make(policy)
+        super().__init__(config, cost, self.policy)
+        self._coming: dict[SessionKey, Coming] = {}
+        self._turns: dict[SessionKey, Coming] = {}
+        self.restores: dict[SessionKey, Restore] = {}
+        """How the turn of each session was first laid out, until that is taken."""
+
+    def expect(self, key: SessionKey, turn: Coming) -> None:
+        """The session's next turn."""
+        self._coming[key] = turn
+
+    def admit(self, key: SessionKey, *arguments: Any, **others: Any) -> Restore:
+        restore = super().admit(key, *arguments, **others)
+        if key in self._coming:  # else a return from suspension
+            self._turns[key] = self._coming.pop(key)
+            self.restores[key] = restore
+        return restore
+
+    def release(
+        self,
+        key: SessionKey,
+        now: float,
+        tokens: TokenArray | None = None,
+        *,
+        forget: bool = False,
+        hints: Hints | None = None,
+    ) -> None:
+        turn = self._turns[key]
+        stamp = self._stamp(now, turn.due(now), turn.number)
+        super().release(key, stamp, tokens, forget=forget, hints=turn.hints(now))

@@ -1,24 +1,43 @@
-"""``pensieve store``: the command line."""
+"""``pensieve store``: look after a history store. Commands, and what they found and did, for people and programs."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import click
 import msgspec
+from rich import progress as bars
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
 
-from pensieve.cli.store import show
+from pensieve.cli import output
 from pensieve.errors import PensieveError
 from pensieve.options.serve import default_store
 from pensieve.options.values import store_url
 from pensieve.store import maintenance
 from pensieve.store.contract import Key
-from pensieve.store.maintenance import BadBackup, CopyRefused, Mode, Progress, RawStore
+from pensieve.store.maintenance import (
+    BadBackup,
+    Copied,
+    CopyRefused,
+    Finding,
+    Mode,
+    Progress,
+    RawStore,
+    Remedy,
+    Repaired,
+    Survey,
+    TenantTotal,
+    Totals,
+)
 
 T = TypeVar("T")
 
@@ -98,15 +117,15 @@ def check(store: RawStore, only: Key | None, as_json: bool) -> None:
     be at work. Exit code 1 when something is wrong.
     """
 
-    async def work(progress: Progress) -> maintenance.Survey:
+    async def work(progress: Progress) -> Survey:
         async with _opened(store, Mode.READ):
             return await maintenance.check(store, only, progress)
 
     found = _run(work)
     if as_json:
-        show.as_json({"sound": not found.findings, "total": found.total, "findings": found.findings})
+        show_as_json({"sound": not found.findings, "total": found.total, "findings": found.findings})
     else:
-        show.survey(found)
+        show_survey(found)
     sys.exit(1 if found.findings else 0)
 
 
@@ -128,16 +147,16 @@ def repair(store: RawStore, only: Key | None, apply: bool, cut_to: Path | None, 
     server; in Redis a session in use is left alone. Exit code 1 when something is left.
     """
 
-    async def work(progress: Progress) -> maintenance.Repaired:
+    async def work(progress: Progress) -> Repaired:
         async with _opened(store, Mode.ALONE if apply else Mode.READ):
             return await maintenance.repair(store, apply=apply, cut_to=cut_to, only=only, progress=progress)
 
     done = _run(work)
     if as_json:
         busy = [{"tenant": key.tenant, "session": key.session_id} for key in done.busy]
-        show.as_json({"applied": apply, "mended": done.mended, "busy": busy, "left": done.left})
+        show_as_json({"applied": apply, "mended": done.mended, "busy": busy, "left": done.left})
     else:
-        show.repaired(done, applied=apply)
+        show_repaired(done, applied=apply)
     sys.exit(1 if done.left else 0)
 
 
@@ -153,15 +172,15 @@ def backup(to: Path, store: RawStore, force: bool, as_json: bool) -> None:
     moment, in Redis each session is. Exit code 1 when there are damaged sessions: they are in the file as they are.
     """
 
-    async def work(progress: Progress) -> maintenance.Totals:
+    async def work(progress: Progress) -> Totals:
         async with _opened(store, Mode.SNAPSHOT):
             return await maintenance.backup(store, to, replace_file=force, progress=progress)
 
     total = _run(work)
     if as_json:
-        show.as_json({"file": str(to), "total": total})
+        show_as_json({"file": str(to), "total": total})
     else:
-        show.backed_up(total, to.name)
+        show_backed_up(total, to.name)
     sys.exit(1 if total.damaged else 0)
 
 
@@ -177,7 +196,7 @@ def restore(source: Path, target: RawStore, merge: bool, skip_conflicts: bool, a
     Verifies the file before, and the store after. Sessions whose time is over are left out. Exit code 1 on conflicts.
     """
 
-    async def work(progress: Progress) -> maintenance.Copied:
+    async def work(progress: Progress) -> Copied:
         progress("verifying the backup", 0, None)
         whole = maintenance.open_backup(source)
         async with _opened(target, Mode.WRITE):
@@ -201,7 +220,7 @@ def move(source: RawStore, target: RawStore, merge: bool, skip_conflicts: bool, 
     stays, too: remove it when the new place is in use.
     """
 
-    async def work(progress: Progress) -> maintenance.Copied:
+    async def work(progress: Progress) -> Copied:
         async with _opened(source, Mode.ALONE), _opened(target, Mode.WRITE):
             return await maintenance.move(source, target, merge=merge, skip=skip_conflicts, progress=progress)
 
@@ -214,22 +233,22 @@ def move(source: RawStore, target: RawStore, merge: bool, skip_conflicts: bool, 
 def usage(store: RawStore, as_json: bool) -> None:
     """Sessions, records and their bytes, by tenant."""
 
-    async def work(progress: Progress) -> list[maintenance.TenantTotal]:
+    async def work(progress: Progress) -> list[TenantTotal]:
         async with _opened(store, Mode.READ):
             return await maintenance.usage(store, progress)
 
     totals = _run(work)
     if as_json:
-        show.as_json({"tenants": totals})
+        show_as_json({"tenants": totals})
     else:
-        show.usage(totals)
+        show_usage(totals)
 
 
-def _finish_copy(done: maintenance.Copied, as_json: bool) -> None:
+def _finish_copy(done: Copied, as_json: bool) -> None:
     if as_json:
-        show.as_json(msgspec.to_builtins(done))
+        show_as_json(msgspec.to_builtins(done))
     else:
-        show.copied(done)
+        show_copied(done)
     sys.exit(1 if done.conflicts else 0)
 
 
@@ -245,7 +264,7 @@ async def _opened(store: RawStore, mode: Mode) -> AsyncIterator[None]:
 def _run(work: Callable[[Progress], Coroutine[Any, Any, T]]) -> T:
     """The result of ``work``; what it is refused for is one line and exit code 1."""
     try:
-        with show.watching() as progress:
+        with show_watching() as progress:
             return asyncio.run(work(progress))
     except PensieveError as error:
         raise click.ClickException(error.message) from error
@@ -253,3 +272,127 @@ def _run(work: Callable[[Progress], Coroutine[Any, Any, T]]) -> T:
         raise click.ClickException(str(error)) from error
     except OSError as error:
         raise click.ClickException(f"{error.filename or 'input/output'}: {error.strerror}") from error
+
+
+SHOWN: Final = 100
+"""Findings in a table; ``--json`` has them all."""
+REDRAW_S: Final = 0.1
+_REMEDY = {
+    Remedy.REBUILD: Text("repair rebuilds it", style="yellow"),
+    Remedy.MARK: Text("repair marks or cuts the session", style="red"),
+    Remedy.NONE: Text("restore a backup", style="red"),
+}
+
+
+@contextmanager
+def show_watching() -> Iterator[Progress]:
+    """A bar on stderr while it is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with bars.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        last = 0.0
+
+        def progress(what: str, done: int, of: int | None) -> None:
+            nonlocal last
+            now = time.monotonic()
+            if now - last > REDRAW_S:
+                last = now
+                bar.update(task, description=what, completed=done, total=of)
+
+        yield progress
+
+
+def show_as_json(value: object) -> None:
+    """One JSON object on stdout."""
+    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
+
+
+def show_survey(found: Survey) -> None:
+    """What is wrong, and a last line with the verdict."""
+    console = output.stdout()
+    _findings(console, found.findings)
+    wrong = len(found.findings)
+    verdict = "sound" if not wrong else f"{wrong} finding{'s' if wrong > 1 else ''}"
+    console.print(Text(f"{_amount(found.total)}: {verdict}", style="red" if wrong else "green"))
+
+
+def show_repaired(done: Repaired, *, applied: bool) -> None:
+    """What was done to each session, or would be, and what is left."""
+    console = output.stdout()
+    if done.mended:
+        table = Table(box=None, pad_edge=False)
+        for column in ("session", "done" if applied else "to do"):
+            table.add_column(column, overflow="fold")
+        for one in done.mended[:SHOWN]:
+            table.add_row(Text(f"{one.tenant}/{one.session}"), Text("; ".join(one.actions)))
+        console.print(table)
+        _more(console, len(done.mended))
+    for key in done.busy:
+        console.print(Text(f"{key.tenant}/{key.session_id}: in use, left alone; repeat", style="yellow"))
+    if done.left:
+        console.print(Text("left as it is:"))
+        _findings(console, done.left)
+    verb = "repaired" if applied else "could be repaired (--apply does it)"
+    count = len(done.mended) - len(done.busy)
+    text = f"{count} sessions {verb}, {len(done.left)} findings left"
+    console.print(Text(text, style="red" if done.left else "green"))
+
+
+def show_copied(done: Copied) -> None:
+    """What became of the sessions."""
+    console = output.stdout()
+    for name in done.damaged:
+        console.print(Text(f"damaged: {name}", style="yellow"))
+    for line in done.conflicts:
+        console.print(Text(f"conflict: {line}", style="red"))
+    parts = [f"{done.written} sessions written and verified"]
+    parts += [f"{done.kept} kept"] if done.kept else []
+    parts += [f"{done.expired} expired"] if done.expired else []
+    parts += [f"{len(done.conflicts)} conflicts"] if done.conflicts else []
+    console.print(Text(", ".join(parts), style="red" if done.conflicts else "green"))
+
+
+def show_backed_up(total: Totals, name: str) -> None:
+    console = output.stdout()
+    console.print(Text(f"{name}: {_amount(total)}"))
+    if total.damaged:
+        text = f"{total.damaged} sessions are damaged, and are in the backup as they are: see `pensieve store check`"
+        console.print(Text(text, style="red"))
+
+
+def show_usage(totals: Iterable[TenantTotal]) -> None:
+    """A line per tenant."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("tenant", overflow="fold")
+    for column in ("sessions", "deleted", "records", "bytes"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for one in totals:
+        total = one.total
+        cells = (total.sessions, total.tombstones, total.records, total.bytes)
+        table.add_row(Text(one.tenant), *(f"{cell:,}" for cell in cells))
+    output.stdout().print(table)
+
+
+def _findings(console: Console, findings: list[Finding]) -> None:
+    if not findings:
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("session", "what", "found", "remedy"):
+        table.add_column(column, overflow="fold", no_wrap=column == "what")
+    for one in findings[:SHOWN]:
+        name = f"{one.tenant}/{one.session}" if one.session else "the store"
+        table.add_row(Text(name), Text(one.problem.value), Text(one.detail), _REMEDY[one.remedy])
+    console.print(table)
+    _more(console, len(findings))
+
+
+def _more(console: Console, number: int) -> None:
+    if number > SHOWN:
+        console.print(f"and {number - SHOWN} more: --json has them all")
+
+
+def _amount(total: Totals) -> str:
+    return (
+        f"{total.sessions} sessions, {total.tombstones} deleted, {total.records} records, {total.bytes} bytes"
+    )

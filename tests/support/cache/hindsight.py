@@ -1,20 +1,13 @@
-"""Turns of the recent past, played again on the cache: by the policy that served them, and with the future known.
+"""Turns of the past played again on the real cache: the oracle of the gap that ``pensieve simulate --store`` finds.
 
-    python -P -m pensieve.simulate.hindsight < order.json
-
-A server starts it for the web page. Each turn is laid out when it was admitted and ends when it ended; there is no
-model and no clock. What had to be brought back of the history of turns that came back is summed up. Three things are
-simpler than they were: the cache is empty at the beginning, sessions share nothing, and nobody waits for a copy. And
-who knows the future knows it up to the last of these turns alone. So the clairvoyant's figures are what was to be had
-at best, and only their distance from those of the other policy, played again likewise, means anything.
+Each turn is laid out when it was admitted and ends when it ended; there is no model and no clock. The history of turns
+that came back is summed up by where it was. The cache is empty at the beginning, sessions share nothing, and copies
+take no time. The clairvoyant policy knows the future up to the last of these turns alone.
 """
 
 from __future__ import annotations
 
 import heapq
-import os
-import resource
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -27,11 +20,8 @@ from pensieve.core import SessionKey
 from pensieve.engine.cache.chunk import Restore
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost.model import CostModel
-from pensieve.lifeline import die_with_parent
 from pensieve.simulate.scenario import policies
 
-LIMIT_S: Final = 25
-"""Seconds of processor time."""
 NEVER_S: Final = 1e9
 """From now: when a session comes back that does not."""
 AHEAD: Final = 256
@@ -191,16 +181,3 @@ def look_back(order: HindsightOrder) -> dict[str, object]:
         "replayed": _Again(order, order.policy).play(coming).shares(),
         "clairvoyant": _Again(order, "clairvoyant").play(coming).shares(),
     }
-
-
-def main() -> None:
-    """One order from stdin; the figures go to stdout, as JSON."""
-    die_with_parent(os.getppid())
-    os.nice(19)
-    resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S + 1))
-    order = msgspec.json.decode(sys.stdin.buffer.read(), type=HindsightOrder)
-    sys.stdout.buffer.write(msgspec.json.encode(look_back(order)))
-
-
-if __name__ == "__main__":
-    main()

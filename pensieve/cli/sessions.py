@@ -1,0 +1,454 @@
+"""``pensieve sessions``: the sessions of a server as tables and as JSON, one in detail, and their erasure."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+import click
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
+
+from pensieve.cli import completion, output
+from pensieve.cli.output import clean
+from pensieve.cli.refusals import misuse, refusal
+from pensieve.client import Client, FinishReason, Item, Residency, RetryPolicy, Role, SessionInfo, Turn
+from pensieve.errors import InvalidArgument, NotFound, PensieveError
+from pensieve.options.serve import ServeOptions
+
+MOST_NAMED = 5
+"""Of the sessions that a beginning may mean."""
+
+
+def find(client: Client, given: str, *, whole: bool = False) -> SessionInfo:
+    """The session of this id, or the only one whose id begins so, with where its context lies.
+
+    ``whole``: a beginning does not do. Raises UsageError when there is none, or when there are several.
+    """
+    try:
+        return client.session(given).refresh(residency=True)
+    except (NotFound, InvalidArgument) as error:  # too short a beginning is no id
+        if isinstance(error, NotFound) and error.reason != "SESSION_NOT_FOUND":
+            raise
+    beginning = given.removeprefix("sessions/")
+    same = [info.id for info in client.sessions() if info.id.startswith(beginning)] if beginning else []
+    if not same:
+        raise click.UsageError(f"no session {given!r}; `pensieve sessions` lists them")
+    if len(same) > 1:
+        more = f" and {len(same) - MOST_NAMED} more" if len(same) > MOST_NAMED else ""
+        raise click.UsageError(f"{given!r} may be {', '.join(sorted(same)[:MOST_NAMED])}{more}")
+    if whole:
+        raise click.UsageError(f"no session {given!r}; with --yes, write {same[0]} in full")
+    return client.session(same[0]).refresh(residency=True)
+
+
+def with_residency(client: Client, infos: list[SessionInfo]) -> list[SessionInfo]:
+    """The same, with where their contexts lie; one that has gone meanwhile is left out."""
+    found = []
+    for info in infos:
+        try:
+            found.append(client.session(info.name).refresh(residency=True))
+        except NotFound:
+            continue
+    return found
+
+
+def session_json(info: SessionInfo) -> dict[str, Any]:
+    """A session's facts; its system prompt is text and no part of them."""
+    return {
+        "id": info.id,
+        "state": str(info.state),
+        "revision": info.revision,
+        "items": info.item_count,
+        "context_tokens": info.context_tokens,
+        "context_limit": info.context_limit,
+        "model": info.model,
+        "labels": dict(info.labels),
+        "created": _time(info.create_time),
+        "updated": _time(info.update_time),
+        "expires": _time(info.expire_time),
+        "forked_from": info.forked_from.removeprefix("sessions/"),
+        "running_request": info.active_request_id,
+        "residency": _residency(info.residency),
+    }
+
+
+def turn_json(turn: Turn) -> dict[str, Any]:
+    """A turn's receipt."""
+    usage = turn.usage
+    return {
+        "request_id": turn.request_id,
+        "revision": turn.revision,
+        "finish_reason": name_of(turn.finish_reason),
+        "candidates": max(len(turn.candidates), 1),
+        "context_tokens": usage.context_tokens,
+        "device": usage.gpu_cached_tokens,
+        "host": usage.swapped_in_tokens,
+        "recomputed": usage.recomputed_tokens,
+        "new": usage.new_tokens,
+        "output_tokens": usage.output_tokens,
+        "queue_s": usage.queue_s,
+        "restore_s": usage.restore_s,
+        "prefill_s": usage.prefill_s,
+        "decode_s": usage.decode_s,
+    }
+
+
+def item_json(item: Item, *, text: bool) -> dict[str, Any]:
+    """An entry of the history, with its text only where that is asked for."""
+    return {
+        "item": item.item,
+        "role": name_of(item.role),
+        "request_id": item.request_id,
+        "created": _time(item.create_time),
+    } | ({"text": item.text} if text else {})
+
+
+def name_of(value: FinishReason | Role | int | None) -> str:
+    """In small letters; a number that this version has no name for stays one."""
+    if value is None:
+        return ""
+    return value.name.lower() if isinstance(value, FinishReason | Role) else str(value)
+
+
+def place(residency: Residency | None) -> Mapping[str, int]:
+    """Tokens by where they lie; nothing where that is unknown."""
+    if residency is None:
+        return {}
+    return {
+        "device": residency.gpu_tokens,
+        "host": residency.host_tokens,
+        "dropped": residency.dropped_tokens,
+    }
+
+
+def _residency(residency: Residency | None) -> dict[str, Any] | None:
+    return {"replica": residency.replica, **place(residency)} if residency is not None else None
+
+
+def _time(when: datetime | None) -> str | None:
+    return when.isoformat() if when is not None else None
+
+
+MIDDLE = 80
+"""Columns from which there is room for most."""
+WIDE = 100
+"""Columns from which there is room for labels, too."""
+
+
+def listing(infos: Sequence[SessionInfo], now: datetime, width: int) -> Iterator[Text]:
+    """One line for each session. What is narrow has less of it, but an id is never cut: it is there to be copied."""
+    columns: dict[str, list[str]] = {"SESSION": [info.id for info in infos]}
+    if width >= MIDDLE:
+        columns["AGE"] = [_ago(info.create_time, now) for info in infos]
+    columns["USED"] = [_ago(info.update_time, now) for info in infos]
+    if width >= MIDDLE:
+        columns["ITEMS"] = [output.count(info.item_count) for info in infos]
+    columns["TOKENS"] = [output.count(info.context_tokens) for info in infos]
+    columns["STATE"] = [state(info) for info in infos]
+    columns["CONTEXT"] = [places(place(info.residency), short=width < WIDE) for info in infos]
+    if width >= WIDE:
+        columns["LABELS"] = [output.labels(info.labels) for info in infos]
+    yield from _table(columns, width)
+
+
+def facts(info: SessionInfo, now: datetime) -> Iterator[tuple[str, str]]:
+    """What there is to say of one session, by lines."""
+    yield "session", info.id
+    yield "state", state(info)
+    if info.model:
+        yield "model", clean(info.model, lines=False)
+    yield "context", f"{info.context_tokens:,} of {info.context_limit:,} tokens, {info.item_count:,} items"
+    if info.residency is not None:
+        yield "lies", f"{places(place(info.residency))} at {clean(info.residency.replica, lines=False)}"
+    yield "created", f"{_ago(info.create_time, now)} ago, used {_ago(info.update_time, now)} ago"
+    if info.expire_time is not None:
+        yield "expires", f"in {output.age((info.expire_time - now).total_seconds())}"
+    if info.labels:
+        yield "labels", output.labels(info.labels)
+    if info.forked_from:
+        yield "fork of", f"{info.forked_from.removeprefix('sessions/')}, up to item {info.forked_from_item}"
+
+
+def receipts(turns: Sequence[Turn], width: int) -> Iterator[Text]:
+    """Where each turn's context came from and, where there is room, how its first token came and how it ended."""
+    usages = [turn.usage for turn in turns]
+    columns = {
+        "REV": [str(turn.revision) for turn in turns],
+        "CONTEXT": [output.count(usage.context_tokens) for usage in usages],
+        "DEVICE": [output.count(usage.gpu_cached_tokens) for usage in usages],
+        "HOST": [output.count(usage.swapped_in_tokens) for usage in usages],
+        "RECOMP": [output.count(usage.recomputed_tokens) for usage in usages],
+        "NEW": [output.count(usage.new_tokens) for usage in usages],
+        "ANSWER": [output.count(usage.output_tokens) for usage in usages],
+    }
+    if width >= MIDDLE:
+        columns["FIRST"] = [
+            output.seconds(usage.queue_s + usage.restore_s + usage.prefill_s) for usage in usages
+        ]
+        columns["END"] = [name_of(turn.finish_reason) for turn in turns]
+    yield from _table(columns, width, left=("END",))
+
+
+def said(items: Sequence[Item]) -> Iterator[Text]:
+    """The history as text."""
+    for item in items:
+        yield Text.assemble((f"{item.item} {name_of(item.role)}: ", "bold"), clean(item.text))
+
+
+def state(info: SessionInfo) -> str:
+    """``running`` where a turn runs."""
+    return "running" if info.active_request_id else str(info.state)
+
+
+def places(tokens: Mapping[str, int], *, short: bool = False) -> str:
+    """Shares of a context by where they lie: ``device 80 %, dropped 20 %``; ``short``: ``d80 x20``, as in strips."""
+    whole = sum(tokens.values())
+    if not whole:
+        return "–"
+    if short:
+        letters = {"device": "d", "host": "h", "dropped": "x"}
+        return " ".join(f"{letters[at]}{100 * part / whole:.0f}" for at, part in tokens.items() if part)
+    return ", ".join(f"{where} {output.share(part, whole)}" for where, part in tokens.items() if part)
+
+
+def _table(
+    columns: Mapping[str, Sequence[str]],
+    width: int,
+    left: Sequence[str] = ("SESSION", "STATE", "CONTEXT", "LABELS"),
+) -> Iterator[Text]:
+    """Headings and cells below each other, numbers to the right; what is too wide loses its end, and no column else."""
+    sizes = {name: max(map(cell_len, (name, *cells))) for name, cells in columns.items()}
+
+    def line(cells: Sequence[str], style: str = "") -> Text:
+        padded = (
+            set_cell_size(cell, size) if name in left else " " * (size - cell_len(cell)) + cell
+            for cell, (name, size) in zip(cells, sizes.items(), strict=True)
+        )
+        text = Text("  ".join(padded).rstrip(), style)
+        text.truncate(width, overflow="ellipsis")
+        return text
+
+    yield line(tuple(columns), "dim")
+    for row in zip(*columns.values(), strict=True):
+        yield line(row)
+
+
+def _ago(when: datetime | None, now: datetime) -> str:
+    return output.age((now - when.astimezone(UTC)).total_seconds()) if when is not None else "–"
+
+
+SHOWN_TURNS = 20
+_PATIENCE = RetryPolicy(max_wait_s=3.0)
+"""Whoever has typed a command wants to know soon that nobody answers."""
+Function = Callable[..., Any]
+
+
+class Server(NamedTuple):
+    """The server that a command asks, and what it shows there."""
+
+    target: str
+    api_key: str | None
+    tls: bool
+
+
+class ListByDefault(click.Group):
+    """Without a subcommand it lists: ``pensieve sessions --label k=v``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing and (
+            not args or (args[0].startswith("-") and args[0] not in ("-h", "--help"))
+        ):
+            args = ["list", *args]
+        return super().parse_args(ctx, args)
+
+
+class Label(click.ParamType):  # type: ignore[type-arg]  # generic only in newer versions
+    """``k=v``."""
+
+    name = "K=V"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, str]:
+        if isinstance(value, tuple):
+            return value
+        key, equals, wanted = str(value).partition("=")
+        if not (key and equals):
+            self.fail(f"expected K=V, got {value!r}", param, ctx)
+        return key, wanted
+
+
+def _connection(function: Function) -> Function:
+    """The options of every subcommand."""
+    options = (
+        click.option(
+            "--target",
+            metavar="HOST:PORT",
+            envvar="PENSIEVE_SESSIONS_TARGET",
+            default=ServeOptions().listen,
+            show_default=True,
+            is_eager=True,  # completion of ids asks there
+            help="Server to ask.",
+        ),
+        click.option("--api-key", metavar="KEY", envvar="PENSIEVE_API_KEY", help="Credential for it."),
+        click.option(
+            "--tls",
+            is_flag=True,
+            envvar="PENSIEVE_SESSIONS_TLS",
+            help="TLS towards it, with the system's root certificates.",
+        ),
+    )
+
+    @functools.wraps(function)
+    def connected(target: str, api_key: str | None, tls: bool, **others: Any) -> Any:
+        return function(server=Server(target, api_key, tls), **others)
+
+    for option in reversed(options):
+        connected = option(connected)
+    return connected
+
+
+@click.group(name="sessions", cls=ListByDefault, context_settings={"help_option_names": ["-h", "--help"]})
+def sessions() -> None:
+    """List the sessions of a server, show one, erase some. Without a subcommand: list.
+
+    An ID may be its beginning, if only one session begins so.
+    """
+
+
+@sessions.command(name="list")
+@_connection
+@click.option(
+    "--label", "labels", type=Label(), multiple=True, help="Only those with this label; repeatable."
+)
+@click.option(
+    "--limit",
+    type=click.IntRange(min=0),
+    default=50,
+    show_default=True,
+    metavar="N",
+    help="The newest N; 0 is all.",
+)
+@click.option("--no-residency", is_flag=True, help="Do not ask for each where its context lies.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="One JSON object for each session, on a line of its own."
+)
+def list_(
+    server: Server,
+    labels: tuple[tuple[str, str], ...],
+    limit: int,
+    no_residency: bool,
+    as_json: bool,
+) -> None:
+    """The newest first: age, last use, items, tokens, state, and where the context lies."""
+    with _client(server) as client:
+        infos = client.sessions(labels=dict(labels), limit=limit + 1 if limit else None)
+        more = bool(limit) and len(infos) > limit
+        infos = infos[:limit] if limit else infos
+        if not no_residency:
+            infos = with_residency(client, infos)
+    if as_json:
+        for info in infos:
+            click.echo(json.dumps(session_json(info)))
+        return
+    console = output.stdout()
+    if infos:
+        for line in listing(infos, datetime.now(UTC), console.width):
+            console.print(line)
+    else:
+        click.echo("no sessions with these labels" if labels else f"no sessions at {server.target}", err=True)
+    if more:
+        click.echo(f"the newest {limit}; --limit 0 lists all", err=True)
+
+
+@sessions.command()
+@_connection
+@click.argument("session_id", metavar="ID", shell_complete=completion.sessions)
+@click.option(
+    "--turns",
+    type=click.IntRange(min=0),
+    default=SHOWN_TURNS,
+    show_default=True,
+    metavar="N",
+    help="Receipts of the latest N turns; 0 is all.",
+)
+@click.option("--text", is_flag=True, help="What was said, too.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def show(server: Server, session_id: str, turns: int, text: bool, as_json: bool) -> None:
+    """One session, and where the context of each turn came from."""
+    with _client(server) as client:
+        info = find(client, session_id)
+        session = client.session(info.name)
+        items = session.items()
+        requests = list(
+            dict.fromkeys(
+                item.request_id for item in items if item.role == Role.ASSISTANT and item.request_id
+            )
+        )
+        told = list(_turns(client, info, requests[-turns:] if turns else requests))
+    if as_json:
+        document = session_json(info) | {"turns": [turn_json(turn) for turn in told]}
+        document["history"] = [item_json(item, text=text) for item in items]
+        click.echo(json.dumps(document | ({"system_prompt": info.system_prompt} if text else {})))
+        return
+    console = output.stdout()
+    for name, value in facts(info, datetime.now(UTC)):
+        console.print(Text.assemble((f"{name:<9}", "dim"), value))
+    if told:
+        console.print()
+        for line in receipts(told, console.width):
+            console.print(line)
+        if len(requests) > len(told):
+            click.echo(f"{len(told)} of {len(requests)} turns; --turns 0 shows all", err=True)
+    if text:
+        console.print()
+        for line in said(items):
+            console.print(line, soft_wrap=True)
+
+
+@sessions.command()
+@_connection
+@click.argument("session_ids", metavar="ID…", nargs=-1, required=True, shell_complete=completion.sessions)
+@click.option("--yes", is_flag=True, help="Do not ask. Ids are written in full then.")
+def delete(server: Server, session_ids: tuple[str, ...], yes: bool) -> None:
+    """Erase sessions with all that was said in them. It cannot be undone."""
+    if not yes and not sys.stdin.isatty():
+        raise click.UsageError("there is no terminal to ask at; --yes erases without asking")
+    with _client(server) as client:
+        # All are found before the first is erased: a mistyped id stops everything.
+        infos = {info.name: info for info in (find(client, one, whole=yes) for one in session_ids)}
+        for info in infos.values():
+            about = f"{info.id} ({info.item_count} items, {info.context_tokens} tokens)"
+            if yes or click.confirm(f"erase {about}?", err=True):
+                client.session(info.name).delete(allow_missing=True)
+                click.echo(f"erased {info.id}")
+
+
+def _turns(client: Client, info: SessionInfo, requests: list[str]) -> Iterator[Turn]:
+    """The turns of these request ids; answers that came with an import are of none."""
+    session = client.session(info.name)
+    for request in requests:
+        try:
+            yield session.get_turn(request)
+        except NotFound:
+            continue
+
+
+@contextmanager
+def _client(server: Server) -> Iterator[Client]:
+    """A connection whose failures are one line."""
+    try:
+        with Client(
+            server.target, api_key=server.api_key, tls=server.tls, timeout=20.0, retry=_PATIENCE
+        ) as client:
+            yield client
+    except PensieveError as error:
+        said = refusal(error, server.target)
+        failed = click.ClickException(said if server.target in said else f"{server.target}: {said}")
+        raise misuse(error) or failed from error

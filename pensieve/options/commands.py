@@ -1,0 +1,79 @@
+"""What the commands of ``pensieve`` share: help below headings, complaints on stderr, words that a shell completes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+_EVERYTHING = "pensieve.options.commands.everything"
+
+
+class GroupedCommand(click.Command):
+    """A command whose help has its options below headings. One without a heading comes last, under "Other".
+
+    ``first``: the options that ``--help`` shows; ``--help all`` shows every one. None: both show every one.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        groups: Mapping[str, Sequence[str]],
+        first: Collection[str] | None = None,
+        **others: Any,
+    ) -> None:
+        super().__init__(*args, **others)
+        self._groups = groups
+        self._first = first
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[_EVERYTHING] = args[-1:] == ["all"] and args[-2:-1] in ([name] for name in ("-h", "--help"))
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None and isinstance(param, click.Option):
+                rows[max(param.opts, key=len).lstrip("-")] = record
+        shown = set(rows) if self._first is None or ctx.meta.get(_EVERYTHING) else set(self._first)
+        for title, names in self._groups.items():
+            if found := [rows[name] for name in names if name in rows and name in shown]:
+                with formatter.section(title):
+                    formatter.write_dl(found)
+        named = {name for names in self._groups.values() for name in names}
+        if others := [row for name, row in rows.items() if name not in named]:
+            with formatter.section("Other"):
+                formatter.write_dl(others)
+        if len(shown) < len(rows):
+            formatter.write_paragraph()
+            formatter.write_text(
+                f"`{ctx.command_path} --help all` shows {len(rows) - len(shown)} more options."
+            )
+
+
+def complain(message: str, command: str | None = None) -> None:
+    """Write to stderr what is wrong, behind the command as it was typed: ``pensieve store check: …``.
+
+    ``command``: by default the one that runs.
+    """
+    if command is None:
+        command = click.get_current_context().command_path
+    click.echo(f"{command}: {message}", err=True)
+
+
+def offering(*words: str, paths: str = "") -> Completer:
+    """A shell may complete these words, and paths of a kind: ``file`` or ``dir``. Looks at what was typed alone."""
+
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        found = [CompletionItem(word) for word in words if word.startswith(incomplete)]
+        return [*found, CompletionItem(incomplete, type=paths)] if paths else found
+
+    return complete
+
+
+models = offering("demo", "smollm2", paths="file")
+"""For options that name a model. Hub ids are not known here."""

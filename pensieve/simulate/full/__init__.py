@@ -1,4 +1,0 @@
-"""The ``full`` engine: what serves, step by step, on virtual time.
-
-May import: config, core, engine, simulate.scenario.
-"""

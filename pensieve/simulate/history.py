@@ -1,0 +1,134 @@
+"""A server's own history as a load: times, lengths and receipts of the turns in its store, and the gap they show.
+
+The store keeps the receipt and the time of every committed turn. So a trace like that of ``serve --record`` can be
+written afterwards, by the same rules (``pensieve.server.operations.recording.TraceRow``): a turn that does not go on
+from the turn before (after a fork, rewind, regeneration, overflow or appended items) begins a new session with its
+whole context as input. Turns that were not committed, and sessions that were deleted or expired, are not in a store.
+
+The gap is what a policy that knows the future would have saved: the share of history that the server recomputed, by its
+receipts, less the share that the ``clairvoyant`` policy recomputes when the same turns are simulated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pensieve.core import Usage, packed_length
+from pensieve.replay.load.workload import (
+    RECEIPT_FIELDS,
+    Conversation,
+    Dataset,
+    DatasetError,
+    length_trace,
+)
+from pensieve.store import maintenance
+from pensieve.store.contract import Key
+from pensieve.store.maintenance import Mode, RawStore
+from pensieve.store.records import Record, RecordKind
+
+_SHARES = ("device", "host", "recomputed")
+
+
+def from_store(url: str) -> Dataset:
+    """The turns of a store, which is only read; servers may be at work in it.
+
+    Raises DatasetError where there is no turn, ValueError on a bad URL, and the store's errors.
+    """
+    store = maintenance.open_raw(url)
+    rows = asyncio.run(_rows(store))
+    if not rows:
+        raise DatasetError("the store has no committed turn")
+    start = min(row["timestamp_s"] for row in rows)
+    for row in rows:
+        row["timestamp_s"] = round(row["timestamp_s"] - start, 6)
+    text = "\n".join(map(json.dumps, rows))
+    name = f"{store.kind} store"
+    conversations = length_trace(Path(name), text)
+    if not conversations:
+        raise DatasetError("the store has no answered turn")
+    return Dataset(name, tuple(conversations), hashlib.sha256(text.encode()).hexdigest())
+
+
+async def _rows(store: RawStore) -> list[dict[str, Any]]:
+    try:
+        await store.open(Mode.READ)
+        return [row async for key, log in maintenance.logs(store) for row in trace_rows(key, log)]
+    finally:
+        await store.close()
+
+
+def trace_rows(key: Key, log: Sequence[Record]) -> Iterator[dict[str, Any]]:
+    """The turns of one session as rows of a trace; ``timestamp_s`` is when each arrived, in Unix time.
+
+    The store has the time of the commit; the turn arrived as long before as its receipt accounts for.
+    """
+    begun, turn, tokens = 0, 0, -1
+    for record in log:
+        if record.kind is not RecordKind.TURN or record.turn is None or record.erased is not None:
+            continue
+        usage = record.turn.usage
+        *given, answer = record.items
+        new = sum(packed_length(item.tokens) for item in given) + answer.prefix_tokens
+        if usage.context_tokens - new != tokens or not new:
+            begun, turn = begun + 1, 0
+        yield {
+            "session_id": f"{key.tenant}/{key.session_id}#{begun}",
+            "turn": turn,
+            "input_tokens": new if turn else usage.context_tokens,
+            "output_tokens": usage.output_tokens,
+            "timestamp_s": record.time_ms / 1e3 - _seconds(usage),
+            "context_tokens": usage.context_tokens,
+            **{name: getattr(usage, name) for name in RECEIPT_FIELDS},
+            "committed": True,
+        }
+        turn += 1
+        tokens = usage.context_tokens + usage.output_tokens
+
+
+def _seconds(usage: Usage) -> float:
+    """How long the turn took, as far as its receipt tells."""
+    return usage.queue_s + usage.restore_s + usage.prefill_s + usage.decode_s
+
+
+def gap(
+    conversations: Iterable[Conversation],
+    window: tuple[float, float] | None,
+    targets: Sequence[dict[str, Any]],
+) -> dict[str, Any] | None:
+    """Where turns that came back had their history in truth, and how much less a clairvoyant would have recomputed.
+
+    ``window``: only turns that arrived in it. ``targets``: the simulated policies, as in a report.
+    None: not every turn that came back has a receipt.
+    """
+    talks = list(conversations)
+    start = min((talk.turns[0].timestamp_s or 0.0 for talk in talks), default=0.0)
+    low, high = window or (0.0, float("inf"))
+    again = [
+        turn for talk in talks for turn in talk.turns[1:] if low <= (turn.timestamp_s or 0.0) - start < high
+    ]
+    receipts = [turn.receipt for turn in again if turn.receipt is not None]
+    if not again or len(receipts) < len(again):
+        return None
+    measured = _shares([sum(column) for column in zip(*receipts, strict=True)])
+    seer = next((row["tokens"] for row in targets if row["target"] == "clairvoyant"), None)
+    best = (
+        None if seer is None else _shares([seer[name] for name in ("gpu_cached", "swapped_in", "recomputed")])
+    )
+    return {
+        "turns": len(again),
+        "history_tokens": sum(map(sum, receipts)),
+        "measured": measured,
+        "clairvoyant": best,
+        "recomputed_in_vain": None if best is None else max(measured["recomputed"] - best["recomputed"], 0.0),
+    }
+
+
+def _shares(tokens: Sequence[int]) -> dict[str, float]:
+    """Shares of the history; of none, all was on the device."""
+    total = sum(tokens)
+    return dict(zip(_SHARES, (count / total for count in tokens) if total else (1.0, 0.0, 0.0), strict=True))
