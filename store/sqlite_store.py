@@ -194,9 +194,11 @@ class SqliteStore:
 
     async def begin(self, key: Key, request: BeginRequest) -> BeginOutcome:
         def work(rows: Rows) -> BeginOutcome:
-            known = rows.known(key, request.request_id)
-            hash_there = rows.hash_at(key, request.known_revision) if request.known_head else ""
-            begun = _leases.begin(rows.meta(key), known, request, self._now(), hash_there=hash_there)
+            before, known = rows.meta(key), rows.known(key, request.request_id)
+            at = request.known_revision
+            is_behind_head = before is not None and at < before.row.revision  # the row has the hash of its head
+            hash_there = rows.hash_at(key, at) if request.known_head and is_behind_head else ""
+            begun = _leases.begin(before, known, request, self._now(), hash_there=hash_there)
             if begun.meta is not None:
                 rows.put(key, begun.meta)
             return begun.outcome

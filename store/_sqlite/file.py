@@ -72,6 +72,7 @@ class SqliteFile:
         self.logs = SqliteReader(path, "pensieve-sqlite-logs", BUSY_TIMEOUT_MS)
         self._real = path
         """Where ``path`` leads to when it is a link: SQLite keeps what belongs to the file beside that."""
+        self._log = log_of_changes(path)
         self._connection: sqlite3.Connection | None = None
         self._claim = Claim()
         self._home: Identity | None = None
@@ -205,13 +206,10 @@ class SqliteFile:
     def _readers(self) -> tuple[SqliteReader, ...]:
         return self.reads, self.listings, self.logs
 
-    @property
-    def _log(self) -> Path:
-        return log_of_changes(self._real)
-
     def _take(self) -> None:
         """Raises FailedPrecondition (STORE_LOCKED), Unavailable."""
         self._real = Path(os.path.realpath(self.path))
+        self._log = log_of_changes(self._real)
         self._claim.take(self._real)
         if end_renewal(self._real):
             self._claim.follow(self._real)
