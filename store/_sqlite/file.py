@@ -22,8 +22,17 @@ from pensieve.store import _refusals
 from pensieve.store._clock import Moment, steady_clock_ms, wall_clock_ms
 from pensieve.store._raw import Progress
 from pensieve.store._sqlite import schema
-from pensieve.store._sqlite.claim import Claim
-from pensieve.store._sqlite.durable import content_digest, log_of_changes, make_durable
+from pensieve.store._sqlite.disk import (
+    Claim,
+    FilePlaces,
+    Identity,
+    Whereabouts,
+    content_digest,
+    identity_of,
+    log_of_changes,
+    make_durable,
+    size_of,
+)
 from pensieve.store._sqlite.errors import FAILED, lenient_text, may_be_damage, translated, translated_os
 from pensieve.store._sqlite.examination import (
     PATIENCE_S,
@@ -34,9 +43,8 @@ from pensieve.store._sqlite.examination import (
     within,
 )
 from pensieve.store._sqlite.pages import misleads
-from pensieve.store._sqlite.places import FilePlaces, Identity, Whereabouts, identity_of, size_of
 from pensieve.store._sqlite.reader import SqliteReader
-from pensieve.store._sqlite.renewal import NothingFound, end_renewal, renew
+from pensieve.store._sqlite.recovery import NothingFound, end_renewal, renew
 
 log = logging.getLogger(__name__)
 
