@@ -63,6 +63,8 @@ from pensieve.store.records import Record, SessionRow
 
 log = logging.getLogger(__name__)
 
+AT_ONCE: Final = 500
+"""Calls in one round trip: what else a server is asked for meanwhile waits some ms."""
 MOST_BEGUN: Final = 16_384
 """Turns of which is remembered what they continue; others ask again when they commit."""
 
@@ -407,10 +409,6 @@ class RedisStore:
             if await self._acknowledged.is_lost(key, values[0]):
                 raise _refusals.lost()
         raise refusal(key, outcome, values, request_id, expected, offered)
-
-
-AT_ONCE: Final = 500
-"""Calls in one round trip: what else a server is asked for meanwhile waits some ms."""
 
 
 async def renew_all(link: RedisLink, leases: Sequence[HeldLease], lease_ms: int) -> list[RenewalAnswer]:

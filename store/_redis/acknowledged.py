@@ -27,6 +27,8 @@ from pensieve.store.records import SessionRow
 
 log = logging.getLogger(__name__)
 
+HEADS: Final = 16_384
+"""Sessions of which is remembered what Redis has written to its file."""
 MAX_SESSIONS: Final = 200_000
 """Some 60 MB. The least recently changed are forgotten first: one of them that is lost is NOT_FOUND."""
 
@@ -127,10 +129,6 @@ class Acknowledged:
         """Whether the mark may be gone because nothing was changed for long, or because Redis' clock was set."""
         now = parse_time(await self._link.command("TIME", counts=counts))
         return now - self._kept_ms > MARK_MS // 2
-
-
-HEADS: Final = 16_384
-"""Sessions of which is remembered what Redis has written to its file."""
 
 
 class SafeHeads:

@@ -21,6 +21,29 @@ from pensieve.store import _refusals
 from pensieve.store._redis import scripts
 from pensieve.store._redis.clients import Words, all_ended, make_client, parse_place
 
+log = logging.getLogger(__name__)
+
+SCHEMA = 1
+MARKER = "pv1:store"
+"""HASH store_id, schema: written once, never expires; its absence later means that the data were lost."""
+
+SOCKET_TIMEOUT_S = 1.5
+"""Without one byte of a reply."""
+CALL_LIMIT_S = 3.0
+"""For any call, with all that is tried again."""
+SUSPECT_LIMIT_S = 1.0
+"""The same while the last call got no answer: a turn waits for a Redis that hangs once, not at each of its calls."""
+RETRIES = 3
+"""Commands are sent again after a lost reply, which every script is made for."""
+CALLS_AT_ONCE = 32
+WAIT_MS = 1000
+"""How long replicas may take to have a change."""
+BUFFER_LIMIT_S = 5.0
+"""How long Redis may hold a change back from its append-only file: it means to for 2 s at most."""
+BUFFER_LOOK_S = 0.01
+"""Between two looks at whether it still does."""
+
+_LEVELS = {"always": "fsync", "everysec": "local"}
 _REFUSES_WRITES = ("MISCONF", "OOM")
 _FORBIDDEN = ("unknown command", "ACL failure in script", "can't run this command")
 _PASSING = (
@@ -87,9 +110,6 @@ def _meaning(error: Exception, place: str) -> PensieveError | None:
     return None
 
 
-_LEVELS = {"always": "fsync", "everysec": "local"}
-
-
 def weakest_of(replies: Iterable[Any], place: str) -> str:
     """What a change survives at least: ``none``, ``local`` or ``fsync``.
 
@@ -131,29 +151,6 @@ def _pairs(reply: Any) -> Iterable[tuple[Any, Any]]:
         items: Iterable[tuple[Any, Any]] = reply.items()
         return items
     return zip(reply[::2], reply[1::2], strict=True)
-
-
-log = logging.getLogger(__name__)
-
-SCHEMA = 1
-MARKER = "pv1:store"
-"""HASH store_id, schema: written once, never expires; its absence later means that the data were lost."""
-
-SOCKET_TIMEOUT_S = 1.5
-"""Without one byte of a reply."""
-CALL_LIMIT_S = 3.0
-"""For any call, with all that is tried again."""
-SUSPECT_LIMIT_S = 1.0
-"""The same while the last call got no answer: a turn waits for a Redis that hangs once, not at each of its calls."""
-RETRIES = 3
-"""Commands are sent again after a lost reply, which every script is made for."""
-CALLS_AT_ONCE = 32
-WAIT_MS = 1000
-"""How long replicas may take to have a change."""
-BUFFER_LIMIT_S = 5.0
-"""How long Redis may hold a change back from its append-only file: it means to for 2 s at most."""
-BUFFER_LOOK_S = 0.01
-"""Between two looks at whether it still does."""
 
 
 class _Script(NamedTuple):

@@ -31,6 +31,11 @@ from typing import Final
 from pensieve.errors import FailedPrecondition
 from pensieve.store import _refusals
 
+_CHUNK = 1 << 20
+_TAKEN: Final = (errno.EACCES, errno.EAGAIN)
+_UNKNOWN: Final = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
+_BYTE: Final = 1 << 62
+"""Far behind the bytes that SQLite locks (1 GiB and 512 more), and behind the end of any file."""
 Identity = tuple[int, int]
 """Device and inode."""
 NOWHERE: Identity = (-1, -1)
@@ -93,9 +98,6 @@ def size_of(path: Path) -> int:
         return os.stat(path).st_size
     except OSError:
         return 0
-
-
-_CHUNK = 1 << 20
 
 
 def log_of_changes(path: Path) -> Path:
@@ -164,12 +166,6 @@ def _chunks(descriptor: int) -> Iterator[tuple[int, bytes]]:
     while chunk := os.pread(descriptor, _CHUNK, offset):
         yield offset, chunk
         offset += len(chunk)
-
-
-_TAKEN: Final = (errno.EACCES, errno.EAGAIN)
-_UNKNOWN: Final = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
-_BYTE: Final = 1 << 62
-"""Far behind the bytes that SQLite locks (1 GiB and 512 more), and behind the end of any file."""
 
 
 class Claim:

@@ -36,6 +36,10 @@ from pensieve.store._sqlite.rows import Rows
 from pensieve.store.contract import Key
 from pensieve.store.records import State
 
+log = logging.getLogger(__name__)
+
+TOLD_S: Final = 10.0
+"""Between two lines of the log while a file is renewed."""
 NAMELESS: Final = "lost+found"
 """Tenant of sessions of which only records are left."""
 _TOLD_EACH: Final = 256
@@ -252,11 +256,6 @@ def _continues(revision: int, previous: str, entry: StoredRecord) -> bool:
     except (DataLoss, FailedPrecondition):
         return False
     return True
-
-
-log = logging.getLogger(__name__)
-
-TOLD_S: Final = 10.0
 
 
 class Renewal(NamedTuple):
