@@ -5,7 +5,7 @@ The first line says what it is and where it is from; then each session, followed
 before it. A file without that line is a part of a backup, and is refused. ``.gz`` in the name compresses.
 
 A backup is not a SQLite store, although ``move`` could write one. A damaged session goes along as it was found: without
-a row, with its first records gone, with two records of one revision. A store needs a row and proven records for each
+a row, with its first records gone, with entries that are no records. A store needs a row and proven records for each
 session, so such a session would be left out or changed, and a later program could do no better with it. And any changed
 byte of a backup is refused before anything is written, which SQLite's own check does not promise.
 """
