@@ -9,7 +9,7 @@ from typing import Any
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from pensieve.core import HintReceipt, TokenLogprob, Usage, packed_length, unpack_tokens
+from pensieve.core import HintReceipt, SamplingDefaults, TokenLogprob, Usage, packed_length, unpack_tokens
 from pensieve.engine.messages import ResidentTokens
 from pensieve.server import ids
 from pensieve.server.conversations import ServerFacts
@@ -24,7 +24,7 @@ from pensieve.server.values import (
     StreamEvent,
     TurnView,
 )
-from pensieve.store.records import CandidateAnswer, Item, SamplingDefaults, SessionConfig, SessionRow, State
+from pensieve.store.records import CandidateAnswer, Item, SessionConfig, SessionRow, State
 from pensieve.v1 import pensieve_pb2 as pb
 
 PAD_BYTES = 128

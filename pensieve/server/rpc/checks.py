@@ -60,8 +60,15 @@ function_name = _pattern(re.compile(r"[A-Za-z0-9_.-]{1,64}"), "must be like [A-Z
 request_id = _pattern(ids.REQUEST_ID, "must be a UUID")
 
 
-def between(low: float, high: float, *, above: bool = False, limit: FromBounds | None = None) -> Check:
-    """``low`` to ``high`` (or a configured ``limit``); with ``above``, larger than ``low``. Never NaN or infinite."""
+def between(
+    low: float, high: float, *, above: bool = False, limit: FromBounds | None = None, unless_zero: float = 0.0
+) -> Check:
+    """``low`` to ``high`` (or a configured ``limit``); with ``above``, larger than ``low``. Never NaN or infinite.
+
+    ``unless_zero``: the least value beside 0, for a temperature, by which logits are divided.
+    """
+    if unless_zero:
+        return _zero_or_between(unless_zero, high)
 
     def check(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
         top = high if limit is None else limit(bounds)
@@ -72,10 +79,12 @@ def between(low: float, high: float, *, above: bool = False, limit: FromBounds |
     return check
 
 
-def temperature(value: float, _bounds: Bounds, path: str, problems: Problems) -> None:
-    """A temperature is 0, or so large that dividing logits by it stays finite."""
-    if value != 0 and not 0.0099 <= value <= 10.0:  # 0.01 as float32 is a little less than 0.01
-        problems.append((path, "must be 0, or at least 0.01 and at most 10"))
+def _zero_or_between(low: float, high: float) -> Check:
+    def check(value: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
+        if value != 0 and not 0.99 * low <= value <= high:  # 0.01 as float32 is a little less than 0.01
+            problems.append((path, f"must be 0, or at least {low:g} and at most {high:g}"))
+
+    return check
 
 
 def text(max_chars: int) -> Check:

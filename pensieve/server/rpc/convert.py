@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from pensieve.core import Role, pack_tokens
+from pensieve.core import CandidateChoice, Role, SamplingDefaults, pack_tokens
 from pensieve.server.rpc.checks import UPDATABLE, seconds
 from pensieve.server.sessions.records import NewSession, SessionChange
 from pensieve.server.values import (
@@ -20,26 +20,16 @@ from pensieve.server.values import (
     TurnHints,
 )
 from pensieve.speech import FunctionCall
-from pensieve.store.records import CandidateChoice, Overflow, PrefixSharing, SamplingDefaults, SessionConfig
+from pensieve.store.records import Overflow, PrefixSharing, SessionConfig
 from pensieve.v1 import pensieve_pb2 as pb
 
-_SCALARS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "seed",
-    "max_output_tokens",
-    "min_output_tokens",
-    "ignore_eos",
-    "candidates",
-    "beam_width",
-    "length_penalty",
-    "early_stopping",
-)
+_MADE: dict[str, Callable[[Any], Any]] = {
+    "stop": tuple,
+    "stop_token_ids": tuple,
+    "logit_bias": dict,
+    "candidate_choice": CandidateChoice,
+}
+"""How the sampling parameters that are no scalars become values."""
 
 
 def entries(items: Iterable[pb.InputItem]) -> tuple[InputEntry, ...]:
@@ -61,15 +51,11 @@ def _entry(item: pb.InputItem) -> InputEntry:
 
 def sampling(params: pb.SamplingParams) -> SamplingDefaults:
     """The values that the message sets; one it leaves out stays unset, because 0 may be meant."""
-    values: dict[str, Any] = {name: getattr(params, name) for name in _SCALARS if params.HasField(name)}
-    choice = params.candidate_choice
-    return SamplingDefaults(
-        **values,
-        candidate_choice=CandidateChoice(choice) if choice else None,
-        stop=tuple(params.stop),
-        stop_token_ids=tuple(params.stop_token_ids),
-        logit_bias=dict(params.logit_bias),
-    )
+    values = {}
+    for field, value in params.ListFields():
+        made = _MADE.get(field.name)
+        values[field.name] = value if made is None else made(value)
+    return SamplingDefaults(**values)
 
 
 def config(message: pb.SessionConfig) -> SessionConfig:

@@ -6,13 +6,14 @@ of its field. Texts never repeat what the client sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.message import Message
 
-from pensieve.core import MAX_CANDIDATES
+from pensieve.core import SAMPLING
 from pensieve.errors import InvalidArgument
 from pensieve.server.rpc import checks as c
 from pensieve.server.rpc.checks import Bounds, Check, Problems
@@ -135,6 +136,26 @@ def _same_name(message: Any, _bounds: Bounds, path: str, problems: Problems) -> 
         problems.append(("session.name", "is another session than name"))
 
 
+_SHAPED: dict[str, tuple[Check, ...]] = {
+    "stop": (c.stops,),
+    "stop_token_ids": (c.at_most(lambda b: b.limits.max_stop_token_ids), c.below_vocab),
+    "logit_bias": (c.logit_bias,),
+    "candidate_choice": (c.enum(pb.CandidateChoice),),
+}
+"""Sampling parameters that are no numbers."""
+
+
+def _sampling_rules() -> Iterator[Rule]:
+    for field in pb.SamplingParams.DESCRIPTOR.fields:
+        row = SAMPLING[field.name]
+        if field.name in _SHAPED:
+            yield _may(field.name, *_SHAPED[field.name])
+        elif row.low is not None and row.high is not None:
+            limit = operator.attrgetter(f"limits.{row.limit}") if row.limit else None
+            check = c.between(row.low, row.high, above=row.above, limit=limit, unless_zero=row.unless_zero)
+            yield _may(field.name, check)
+
+
 _SESSION_NAME = _must("name", c.session_name)
 _SESSION = _must("session", c.session_name)
 _REQUEST_ID = _may("request_id", c.request_id)
@@ -246,24 +267,7 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
         _may("next_turn_in", c.duration(0.0, lambda _: c.LONGEST_DURATION_S)),
         _may("importance", c.positive),
     ),
-    pb.SamplingParams: (
-        _may("temperature", c.temperature),
-        _may("top_p", c.between(0.0, 1.0, above=True)),
-        _may("top_k", c.between(0, (1 << 31) - 1)),
-        _may("min_p", c.between(0.0, 1.0)),
-        _may("repetition_penalty", c.between(0.0, 10.0, above=True)),
-        _may("frequency_penalty", c.between(-2.0, 2.0)),
-        _may("presence_penalty", c.between(-2.0, 2.0)),
-        _may("max_output_tokens", c.between(1, (1 << 31) - 1)),
-        _may("min_output_tokens", c.between(0, (1 << 31) - 1)),
-        _may("stop", c.stops),
-        _may("stop_token_ids", c.at_most(lambda b: b.limits.max_stop_token_ids), c.below_vocab),
-        _may("logit_bias", c.logit_bias),
-        _may("candidates", c.between(1, MAX_CANDIDATES, limit=lambda b: b.limits.max_candidates)),
-        _may("beam_width", c.between(1, MAX_CANDIDATES, limit=lambda b: b.limits.max_beam_width)),
-        _may("length_penalty", c.between(-10.0, 10.0)),
-        _may("candidate_choice", c.enum(pb.CandidateChoice)),
-    ),
+    pb.SamplingParams: tuple(_sampling_rules()),
     pb.OutputOptions: (
         _may("top_logprobs", c.between(0, 20, limit=lambda b: b.limits.max_top_logprobs)),
         _may("max_chunk_tokens", c.between(1, (1 << 31) - 1)),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pensieve.core import Role
+from pensieve.core import Role, SamplingDefaults
 from pensieve.errors import FailedPrecondition, NotFound
 from pensieve.server.clock import now_ms
 from pensieve.server.history.binding import ServedModel
@@ -23,7 +23,6 @@ from pensieve.store.records import (
     PrefixSharing,
     Record,
     RecordKind,
-    SamplingDefaults,
     SessionConfig,
 )
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pensieve.core import FinishReason, pack_tokens, unpack_tokens
+from pensieve.core import CandidateChoice, FinishReason, pack_tokens, unpack_tokens
 from pensieve.server.turns import record as turn_record
 from pensieve.server.turns.generation import TurnGeneration
 from pensieve.server.turns.record import KeptAnswer
 from pensieve.server.turns.text import OutputText, replayed_text
 from pensieve.server.values import TurnView
-from pensieve.store.records import CandidateAnswer, CandidateChoice
+from pensieve.store.records import CandidateAnswer
 from pensieve.tokenizer import ChatTokenizer
 
 SEEDS = 1 << 64

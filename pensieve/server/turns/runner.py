@@ -15,7 +15,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from pensieve.core import Phase, Role
+from pensieve.core import CandidateChoice, Phase, Role
 from pensieve.debug import async_failpoint
 from pensieve.errors import DataLoss, NotFound, TurnFenced, Unavailable
 from pensieve.server import ids
@@ -45,7 +45,7 @@ from pensieve.store import (
     Replay,
     head_hash_after,
 )
-from pensieve.store.records import CandidateChoice, History, Record, SessionRow
+from pensieve.store.records import History, Record, SessionRow
 from pensieve.tokenizer import ChatTokenizer
 
 log = logging.getLogger(__name__)
