@@ -25,7 +25,7 @@ from pensieve.engine.scheduler import Scheduler
 from pensieve.options.serve import by_name, resolve, serve_flags
 from pensieve.server.app import run
 
-BUILDER = "priced_engine:build"
+BUILDER, ENGINE = "priced_engine:build", "service/priced_engine.py"
 STEP_VARIABLE, TOKEN_VARIABLE, POISON_VARIABLE = "STEP_MS", "TOKEN_US", "POISON"
 CONTEXT_LIMIT = 8192
 DEVICE_TOKENS, HOST_TOKENS = 1 << 17, 1 << 18

@@ -25,6 +25,7 @@ from typing import Final
 import msgspec
 
 from pensieve import __version__
+from pensieve.core import SamplingDefaults
 from pensieve.debug import debug_enabled
 from pensieve.engine.process.host import DEFAULT_BUILDER
 from pensieve.errors import InvalidArgument, PensieveError
@@ -60,7 +61,6 @@ from pensieve.server.settings import TurnSettings
 from pensieve.server.tasks import end_task, loop_factory
 from pensieve.server.values import TurnEnd
 from pensieve.store import HistoryStore, open_store
-from pensieve.store.records import SamplingDefaults
 from pensieve.tokenizer import ChatTokenizer
 
 log = logging.getLogger(__name__)

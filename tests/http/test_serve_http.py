@@ -26,7 +26,7 @@ from click.testing import CliRunner
 from openai import APIConnectionError, OpenAI
 
 from pensieve.http import child
-from pensieve.http.common.readiness import Readiness
+from pensieve.http.common.door import Readiness
 from pensieve.http.common.settings import DoorSettings
 from pensieve.options.serve import ServeOptions
 from pensieve.server import ports

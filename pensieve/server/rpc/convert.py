@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from pensieve.core import HintReceipt, Role, TokenLogprob, Usage, pack_tokens, packed_length, unpack_tokens
+from pensieve.core import (
+    CandidateChoice,
+    HintReceipt,
+    Role,
+    SamplingDefaults,
+    TokenLogprob,
+    Usage,
+    pack_tokens,
+    packed_length,
+    unpack_tokens,
+)
 from pensieve.engine.messages import ResidentTokens
 from pensieve.server import ids
 from pensieve.server.conversations import ServerFacts
@@ -38,11 +48,9 @@ from pensieve.server.values import (
 from pensieve.speech import FunctionCall
 from pensieve.store.records import (
     CandidateAnswer,
-    CandidateChoice,
     Item,
     Overflow,
     PrefixSharing,
-    SamplingDefaults,
     SessionConfig,
     SessionRow,
     State,
@@ -57,23 +65,13 @@ _STATES = {
     State.DAMAGED: pb.Session.STATE_DAMAGED,
     State.DELETED: pb.Session.STATE_DELETED,
 }
-_SCALARS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "seed",
-    "max_output_tokens",
-    "min_output_tokens",
-    "ignore_eos",
-    "candidates",
-    "beam_width",
-    "length_penalty",
-    "early_stopping",
-)
+_MADE: dict[str, Callable[[Any], Any]] = {
+    "stop": tuple,
+    "stop_token_ids": tuple,
+    "logit_bias": dict,
+    "candidate_choice": CandidateChoice,
+}
+"""How the sampling parameters that are no scalars become values."""
 
 
 # ---- messages to values
@@ -98,15 +96,11 @@ def _entry(item: pb.InputItem) -> InputEntry:
 
 def sampling(params: pb.SamplingParams) -> SamplingDefaults:
     """The values that the message sets; one it leaves out stays unset, because 0 may be meant."""
-    values: dict[str, Any] = {name: getattr(params, name) for name in _SCALARS if params.HasField(name)}
-    choice = params.candidate_choice
-    return SamplingDefaults(
-        **values,
-        candidate_choice=CandidateChoice(choice) if choice else None,
-        stop=tuple(params.stop),
-        stop_token_ids=tuple(params.stop_token_ids),
-        logit_bias=dict(params.logit_bias),
-    )
+    values = {}
+    for field, value in params.ListFields():
+        made = _MADE.get(field.name)
+        values[field.name] = value if made is None else made(value)
+    return SamplingDefaults(**values)
 
 
 def config(message: pb.SessionConfig) -> SessionConfig:

@@ -7,14 +7,15 @@ of its field. Texts never repeat what the client sent.
 from __future__ import annotations
 
 import math
+import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.message import Message
 
-from pensieve.core import MAX_CANDIDATES
+from pensieve.core import SAMPLING
 from pensieve.errors import InvalidArgument
 from pensieve.server import ids
 from pensieve.server.settings import RequestLimits
@@ -182,8 +183,15 @@ function_name = _pattern(re.compile(r"[A-Za-z0-9_.-]{1,64}"), "must be like [A-Z
 request_id = _pattern(ids.REQUEST_ID, "must be a UUID")
 
 
-def between(low: float, high: float, *, above: bool = False, limit: FromBounds | None = None) -> Check:
-    """``low`` to ``high`` (or a configured ``limit``); with ``above``, larger than ``low``. Never NaN or infinite."""
+def between(
+    low: float, high: float, *, above: bool = False, limit: FromBounds | None = None, unless_zero: float = 0.0
+) -> Check:
+    """``low`` to ``high`` (or a configured ``limit``); with ``above``, larger than ``low``. Never NaN or infinite.
+
+    ``unless_zero``: the least value beside 0, for a temperature, by which logits are divided.
+    """
+    if unless_zero:
+        return _zero_or_between(unless_zero, high)
 
     def check(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
         top = high if limit is None else limit(bounds)
@@ -194,10 +202,12 @@ def between(low: float, high: float, *, above: bool = False, limit: FromBounds |
     return check
 
 
-def temperature(value: float, _bounds: Bounds, path: str, problems: Problems) -> None:
-    """A temperature is 0, or so large that dividing logits by it stays finite."""
-    if value != 0 and not 0.0099 <= value <= 10.0:  # 0.01 as float32 is a little less than 0.01
-        problems.append((path, "must be 0, or at least 0.01 and at most 10"))
+def _zero_or_between(low: float, high: float) -> Check:
+    def check(value: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
+        if value != 0 and not 0.99 * low <= value <= high:  # 0.01 as float32 is a little less than 0.01
+            problems.append((path, f"must be 0, or at least {low:g} and at most {high:g}"))
+
+    return check
 
 
 def text(max_chars: int) -> Check:
@@ -382,6 +392,26 @@ def update_mask(value: Any, _bounds: Bounds, path: str, problems: Problems) -> N
 
 # ---- the table
 
+_SHAPED: dict[str, tuple[Check, ...]] = {
+    "stop": (stops,),
+    "stop_token_ids": (at_most(lambda b: b.limits.max_stop_token_ids), below_vocab),
+    "logit_bias": (logit_bias,),
+    "candidate_choice": (enum(pb.CandidateChoice),),
+}
+"""Sampling parameters that are no numbers."""
+
+
+def _sampling_rules() -> Iterator[Rule]:
+    for field in pb.SamplingParams.DESCRIPTOR.fields:
+        row = SAMPLING[field.name]
+        if field.name in _SHAPED:
+            yield _may(field.name, *_SHAPED[field.name])
+        elif row.low is not None and row.high is not None:
+            limit = operator.attrgetter(f"limits.{row.limit}") if row.limit else None
+            check = between(row.low, row.high, above=row.above, limit=limit, unless_zero=row.unless_zero)
+            yield _may(field.name, check)
+
+
 _SESSION_NAME = _must("name", session_name)
 _SESSION = _must("session", session_name)
 _REQUEST_ID = _may("request_id", request_id)
@@ -493,24 +523,7 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
         _may("next_turn_in", duration(0.0, lambda _: LONGEST_DURATION_S)),
         _may("importance", positive),
     ),
-    pb.SamplingParams: (
-        _may("temperature", temperature),
-        _may("top_p", between(0.0, 1.0, above=True)),
-        _may("top_k", between(0, (1 << 31) - 1)),
-        _may("min_p", between(0.0, 1.0)),
-        _may("repetition_penalty", between(0.0, 10.0, above=True)),
-        _may("frequency_penalty", between(-2.0, 2.0)),
-        _may("presence_penalty", between(-2.0, 2.0)),
-        _may("max_output_tokens", between(1, (1 << 31) - 1)),
-        _may("min_output_tokens", between(0, (1 << 31) - 1)),
-        _may("stop", stops),
-        _may("stop_token_ids", at_most(lambda b: b.limits.max_stop_token_ids), below_vocab),
-        _may("logit_bias", logit_bias),
-        _may("candidates", between(1, MAX_CANDIDATES, limit=lambda b: b.limits.max_candidates)),
-        _may("beam_width", between(1, MAX_CANDIDATES, limit=lambda b: b.limits.max_beam_width)),
-        _may("length_penalty", between(-10.0, 10.0)),
-        _may("candidate_choice", enum(pb.CandidateChoice)),
-    ),
+    pb.SamplingParams: tuple(_sampling_rules()),
     pb.OutputOptions: (
         _may("top_logprobs", between(0, 20, limit=lambda b: b.limits.max_top_logprobs)),
         _may("max_chunk_tokens", between(1, (1 << 31) - 1)),

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from pensieve.core import (
+    CandidateChoice,
     FinishReason,
     Role,
     TokenArray,
@@ -33,7 +34,6 @@ from pensieve.store import HistoryStore, Key
 from pensieve.store.records import (
     CandidateAnswer,
     CandidateChange,
-    CandidateChoice,
     History,
     Item,
     Record,

@@ -16,7 +16,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from pensieve.core import Phase, Role, pack_tokens
+from pensieve.core import CandidateChoice, Phase, Role, pack_tokens
 from pensieve.debug import async_failpoint
 from pensieve.engine.messages import Submit
 from pensieve.errors import DataLoss, NotFound, TurnFenced, Unavailable
@@ -39,7 +39,7 @@ from pensieve.server.turns.run import Order, TurnRun, TurnState
 from pensieve.server.turns.text import OutputText
 from pensieve.server.values import Accepted, InputEntry, ProgressView, TurnFrame, TurnView
 from pensieve.store import Began, BeginRequest, Counts, Key, Replay
-from pensieve.store.records import CandidateChoice, History, Record, SessionRow
+from pensieve.store.records import History, Record, SessionRow
 
 log = logging.getLogger(__name__)
 

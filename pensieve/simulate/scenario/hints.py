@@ -1,7 +1,7 @@
 """Hints of clients that know when their next turn is due, or that are wrong about it by as much as they are told to be.
 
-The same as ``pensieve.replay.load.hints``, but that the pause is counted from the end of the answer: a simulated client
-knows that as well.
+The same as in ``pensieve.replay.play.runner``, but that the pause is counted from the end of the answer: a simulated
+client knows that as well.
 """
 
 from __future__ import annotations

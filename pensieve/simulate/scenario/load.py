@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pensieve.core import TokenArray
-from pensieve.replay.load.run_in import run_in
-from pensieve.replay.load.schedule import Arrivals, Gaps, Script, prefix_ids, scripts
+from pensieve.replay.load.schedule import Arrivals, Gaps, Script, prefix_ids, run_in, scripts
 from pensieve.replay.load.workload import Conversation, Piece
 
 NEVER = 1e15
