@@ -31,26 +31,13 @@ def assigned(node: ast.AST) -> Iterator[tuple[str, str, int]]:
             )
 
 
-def names_of_runs(source: ast.Module) -> set[str]:
-    """Variables, parameters and loop targets of a module that may be a turn: annotated so, or called so."""
-    names = {"run"}
-    for node in ast.walk(source):
-        annotation = getattr(node, "annotation", None)
-        if annotation is not None and "TurnRun" in ast.unparse(annotation):
-            target = node.target if isinstance(node, ast.AnnAssign) else node
-            names.add(ast.unparse(target) if isinstance(target, ast.expr) else getattr(target, "arg", ""))
-        if isinstance(node, ast.Assign) and "TurnRun(" in ast.unparse(node.value):
-            names |= {ast.unparse(target) for target in node.targets}
-    return names
-
-
 def foreign_writes(source: ast.Module, fields: set[str]) -> list[tuple[str, int]]:
-    """Assignments to these fields of a turn, or of anything that looks like one."""
-    names = names_of_runs(source)
+    """Assignments to these fields: of anything where ``TurnRun`` is known, elsewhere of what is called a run."""
+    knows = "TurnRun" in ast.unparse(source)
     return [
         (f"{base}.{field}", line)
         for field, base, line in assigned(source)
-        if base != "self" and field in {*fields, "*"} and (base in names or "_runs" in base)
+        if base != "self" and field in {*fields, "*"} and (knows or base == "run" or "_runs" in base)
     ]
 
 
@@ -78,23 +65,18 @@ def test_the_state_has_one_line_that_writes_it() -> None:
 
 
 def test_the_checker_sees_a_write() -> None:
-    """Of each kind: plain, augmented, through another name, by ``setattr``, and in a tuple."""
-    source = ast.parse(
-        "def f(turn: TurnRun, other: Thing):\n"
-        "    turn.seed = 1\n"
-        "    turn.orders += (2,)\n"
-        "    setattr(turn, 'state', 3)\n"
-        "    made = TurnRun(key)\n"
-        "    made.ticket, x = None, 1\n"
-        "    self._runs[key].hints = None\n"
-        "    other.seed = 1\n"
-        "    turn.elsewhere()\n"
+    """Of each kind: plain, augmented, in a tuple, by ``setattr``, and through any name where ``TurnRun`` is known."""
+    writes = (
+        "found.seed = 1\n"
+        "turn.orders += (2,)\n"
+        "setattr(turn, 'state', 3)\n"
+        "made.ticket, x = None, 1\n"
+        "self._runs[key].hints = None\n"
+        "turn.elsewhere()\n"
+        "self.seed = 1\n"
     )
     fields = {"seed", "orders", "state", "ticket", "hints"}
-    assert [line for _, line in sorted(foreign_writes(source, fields), key=lambda one: one[1])] == [
-        2,
-        3,
-        4,
-        6,
-        7,
-    ]
+    known = foreign_writes(ast.parse(f"from a import TurnRun\n{writes}"), fields)
+    assert sorted(line for _, line in known) == [2, 3, 4, 5, 6]
+    unknown = foreign_writes(ast.parse(f"{writes}run.seed = 1\n"), fields)
+    assert sorted(line for _, line in unknown) == [5, 8]
