@@ -180,7 +180,7 @@ class App:
         self._stack.push_async_callback(self._link.stop)
         self._stack.push_async_callback(self._conversations.close)
         self._ports = ports = Ports(options, door, self._stack)
-        ports.bind(self._conversations, self._monitor)
+        ports.bind(self._link, self._conversations, self._monitor)
         await self._monitor.start()
         self._stack.push_async_callback(self._monitor.stop)
         for name, work in (
@@ -191,7 +191,7 @@ class App:
             self._stack.push_async_callback(end_task, asyncio.create_task(work, name=name))
         page = self._page(store, door, ports)
         self._stack.push_async_callback(page.close)
-        await ports.open_admin(self._link, self._conversations, self._monitor, self._metrics, page)
+        await ports.open_admin(self._monitor, self._metrics, page)
         self._stack.push_async_callback(end_task, asyncio.create_task(door.watch(), name="keys"))
         await self._link.start()
         info = self._link.info

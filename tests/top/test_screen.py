@@ -10,13 +10,14 @@ import pytest
 from rich.console import Console
 
 from pensieve.cli.top import strips
-from pensieve.cli.top.feed import AdminFeed, FeedError, FeedState, decode
+from pensieve.cli.top.feed import AdminFeed, FeedError, decode
 from pensieve.cli.top.screen import TopLook, screen
 from pensieve.cli.top.view import ORDERS, View
+from pensieve.feed import StateDocument
 from support.page.feeds import row, state
 
 
-def told(document: dict[str, Any]) -> FeedState:
+def told(document: dict[str, Any]) -> StateDocument:
     return decode(json.dumps(document).encode(), "there")
 
 

@@ -7,10 +7,11 @@ import sys
 import click
 
 from pensieve.cli import output
-from pensieve.cli.top.feed import MOST_SESSIONS, AdminFeed, FeedError, decode
+from pensieve.cli.top.feed import AdminFeed, FeedError, decode
 from pensieve.cli.top.screen import TopLook, screen
 from pensieve.cli.top.terminal import blocks, watch
 from pensieve.cli.top.view import ORDERS, View
+from pensieve.feed import MOST_LISTED
 from pensieve.options.serve import ServeOptions
 from pensieve.options.values import address
 
@@ -90,7 +91,7 @@ def top(
     console = output.stdout()
     try:
         if as_json:
-            document = feed.document(MOST_SESSIONS)
+            document = feed.document(MOST_LISTED)
             decode(document, admin)  # whatever else answers there is refused
             click.echo(document)
             return

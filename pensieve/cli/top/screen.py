@@ -11,9 +11,9 @@ from rich.text import Text
 
 from pensieve.cli import figures
 from pensieve.cli.top import strips
-from pensieve.cli.top.feed import FeedLatency, FeedSession, FeedState, FeedTier
 from pensieve.cli.top.view import View
 from pensieve.cli.untrusted import clean
+from pensieve.feed import Percentiles, SessionLine, StateDocument, TierState
 
 GAP = "   "
 LABELS_FROM = 110
@@ -26,7 +26,7 @@ NAME_MOST = 40
 class TopLook:
     """What is drawn, and how."""
 
-    state: FeedState
+    state: StateDocument
     width: int
     blocks: bool = True
     """Whether the terminal has block characters."""
@@ -130,7 +130,7 @@ def _figures(look: TopLook) -> Iterator[Text]:
         _pair("running", str(queue.running)),
         _pair("queued", str(queue.queued)),
         _pair("turns waiting", f"{queue.waiting}{wait}", "yellow" if queue.waiting else ""),
-        _pair("suspensions", figures.count(state.totals.suspensions_total)),
+        _pair("suspensions", figures.count(state.totals.get("suspensions_total", 0))),
         _pair("engine restarts", str(state.engine_restarts), "red" if state.engine_restarts else ""),
     ]
     if state.rates is not None:
@@ -172,7 +172,7 @@ def _tiers(look: TopLook) -> Iterator[Text]:
         )
 
 
-def _tier(look: TopLook, name: str, tier: FeedTier, style: str) -> Iterator[Text]:
+def _tier(look: TopLook, name: str, tier: TierState, style: str) -> Iterator[Text]:
     length = max(min(look.width - 60, 60), 6)
     full = round(length * tier.used / tier.capacity) if tier.capacity else 0
     shape, rest = ("█", "░") if look.blocks else ("#", ".")
@@ -182,7 +182,7 @@ def _tier(look: TopLook, name: str, tier: FeedTier, style: str) -> Iterator[Text
     yield from _titled(name, [Text.assemble(bar, " ", numbers), Text(spare, "dim")], look.width)
 
 
-def _list(look: TopLook, view: View, rows: Sequence[FeedSession]) -> Iterator[Text]:
+def _list(look: TopLook, view: View, rows: Sequence[SessionLine]) -> Iterator[Text]:
     sessions = look.state.sessions
     told = f"{sessions.total:,} session{'s' * (sessions.total != 1)}, {sessions.running:,} running, by {view.order}"
     if view.filter:
@@ -219,7 +219,7 @@ def _list(look: TopLook, view: View, rows: Sequence[FeedSession]) -> Iterator[Te
         yield line
 
 
-def _name(row: FeedSession, one_tenant: bool) -> str:
+def _name(row: SessionLine, one_tenant: bool) -> str:
     name = row.session.removeprefix(f"{row.tenant}/") if one_tenant else row.session
     return clean(name, lines=False)
 
@@ -238,7 +238,7 @@ def _keys(view: View) -> Text:
     )  # fmt: skip
 
 
-def _latency(told: FeedLatency | None) -> str:
+def _latency(told: Percentiles | None) -> str:
     """The median, and the last percentile that the server tells."""
     if told is None:
         return "–"

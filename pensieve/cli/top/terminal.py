@@ -20,9 +20,10 @@ from types import FrameType
 from rich.console import Console, Group
 from rich.live import Live
 
-from pensieve.cli.top.feed import AdminFeed, FeedError, FeedState
+from pensieve.cli.top.feed import AdminFeed, FeedError
 from pensieve.cli.top.screen import TopLook, screen
 from pensieve.cli.top.view import View
+from pensieve.feed import StateDocument
 
 REDRAW_S = 1.0
 """At least so often, for the clock of a server that is gone."""
@@ -36,7 +37,7 @@ def blocks(console: Console) -> bool:
 class FeedThread(threading.Thread):
     """Asks the feed again and again. ``wake`` becomes readable when there is news."""
 
-    def __init__(self, feed: AdminFeed, first: FeedState, view: View, interval_s: float) -> None:
+    def __init__(self, feed: AdminFeed, first: StateDocument, view: View, interval_s: float) -> None:
         super().__init__(name="feed", daemon=True)
         self._feed = feed
         self._view = view
@@ -72,7 +73,7 @@ class FeedThread(threading.Thread):
                 os.write(self._told, b".")
 
 
-def watch(feed: AdminFeed, first: FeedState, view: View, interval_s: float, console: Console) -> None:
+def watch(feed: AdminFeed, first: StateDocument, view: View, interval_s: float, console: Console) -> None:
     """Until a key ends it. Raises KeyboardInterrupt, and SystemExit on SIGTERM and SIGHUP."""
     thread = FeedThread(feed, first, view, interval_s)
     with (

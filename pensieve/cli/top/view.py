@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pensieve.cli.top.feed import MOST_SESSIONS, FeedSession
 from pensieve.cli.top.strips import chunks
+from pensieve.feed import MOST_LISTED, SessionLine
 
-_Order = Callable[[FeedSession], float]
+_Order = Callable[[SessionLine], float]
 ORDERS: Final[dict[str, _Order | None]] = {
     "activity": None,
     "tokens": lambda row: -row.tokens,
@@ -46,10 +46,10 @@ class View:
     def wanted(self) -> int:
         """How many sessions to ask for: all where the server's order is not the one to show."""
         if self.order == "activity" and not self.filter:
-            return min(self.first + 2 * self.page + 10, MOST_SESSIONS)
-        return MOST_SESSIONS
+            return min(self.first + 2 * self.page + 10, MOST_LISTED)
+        return MOST_LISTED
 
-    def choose(self, rows: Sequence[FeedSession]) -> list[FeedSession]:
+    def choose(self, rows: Sequence[SessionLine]) -> list[SessionLine]:
         """The rows to show, from the first in order; ``first`` is brought back to where there are any."""
         found = [row for row in rows if self.filter.lower() in _searched(row)] if self.filter else list(rows)
         order = ORDERS[self.order]
@@ -100,6 +100,6 @@ def keys(typed: str) -> Iterator[str]:
     yield from _KEYS.findall(typed)
 
 
-def _searched(row: FeedSession) -> str:
+def _searched(row: SessionLine) -> str:
     labels = " ".join(f"{key}={value}" for key, value in (row.labels or {}).items())
     return f"{row.session} {row.state} {labels}".lower()

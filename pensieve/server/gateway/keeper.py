@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import logging
 import os
 import socket
@@ -16,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from pensieve.server.child import RestartPauses
 from pensieve.server.gateway.process import GatewayCommand, GatewayEnded, GatewayProcess
 from pensieve.server.tasks import end_task
 
@@ -24,12 +24,11 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 30.0
 STEADY_S: Final = 60.0
-"""A process that has lived so long is started again at once when it dies; else each pause is twice the one before."""
+"""After a life of this length the next start comes after the first pause again."""
 QUIET_S: Final = 3.0
 """The process says every half second that it lives; without a word for so long it counts as stuck."""
 HUNG_S: Final = 10.0
 """Without a word for so long it is killed: what it had in hand is lost to its callers, who come again."""
-TICK_S: Final = 0.25
 METRICS_S: Final = 1.0
 """How long a scrape waits for the door's share."""
 _BACKLOG: Final = 2048
@@ -83,10 +82,6 @@ class Gateway(Collector):
 
     def open(self, host: str, port: int) -> int:
         """Listen; the port, found by the system when it was 0. Raises GatewayError."""
-        if missing := [
-            name for name in ("httptools", "starlette", "uvicorn") if importlib.util.find_spec(name) is None
-        ]:
-            raise GatewayError(f"needs {' and '.join(missing)}: pip install 'pensieve[http]'")
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -156,7 +151,7 @@ class Gateway(Collector):
 
     async def _keep(self) -> None:
         """One process after the other. What ends the first before it was ready ends this."""
-        pause = FIRST_PAUSE_S
+        pauses = RestartPauses(FIRST_PAUSE_S, LONGEST_PAUSE_S, STEADY_S)
         while True:
             began = time.monotonic()
             why = await self._live()
@@ -166,11 +161,10 @@ class Gateway(Collector):
             if not self._first.done():
                 self._first.set_exception(GatewayError(f"the HTTP door did not start: {why}"))
                 return
-            if time.monotonic() - began > STEADY_S:
-                pause = FIRST_PAUSE_S
+            pauses.lived(time.monotonic() - began)
+            pause = pauses.next()
             log.error("the HTTP door ended and is started again: %s", why, extra={"pause_s": pause})
             await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_S)
             self.restarts += 1
 
     async def _live(self) -> str:
@@ -200,17 +194,14 @@ class Gateway(Collector):
             self._process = None
 
     async def _watch(self, process: GatewayProcess) -> None:
-        """Kill a process that is stopped, or whose event loop is.
-
-        Silence is counted tick by tick, so that a server that was itself stopped for minutes does not blame its door.
-        """
-        heard_at, silent_s = process.heard_at, 0.0
-        while silent_s < HUNG_S:
-            await asyncio.sleep(TICK_S)
-            silent_s = silent_s + TICK_S if process.heard_at == heard_at else 0.0
-            heard_at = process.heard_at
-            self._become(stuck=silent_s >= QUIET_S)
-        log.error("the HTTP door has not answered for %.0f s: killing it", silent_s)
+        """Kill a process that is stopped, or whose event loop is."""
+        silence = process.silence
+        while silence.seconds < HUNG_S:
+            began = time.monotonic()
+            await asyncio.sleep(silence.tick_s)
+            silence.passed(time.monotonic() - began)
+            self._become(stuck=silence.seconds >= QUIET_S)
+        log.error("the HTTP door has not answered for %.0f s: killing it", silence.seconds)
         process.kill()
 
     def _become(

@@ -7,17 +7,18 @@ import contextlib
 import os
 import socket
 import sys
-import time
 from asyncio import FIRST_COMPLETED
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from pensieve.debug import child_environment
-from pensieve.server.child import ChildProcess
+from pensieve.server.child import ChildProcess, Silence
 
 READY_S: Final = 60.0
 """How long it may take to start; a second is usual, on an idle machine."""
+TICK_S: Final = 0.25
+"""How often the keeper looks whether the process is silent."""
 
 
 class GatewayEnded(Exception):
@@ -78,8 +79,8 @@ class GatewayProcess(ChildProcess):
         self._taking: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.away = False
         """It cannot reach the service."""
-        self.heard_at = time.monotonic()
-        """When something came from it."""
+        self.silence = Silence(TICK_S)
+        """Since something came from it; the keeper counts the time."""
         self._hearing = asyncio.create_task(self._hear(), name="http control")
 
     @classmethod
@@ -128,7 +129,7 @@ class GatewayProcess(ChildProcess):
         # ``wait`` says that it has ended.
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while words := (await self._reader.readline()).split():
-                self.heard_at = time.monotonic()
+                self.silence.heard()
                 match words:
                     case [b"away" | b"back" as word]:
                         self.away = word == b"away"

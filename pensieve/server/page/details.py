@@ -7,8 +7,8 @@ from typing import Final
 import msgspec
 
 from pensieve.core import FinishReason, Usage
+from pensieve.feed import SessionLine
 from pensieve.server.ids import session_key
-from pensieve.server.page.state import SessionLine
 from pensieve.store import HistoryStore, Key
 from pensieve.store.records import Record, RecordKind, SessionRow
 
@@ -64,7 +64,6 @@ class SessionDocument(msgspec.Struct, frozen=True):
     items: int
     context_tokens: int
     created_s: float
-    updated_s: float
     forked_from: str
     running_request: str
     cached: SessionLine | None
@@ -98,7 +97,6 @@ def _document(
         items=row.item_count,
         context_tokens=row.context_tokens,
         created_s=row.create_ms / 1e3,
-        updated_s=row.update_ms / 1e3,
         forked_from=row.forked_from,
         running_request=row.running.request_id if row.running is not None else "",
         cached=cached,

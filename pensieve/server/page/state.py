@@ -5,134 +5,33 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import msgspec
 
 import pensieve
 from pensieve.engine.messages import EngineReady, SessionStrip, Stats
 from pensieve.errors import PensieveError
+from pensieve.feed import (
+    SCHEMA,
+    FrontDoorState,
+    QueueState,
+    RateState,
+    ServerState,
+    SessionLine,
+    SessionList,
+    StateDocument,
+    TierState,
+)
 from pensieve.server.links.engine_link import EngineLink
 from pensieve.server.page.notes import SessionNote, SessionNotes
-from pensieve.server.page.recent import Lately, RecentTurns
+from pensieve.server.page.recent import RecentTurns
 from pensieve.server.page.strips import StripWatch
 from pensieve.store import Key
 
-SCHEMA: Final = "pensieve.state/1"
 DEFAULT_LIMIT: Final = 200
-MOST_LISTED: Final = 5000
 _SHORTEST_S: Final = 0.8
 """Rates are not taken over less."""
-
-
-class FrontDoorState(msgspec.Struct, frozen=True):
-    """How the HTTP door's process is."""
-
-    state: str
-    """``starting``, ``serving``, ``hung``, ``restarting`` or ``draining``."""
-    address: str
-    """HOST:PORT."""
-    since_s: float
-    """Unix time from which ``state`` holds."""
-    restarts: int
-
-
-class ServerState(msgspec.Struct, frozen=True):
-    """What the server is, and how it is."""
-
-    version: str
-    model: str
-    replica: str
-    problem: str
-    """Why calls are not served; "" when they are."""
-    device: str
-    dtype: str
-    chunk_tokens: int
-    """0 until the engine is up, as all that it says."""
-    context_limit: int
-    shows_text: bool
-    door: FrontDoorState | None
-    """None: the server has no HTTP door."""
-
-
-class TierState(msgspec.Struct, frozen=True):
-    """Tokens that a tier has room for. ``reclaimable`` ones are used, but their pages can be taken without a copy."""
-
-    capacity: int
-    used: int
-    free: int
-    reclaimable: int = 0
-
-
-class QueueState(msgspec.Struct, frozen=True):
-    """Generations in the batch and in the engine's queue; turns that wait to be computed, and for how long."""
-
-    running: int
-    queued: int
-    waiting: int
-    expected_wait_s: float
-
-
-class RateState(msgspec.Struct, frozen=True):
-    """Per second, over the time between two looks."""
-
-    over_s: float
-    steps: float
-    output_tokens: float
-    swap_in_bytes: float
-    swap_out_bytes: float
-    dropped_tokens: float
-
-
-class SessionLine(msgspec.Struct, frozen=True):
-    """A session that has anything cached."""
-
-    session: str
-    """``tenant/id``, and ``#n`` behind it for the KV of a turn\'s further candidate."""
-    tenant: str
-    id: str
-    candidate: int
-    state: str
-    """``running``, ``warming`` or ``idle``."""
-    idle_s: float
-    tokens: int
-    strip: str
-    labels: dict[str, str] | None
-    """None: not read yet, as the two below."""
-    items: int | None
-    created_s: float | None
-
-
-class SessionList(msgspec.Struct, frozen=True):
-    """Sessions by activity: those that run, then the one that ran last, and so on."""
-
-    total: int
-    running: int
-    age_s: float | None
-    """How old the strips are; None: there are none, since no engine serves."""
-    first: int
-    next: int | None
-    """``after`` for the next page; None: these were the last."""
-    rows: tuple[SessionLine, ...]
-
-
-class StateDocument(msgspec.Struct, frozen=True):
-    """The answer to ``/state.json``."""
-
-    schema: str
-    time_s: float
-    """Unix time."""
-    server: ServerState
-    device: TierState
-    host: TierState
-    queue: QueueState
-    totals: dict[str, Any]
-    """``Stats`` of the engine, since it started."""
-    engine_restarts: int
-    rates: RateState | None
-    """None: nobody looked before, or just now."""
-    lately: Lately
-    sessions: SessionList
 
 
 class WaitingTurns(Protocol):

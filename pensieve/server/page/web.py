@@ -8,20 +8,21 @@ import importlib.resources
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from http import HTTPStatus
 from typing import Final
 from urllib.parse import parse_qs, unquote
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 
 from pensieve.errors import NotFound, PensieveError, PermissionDenied, Unauthenticated
+from pensieve.feed import MOST_LISTED
 from pensieve.hosts import names_this_machine
 from pensieve.server.ids import SESSION_ID
-from pensieve.server.operations.admin_port import AdminAnswer
 from pensieve.server.page.details import session_document
 from pensieve.server.page.gap import GapFinder
 from pensieve.server.page.recent import BUCKET_S, RecentTurns
-from pensieve.server.page.state import DEFAULT_LIMIT, MOST_LISTED, StateView
+from pensieve.server.page.state import DEFAULT_LIMIT, StateView
 from pensieve.server.page.strips import StripWatch
 from pensieve.store import HistoryStore, Key
 
@@ -55,47 +56,41 @@ class WebPage:
         self._store = store
         self._operator = operator
         self._text = text
-        html = importlib.resources.files(__package__).joinpath("page.html").read_bytes()
-        self._page = AdminAnswer(
-            HTTPStatus.OK,
-            "text/html; charset=utf-8",
-            html,
-            (("Content-Security-Policy", content_policy(html)), *_ALWAYS),
-        )
+        self._html = importlib.resources.files(__package__).joinpath("page.html").read_bytes()
+        self._html_headers = {"Content-Security-Policy": content_policy(self._html), **_ALWAYS}
 
-    async def answer(self, target: str, headers: Mapping[str, str], address: str) -> AdminAnswer | None:
-        """The answer to a GET of ``target``; None: it is none of the page's."""
-        path, _, query = target.partition("?")
+    async def answer(self, path: str, request: Request) -> Response | None:
+        """The answer to a GET of ``path``, as it was sent; None: it is none of the page's."""
         if not (path in ("/", "/state.json", "/series.json", "/gap.json") or path.startswith("/sessions/")):
             return None
-        if not names_this_machine(headers.get("host", "")):
+        if not names_this_machine(request.headers.get("host", "")):
             return _refused(
-                HTTPStatus.FORBIDDEN,
+                403,
                 "HOST_REFUSED",
                 "the page is opened by IP address, as localhost or by this machine's name",
             )
         if path == "/":
-            return self._page
+            return Response(self._html, headers=self._html_headers, media_type="text/html")
         try:
-            await self._operator(headers.get("authorization", ""), address)
-            return await self._document(path, query)
+            address = request.client.host if request.client is not None else ""
+            await self._operator(request.headers.get("authorization", ""), address)
+            return await self._document(path, parse_qs(request.scope["query_string"].decode("latin-1")))
         except Unauthenticated as error:
-            return _refused(HTTPStatus.UNAUTHORIZED, error.reason, error.message)
+            return _refused(401, error.reason, error.message)
         except PermissionDenied as error:
-            return _refused(HTTPStatus.FORBIDDEN, error.reason, error.message)
+            return _refused(403, error.reason, error.message)
         except NotFound as error:
-            return _refused(HTTPStatus.NOT_FOUND, error.reason, error.message)
+            return _refused(404, error.reason, error.message)
         except ValueError as error:
-            return _refused(HTTPStatus.BAD_REQUEST, "FIELD_INVALID", str(error))
+            return _refused(400, "FIELD_INVALID", str(error))
         except PensieveError as error:
-            return _refused(HTTPStatus.SERVICE_UNAVAILABLE, error.reason, error.message)
+            return _refused(503, error.reason, error.message)
 
     async def close(self) -> None:
         await self._gap.close()
         await self._strips.close()
 
-    async def _document(self, path: str, query: str) -> AdminAnswer:
-        asked = parse_qs(query)
+    async def _document(self, path: str, asked: Mapping[str, list[str]]) -> Response:
         if path == "/state.json":
             limit = _number(asked, "limit", DEFAULT_LIMIT, MOST_LISTED)
             return _json(await self._state.document(limit, _number(asked, "after", 0, 1 << 31)))
@@ -127,21 +122,21 @@ def content_policy(html: bytes) -> str:
     )
 
 
-_ALWAYS: Final = (
-    ("Cache-Control", "no-store"),
-    ("X-Content-Type-Options", "nosniff"),
-    ("Referrer-Policy", "no-referrer"),
-    ("Cross-Origin-Resource-Policy", "same-origin"),
-)
+_ALWAYS: Final = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
 
 
-def _json(document: object) -> AdminAnswer:
-    return AdminAnswer(HTTPStatus.OK, "application/json", msgspec.json.encode(document), _ALWAYS)
+def _json(document: object, status: int = 200) -> Response:
+    body = msgspec.json.encode(document)
+    return Response(body, status, headers=_ALWAYS, media_type="application/json")
 
 
-def _refused(status: HTTPStatus, reason: str, message: str) -> AdminAnswer:
-    body = msgspec.json.encode({"reason": reason, "message": message})
-    return AdminAnswer(status, "application/json", body, _ALWAYS)
+def _refused(status: int, reason: str, message: str) -> Response:
+    return _json({"reason": reason, "message": message}, status)
 
 
 def _number(asked: Mapping[str, list[str]], name: str, default: int, most: int) -> int:

@@ -15,13 +15,14 @@ from prometheus_client import CollectorRegistry
 from pensieve.config import EngineOptions
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import SessionStrip
+from pensieve.feed import FrontDoorState
+from pensieve.server.admin_port import AdminPort
 from pensieve.server.conversations import Conversations
-from pensieve.server.operations.admin_port import AdminPort
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.page.gap import GapFinder
 from pensieve.server.page.notes import SessionNotes
 from pensieve.server.page.recent import RecentTurns
-from pensieve.server.page.state import FrontDoorState, ServerNames, StateView
+from pensieve.server.page.state import ServerNames, StateView
 from pensieve.server.page.strips import StripWatch
 from pensieve.server.page.web import WebPage
 from pensieve.server.rpc.door import Door
@@ -115,7 +116,7 @@ async def page_rig(folder: Path, *, text: bool = False, keys: Path | None = None
         door = Door(keys, Metrics())
         page = WebPage(state, recent, strips, gap, store, door.admit_operator, text=text)
         stack.push_async_callback(page.close)
-        port = AdminPort(CollectorRegistry(), lambda: "", folder / "no grpc", page=page)
+        port = AdminPort(CollectorRegistry(), Healthy(), folder / "no grpc", page=page)
         number = await port.start("127.0.0.1", 0)
         stack.push_async_callback(port.close)
         http = await stack.enter_async_context(aiohttp.ClientSession())
