@@ -35,7 +35,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from pensieve.server.bugs import bug
-from pensieve.server.gateway.keeper import Gateway
+from pensieve.server.gateway import Gateway
 from pensieve.server.operations.health import HealthMonitor
 from pensieve.server.page.web import WebPage
 

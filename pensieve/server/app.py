@@ -38,20 +38,18 @@ from pensieve.options.complaints import complain
 from pensieve.options.serve import ServeOptions
 from pensieve.server.child import CHILDREN
 from pensieve.server.conversations import Conversations
-from pensieve.server.gateway.keeper import GatewayError
+from pensieve.server.gateway import GatewayError
 from pensieve.server.links.process_link import ProcessLink
 from pensieve.server.operations.health import HealthMonitor
-from pensieve.server.operations.housekeeping import purge_forever, reap_orphans, watch_lag
-from pensieve.server.operations.manager import ManagerLink
+from pensieve.server.operations.housekeeping import ManagerLink, purge_forever, reap_orphans, watch_lag
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.operations.recording import TraceRecorder, header, open_recorder
 from pensieve.server.operations.traces import TurnTraces, open_traces
 from pensieve.server.operations.turn_log import log_turn
 from pensieve.server.page.gap import GapFinder
-from pensieve.server.page.notes import SessionNotes
 from pensieve.server.page.recent import RecentTurns
 from pensieve.server.page.state import ServerNames, StateView
-from pensieve.server.page.strips import StripWatch
+from pensieve.server.page.watching import SessionNotes, StripWatch
 from pensieve.server.page.web import WebPage
 from pensieve.server.ports import Ports
 from pensieve.server.rpc.door import Door

@@ -13,7 +13,7 @@ from pensieve.core import packed_length
 from pensieve.engine.messages import ResidentTokens
 from pensieve.errors import PensieveError
 from pensieve.server import ids
-from pensieve.server.admission.gate import Gate, GateLimits
+from pensieve.server.admission import Gate, GateLimits
 from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.cache import Histories
 from pensieve.server.history.known import KnownRevisions

@@ -29,8 +29,7 @@ from pensieve.options.serve import ServeOptions
 from pensieve.options.values import is_loopback
 from pensieve.server.admin_port import AdminPort
 from pensieve.server.conversations import Conversations
-from pensieve.server.gateway.keeper import Gateway, GatewayError
-from pensieve.server.gateway.process import GatewayCommand
+from pensieve.server.gateway import Gateway, GatewayCommand, GatewayError
 from pensieve.server.links.process_link import ProcessLink
 from pensieve.server.operations.health import HealthMonitor
 from pensieve.server.operations.metrics import Metrics

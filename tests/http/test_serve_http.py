@@ -29,11 +29,10 @@ from pensieve.http import child
 from pensieve.http.common.readiness import Readiness
 from pensieve.http.common.settings import DoorSettings
 from pensieve.options.serve import ServeOptions
+from pensieve.server import gateway as keeper
 from pensieve.server import ports
 from pensieve.server.child import Silence
-from pensieve.server.gateway import keeper
-from pensieve.server.gateway.keeper import Gateway, GatewayError
-from pensieve.server.gateway.process import GatewayCommand
+from pensieve.server.gateway import Gateway, GatewayCommand, GatewayError
 from pensieve.spawn import read_metric
 from support.engine.fake_engine import Script
 from support.processes import alive, children, until

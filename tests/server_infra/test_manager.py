@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.machine import Manager, manager
-from pensieve.server.operations.manager import ManagerLink
+from pensieve.server.operations.housekeeping import ManagerLink
 from support.service.server_process import launched
 
 LIMIT_S = 60.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
@@ -23,32 +23,16 @@ from pensieve.feed import (
     StateDocument,
     TierState,
 )
+from pensieve.server.admission import Gate
 from pensieve.server.links.engine_link import EngineLink
-from pensieve.server.page.notes import SessionNote, SessionNotes
+from pensieve.server.operations.health import HealthMonitor
 from pensieve.server.page.recent import RecentTurns
-from pensieve.server.page.strips import StripWatch
+from pensieve.server.page.watching import SessionNote, SessionNotes, StripWatch
 from pensieve.store import Key
 
 DEFAULT_LIMIT: Final = 200
 _SHORTEST_S: Final = 0.8
 """Rates are not taken over less."""
-
-
-class WaitingTurns(Protocol):
-    """The part of the gate that is shown."""
-
-    @property
-    def waiting(self) -> int: ...
-
-    @property
-    def expected_wait_s(self) -> float: ...
-
-
-class ServingHealth(Protocol):
-    """The part of the health monitor that is shown."""
-
-    @property
-    def problem(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +51,8 @@ class StateView:
         self,
         names: ServerNames,
         link: EngineLink,
-        gate: WaitingTurns,
-        health: ServingHealth,
+        gate: Gate,
+        health: HealthMonitor,
         recent: RecentTurns,
         strips: StripWatch,
         notes: SessionNotes,

@@ -7,7 +7,7 @@ import asyncio
 from pensieve.core import ALONE, FinishReason, Hints, Sampling, SessionKey, Standing, Usage
 from pensieve.debug import failpoint
 from pensieve.engine.messages import CandidateFinished, Finished, Output, RequestProgress, Started
-from pensieve.server.admission.gate import Ticket
+from pensieve.server.admission import Ticket
 from pensieve.server.history.rendering import PreparedTurn
 from pensieve.server.links.engine_link import EngineLink, Generation
 from pensieve.server.turns import record as turn_record

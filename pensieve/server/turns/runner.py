@@ -19,7 +19,7 @@ from pensieve.core import Phase, Role
 from pensieve.debug import async_failpoint
 from pensieve.errors import DataLoss, NotFound, TurnFenced, Unavailable
 from pensieve.server import ids
-from pensieve.server.admission.gate import text_length
+from pensieve.server.admission import text_length
 from pensieve.server.clock import now_ms
 from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.cache import Histories, kept, system_item

@@ -20,10 +20,9 @@ from pensieve.server.admin_port import AdminPort
 from pensieve.server.conversations import Conversations
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.page.gap import GapFinder
-from pensieve.server.page.notes import SessionNotes
 from pensieve.server.page.recent import RecentTurns
 from pensieve.server.page.state import ServerNames, StateView
-from pensieve.server.page.strips import StripWatch
+from pensieve.server.page.watching import SessionNotes, StripWatch
 from pensieve.server.page.web import WebPage
 from pensieve.server.rpc.door import Door
 from pensieve.server.rpc.grpc_server import make_server
