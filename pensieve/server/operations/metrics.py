@@ -332,14 +332,13 @@ class TurnMetrics:
             buckets=_TURN_SECONDS,
             registry=registry,
         )
-        self._stage_seconds = Counter(
+        stage_seconds = Counter(
             "pensieve_turn_stage_seconds_total",
             "Seconds of committed turns by stage; other: beginning, tokenising and committing.",
             ["stage"],
             registry=registry,
         )
-        for stage in STAGES:
-            self._stage_seconds.labels(stage)
+        self._stage_seconds = {stage: stage_seconds.labels(stage) for stage in STAGES}
 
     def ended(self, end: TurnEnd) -> None:
         self._ended.labels(end.outcome).inc()
@@ -351,7 +350,7 @@ class TurnMetrics:
         # Rounding of the receipt can make the parts a little longer than the whole.
         seconds["other"] = max(0.0, total - sum(seconds.values()))
         for stage, amount in seconds.items():
-            self._stage_seconds.labels(stage).inc(amount)
+            self._stage_seconds[stage].inc(amount)
 
 
 _CALL_SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -23,8 +22,7 @@ from pensieve.feed import (
     StateDocument,
     TierState,
 )
-from pensieve.server.admission import Gate
-from pensieve.server.links.engine_link import EngineLink
+from pensieve.server.conversations import Conversations
 from pensieve.server.operations.health import HealthMonitor
 from pensieve.server.page.recent import RecentTurns
 from pensieve.server.page.watching import SessionNote, SessionNotes, StripWatch
@@ -35,39 +33,34 @@ _SHORTEST_S: Final = 0.8
 """Rates are not taken over less."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServerNames:
-    """What a server calls itself."""
-
-    model: str
-    replica: str
-    shows_text: bool = False
-
-
 class StateView:
-    """Used on one event loop."""
+    """Used on one event loop. ``close`` ends what it asks the engine."""
 
     def __init__(
         self,
-        names: ServerNames,
-        link: EngineLink,
-        gate: Gate,
+        conversations: Conversations,
         health: HealthMonitor,
         recent: RecentTurns,
-        strips: StripWatch,
-        notes: SessionNotes,
         door: Callable[[], FrontDoorState | None] = lambda: None,
+        *,
+        shows_text: bool = False,
     ) -> None:
-        self._names = names
-        self._link = link
-        self._gate = gate
+        """``shows_text``: sessions are shown with what was said in them."""
+        self._settings = conversations.settings
+        self._gate = conversations.gate
+        self._link = conversations.link
+        self.store = conversations.store
         self._health = health
-        self._recent = recent
-        self._strips = strips
-        self._notes = notes
+        self.recent = recent
         self._door = door
+        self.shows_text = shows_text
+        self._strips = StripWatch(self._link)
+        self._notes = SessionNotes(self.store)
         self._before: tuple[float, Stats] | None = None
         self._rates: RateState | None = None
+
+    async def close(self) -> None:
+        await self._strips.close()
 
     async def document(self, limit: int, after: int) -> StateDocument:
         """``limit`` sessions behind the first ``after``."""
@@ -80,14 +73,14 @@ class StateView:
             time_s=time.time(),
             server=ServerState(
                 version=pensieve.__version__,
-                model=self._names.model,
-                replica=self._names.replica,
+                model=self._settings.model,
+                replica=self._settings.replica,
                 problem=self._health.problem,
                 device=info.device,
                 dtype=info.dtype,
                 chunk_tokens=info.chunk_tokens,
                 context_limit=info.context_limit,
-                shows_text=self._names.shows_text,
+                shows_text=self.shows_text,
                 door=self._door(),
             ),
             device=TierState(
@@ -98,7 +91,7 @@ class StateView:
             totals=msgspec.structs.asdict(stats),
             engine_restarts=self._link.restarts_total,
             rates=self._rate(now, stats),
-            lately=self._recent.lately(now),
+            lately=self.recent.lately(now),
             sessions=sessions,
         )
 

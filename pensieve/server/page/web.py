@@ -21,9 +21,8 @@ from pensieve.feed import MOST_LISTED, SessionLine
 from pensieve.hosts import names_this_machine
 from pensieve.server.ids import SESSION_ID, session_key
 from pensieve.server.page.gap import GapFinder
-from pensieve.server.page.recent import BUCKET_S, RecentTurns
+from pensieve.server.page.recent import BUCKET_S
 from pensieve.server.page.state import DEFAULT_LIMIT, StateView
-from pensieve.server.page.watching import StripWatch
 from pensieve.store import HistoryStore, Key
 from pensieve.store.records import Record, RecordKind, SessionRow
 
@@ -38,25 +37,11 @@ Operator = Callable[[str, str], Awaitable[None]]
 class WebPage:
     """Used on one event loop. ``close`` ends what runs for it."""
 
-    def __init__(
-        self,
-        state: StateView,
-        recent: RecentTurns,
-        strips: StripWatch,
-        gap: GapFinder,
-        store: HistoryStore,
-        operator: Operator,
-        *,
-        text: bool,
-    ) -> None:
-        """``operator`` lets a caller in. ``text``: sessions are shown with what was said in them."""
+    def __init__(self, state: StateView, gap: GapFinder, operator: Operator) -> None:
+        """``operator`` lets a caller in."""
         self._state = state
-        self._recent = recent
-        self._strips = strips
         self._gap = gap
-        self._store = store
         self._operator = operator
-        self._text = text
         self._html = importlib.resources.files(__package__).joinpath("page.html").read_bytes()
         self._html_headers = {"Content-Security-Policy": content_policy(self._html), **_ALWAYS}
 
@@ -89,14 +74,14 @@ class WebPage:
 
     async def close(self) -> None:
         await self._gap.close()
-        await self._strips.close()
+        await self._state.close()
 
     async def _document(self, path: str, asked: Mapping[str, list[str]]) -> Response:
         if path == "/state.json":
             limit = _number(asked, "limit", DEFAULT_LIMIT, MOST_LISTED)
             return _json(await self._state.document(limit, _number(asked, "after", 0, 1 << 31)))
         if path == "/series.json":
-            buckets = self._recent.series(time.monotonic())
+            buckets = self._state.recent.series(time.monotonic())
             return _json({"schema": SERIES_SCHEMA, "bucket_s": BUCKET_S, "buckets": buckets})
         if path == "/gap.json":
             return _json(await self._gap.gap())
@@ -106,7 +91,7 @@ class WebPage:
             raise NotFound("no such session", reason="SESSION_NOT_FOUND")
         key = Key(asked.get("tenant", [DEFAULT_TENANT])[0], name)
         cached = await self._state.line(key)
-        return _json(await session_document(self._store, key, cached, text=self._text))
+        return _json(await session_document(self._state.store, key, cached, text=self._state.shows_text))
 
 
 def content_policy(html: bytes) -> str:

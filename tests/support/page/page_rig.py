@@ -17,12 +17,11 @@ from pensieve.engine.engine import Engine
 from pensieve.engine.messages import SessionStrip
 from pensieve.feed import FrontDoorState
 from pensieve.server.admin_port import AdminPort
-from pensieve.server.conversations import Conversations
+from pensieve.server.conversations import Conversations, ServiceListeners
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.page.gap import GapFinder
 from pensieve.server.page.recent import RecentTurns
-from pensieve.server.page.state import ServerNames, StateView
-from pensieve.server.page.watching import SessionNotes, StripWatch
+from pensieve.server.page.state import StateView
 from pensieve.server.page.web import WebPage
 from pensieve.server.rpc.door import Door
 from pensieve.server.rpc.grpc_server import make_server
@@ -90,14 +89,14 @@ async def page_rig(folder: Path, *, text: bool = False, keys: Path | None = None
         link = ManyStrips(lambda: engine)
         await link.start()
         stack.push_async_callback(link.stop)
-        recent, strips = RecentTurns(), StripWatch(link)
+        recent = RecentTurns()
         tokenizer = ChatTokenizer.from_folder(model_folder(folder / "model"))
         conversations = Conversations(
             store,
             link,
             tokenizer,
             TurnSettings(replica="r", model="hashed", prefix_sharing=False),
-            on_turn_ended=recent.turn_ended,
+            ServiceListeners(turn_ended=recent.turn_ended),
         )
         stack.push_async_callback(conversations.close)
         server: aio.Server = make_server([Interceptor(TenantHeader())])
@@ -107,13 +106,10 @@ async def page_rig(folder: Path, *, text: bool = False, keys: Path | None = None
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
         stack.push_async_callback(server.stop, None)
-        names = ServerNames("hashed", "r", text)
-        state = StateView(
-            names, link, conversations.gate, Healthy(), recent, strips, SessionNotes(store), lambda: rig.door
-        )
+        state = StateView(conversations, Healthy(), recent, lambda: rig.door, shows_text=text)
         gap = GapFinder(link, recent, {"policy": OPTIONS.policy, "swap_watermark": OPTIONS.swap_watermark})
         door = Door(keys, Metrics())
-        page = WebPage(state, recent, strips, gap, store, door.admit_operator, text=text)
+        page = WebPage(state, gap, door.admit_operator)
         stack.push_async_callback(page.close)
         port = AdminPort(CollectorRegistry(), Healthy(), folder / "no grpc", page=page)
         number = await port.start("127.0.0.1", 0)
