@@ -28,6 +28,7 @@ LEAVES: dict[str, set[str]] = {
     "debug": set(),
     "errors": set(),
     "extras": set(),
+    "feed": set(),
     "frames": set(),
     "gguf": set(),
     "hosts": set(),

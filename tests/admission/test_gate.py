@@ -12,7 +12,7 @@ import pytest
 
 from pensieve.core import Role, SamplingDefaults
 from pensieve.errors import PensieveError
-from pensieve.server.admission.gate import LONGEST_RETRY_S, Gate, GateLimits, Ticket
+from pensieve.server.admission import LONGEST_RETRY_S, Gate, GateLimits, Ticket
 from pensieve.server.tenants import TenantLimits, TenantTable
 from pensieve.server.values import InputEntry, NewTurn
 

@@ -15,7 +15,7 @@ import pytest
 from pensieve.client import AsyncClient
 from pensieve.engine.cache.chunk import Place
 from pensieve.server.page import strips as strip_watch
-from pensieve.server.page.strips import StripWatch
+from pensieve.server.page.watching import StripWatch
 from support.page.page_rig import PageRig, page_rig
 
 LETTERS = {Place.DEVICE: "d", Place.BOTH: "b", Place.HOST: "h", Place.DROPPED: "x"}

@@ -13,8 +13,7 @@ from pensieve.engine.messages import SessionStrip
 from pensieve.errors import NotFound
 from pensieve.server.links.process_link import ProcessLink
 from pensieve.server.page import notes, strips
-from pensieve.server.page.notes import SessionNotes
-from pensieve.server.page.strips import StripWatch
+from pensieve.server.page.watching import SessionNotes, StripWatch
 from pensieve.store import Key
 from pensieve.store.records import SessionRow
 from support.engine.hash_engine import BUILDER

@@ -27,7 +27,7 @@ from pensieve.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from pensieve.server.child import ChildProcess
+from pensieve.server.child import ChildProcess, RestartPauses, Silence
 from pensieve.server.links.engine_link import LinkState
 from pensieve.server.links.process_link import EngineProcess, HostCommand, ProcessLink
 from support.engine.fake_engine import BUILDER, Script, options
@@ -357,3 +357,21 @@ async def test_a_cancelled_wait_closes_what_it_would_have_closed() -> None:
         await process._writer.drain()
     process.kill()
     assert await process.wait(10.0) < 0
+
+
+def test_pauses_between_starts_double_and_begin_anew_after_a_steady_life() -> None:
+    pauses = RestartPauses(0.2, 30.0, 60.0)
+    assert [pauses.next() for _ in range(9)] == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0]
+    pauses.lived(60.0)
+    assert pauses.next() == 30.0
+    pauses.lived(61.0)
+    assert [pauses.next(), pauses.next()] == [0.2, 0.4]
+
+
+def test_a_server_that_was_stopped_for_minutes_blames_no_child() -> None:
+    silence = Silence(tick_s=0.25)
+    silence.passed(0.25)
+    assert silence.passed(600.0) == 0.5
+    assert silence.seconds == 0.75
+    silence.heard()
+    assert silence.seconds == 0.0

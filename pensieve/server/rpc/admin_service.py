@@ -1,4 +1,4 @@
-"""``pensieve.v1.AdminService``: for operators, on the admin port, with a scope of its own."""
+"""``pensieve.v1.AdminService``: for operators, with a scope of its own. ``server/ports.py`` says on which ports."""
 
 from __future__ import annotations
 

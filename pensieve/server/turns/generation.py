@@ -18,7 +18,7 @@ from pensieve.engine.messages import (
     Started,
     Submit,
 )
-from pensieve.server.admission.gate import Ticket
+from pensieve.server.admission import Ticket
 from pensieve.server.links.engine_link import EngineLink, Generation
 from pensieve.server.turns.buffer import TurnBuffer
 from pensieve.server.values import ProgressView, TurnHints

@@ -64,7 +64,7 @@ from typing import Final
 from pensieve.core import HintReceipt, Standing
 from pensieve.errors import Cancelled, PensieveError
 from pensieve.server import ids
-from pensieve.server.admission.gate import Ticket
+from pensieve.server.admission import Ticket
 from pensieve.server.turns.buffer import TurnBuffer
 from pensieve.server.turns.generation import TurnGeneration
 from pensieve.server.turns.text import OutputText

@@ -21,7 +21,7 @@ from pensieve.debug import async_failpoint
 from pensieve.engine.messages import Submit
 from pensieve.errors import DataLoss, NotFound, TurnFenced, Unavailable
 from pensieve.server import ids
-from pensieve.server.admission.gate import text_length
+from pensieve.server.admission import text_length
 from pensieve.server.clock import now_ms
 from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.cuts import kept, system_item

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from pensieve.core import Standing
 from pensieve.errors import AlreadyExists, Cancelled, NotFound, PensieveError, Unavailable
 from pensieve.logs import bind
-from pensieve.server.admission.gate import Gate
+from pensieve.server.admission import Gate
 from pensieve.server.bugs import bug
 from pensieve.server.settings import TurnSettings
 from pensieve.server.turns import record as turn_record

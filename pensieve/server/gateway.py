@@ -1,14 +1,31 @@
-"""Keeps the door's process alive: starts it, starts it again after it died or got stuck, ends it with the server."""
+"""The HTTP door of this server: a process of its own, kept alive here and told when to drain.
+
+A process, because one that streams is busy with Python at all times, and would slow this one down. It speaks to the
+service over a private socket, with the credentials that its callers send. ``Gateway`` starts it, starts it again after
+it died or got stuck, and ends it with the server; ``GatewayProcess`` is one life of it: start, words both ways, end.
+
+States of ``Gateway``, which alone changes them::
+
+    starting ── ready ──> serving ── silent for QUIET_S ──> hung ── heard again ──> serving
+    serving ── it ended ──> restarting ── the next one is ready ──> serving
+    hung ── silent for HUNG_S, killed ──> restarting
+    any ── drain or close ──> draining
+    starting ── it ended ──> GatewayError from ``ready``
+"""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
+import contextlib
 import logging
 import os
 import socket
+import sys
 import time
+from asyncio import FIRST_COMPLETED
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Literal
 
 from prometheus_client import CollectorRegistry
@@ -16,7 +33,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from pensieve.server.gateway.process import GatewayCommand, GatewayEnded, GatewayProcess
+from pensieve.debug import child_environment
+from pensieve.server.child import ChildProcess, RestartPauses, Silence
 from pensieve.server.tasks import end_task
 
 log = logging.getLogger(__name__)
@@ -24,12 +42,11 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 30.0
 STEADY_S: Final = 60.0
-"""A process that has lived so long is started again at once when it dies; else each pause is twice the one before."""
+"""After a life of this length the next start comes after the first pause again."""
 QUIET_S: Final = 3.0
 """The process says every half second that it lives; without a word for so long it counts as stuck."""
 HUNG_S: Final = 10.0
 """Without a word for so long it is killed: what it had in hand is lost to its callers, who come again."""
-TICK_S: Final = 0.25
 METRICS_S: Final = 1.0
 """How long a scrape waits for the door's share."""
 _BACKLOG: Final = 2048
@@ -83,10 +100,6 @@ class Gateway(Collector):
 
     def open(self, host: str, port: int) -> int:
         """Listen; the port, found by the system when it was 0. Raises GatewayError."""
-        if missing := [
-            name for name in ("httptools", "starlette", "uvicorn") if importlib.util.find_spec(name) is None
-        ]:
-            raise GatewayError(f"needs {' and '.join(missing)}: pip install 'pensieve[http]'")
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -156,7 +169,7 @@ class Gateway(Collector):
 
     async def _keep(self) -> None:
         """One process after the other. What ends the first before it was ready ends this."""
-        pause = FIRST_PAUSE_S
+        pauses = RestartPauses(FIRST_PAUSE_S, LONGEST_PAUSE_S, STEADY_S)
         while True:
             began = time.monotonic()
             why = await self._live()
@@ -166,11 +179,10 @@ class Gateway(Collector):
             if not self._first.done():
                 self._first.set_exception(GatewayError(f"the HTTP door did not start: {why}"))
                 return
-            if time.monotonic() - began > STEADY_S:
-                pause = FIRST_PAUSE_S
+            pauses.lived(time.monotonic() - began)
+            pause = pauses.next()
             log.error("the HTTP door ended and is started again: %s", why, extra={"pause_s": pause})
             await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_S)
             self.restarts += 1
 
     async def _live(self) -> str:
@@ -200,17 +212,14 @@ class Gateway(Collector):
             self._process = None
 
     async def _watch(self, process: GatewayProcess) -> None:
-        """Kill a process that is stopped, or whose event loop is.
-
-        Silence is counted tick by tick, so that a server that was itself stopped for minutes does not blame its door.
-        """
-        heard_at, silent_s = process.heard_at, 0.0
-        while silent_s < HUNG_S:
-            await asyncio.sleep(TICK_S)
-            silent_s = silent_s + TICK_S if process.heard_at == heard_at else 0.0
-            heard_at = process.heard_at
-            self._become(stuck=silent_s >= QUIET_S)
-        log.error("the HTTP door has not answered for %.0f s: killing it", silent_s)
+        """Kill a process that is stopped, or whose event loop is."""
+        silence = process.silence
+        while silence.seconds < HUNG_S:
+            began = time.monotonic()
+            await asyncio.sleep(silence.tick_s)
+            silence.passed(time.monotonic() - began)
+            self._become(stuck=silence.seconds >= QUIET_S)
+        log.error("the HTTP door has not answered for %.0f s: killing it", silence.seconds)
         process.kill()
 
     def _become(
@@ -232,3 +241,129 @@ class Gateway(Collector):
         if self._serving:
             return "serving"
         return "restarting" if self._first is not None and self._first.done() else "starting"
+
+
+READY_S: Final = 60.0
+"""How long it may take to start; a second is usual, on an idle machine."""
+TICK_S: Final = 0.25
+"""How often the keeper looks whether the process is silent."""
+
+
+class GatewayEnded(Exception):
+    """The process has ended, or does not answer; the text says why, as far as it is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayCommand:
+    """How the process is started."""
+
+    target: str
+    """The private socket, as a gRPC target."""
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    log_level: str = "info"
+    log_json: bool = False
+    max_body_bytes: int | None = None
+    """The door's own default if None, as for what follows."""
+    patience_s: float | None = None
+    cors_origins: tuple[str, ...] = ()
+    proxies: tuple[str, ...] = ()
+    """Addresses and networks of those that may say for whom they call."""
+    hosts: tuple[str, ...] = ()
+    on_loopback: bool = False
+    heartbeat_s: float | None = None
+
+    def arguments(self, listener: int, control: int) -> list[str]:
+        """Run on the safe path (-P): it never imports from the directory it was started in."""
+        found = [sys.executable, "-P", "-m", "pensieve.http.child", "--parent", str(os.getpid())]
+        found += ["--listener", str(listener), "--control", str(control), "--target", self.target]
+        if self.tls_cert is not None and self.tls_key is not None:
+            found += ["--tls", str(self.tls_cert), str(self.tls_key)]
+        if self.tls_client_ca is not None:
+            found += ["--tls-client-ca", str(self.tls_client_ca)]
+        if self.max_body_bytes is not None:
+            found += ["--max-body-bytes", str(self.max_body_bytes)]
+        if self.patience_s is not None:
+            found += ["--patience", str(self.patience_s)]
+        found += [word for origin in self.cors_origins for word in ("--cors-origin", origin)]
+        found += [word for proxy in self.proxies for word in ("--proxy", proxy)]
+        found += [word for name in self.hosts for word in ("--host", name)]
+        found += ["--on-loopback"] if self.on_loopback else []
+        if self.heartbeat_s is not None:
+            found += ["--heartbeat", str(self.heartbeat_s)]
+        return [*found, "--log-level", self.log_level, *(["--log-json"] if self.log_json else [])]
+
+
+class GatewayProcess(ChildProcess):
+    """A running one. Use ``spawn``; ``kill`` and then ``wait`` for it in the end, always."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        super().__init__(process, reader, writer)
+        self._page = ""
+        self._asked: asyncio.Future[None] | None = None
+        self._taking: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.away = False
+        """It cannot reach the service."""
+        self.silence = Silence(TICK_S)
+        """Since something came from it; the keeper counts the time."""
+        self._hearing = asyncio.create_task(self._hear(), name="http control")
+
+    @classmethod
+    async def spawn(cls, command: GatewayCommand, listener: socket.socket) -> GatewayProcess:
+        """Start one that takes calls from ``listener``. Raises OSError when the system cannot start a process."""
+        return await cls.started(
+            lambda control: command.arguments(listener.fileno(), control),
+            child_environment(failpoints=False),
+            listener.fileno(),
+        )
+
+    async def ready(self) -> None:
+        """Returns when it takes calls. Raises GatewayEnded."""
+        done, _ = await asyncio.wait(
+            {self._taking, self._hearing}, timeout=READY_S, return_when=FIRST_COMPLETED
+        )
+        if not done:
+            raise GatewayEnded(f"it was not ready within {READY_S:g} s")
+        if self._taking not in done:
+            raise GatewayEnded(self.last_words(await self.wait(5.0)))
+
+    async def metrics(self, timeout_s: float) -> str:
+        """Its metrics, as Prometheus text: as they were, when they do not come in time; "" before they ever did."""
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.get_running_loop().create_future()
+            self.tell("metrics")
+        await asyncio.wait({self._asked, self._hearing}, timeout=timeout_s, return_when=FIRST_COMPLETED)
+        return self._page
+
+    def tell(self, word: str) -> None:
+        """Send a command; one that comes too late is lost."""
+        self._writer.write(word.encode() + b"\n")
+
+    async def wait(self, patience_s: float | None = None) -> int:
+        try:
+            return await super().wait(patience_s)
+        finally:
+            self._hearing.cancel()
+
+    def last_words(self, status: int) -> str:
+        """Why it ended, as far as it could say."""
+        return f"it {self.ending(status)}"
+
+    async def _hear(self) -> None:
+        """Take in what it says, until it has ended."""
+        # ``wait`` says that it has ended.
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while words := (await self._reader.readline()).split():
+                self.silence.heard()
+                match words:
+                    case [b"away" | b"back" as word]:
+                        self.away = word == b"away"
+                    case [b"ready"]:
+                        self._taking.set_result(None)
+                    case [b"metrics", length]:
+                        self._page = (await self._reader.readexactly(int(length))).decode()
+                        if self._asked is not None and not self._asked.done():
+                            self._asked.set_result(None)

@@ -1,18 +1,20 @@
-"""The gate that a new turn passes, before anything is looked up, tokenised or written.
+"""Admission: whether a new turn may join, decided before anything is looked up, tokenised or written.
 
 A turn that would wait too long is refused at once, with the time at which its turn would come: whoever is refused
 after it is told a later one, so that those who come back do so one after another, as capacity frees.
 
-The expected wait is work that waits ÷ measured speed. Work is tokens to compute: the input, what of the history is
-likely to be computed again, and the expected answer; before a turn is rendered all of that is an estimate from the
-turns before it. Between tenants the estimate follows the engine's fair queue: a tenant waits for its own backlog and
-for as much of the others' as is due before it, so a newcomer is not refused for another's flood.
+The expected wait is work that waits (``Backlog``) ÷ measured speed (``DrainSpeed``). Work is tokens to compute: the
+input, what of the history is likely to be computed again, and the expected answer; before a turn is rendered all of
+that is an estimate from the turns before it. Between tenants the estimate follows the engine's fair queue: a tenant
+waits for its own backlog and for as much of the others' as is due before it, so a newcomer is not refused for
+another's flood. What a tenant may use whatever the load is its ``Account``'s to say.
 
 An estimate can be wrong. A turn that was let in and has waited as long as any may is refused too (``overdue``).
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,10 +22,7 @@ from typing import Final
 
 from pensieve.core import Standing
 from pensieve.errors import DeadlineExceeded, PensieveError, ResourceExhausted
-from pensieve.server.admission.backlog import Backlog
-from pensieve.server.admission.quotas import Account
-from pensieve.server.admission.speed import DrainSpeed
-from pensieve.server.tenants import TenantTable
+from pensieve.server.tenants import TenantLimits, TenantTable, quota_exceeded
 from pensieve.server.values import NewTurn
 
 MEANS: Final = 0.05
@@ -293,3 +292,179 @@ class Gate:
 def text_length(spec: NewTurn) -> int:
     """Characters of a turn's input."""
     return sum(len(entry.text) for entry in spec.input if entry.tokens is None)
+
+
+@dataclass(slots=True)
+class _Line:
+    """Of one tenant: what waits."""
+
+    turns: int = 0
+    tokens: int = 0
+    """Of their inputs."""
+    work: float = 0.0
+
+
+class Backlog:
+    """Sums, kept up to date turn by turn. ``weight`` says a tenant's part of a loaded engine."""
+
+    def __init__(self, weight: Callable[[str], float]) -> None:
+        self._weight = weight
+        self._lines: dict[str, _Line] = {}
+        self.turns = 0
+        self.tokens = 0
+        self.work = 0.0
+
+    def add(self, tenant: str, turns: int, tokens: int, work: float) -> None:
+        """More of a tenant's waits, or less."""
+        line = self._lines.setdefault(tenant, _Line())
+        line.turns += turns
+        line.tokens += tokens
+        line.work += work
+        self.turns += turns
+        self.tokens += tokens
+        self.work += work
+        if not line.turns:
+            self.work -= line.work  # what rounding has left
+            del self._lines[tenant]
+        if not self._lines:
+            self.work = 0.0
+
+    def turns_of(self, tenant: str) -> int:
+        return self._lines[tenant].turns if tenant in self._lines else 0
+
+    def tokens_of(self, tenant: str) -> int:
+        return self._lines[tenant].tokens if tenant in self._lines else 0
+
+    def ahead_of(self, tenant: str) -> float:
+        """Work that is done before a further turn of this tenant begins: its own, and of every other tenant's what
+        fair queueing by weight lets go before that (Parekh and Gallager, 1993: generalised processor sharing)."""
+        mine = self._lines[tenant].work if tenant in self._lines else 0.0
+        level = mine / self._weight(tenant)
+        others = ((name, line.work) for name, line in self._lines.items() if name != tenant)
+        return mine + sum(min(work, level * self._weight(name)) for name, work in others)
+
+    def share(self, tenant: str) -> float:
+        """A tenant's part, 0 to 1, of what there is, if it waits beside those that do now."""
+        waiting = {*self._lines, tenant}
+        return self._weight(tenant) / sum(self._weight(other) for other in waiting)
+
+
+MEMORY_S: Final = 5.0
+"""Time constant of forgetting, in seconds of loaded time: idle hours do not age what was measured before them."""
+RECENT_S: Final = 1.5
+"""Time constant of the figure that notices a machine that has become slower."""
+ENOUGH_S: Final = 0.3
+"""Loaded time before the first figure is believed."""
+
+
+class _Window:
+    """Sums over loaded time that forget with a time constant."""
+
+    def __init__(self, memory_s: float) -> None:
+        self._memory_s = memory_s
+        self.work = 0.0
+        self.seconds = 0.0
+
+    def passed(self, elapsed_s: float) -> None:
+        kept = math.exp(-elapsed_s / self._memory_s)
+        self.work *= kept
+        self.seconds = self.seconds * kept + elapsed_s
+
+    @property
+    def per_s(self) -> float | None:
+        if self.seconds < ENOUGH_S or not self.work:
+            return None
+        return self.work / self.seconds
+
+
+class DrainSpeed:
+    """Work that left the queue to be computed, per second in which the engine had more than it could begin.
+
+    Work is counted in the units of whoever says what waits, so an error in those units (answers that turn out shorter
+    than expected, say) cancels out of "work that waits / speed". Nothing is learned while the engine takes whatever
+    comes: it would be the speed of the load and not of the engine.
+
+    Of a long and a short memory the slower counts. A machine that slows down is believed at once, one that speeds up
+    only in a while: a wait that was promised too long costs less than one that was promised too short.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._windows = _Window(MEMORY_S), _Window(RECENT_S)
+        self._at = now
+
+    def passed(self, now: float, *, loaded: bool) -> None:
+        """Time has gone by, and in it the engine was loaded or not."""
+        elapsed, self._at = max(now - self._at, 0.0), max(now, self._at)
+        if loaded:
+            for window in self._windows:
+                window.passed(elapsed)
+
+    def began(self, work: float) -> None:
+        """So much of what waited is being computed now. Called while the engine is loaded."""
+        for window in self._windows:
+            window.work += work
+
+    @property
+    def per_s(self) -> float | None:
+        """Work per second; None as long as nothing is known."""
+        return min((window.per_s for window in self._windows if window.per_s is not None), default=None)
+
+
+WINDOW_S: Final = 60.0
+TURN_RETRY_S: Final = 1.0
+"""When to try again after a limit on what runs or waits: turns end at any time."""
+
+
+class TokenBucket:
+    """A limit per minute that may be used up at once, and comes back evenly. A debt is worked off."""
+
+    def __init__(self, now: float) -> None:
+        self._used = 0.0
+        self._at = now
+
+    def wait_s(self, tokens: float, limit: float, now: float) -> float:
+        """Seconds until ``tokens`` may be taken; 0: now. Whatever asks for more than the limit waits for all of it."""
+        self._flow(limit, now)
+        return max(self._used + min(tokens, limit) - limit, 0.0) * WINDOW_S / limit
+
+    def take(self, tokens: float, limit: float, now: float) -> None:
+        """Count tokens as used; fewer than none gives some back."""
+        self._flow(limit, now)
+        self._used = max(self._used + tokens, 0.0)
+
+    def _flow(self, limit: float, now: float) -> None:
+        self._used = max(self._used - (now - self._at) * limit / WINDOW_S, 0.0)
+        self._at = now
+
+
+class Account:
+    """One tenant's use of the server."""
+
+    def __init__(self, tenant: str, now: float) -> None:
+        self._tenant = tenant
+        self.turns = 0
+        """That run or wait."""
+        self.minute = TokenBucket(now)
+
+    def refusal(
+        self, limits: TenantLimits, queued: int, tokens: int, work: float, now: float
+    ) -> ResourceExhausted | None:
+        """Why a further turn goes beyond a limit, if it does. ``queued``: input tokens that wait already.
+
+        ``tokens``, ``work``: of the turn, its input and all that it is expected to use.
+        """
+        if limits.turns_at_once is not None and self.turns >= limits.turns_at_once:
+            return quota_exceeded(
+                self._tenant, "turns_at_once", f"{limits.turns_at_once} turns at once", TURN_RETRY_S
+            )
+        if limits.queued_tokens is not None and queued and queued + tokens > limits.queued_tokens:
+            return quota_exceeded(
+                self._tenant, "queued_tokens", f"{limits.queued_tokens} queued tokens", TURN_RETRY_S
+            )
+        if limits.tokens_per_minute is not None:
+            wait = self.minute.wait_s(work, limits.tokens_per_minute, now)
+            if wait > 0:
+                return quota_exceeded(
+                    self._tenant, "tokens_per_minute", f"{limits.tokens_per_minute} tokens a minute", wait
+                )
+        return None
