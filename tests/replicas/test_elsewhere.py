@@ -11,7 +11,7 @@ import pytest
 from pensieve.core import FinishReason
 from pensieve.server.rpc.convert import turn_spec
 from pensieve.server.turns import lease
-from pensieve.server.turns.run import TurnState
+from pensieve.server.turns.run import RunState
 from pensieve.store import BeginRequest, Key
 from pensieve.store.memory_store import MemoryStore
 from pensieve.v1 import pensieve_pb2 as pb
@@ -45,7 +45,7 @@ async def begun(rig: Rig, name: str, turn: pb.TurnSpec) -> tuple[asyncio.Task[St
 async def follows(rig: Rig, name: str, turn: pb.TurnSpec, **fields: object) -> asyncio.Task[Streamed]:
     """A stream of that turn at this server, which has found out that it runs elsewhere."""
     task = asyncio.create_task(rig.stream(name, turn, **fields))
-    while not any(run.state is TurnState.FOLLOWING for run in rig.conversations.turns._runs.values()):
+    while not any(run.state is RunState.FOLLOWING for run in rig.conversations.turns._runs.values()):
         assert not task.done(), await task
         await asyncio.sleep(0.005)
     return task

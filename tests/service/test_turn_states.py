@@ -9,16 +9,16 @@ import pytest
 
 from pensieve.errors import Cancelled, PensieveError, TurnFenced
 from pensieve.server.rpc.convert import turn_spec
-from pensieve.server.turns.run import TRANSITIONS, Event, Order, TurnRun, TurnState
+from pensieve.server.turns.run import TRANSITIONS, Event, Order, RunState, TurnRun
 from pensieve.server.values import OnDisconnect, TurnStatus, TurnView
 from pensieve.store import Key
 from support.service.service_rig import spec
 
-E, S = Event, TurnState
+E, S = Event, RunState
 VIEW: Final = TurnView("s", "r", TurnStatus.COMMITTED)
 ENDS: Final = {S.COMMITTED, S.REPLAYED, S.DISCARDED, S.UNCERTAIN, S.REFUSED}
 
-LED_TO: Final[dict[TurnState, tuple[Event, ...]]] = {
+LED_TO: Final[dict[RunState, tuple[Event, ...]]] = {
     S.BEGINNING: (),
     S.FOLLOWING: (E.ELSEWHERE,),
     S.TOLD_TO_KEEP: (E.KEEP,),
@@ -36,7 +36,7 @@ LED_TO: Final[dict[TurnState, tuple[Event, ...]]] = {
 }
 """The events that bring a new run into a state."""
 
-EXPECTED: Final[dict[TurnState, dict[Event, TurnState]]] = {
+EXPECTED: Final[dict[RunState, dict[Event, RunState]]] = {
     S.BEGINNING: {
         E.BEGUN: S.GENERATING,
         E.ELSEWHERE: S.FOLLOWING,
@@ -108,7 +108,7 @@ SENDS: Final[dict[Event, Callable[[TurnRun], object]]] = {
 }
 
 
-def run_in(state: TurnState) -> TurnRun:
+def run_in(state: RunState) -> TurnRun:
     run = new_run()
     for event in LED_TO[state]:
         SENDS[event](run)
@@ -123,7 +123,7 @@ def test_the_table_has_every_cell() -> None:
 
 @pytest.mark.parametrize("event", E, ids=lambda one: one.name)
 @pytest.mark.parametrize("state", S, ids=lambda one: one.name)
-async def test_transition(state: TurnState, event: Event) -> None:
+async def test_transition(state: RunState, event: Event) -> None:
     run = run_in(state)
     orders, outcome = run.orders, run.buffer._outcome
     after = EXPECTED[state].get(event)
@@ -158,7 +158,7 @@ async def test_the_first_order_counts() -> None:
     assert run.begin_commit() == Order(keep_tokens=3, asked=True)
 
 
-def reachable(*states: TurnState) -> set[TurnState]:
+def reachable(*states: RunState) -> set[RunState]:
     found = set(states)
     while True:
         more = {
@@ -171,7 +171,7 @@ def reachable(*states: TurnState) -> set[TurnState]:
         found |= more
 
 
-def before(state: TurnState) -> set[TurnState]:
+def before(state: RunState) -> set[RunState]:
     """The states that lead to this one in one step."""
     return {one for (one, _), after in TRANSITIONS.items() if after is state and one is not state}
 

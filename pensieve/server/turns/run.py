@@ -104,7 +104,7 @@ class Event(enum.Enum):
     FAILED = enum.auto()
 
 
-class TurnState(enum.Enum):
+class RunState(enum.Enum):
     """See the module docstring."""
 
     BEGINNING = enum.auto()
@@ -128,10 +128,10 @@ class TurnState(enum.Enum):
         return self in _HAD_LEASE
 
 
-def _table() -> dict[tuple[TurnState, Event], TurnState | None]:
+def _table() -> dict[tuple[RunState, Event], RunState | None]:
     header, *lines = (line.split() for line in _GRID.strip().splitlines())
     return {
-        (TurnState[state], Event[event]): None if after == "-" else TurnState[after]
+        (RunState[state], Event[event]): None if after == "-" else RunState[after]
         for state, *cells in lines
         for event, after in zip(header, cells, strict=True)
     }
@@ -139,13 +139,13 @@ def _table() -> dict[tuple[TurnState, Event], TurnState | None]:
 
 TRANSITIONS: Final = _table()
 _HAD_LEASE: Final = {
-    TurnState.GENERATING,
-    TurnState.TRUNCATING,
-    TurnState.DISCARDING,
-    TurnState.COMMITTING,
-    TurnState.COMMITTED,
-    TurnState.DISCARDED,
-    TurnState.UNCERTAIN,
+    RunState.GENERATING,
+    RunState.TRUNCATING,
+    RunState.DISCARDING,
+    RunState.COMMITTING,
+    RunState.COMMITTED,
+    RunState.DISCARDED,
+    RunState.UNCERTAIN,
 }
 
 
@@ -178,7 +178,7 @@ class TurnRun:
         self.lease_token = ids.new_token()
         self.buffer = TurnBuffer()
         self.generation = TurnGeneration(self.buffer)
-        self.state = TurnState.BEGINNING
+        self.state = RunState.BEGINNING
         self.orders: tuple[Order, ...] = ()
         """All that came in time. The first counts; the others tell whether a caller wants the turn to end as well."""
         self.seed = 0

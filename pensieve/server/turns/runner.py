@@ -35,7 +35,7 @@ from pensieve.server.turns.buffer import TurnBuffer
 from pensieve.server.turns.generation import take_hints
 from pensieve.server.turns.lease import LeaseKeeper, LeaseReleaser, committed_elsewhere, follow, hear
 from pensieve.server.turns.record import CommittedTurn
-from pensieve.server.turns.run import Order, TurnRun, TurnState
+from pensieve.server.turns.run import Order, RunState, TurnRun
 from pensieve.server.turns.text import OutputText
 from pensieve.server.values import Accepted, InputEntry, ProgressView, TurnFrame, TurnView
 from pensieve.store import Began, BeginRequest, Counts, Key, Replay
@@ -239,7 +239,7 @@ class TurnRunner:
 
     async def _commit(self, run: TurnRun, record: Record, counts: Counts) -> SessionRow:
         """Append the record, waiting for a store that is down. Raises Unavailable: the outcome is then unknown."""
-        assert run.state is TurnState.COMMITTING
+        assert run.state is RunState.COMMITTING
         await async_failpoint("before_commit")
         loop = asyncio.get_running_loop()
         until, pause = loop.time() + self._settings.commit_retry_s, 0.05

@@ -20,7 +20,7 @@ from pensieve.server.settings import TurnSettings
 from pensieve.server.turns import record as turn_record
 from pensieve.server.turns.buffer import TurnBuffer
 from pensieve.server.turns.lease import called_off, end_elsewhere
-from pensieve.server.turns.run import Order, TurnRun, TurnState
+from pensieve.server.turns.run import Order, RunState, TurnRun
 from pensieve.server.turns.runner import TurnRunner
 from pensieve.server.unavailable import draining
 from pensieve.server.values import NewTurn, OnDisconnect, TurnEnd, TurnStatus, TurnView
@@ -219,7 +219,7 @@ class Turns:
         loop = asyncio.get_running_loop()
         until = loop.time() + deadline_s
         for run in self._runs.values():
-            if run.state is TurnState.FOLLOWING:  # nothing of it is here: another server can wait as well
+            if run.state is RunState.FOLLOWING:  # nothing of it is here: another server can wait as well
                 run.end_early(Order(error=draining()))
         while self._runs and loop.time() < until:
             await self._wait_for_end(until - loop.time())
@@ -331,7 +331,7 @@ class Turns:
         """Called when a turn has waited as long as any may, and again from time to time while it still waits."""
         if run.ticket is None or not run.ticket.waits:
             return
-        waits_here = run.state in (TurnState.BEGINNING, TurnState.GENERATING)
+        waits_here = run.state in (RunState.BEGINNING, RunState.GENERATING)
         error = self._gate.overdue(run.ticket) if waits_here else None
         if error is not None:
             run.end_early(Order(error=error))
