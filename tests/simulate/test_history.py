@@ -201,6 +201,7 @@ def test_without_receipts_no_gap_is_told() -> None:
     talk = Conversation("a", (TurnLengths(5, 4, 0.0), TurnLengths(5, 4, 1.0)))
     assert history.gap([talk], None, []) is None
     receipts = Conversation("a", (TurnLengths(5, 4, 0.0), TurnLengths(5, 4, 1.0, (9, 0, 0))))
+    assert history.gap([talk, receipts], None, []) is None, "one of the two turns has none"
     found = history.gap([receipts], None, [])
     assert found is not None and found["clairvoyant"] is None and found["measured"]["device"] == 1.0
     assert history.gap([receipts], (0.0, 0.5), []) is None, "no turn came back in this window"
