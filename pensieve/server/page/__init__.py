@@ -3,6 +3,6 @@
 ``web`` answers requests. ``state`` puts together what ``recent`` has heard of turns and ``watching`` asks of cache and
 store.
 
-May import: core, debug, engine.messages, errors, feed, hosts, pensieve, server.child, server.conversations,
-server.ids, server.links, server.operations, server.values, store.
+May import: core, engine.messages, errors, feed, hosts, pensieve, server.conversations, server.ids, server.links,
+server.operations, server.values, store.
 """
