@@ -71,9 +71,9 @@ async def converse(address: str) -> None:
     wishes = random.Random(3)
     async with AsyncClient(address) as client:
         chats = [await client.create_session() for _ in range(6)]
-        for number in range(6):
+        for number in range(5):
             for chat in chats:
-                text = "some words that take a few chunks of room here"[: wishes.randint(20, 46)]
+                text = "some words that take a few chunks of room here"[: wishes.randint(10, 40)]
                 await chat.send(text, max_output_tokens=wishes.randint(2, 6))
                 await asyncio.sleep(0.02)
             if number == 3:
